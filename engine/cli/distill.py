@@ -1,0 +1,130 @@
+"""Distil a student as a spec says, or continue a run.
+
+    engine distill kd.toml                          start, follow, and print the result
+    engine distill kd.toml --set loss.alpha=0.5     with one setting changed
+    engine distill --resume runs/kd-20260101-120000 continue after a kill, a stop or a full disk
+    engine distill kd.toml --detach                 start and return; prints the run folder
+
+The run belongs to a supervisor in a session of its own: closing the terminal does not end it,
+Ctrl-C asks it to finish its step, save and stop, and a second Ctrl-C ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.errors import UsageError
+
+HELP = "distil a student as a spec says, or resume a run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "spec", type=Path, nargs="?", help="the spec, a TOML file (`engine spec` prints one)"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="continue this run folder instead"
+    )
+    parser.add_argument(
+        "--allow-fallback",
+        action="store_true",
+        help="with --resume: when the newest checkpoint is damaged, continue from an older one",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one setting; may be repeated",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the new run folder (default: runs/SPEC-DATE-TIME)"
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="return when it is running; print the run folder"
+    )
+    parser.add_argument("--check", action="store_true", help="check spec and inputs, start nothing")
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as one JSON value on stdout"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if (arguments.spec is None) == (arguments.resume is None):
+        raise UsageError("expected either a spec or --resume RUN", hint="engine distill --help")
+    folder = _resume(arguments) if arguments.resume else _start(arguments)
+    if folder is None:
+        return 0
+    from engine.cli.progress import attend
+    from engine.supervise.launch import launch
+
+    launched = launch(
+        folder, resume=arguments.resume is not None, allow_fallback=arguments.allow_fallback
+    )
+    if arguments.detach:
+        launched.leave(b"d")
+        print(folder.path)
+        return 0
+    return attend(launched, as_json=arguments.json)
+
+
+def _start(arguments: argparse.Namespace) -> Any:
+    from engine.distill.inputs import check_inputs
+    from engine.runlog.folder import create_run
+    from engine.spec import load_spec
+    from engine.version import VERSION
+
+    spec, text = load_spec(arguments.spec, arguments.set)
+    name = spec.run.name or f"{arguments.spec.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = (arguments.out or Path(spec.run.out) / name).absolute()
+    if path.exists():
+        from engine.errors import BadInput
+
+        raise BadInput(
+            f"run folder: {path} — expected a new folder, found one that exists",
+            hint="choose another with --out, or continue it with --resume",
+        )
+    check_inputs(spec, path)
+    if arguments.check:
+        print(f"{arguments.spec}: the spec and its inputs are sound", file=sys.stderr)
+        if arguments.json:
+            print(json.dumps({"spec_sha256": spec.sha256, "spec": spec.to_dict()}))
+        return None
+    spec = dataclasses.replace(
+        spec, run=dataclasses.replace(spec.run, name=path.name, out=str(path.parent))
+    )
+    effective = {
+        "engine": VERSION,
+        "spec_file": str(arguments.spec.absolute()),
+        "sets": arguments.set,
+        "spec": spec.to_dict(),
+        "spec_sha256": spec.sha256,
+    }
+    return create_run(path, text, effective)
+
+
+def _resume(arguments: argparse.Namespace) -> Any:
+    from engine.distill.inputs import check_inputs
+    from engine.errors import BadInput
+    from engine.runlog.folder import open_run
+    from engine.runlog.follow import Follower
+    from engine.spec import spec_from_dict
+
+    if arguments.set or arguments.out:
+        raise UsageError("--set and --out make a new run; --resume continues one as it was")
+    folder = open_run(arguments.resume.absolute())
+    spec = spec_from_dict(json.loads(folder.effective.read_text())["spec"])
+    follower = Follower(folder)
+    if follower.read_all().finished is not None and follower.state == "completed":
+        raise BadInput(
+            f"run folder: {folder.path} — expected a run with steps left, found one that completed",
+            hint="start a new run with another train.steps",
+        )
+    check_inputs(spec, folder.path)
+    return folder

@@ -1,0 +1,77 @@
+"""`engine`: the headless half of the workbench. Each command imports what it needs when it runs, so
+`engine --help` is instant.
+
+stdout carries data (a path, a table, one JSON value); everything said to a person on the way goes
+to stderr. Exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 our mistake, 130 and
+143 stopped by SIGINT and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+from engine.cli import distill, runs, spec, stop, tail
+from engine.errors import EngineError, UsageError
+from engine.version import VERSION
+
+COMMANDS = (distill, tail, runs, stop, spec)
+
+EPILOG = (
+    "exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 internal, "
+    "130/143 stopped by SIGINT/SIGTERM, 128+n killed by signal n"
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with this project's exit code for a command line that is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(UsageError.exit_code, f"{self.prog}: {message}\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="engine",
+        description="Distil language models and see what is really happening. "
+        "`apr-workbench` shows the same on screen.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("--version", action="version", version=f"engine {VERSION}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        name = module.__name__.rsplit(".", 1)[-1]
+        command = commands.add_parser(
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(handler=module.run)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        code: int = arguments.handler(arguments)
+        sys.stdout.flush()
+        return code
+    except EngineError as error:
+        if arguments.debug:
+            raise
+        print(f"engine {arguments.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe went away (`engine tail RUN | head`): not an error. Python would
+        # complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,159 @@
+"""Attending a run from the foreground: progress, signals, and the result at the end.
+
+On a terminal one line is redrawn; in a pipe or a log file each thing worth knowing is a line of its
+own. Both go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from typing import Any
+
+from engine.errors import EXIT_FAIL
+from engine.runlog.events import Evaluated, Phase, StepDone
+from engine.runlog.follow import Follower
+from engine.runlog.text import event_text, has_ended, result_lines, status_text
+from engine.runlog.view import RunView
+from engine.supervise.launch import Launched
+
+POLL_S = 0.2
+PLAIN_EVERY_S = 5.0
+SETTLE_S = 10.0
+QUIET = ("log_opened", "host", "gpu", "device_facts")
+
+
+class _Progress:
+    """Says what changed since the last poll, in the way that suits where stderr goes."""
+
+    def __init__(self) -> None:
+        self.redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.shown_until = -1.0
+        self.next_plain = 0.0
+        self.drawn = False
+
+    def show(self, follower: Follower) -> None:
+        view = follower.view
+        for line in view.lines:
+            if line.unix_s > self.shown_until and self._worth_a_line(line.event):
+                self._print(event_text(line.event))
+        if view.lines:
+            self.shown_until = max(self.shown_until, view.lines[-1].unix_s)
+        text = status_text(view, follower.alive)
+        if self.redraw:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\x1b[K{_bar(view)}{text}"[: width + 4])
+            sys.stderr.flush()
+            self.drawn = True
+        elif len(view.steps) and time.monotonic() >= self.next_plain:
+            self.next_plain = time.monotonic() + PLAIN_EVERY_S
+            print(text, file=sys.stderr, flush=True)
+
+    def _worth_a_line(self, event: Any) -> bool:
+        if isinstance(event, StepDone):
+            return False
+        if isinstance(event, Phase | Evaluated):
+            return True
+        return event_kind(event) not in QUIET
+
+    def _print(self, text: str) -> None:
+        if self.redraw and self.drawn:
+            sys.stderr.write("\r\x1b[K")
+        print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.redraw and self.drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def event_kind(event: Any) -> str:
+    from engine.runlog.events import kind_of
+
+    return kind_of(event)
+
+
+def _bar(view: RunView) -> str:
+    total = view.total_steps
+    if not total:
+        return ""
+    filled = round(20 * view.last_step / total)
+    return f"[{'#' * filled}{'.' * (20 - filled)}] "
+
+
+def attend(launched: Launched, *, as_json: bool) -> int:
+    """Follow the run to its end; returns its exit code. Ctrl-C and SIGTERM are passed on, a
+    hang-up leaves the run going.
+    """
+    follower = Follower(launched.run)
+    progress = _Progress()
+    print(f"run folder: {launched.run.path}", file=sys.stderr)
+
+    def pass_on(number: int, _frame: object) -> None:
+        if launched.process.poll() is None:
+            launched.send(number)
+
+    def hang_up(_number: int, _frame: object) -> None:
+        launched.leave(b"h")
+        os._exit(128 + signal.SIGHUP)
+
+    signal.signal(signal.SIGINT, pass_on)
+    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGHUP, hang_up)
+    while launched.process.poll() is None:
+        follower.poll()
+        progress.show(follower)
+        time.sleep(POLL_S)
+    _settle(follower)
+    progress.show(follower)
+    progress.end()
+    return _report(launched, follower, as_json=as_json)
+
+
+def _settle(follower: Follower) -> None:
+    """After the supervisor is gone, wait for a trainer that outlived it to save and say so."""
+    deadline = time.monotonic() + SETTLE_S
+    follower.read_all()
+    while not has_ended(follower.state) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        follower.read_all()
+
+
+def _report(launched: Launched, follower: Follower, *, as_json: bool) -> int:
+    view, state = follower.view, follower.state
+    code = exit_code(view, launched.process.returncode)
+    for line in result_lines(view) if not as_json else []:
+        print(line)
+    if as_json:
+        receipt = launched.run.read_receipt() or {}
+        print(
+            json.dumps(
+                {**receipt, "state": state, "exit_code": code, "run": str(launched.run.path)}
+            )
+        )
+    print(status_text(view, follower.alive), file=sys.stderr)
+    if state not in ("completed",):
+        print(
+            f"log: engine tail {launched.run.path}    errors: {launched.run.stderr}",
+            file=sys.stderr,
+        )
+        if state != "completed" and view.checkpoints:
+            print(f"continue: engine distill --resume {launched.run.path}", file=sys.stderr)
+    print(f"run folder: {launched.run.path}", file=sys.stderr)
+    return code
+
+
+def exit_code(view: RunView, supervisor_code: int) -> int:
+    """The run's own exit code where it wrote one, else what its parent saw, else the supervisor's."""
+    code = supervisor_code
+    if view.finished is not None:
+        code = view.finished.exit_code
+    elif view.exit is not None:
+        code = view.exit.returncode
+    if code < 0:
+        return 128 - code
+    return code if code or view.finished is not None else EXIT_FAIL

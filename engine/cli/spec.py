@@ -1,0 +1,43 @@
+"""Print every setting with its meaning and default as a spec to start from; with a FILE, that spec
+after defaults.
+
+engine spec > kd.toml
+engine spec kd.toml --set loss.alpha=0.5
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "print every setting, as TOML to start from"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, nargs="?", help="a spec to complete")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one setting; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import json
+
+    from engine.spec import RunSpec, build_spec, load_spec, spec_to_toml
+
+    if arguments.file is not None:
+        spec, _ = load_spec(arguments.file, arguments.set)
+    elif arguments.set:
+        spec = build_spec({}, sets=arguments.set)
+    else:
+        spec = RunSpec()
+    print(
+        json.dumps(spec.to_dict(), indent=2) if arguments.json else spec_to_toml(spec),
+        end="\n" if arguments.json else "",
+    )
+    return 0

@@ -1,0 +1,187 @@
+"""Fixed-length rows of a token stream, and the order in which training meets them.
+
+Packing. Row r is tokens[r*T : (r+1)*T], whatever documents that covers; a tail shorter than T is
+not used. Position t of a row predicts the next token of the stream, which for the last position is
+the first token after the row, when there is one. A token has a label only if that next token is of
+the same document: the end-of-text token predicts nothing, so no label crosses from one document to
+another.
+
+    tokens      a  b EOT | c  d  e | EOT ...      T = 3
+    documents   0  0  0  | 1  1  1 |  1
+    labels      b EOT -  | d  e EOT|             - is IGNORED, -100
+
+Order. One epoch is every row once, in a permutation that depends on (seed, epoch) alone: a stable
+sort of the first `rows` words of the Philox stream with that key. The words are fixed by the Philox
+specification, so the order is the same on every machine and numpy version, which
+`Generator.permutation` does not promise.
+
+Training is a walk along epoch 0, epoch 1, ... joined together, and `position`, the number of rows
+taken so far, says all there is to say about where it stands. A batch that reaches the end of an
+epoch goes on into the next one. A walk resumed at a position meets exactly what an unbroken one
+meets there, even with another batch size.
+"""
+
+# Shapes: B rows of a batch, T tokens of a row
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.tokens import TokenStream
+from engine.errors import CorpusError
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100
+"""The label of a position that predicts nothing."""
+
+Int64Array = NDArray[np.int64]
+
+
+class TorchBatch(NamedTuple):
+    """A batch on its device, each tensor int64 of shape (B, T)."""
+
+    tokens_BT: torch.Tensor
+    documents_BT: torch.Tensor
+    labels_BT: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    tokens_BT: Int64Array
+    documents_BT: Int64Array
+    """Which document each token is of: tokens of different ones must not attend to each other."""
+    labels_BT: Int64Array
+    """The token to predict, or `IGNORED`."""
+    row_ids: Int64Array
+    """Which rows of the stream these are, shape (B,)."""
+
+    @property
+    def labelled(self) -> int:
+        """How many positions have a label."""
+        return int(np.count_nonzero(self.labels_BT != IGNORED))
+
+    def split(self, rows: int) -> Iterator[Batch]:
+        """The batch in parts of at most `rows` rows, in order."""
+        for start in range(0, len(self.row_ids), rows):
+            part = slice(start, start + rows)
+            yield Batch(
+                tokens_BT=self.tokens_BT[part],
+                documents_BT=self.documents_BT[part],
+                labels_BT=self.labels_BT[part],
+                row_ids=self.row_ids[part],
+            )
+
+    def to_torch(self, device: torch.device | str) -> TorchBatch:
+        """The arrays as tensors.
+
+        On the CPU they share the memory of this batch. A copy to CUDA does not wait for the device.
+        """
+        import torch
+
+        device = torch.device(device)
+        on_host = [torch.from_numpy(a) for a in (self.tokens_BT, self.documents_BT, self.labels_BT)]
+        if device.type == "cuda":
+            # Only a copy from pinned memory is asynchronous; torch keeps the pinned block until the
+            # copy is done.
+            on_host = [tensor.pin_memory() for tensor in on_host]
+        return TorchBatch(*(tensor.to(device, non_blocking=True) for tensor in on_host))
+
+
+class Batches:
+    """The rows of a stream in training order: a pure function of (stream, seq_len, seed, position).
+
+    CorpusError when the stream is shorter than one row.
+    """
+
+    def __init__(
+        self, stream: TokenStream, *, seq_len: int, rows_per_batch: int, seed: int
+    ) -> None:
+        assert rows_per_batch >= 1 and 0 <= seed < 1 << 64
+        self.rows_per_epoch = count_rows(stream, seq_len, "train")
+        self.rows_per_batch = rows_per_batch
+        self._stream = stream
+        self._seq_len = seq_len
+        self._seed = seed
+        # The last permutation asked for, with its epoch: one assignment, so a reader on another
+        # thread sees both or neither.
+        self._latest: tuple[int, Int64Array] | None = None
+
+    def batch_at(self, index: int) -> Batch:
+        """Batch `index` of a walk from the start, at position `index * rows_per_batch`."""
+        return self.take(index * self.rows_per_batch, self.rows_per_batch)
+
+    def take(self, position: int, rows: int) -> Batch:
+        """The `rows` rows that a walk meets after it has taken `position` rows."""
+        return gather_rows(self._stream, self._seq_len, self.row_ids_at(position, rows))
+
+    def row_ids_at(self, position: int, rows: int) -> Int64Array:
+        assert position >= 0 and rows >= 1
+        parts: list[Int64Array] = []
+        while rows:
+            epoch, start = divmod(position, self.rows_per_epoch)
+            part = self._order(epoch)[start : start + rows]
+            parts.append(part)
+            position, rows = position + len(part), rows - len(part)
+        return np.concatenate(parts)
+
+    def _order(self, epoch: int) -> Int64Array:
+        latest = self._latest
+        if latest is None or latest[0] != epoch:
+            latest = (epoch, epoch_order(self.rows_per_epoch, self._seed, epoch))
+            self._latest = latest
+        return latest[1]
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> Int64Array:
+    """The permutation of `rows` rows in one epoch."""
+    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(rows)
+    return np.argsort(words, kind="stable").astype(np.int64)
+
+
+def count_rows(stream: TokenStream, seq_len: int, what: str) -> int:
+    """How many whole rows the stream has. CorpusError when none; `what` names the split in it."""
+    assert seq_len >= 1
+    rows = len(stream) // seq_len
+    if rows == 0:
+        raise CorpusError.expected(
+            "corpus",
+            what,
+            f"at least {seq_len:,} tokens, which is one row",
+            f"{len(stream):,}",
+            hint=f"lower seq_len to at most {len(stream)}, or add text" if len(stream) else None,
+        )
+    return rows
+
+
+def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
+    """`count` rows spread evenly over the stream, in order, the same at every call.
+
+    All rows when there are fewer than `count`. CorpusError when the stream is shorter than one row.
+    """
+    assert count >= 1
+    rows = count_rows(stream, seq_len, "held-out")
+    count = min(count, rows)
+    return gather_rows(stream, seq_len, np.arange(count, dtype=np.int64) * rows // count)
+
+
+def gather_rows(stream: TokenStream, seq_len: int, row_ids: Int64Array) -> Batch:
+    """The rows named, with their labels."""
+    places_BT = row_ids[:, None] * seq_len + np.arange(seq_len, dtype=np.int64)
+    # The last token of the stream has no next one. Clipped to itself it would look like a token of
+    # the same document.
+    next_BT = np.minimum(places_BT + 1, len(stream) - 1)
+    documents_BT = stream.documents[places_BT]
+    predicts_BT = (stream.documents[next_BT] == documents_BT) & (next_BT != places_BT)
+    return Batch(
+        tokens_BT=stream.tokens[places_BT].astype(np.int64),
+        documents_BT=documents_BT.astype(np.int64),
+        labels_BT=np.where(predicts_BT, stream.tokens[next_BT].astype(np.int64), IGNORED),
+        row_ids=row_ids,
+    )

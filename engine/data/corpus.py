@@ -1,0 +1,246 @@
+"""A corpus: documents to train on, and other documents to measure on.
+
+The split is by document and a function of the document's name alone:
+
+    held out  <=>  first 8 bytes of sha256(name), as a fraction of 2^64,  <  heldout_fraction
+
+so adding, removing or editing one document moves no other, and a file of the standard library falls
+on the same side on every machine and Python version. `heldout_fraction` is therefore a share of
+documents that is met on average, not a share of bytes.
+
+Both splits are ordered by that same hash. `max_bytes` walks that order and takes each document that
+still fits, so the subset depends on nothing but the documents.
+
+Invariants of a `Corpus`: neither split is empty; no text of one equals a text of the other (an
+exact copy is dropped from train); each `sha256` covers the names and the bytes in order, with their
+lengths, so it changes when anything trained on does.
+
+What is not covered: near-duplicates (the same file with another licence line) are kept on both
+sides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from engine.data.sources import Piece, Skipped, list_pieces, shown
+from engine.errors import CorpusError
+
+CHECK_BYTES = 1 << 20
+"""How much text `check_corpus` reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """One side of a corpus, ordered by the hash of the documents' names."""
+
+    documents: tuple[Document, ...]
+    size_bytes: int
+    """Of the texts, in UTF-8."""
+    sha256: str
+
+    @property
+    def document_count(self) -> int:
+        return len(self.documents)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    source: str
+    train: Split
+    heldout: Split
+    skipped: tuple[Skipped, ...]
+    """What is in neither split, with the reason; copies dropped from train are among them."""
+    duplicates: int
+    """Documents dropped from train because their text is held out."""
+    beyond_max_bytes: int
+    """Documents left out because they did not fit into `max_bytes`."""
+
+
+def open_corpus(
+    source: str,
+    *,
+    heldout_fraction: float,
+    include_tests: bool = False,
+    max_bytes: int | None = None,
+) -> Corpus:
+    """Read `source` (see `engine.data.sources`) and split it. CorpusError when it cannot be used.
+
+    `max_bytes` bounds the bytes of train, and `max_bytes * heldout_fraction` those of held-out,
+    which keeps at least one document (then the smallest). Files that do not fit are not read.
+    """
+    _check_settings(heldout_fraction, max_bytes)
+    listed: list[Skipped] = []
+    pieces: list[Piece] = []
+    for item in list_pieces(source, include_tests=include_tests):
+        if isinstance(item, Skipped):
+            listed.append(item)
+        else:
+            pieces.append(item)
+    if not pieces:
+        raise _empty(source, listed)
+    pieces.sort(key=lambda piece: _position(piece.name))
+    boundary = heldout_fraction * 2**64
+    heldout_pieces = [piece for piece in pieces if _position(piece.name) < boundary]
+    train_pieces = pieces[len(heldout_pieces) :]
+
+    reading = _Reading()
+    heldout_bytes = None if max_bytes is None else int(max_bytes * heldout_fraction)
+    heldout = reading.take(heldout_pieces, heldout_bytes)
+    if not heldout:
+        # Held-out text is what makes a loss mean something: one document is kept even past its
+        # share of the budget.
+        by_size = sorted(heldout_pieces, key=lambda piece: piece.size_bytes)
+        heldout = next(([document] for piece in by_size if (document := reading.read(piece))), [])
+    if not heldout:
+        raise _no_heldout(source, pieces, heldout_fraction)
+    held_out_texts = {_digest(document.text) for document in heldout}
+    train = reading.take(train_pieces, max_bytes, held_out_texts=held_out_texts)
+    if not train:
+        raise _no_train(source, train_pieces, reading.duplicates, max_bytes)
+
+    skipped = (*listed, *reading.skipped.values())
+    return Corpus(
+        source=source,
+        train=_split(train),
+        heldout=_split(heldout),
+        skipped=tuple(sorted(skipped, key=lambda one: one.name)),
+        duplicates=reading.duplicates,
+        beyond_max_bytes=len(pieces) - len(train) - len(heldout) - len(reading.skipped),
+    )
+
+
+def check_corpus(source: str, *, include_tests: bool = False) -> None:
+    """Raise the CorpusError that `open_corpus` would meet in the first MiB of text.
+
+    It reads no more than that and does not split, so it does not say whether anything is held out.
+    """
+    skipped: list[Skipped] = []
+    read_bytes = 0
+    for item in list_pieces(source, include_tests=include_tests):
+        found = item.read() if isinstance(item, Piece) else item
+        if isinstance(found, Skipped):
+            skipped.append(found)
+            continue
+        read_bytes += len(found)
+        if read_bytes >= CHECK_BYTES:
+            return
+    if not read_bytes:
+        raise _empty(source, skipped)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reading:
+    """What became of the pieces read so far."""
+
+    skipped: dict[str, Skipped] = field(default_factory=dict)
+    duplicates: int = 0
+
+    def take(
+        self,
+        pieces: list[Piece],
+        max_bytes: int | None,
+        *,
+        held_out_texts: Collection[bytes] = (),
+    ) -> list[Document]:
+        """In order, each document that still fits and is not a copy of held-out text."""
+        taken: list[Document] = []
+        left_bytes = math.inf if max_bytes is None else max_bytes
+        for piece in pieces:
+            if piece.size_bytes > left_bytes:
+                continue
+            document = self.read(piece)
+            if document is None:
+                continue
+            if _digest(document.text) in held_out_texts:
+                self.duplicates += 1
+                reason = "the same text is held out"
+                self.skipped[piece.name] = Skipped(name=piece.name, reason=reason)
+                continue
+            taken.append(document)
+            left_bytes -= piece.size_bytes
+        return taken
+
+    def read(self, piece: Piece) -> Document | None:
+        text = piece.read()
+        if isinstance(text, Skipped):
+            self.skipped[piece.name] = text
+            return None
+        return Document(name=piece.name, text=text)
+
+
+def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:
+    if not 0 < heldout_fraction < 1:
+        raise CorpusError.expected(
+            "corpus", "heldout_fraction", "a number between 0 and 1", repr(heldout_fraction)
+        )
+    if max_bytes is not None and max_bytes < 1:
+        raise CorpusError.expected(
+            "corpus", "max_bytes", "at least 1, or none for no limit", repr(max_bytes)
+        )
+
+
+def _position(name: str) -> int:
+    """Where a name falls in [0, 2^64)."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8")).digest()
+
+
+def _split(documents: Iterable[Document]) -> Split:
+    documents = tuple(documents)
+    whole = hashlib.sha256()
+    size_bytes = 0
+    for document in documents:
+        raw = document.text.encode("utf-8")
+        size_bytes += len(raw)
+        for part in (document.name.encode("utf-8"), raw):
+            # The length keeps "ab" + "c" and "a" + "bc" apart.
+            whole.update(len(part).to_bytes(8, "little"))
+            whole.update(part)
+    return Split(documents=documents, size_bytes=size_bytes, sha256=whole.hexdigest())
+
+
+def _empty(source: str, skipped: list[Skipped]) -> CorpusError:
+    why = f" ({skipped[0].name}: {skipped[0].reason})" if skipped else ""
+    found = f"no document, {len(skipped):,} skipped{why}"
+    return CorpusError(f"corpus: {shown(source)} — expected text, found {found}")
+
+
+def _no_heldout(source: str, pieces: list[Piece], heldout_fraction: float) -> CorpusError:
+    hint = "add documents: one document cannot be on both sides"
+    lowest = _position(pieces[0].name) / 2**64
+    if len(pieces) > 1 and lowest >= heldout_fraction:
+        # Rounded up, so that the value printed is one that works.
+        hint = f"add documents, or set heldout_fraction to {math.ceil(lowest * 1000 + 1) / 1000}"
+    return CorpusError(
+        f"corpus: {shown(source)} — expected at least one held-out document, "
+        f"found none of {len(pieces):,} at heldout_fraction {heldout_fraction}",
+        hint=hint,
+    )
+
+
+def _no_train(
+    source: str, train_pieces: list[Piece], duplicates: int, max_bytes: int | None
+) -> CorpusError:
+    found = f"none of {len(train_pieces):,} ({duplicates:,} are copies of held-out text)"
+    hint = "add documents, or lower heldout_fraction"
+    smallest_bytes = min((piece.size_bytes for piece in train_pieces), default=0)
+    if max_bytes is not None and smallest_bytes > max_bytes:
+        found = f"the smallest has {smallest_bytes:,} bytes and max_bytes is {max_bytes:,}"
+        hint = f"set max_bytes to at least {smallest_bytes}"
+    return CorpusError(
+        f"corpus: {shown(source)} — expected at least one document to train on, found {found}",
+        hint=hint,
+    )

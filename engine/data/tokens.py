@@ -1,0 +1,72 @@
+"""A split as one line of tokens: every document's ids, each followed by the end-of-text token.
+
+    tokens     h e l l o EOT w o r l d EOT
+    documents  0 0 0 0 0  0  1 1 1 1 1  1
+
+The end-of-text token belongs to the document it ends, and every document ends with one, so a
+document of n ids takes n + 1 places. Boundaries are kept beside the tokens, never found again by
+looking for end-of-text, which a text may hold itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.corpus import Document
+from engine.formats.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenStream:
+    """Tokens in order, and the document each belongs to. Both arrays are read-only and of one
+    length.
+    """
+
+    tokens: NDArray[np.uint16] | NDArray[np.uint32]
+    """16 bits where every id of the tokenizer fits them."""
+    documents: NDArray[np.int32]
+    """Index into the documents given to `tokenize`; never decreases."""
+    sha256: str
+    """Of tokens and documents as little-endian 32-bit integers: equal for equal streams, whatever
+    the width in memory.
+    """
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def tokenize(
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int], None] | None = None,
+) -> TokenStream:
+    """The documents as one stream, in their order. `progress(done, total)` counts characters.
+
+    TokenizerError when the tokenizer has no end-of-text token.
+    """
+    end_of_text_id = tokenizer.end_of_text_id
+    encoded = tokenizer.encode_documents([document.text for document in documents], progress)
+    width = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    lengths = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
+    tokens = np.full(lengths.sum(), end_of_text_id, dtype=width)
+    start = 0
+    for ids in encoded:
+        tokens[start : start + len(ids)] = ids
+        start += len(ids) + 1
+    return make_stream(tokens, np.repeat(np.arange(len(encoded), dtype=np.int32), lengths))
+
+
+def make_stream(tokens: NDArray[Any], documents: NDArray[np.int32]) -> TokenStream:
+    """A stream of arrays that are there already; they become read-only."""
+    assert tokens.ndim == 1 and tokens.shape == documents.shape
+    digest = hashlib.sha256()
+    for values in (tokens, documents):
+        digest.update(np.ascontiguousarray(values, dtype="<u4").data)
+        values.flags.writeable = False
+    return TokenStream(tokens=tokens, documents=documents, sha256=digest.hexdigest())

@@ -1,0 +1,53 @@
+"""A `Decision` is one automatic choice: what was chosen, why, what was not, and how to choose
+otherwise.
+
+Every chooser (device, precision, teacher backend, attention, ...) returns one. The run logs it once
+and every surface shows it in the same words:
+
+    teacher.backend: dequantized
+      because 10.6 MiB of weights fit in 22.9 GiB available
+      not none: a teacher was given
+      override: --set teacher.backend=none
+
+A value that the user set reads `set by the user` in place of `because`, with what the chooser adds
+to that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SET_BY_USER = "set by the user"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    knob: str
+    """The setting this decides, as a dotted RunSpec key: `teacher.backend`."""
+    choice: str
+    reason: str
+    rejected: tuple[tuple[str, str], ...] = ()
+    """Each allowed value not taken, with the reason."""
+    overridden: bool = False
+    """True when the user set the value and nothing was decided for them."""
+
+    @property
+    def override(self) -> str:
+        """The command-line argument that would choose otherwise."""
+        other = self.rejected[0][0] if self.rejected else "VALUE"
+        return f"--set {self.knob}={other}"
+
+    def lines(self) -> list[str]:
+        """The decision as every surface prints it."""
+        if not self.overridden:
+            why = f"because {self.reason}"
+        elif self.reason in ("", SET_BY_USER):
+            why = SET_BY_USER
+        else:
+            why = f"{SET_BY_USER}: {self.reason}"
+        return [
+            f"{self.knob}: {self.choice}",
+            f"  {why}",
+            *(f"  not {value}: {reason}" for value, reason in self.rejected),
+            f"  override: {self.override}",
+        ]

@@ -1,0 +1,74 @@
+"""A `Reading` is a number with its source, or a reason why there is none.
+
+    Reading(value=25276510208, source="/proc/meminfo MemTotal", absent=None)
+    Reading(value=None, source="nvmlDeviceGetMemoryInfo", absent="Not Supported")
+
+The three ways in which a monitor lies are closed here. A missing number has no value that could be
+drawn as 0, -1 or inf; a number cannot lose its source; a reason cannot be empty. So a chart has a
+gap, a budget declines, and a person is told why.
+
+Invariant: exactly one of `value` and `absent` is given. A float that is not finite is no reading.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.errors import InternalError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    value: float | int | str | None
+    source: str
+    """The file and key, or the call: `/proc/meminfo MemTotal`, `nvmlDeviceGetPowerUsage`."""
+    absent: str | None
+    """Why there is no value. No counter or time is in it: it changes only when the cause does."""
+
+    def __post_init__(self) -> None:
+        if (self.value is None) == (self.absent is None):
+            found = "neither" if self.value is None else "both"
+            raise InternalError(
+                f"reading: {self.source} — expected a value or a reason, found {found}"
+            )
+        if not self.source or self.absent == "":
+            raise InternalError(
+                f"reading: {self.source or 'no source'} — expected words for the source and the "
+                f"reason, found an empty text"
+            )
+        if isinstance(self.value, float) and not math.isfinite(self.value):
+            raise InternalError(
+                f"reading: {self.source} — expected a finite number, found {self.value}"
+            )
+
+    @property
+    def number(self) -> float | int | None:
+        """The value of a numeric reading, None when it is absent; a text is refused."""
+        if isinstance(self.value, str):
+            raise InternalError(f"reading: {self.source} — expected a number, found {self.value!r}")
+        return self.value
+
+    def __str__(self) -> str:
+        return f"not measured ({self.absent})" if self.value is None else str(self.value)
+
+
+def measured(value: float | int | str, source: str) -> Reading:
+    """A value and where it came from."""
+    return Reading(value=value, source=source, absent=None)
+
+
+def absent(reason: str, source: str) -> Reading:
+    """No value, why, and what was asked."""
+    return Reading(value=None, source=source, absent=reason)
+
+
+def event_fields(name: str, reading: Reading) -> dict[str, float | int | str | None]:
+    """Flat fields of a log line: `name`, `name_source` and, without a value, `name_absent`."""
+    fields: dict[str, float | int | str | None] = {
+        name: reading.value,
+        f"{name}_source": reading.source,
+    }
+    if reading.absent is not None:
+        fields[f"{name}_absent"] = reading.absent
+    return fields

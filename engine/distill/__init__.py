@@ -1,0 +1,3 @@
+"""Distillation: the objective, the step, checkpoints, and `run.py`, the one place that puts a
+run together.
+"""

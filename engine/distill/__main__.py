@@ -1,0 +1,29 @@
+"""`python -m engine.distill RUN`: the trainer process of one run; started by its supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.distill", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--allow-fallback", action="store_true")
+    parser.add_argument("--keep-alive-fd", type=int)
+    arguments = parser.parse_args()
+
+    from engine.distill.run import run
+
+    return run(
+        arguments.run,
+        resume=arguments.resume,
+        allow_fallback=arguments.allow_fallback,
+        keep_alive_fd=arguments.keep_alive_fd,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What a published checkpoint must hold, and the check that it does.
+
+    MANIFEST.json   {"schema": 1, "step": 1000, "files": {name: {"sha256": hex, "size": bytes}}}
+
+A step is good when its folder holds exactly the manifest's files and each has its size and sha256.
+Published steps are tried from the newest down. One that is not good is refused by name; going on to
+an older one is the caller's decision, and what was passed over is listed. Folders being written,
+deleted or set aside have other names than `step-NNNNNNNN` and are never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError
+
+MANIFEST = "MANIFEST.json"
+SCHEMA = 1
+_LIMIT_BYTES = 16 * 2**20
+_READ_BYTES = 2**20
+_PUBLISHED = re.compile(r"step-([0-9]{8})")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedCheckpoint:
+    """A checkpoint whose every byte was just compared with its manifest."""
+
+    path: Path
+    step: int
+    files: Mapping[str, FileRecord]
+    manifest_sha256: str
+    refused: tuple[tuple[Path, str], ...] = ()
+    """Newer checkpoints that were passed over, newest first, each with the reason. Say so to the
+    user.
+    """
+
+
+def verify(path: Path) -> VerifiedCheckpoint:
+    """Compare every byte of one published checkpoint with its manifest.
+
+    Raises CheckpointError that names the file, and for a changed file what was expected and found.
+    """
+    name = _PUBLISHED.fullmatch(path.name)
+    if name is None:
+        raise refusal(path, "a folder named step-NNNNNNNN", path.name)
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise refusal(path, "a folder", "something else")
+        return _verify_folder(path, int(name[1]))
+    except OSError as error:
+        raise refusal(path, "a readable checkpoint", str(error)) from error
+
+
+def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | None:
+    """The newest published checkpoint, verified; None when the folder holds none.
+
+    When it does not verify, raises CheckpointError, or with `allow_fallback` goes on to the newest
+    that does and lists what it passed over in `refused`. When none verifies, raises either way: a
+    run with damaged checkpoints is not a new run.
+    """
+    refused: list[tuple[Path, str]] = []
+    for path in published(folder):
+        try:
+            found = verify(path)
+        except CheckpointError as error:
+            if not allow_fallback:
+                raise CheckpointError(
+                    error.message, hint="an older checkpoint may be used if falling back is allowed"
+                ) from error
+            refused.append((path, error.message))
+            continue
+        return VerifiedCheckpoint(
+            path=found.path,
+            step=found.step,
+            files=found.files,
+            manifest_sha256=found.manifest_sha256,
+            refused=tuple(refused),
+        )
+    if refused:
+        raise CheckpointError("\n".join(reason for _, reason in refused))
+    return None
+
+
+def manifest_bytes(step: int, records: Mapping[str, FileRecord]) -> bytes:
+    """The manifest's file content: the same records give the same bytes."""
+    files = {
+        name: {"sha256": record.sha256, "size": record.size} for name, record in records.items()
+    }
+    text = json.dumps({"schema": SCHEMA, "step": step, "files": files}, sort_keys=True, indent=1)
+    return text.encode() + b"\n"
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a data file may have this name: no path, not hidden, not the manifest's own."""
+    return _FILE_NAME.fullmatch(name) is not None and name != MANIFEST
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a published checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
+def published(folder: Path) -> Iterator[Path]:
+    """Paths named like a published checkpoint, newest first; any other name is not ours to read."""
+    if folder.is_dir():
+        names = sorted(entry.name for entry in folder.iterdir() if _PUBLISHED.fullmatch(entry.name))
+        yield from (folder / name for name in reversed(names))
+
+
+def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
+    present = {entry.name: entry for entry in os.scandir(path)}
+    if MANIFEST not in present:
+        raise refusal(path / MANIFEST, "a manifest", "none: not a checkpoint")
+    for entry in present.values():
+        if not entry.is_file(follow_symlinks=False):
+            raise refusal(path / entry.name, "a plain file", "a link, a folder or a device")
+    size = present[MANIFEST].stat().st_size
+    if size > _LIMIT_BYTES:
+        raise refusal(path / MANIFEST, f"at most {_LIMIT_BYTES} bytes", str(size))
+    raw = (path / MANIFEST).read_bytes()
+    records = _read_manifest(path / MANIFEST, raw, step)
+    for name in sorted(records.keys() - present.keys()):
+        raise refusal(path / name, "the file in the manifest", "no such file")
+    for name in sorted(present.keys() - records.keys() - {MANIFEST}):
+        raise refusal(path / name, "only files in the manifest", "an extra file")
+    for name, record in sorted(records.items()):
+        size, digest = _digest(path / name)
+        if size != record.size:
+            raise refusal(path / name, f"{record.size} bytes", f"{size}")
+        if digest != record.sha256:
+            raise refusal(path / name, f"sha256 {record.sha256}", digest)
+    return VerifiedCheckpoint(
+        path=path, step=step, files=records, manifest_sha256=hashlib.sha256(raw).hexdigest()
+    )
+
+
+def _read_manifest(path: Path, raw: bytes, step: int) -> dict[str, FileRecord]:
+    """The manifest's files. Every key and type is required and no other is allowed: a flipped bit
+    is no new field.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key twice")
+        return found
+
+    try:
+        manifest = json.loads(raw.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise refusal(path, "JSON", str(error)) from error
+    if not isinstance(manifest, dict) or manifest.keys() != {"schema", "step", "files"}:
+        raise refusal(path, "schema, step and files", "other content")
+    if not _is_integer(manifest["schema"]) or manifest["schema"] != SCHEMA:
+        raise refusal(path, f"schema {SCHEMA}", repr(manifest["schema"]))
+    if not _is_integer(manifest["step"]) or manifest["step"] != step:
+        raise refusal(path, f"step {step}, as the folder is named", repr(manifest["step"]))
+    if not isinstance(manifest["files"], dict):
+        raise refusal(path, "a table of files", repr(manifest["files"]))
+    records: dict[str, FileRecord] = {}
+    for name, fields in manifest["files"].items():
+        if not is_file_name(name):
+            raise refusal(path, "plain file names", repr(name))
+        if (
+            not isinstance(fields, dict)
+            or fields.keys() != {"sha256", "size"}
+            or not _is_integer(fields["size"])
+            or not isinstance(fields["sha256"], str)
+            or not _SHA256.fullmatch(fields["sha256"])
+        ):
+            raise refusal(path, f"sha256 and size of {name}", repr(fields))
+        records[name] = FileRecord(sha256=fields["sha256"], size=fields["size"])
+    return records
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+            size += len(piece)
+    return size, digest.hexdigest()
+
+
+def refusal(where: Path, expected: str, found: str) -> CheckpointError:
+    """The error of a checkpoint that cannot be used."""
+    return CheckpointError(f"checkpoint: {where} — expected {expected}, found {found}")

@@ -1,0 +1,57 @@
+"""The learning rate of each optimizer step: a linear warm-up, then a cosine or a constant.
+
+With w = warmup_steps, N = total_steps and s the step counted from 0:
+
+    s <  w            peak * (s + 1) / w                                    never 0; s = w - 1 is
+    the first at the peak s >= w, cosine    peak * (1 - (1 - final_ratio) * (1 - cos(pi x)) / 2)
+    x = (s + 1 - w) / (N - w) s >= w, constant  peak
+
+The last step, s = N - 1, has x = 1: exactly peak * final_ratio. Later steps keep that rate. A pure
+function of the step, so a resumed run needs nothing but its step number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+ScheduleKind = Literal["cosine", "constant"]
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    warmup_steps: int,
+    total_steps: int,
+    kind: ScheduleKind,
+    final_ratio: float,
+) -> float:
+    """The rate to use for `step`, counted from 0. `final_ratio` is the last rate over the peak; a
+    constant ignores it.
+
+    Raises ValueError for a value outside its range.
+    """
+    if step < 0:
+        raise ValueError(f"step: expected 0 or more, found {step}")
+    if not (0 < peak < math.inf):
+        raise ValueError(f"peak: expected a finite rate above 0, found {peak}")
+    if total_steps < 1:
+        raise ValueError(f"total_steps: expected 1 or more, found {total_steps}")
+    if not 0 <= warmup_steps <= total_steps:
+        raise ValueError(
+            f"warmup_steps: expected 0 to total_steps = {total_steps}, found {warmup_steps}"
+        )
+    if not 0 <= final_ratio <= 1:
+        raise ValueError(f"final_ratio: expected 0 to 1, found {final_ratio}")
+    if kind not in ("cosine", "constant"):
+        raise ValueError(f"kind: expected cosine or constant, found {kind}")
+
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if kind == "constant":
+        return peak
+    if step >= total_steps - 1:
+        return peak * final_ratio  # exactly, where the formula would round
+    progress = (step + 1 - warmup_steps) / (total_steps - warmup_steps)
+    return peak * (1 - (1 - final_ratio) * (1 - math.cos(math.pi * progress)) / 2)

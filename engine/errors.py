@@ -1,0 +1,126 @@
+"""The errors a user can meet, as one small tree.
+
+    EngineError
+    ├── UsageError        64   the command line is wrong
+    ├── BadInput          65   a file or a setting is wrong
+    │   ├── SpecError          one or more settings of a RunSpec
+    │   ├── WeightsError       a weight file, or a tensor in it
+    │   ├── TokenizerError     a tokenizer file, or its fit to a model
+    │   ├── CorpusError        the text to train on
+    │   ├── CheckpointError    a checkpoint that does not verify
+    │   ├── RunLogError        a run folder or a log in it
+    │   └── DiskFull           no room for what has to be written
+    ├── TrainingFailed     1   the run itself cannot go on: NaN, infinity
+    └── InternalError     70   our mistake
+
+Each message reads "what: where — expected X, found Y", then `hint:` when there is one thing to try.
+The exit code belongs to the class, so a command never chooses one. `assert` is for programmer
+errors only and is not part of this tree.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from typing import Self
+
+EXIT_PASS = 0
+EXIT_FAIL = 1
+EXIT_UNKNOWN = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+
+class EngineError(Exception):
+    """An error with an exit code and, where there is one thing to try, a hint."""
+
+    exit_code = 70
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
+
+
+class UsageError(EngineError):
+    """The command line cannot be understood."""
+
+    exit_code = 64
+
+
+class BadInput(EngineError):
+    """Something the user gave is wrong: nothing was started and nothing was written."""
+
+    exit_code = 65
+
+    @classmethod
+    def expected(
+        cls, what: str, where: object, expected: str, found: str, *, hint: str | None = None
+    ) -> Self:
+        """The house form of a message: `what: where — expected X, found Y`."""
+        return cls(f"{what}: {where} — expected {expected}, found {found}", hint=hint)
+
+
+class SpecError(BadInput):
+    """Settings of a RunSpec; `problems` holds one line for each, all found before anything is
+    loaded."""
+
+    def __init__(self, problems: Iterable[str] | str, *, hint: str | None = None) -> None:
+        # A str is one problem, not a sequence of letters.
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems), hint=hint)
+
+
+class WeightsError(BadInput):
+    """A weight file that cannot be read, or whose tensors do not fit the model."""
+
+
+class TokenizerError(BadInput):
+    """A tokenizer that cannot be read, or that does not fit the model."""
+
+
+class CorpusError(BadInput):
+    """Training text that is missing, empty or not UTF-8."""
+
+
+class CheckpointError(BadInput):
+    """A checkpoint that is missing or does not verify."""
+
+
+class RunLogError(BadInput):
+    """A run folder, or a log in it, that cannot be used."""
+
+
+class DiskFull(BadInput):
+    """There is no room for what has to be written."""
+
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def write_error(
+    what: str, where: object, expected: str, error: OSError, *, when_full: str | None = None
+) -> DiskFull | RunLogError:
+    """The error to raise when a file of a run could not be written.
+
+    It is DiskFull, with the hint `when_full`, only when there was no room.
+    """
+    found = error.strerror or str(error)
+    if error.errno in NO_ROOM:
+        return DiskFull.expected(what, where, expected, found, hint=when_full)
+    return RunLogError.expected(what, where, expected, found)
+
+
+class TrainingFailed(EngineError):
+    """The run cannot go on, through no fault of its inputs' form."""
+
+    exit_code = 1
+
+
+class InternalError(EngineError):
+    """A broken promise of our own code."""
+
+    exit_code = 70

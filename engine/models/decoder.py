@@ -1,0 +1,255 @@
+"""The decoder of the Qwen2 family: the one forward pass of every teacher and student.
+
+    x = embed[tokens]
+    x = x + attention(norm(x));  x = x + mlp(norm(x))     for each layer
+    logits = norm(x) head^T                               head is the embedding itself when tied
+
+- norm: RMS norm, y = w x / sqrt(mean(x^2) + eps), in fp32 inside.
+- attention: softmax(q k^T / sqrt(E)) v, with H query heads in groups that share K key/value heads;
+  q, k, v have biases, o has none. Rotary positions turn the pair (x[i], x[i + E/2]) by the angle
+  position * theta^(-2i/E): the halves of a head, not its neighbours, which is another model that
+  trains and answers nonsense with these weights.
+- mlp: down(silu(gate(x)) * up(x)).
+
+Documents: a row may hold several, and `documents_BT` numbers them. A token sees the earlier tokens
+of its own document and itself, and its position is the count of those earlier tokens. So a
+document's logits do not depend on what shares its row. Padding is one more document, which always
+sees itself: no row of the softmax is empty, and nothing becomes NaN.
+
+Covered: the whole sequence at once, forward and backward, under autocast or in the dtype of the
+weights. Not covered: a cache of keys and values for generation, dropout, sliding windows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.errors import InternalError
+from engine.models.config import ModelConfig
+from engine.models.linear import MakeLinear, dense_linear
+
+# Shapes: B rows, T tokens, D model width, V vocabulary, H query heads, K key/value heads,
+# E width of one head, R = E/2 its pairs, X = B with documents and 1 without
+
+INIT_STD = 0.02
+
+
+class Sight(NamedTuple):
+    """Where each token is and what it sees: made once per forward, shared by all layers."""
+
+    cos_XT1R: Tensor
+    sin_XT1R: Tensor
+    mask_B1TT: Tensor | None
+    """0 where a token may look, -inf where not; None is plain causal."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return F.rms_norm(x_BTD, self.weight.shape, self.weight, self.eps)
+
+
+def rotate(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
+    """Turns each pair (x[i], x[i + E/2]) by its angle."""
+    left, right = x_BTHE.chunk(2, dim=-1)
+    return torch.cat(
+        (left * cos_XT1R - right * sin_XT1R, right * cos_XT1R + left * sin_XT1R), dim=-1
+    )
+
+
+def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    """Attention of grouped heads, (B, T, H, E)."""
+    groups = q_BTHE.shape[2] // k_BTKE.shape[2]
+    shared = groups > 1 and _kernel_shares_heads(q_BTHE, mask_B1TT)
+    if groups > 1 and not shared:
+        k_BTKE = k_BTKE.repeat_interleave(groups, dim=2)
+        v_BTKE = v_BTKE.repeat_interleave(groups, dim=2)
+    y_BHTE = F.scaled_dot_product_attention(
+        q_BTHE.transpose(1, 2),
+        k_BTKE.transpose(1, 2),
+        v_BTKE.transpose(1, 2),
+        attn_mask=mask_B1TT,
+        is_causal=mask_B1TT is None,
+        enable_gqa=shared,
+    )
+    return y_BHTE.transpose(1, 2)
+
+
+def _kernel_shares_heads(q_BTHE: Tensor, mask_B1TT: Tensor | None) -> bool:
+    """Whether a fused kernel takes fewer key/value heads than query heads.
+
+    Where none does, `enable_gqa` falls to the unfused product, which holds (B, H, T, T) scores:
+    copying the heads is then several times faster. The CPU kernel takes them; on CUDA flash does in
+    half precision from capability 8 on but takes no mask, and cuDNN, which takes both, is preferred
+    on 9 alone.
+    """
+    if not q_BTHE.is_cuda:
+        return True
+    if q_BTHE.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    major, _ = torch.cuda.get_device_capability(q_BTHE.device)
+    return major >= 8 if mask_B1TT is None else major == 9
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, make_linear: MakeLinear) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.hidden_size
+        query_width = config.num_attention_heads * config.head_dim
+        shared_width = config.num_key_value_heads * config.head_dim
+        self.q = make_linear(width, query_width, True)
+        self.k = make_linear(width, shared_width, True)
+        self.v = make_linear(width, shared_width, True)
+        self.o = make_linear(query_width, width, False)
+
+    def forward(self, x_BTD: Tensor, sight: Sight) -> Tensor:
+        heads = (-1, self.head_dim)
+        q_BTHE = rotate(self.q(x_BTD).unflatten(-1, heads), sight.cos_XT1R, sight.sin_XT1R)
+        k_BTKE = rotate(self.k(x_BTD).unflatten(-1, heads), sight.cos_XT1R, sight.sin_XT1R)
+        v_BTKE = self.v(x_BTD).unflatten(-1, heads)
+        y_BTD: Tensor = self.o(attend(q_BTHE, k_BTKE, v_BTKE, sight.mask_B1TT).flatten(-2))
+        return y_BTD
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig, make_linear: MakeLinear) -> None:
+        super().__init__()
+        self.gate = make_linear(config.hidden_size, config.intermediate_size, False)
+        self.up = make_linear(config.hidden_size, config.intermediate_size, False)
+        self.down = make_linear(config.intermediate_size, config.hidden_size, False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        y_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return y_BTD
+
+
+class Layer(nn.Module):
+    def __init__(self, config: ModelConfig, make_linear: MakeLinear) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, make_linear)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config, make_linear)
+
+    def forward(self, x_BTD: Tensor, sight: Sight) -> Tensor:
+        # The cast is a no-op but under autocast, where each linear would otherwise cast its input
+        # and keep its own copy of it for the backward pass: three for q, k, v and two for gate, up.
+        dtype = product_dtype(x_BTD)
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD).to(dtype), sight)
+        y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD).to(dtype))
+        return y_BTD
+
+
+class Decoder(nn.Module):
+    """A Qwen2 decoder; `make_linear` is all that differs between backends.
+
+    A new one holds whatever torch puts in fresh layers: use `new_decoder` or `load_decoder`, or
+    call `init_weights`.
+    """
+
+    def __init__(self, config: ModelConfig, make_linear: MakeLinear = dense_linear) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            Layer(config, make_linear) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head: nn.Module | None = None
+        if not config.tie_word_embeddings:
+            self.head = make_linear(config.hidden_size, config.vocab_size, False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix (V, D); the embedding itself when tied."""
+        owner = self.embed if self.head is None else self.head
+        weight: object = getattr(owner, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise InternalError(f"head_weight: {type(owner).__name__} has no dense weight")
+        return weight
+
+    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Hidden states (B, T, D) after the last norm.
+
+        `documents_BT` holds any integer ids, equal for tokens of one document of a row; None is one
+        document per row, and needs no mask.
+        """
+        x_BTD = self.embed(tokens_BT)
+        sight = see(self.config, tokens_BT, documents_BT, product_dtype(x_BTD))
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, sight)
+        hidden_BTD: Tensor = self.norm(x_BTD)
+        return hidden_BTD
+
+    def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V) of the next token at every position."""
+        hidden_BTD = self.hidden(tokens_BT, documents_BT)
+        if self.head is None:
+            return F.linear(hidden_BTD, self.embed.weight)
+        logits_BTV: Tensor = self.head(hidden_BTD)
+        return logits_BTV
+
+    def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        return self.logits(tokens_BT, documents_BT)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Fresh weights: normal(0, 0.02), norms 1, biases 0.
+
+        The 2 L outputs that add up in the residual start at 1/sqrt(2 L) of that, as in GPT-2.
+        The generator's device draws the numbers, in fp32, whatever device and dtype the weights
+        have: one seed is one model.
+        """
+        residual_std = INIT_STD / math.sqrt(2 * self.config.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                std = residual_std if name.endswith((".o.weight", ".down.weight")) else INIT_STD
+                if parameter.dtype == torch.float32 and parameter.device == generator.device:
+                    parameter.normal_(0.0, std, generator=generator)
+                else:
+                    drawn = torch.empty(parameter.shape, device=generator.device)
+                    parameter.copy_(drawn.normal_(0.0, std, generator=generator))
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which linears answer: autocast's where it is on, else that of `x`."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+@torch.no_grad()
+def see(
+    config: ModelConfig, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
+) -> Sight:
+    """Positions and mask of a batch; angles are computed in fp32 and rounded to `dtype` last."""
+    length, device = tokens_BT.shape[1], tokens_BT.device
+    mask_B1TT = None
+    if documents_BT is None:
+        position_XT = torch.arange(length, device=device)[None]
+    else:
+        seen_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril()
+        position_XT = seen_BTT.sum(-1) - 1
+        mask_B1TT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device)
+        mask_B1TT = mask_B1TT.masked_fill_(~seen_BTT, -math.inf)[:, None]
+    # Computed anew each time: a buffer would be lost when a model is built on the meta device.
+    exponent_R = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    angle_XTR = position_XT[..., None].float() * (1.0 / config.rope_theta**exponent_R)
+    cos_XT1R, sin_XT1R = (
+        table[:, :, None].to(dtype) for table in (angle_XTR.cos(), angle_XTR.sin())
+    )
+    return Sight(cos_XT1R, sin_XT1R, mask_B1TT)

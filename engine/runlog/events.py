@@ -1,0 +1,308 @@
+"""What a run says about itself: one record per line of a log, with the envelope `v, seq, t_s, kind`
+and flat fields.
+
+A run has three logs, each with one writer:
+
+    events.jsonl   the trainer     decisions, steps, evaluations, checkpoints, how it ended
+    device.jsonl   the supervisor  GPU and host readings
+    watch.jsonl    the supervisor  the trainer process: started, stopped, killed
+
+`t_s` is seconds on the monotonic clock since the writer opened its log; `log_opened` says what wall
+time that was, so durations never see a clock step and yet three files and several sessions (a
+resumed run) share one axis.
+
+Numbers are floats or absent, never a placeholder. JSON has no NaN, so a non-finite value is written
+as null with its name under `nf`: `{"loss": null, "nf": {"loss": "nan"}}`. Missing and NaN can
+therefore be told apart, and every parser can read the line. A value inside a field is named by its
+path, as in a JSON pointer without the first slash: `facts/gpu0_power_w`, with `~1` for a slash in a
+name and `~0` for a tilde. Reading puts the values back and empties `nf`: it belongs to the line,
+not to the event.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias, get_args
+
+import msgspec
+
+VERSION = 1
+
+NON_FINITE = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}
+
+
+def name_of_non_finite(value: float) -> str:
+    """The name a non-finite float has in a log: 'nan', '+inf' or '-inf'."""
+    if math.isnan(value):
+        return "nan"
+    return "+inf" if value > 0 else "-inf"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """The envelope. A writer fills `seq` and `t_s`; `seq` counts lines of one file from 0, across
+    resumes."""
+
+    v: int = VERSION
+    seq: int = -1
+    t_s: float = -1.0
+    nf: dict[str, str] | None = None
+
+
+class LogOpened(Event, frozen=True, kw_only=True, tag="log_opened"):
+    """First line of each session of a writer: ties its monotonic `t_s` to the wall clock."""
+
+    unix_s: float
+    boot_id: str
+    pid: int
+    writer: str
+    torn_bytes_dropped: int = 0
+    """Bytes of an unfinished last line, left by a killed writer and removed on reopening."""
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
+    """What this session will do, read back from the built objects, not echoed from the request."""
+
+    name: str
+    device: str
+    steps: int
+    resumed_from: int | None
+    alpha: float
+    temperature: float
+    peak_lr: float
+    rows_per_step: int
+    seq_len: int
+    trainable_parameters: int
+    spec_sha256: str
+    engine: str
+    python: str
+    torch: str
+
+
+class Phase(Event, frozen=True, kw_only=True, tag="phase"):
+    """What the trainer is doing now, written before it begins: the last one names what a silent run
+    is stuck in."""
+
+    name: str
+    detail: str = ""
+
+
+class DecisionMade(Event, frozen=True, kw_only=True, tag="decision"):
+    knob: str
+    choice: str
+    reason: str
+    rejected: list[tuple[str, str]] = []
+    override: str = ""
+    overridden: bool = False
+
+
+class DataReady(Event, frozen=True, kw_only=True, tag="data"):
+    source: str
+    train_files: int
+    train_tokens: int
+    train_sha256: str
+    heldout_files: int
+    heldout_tokens: int
+    heldout_sha256: str
+    skipped_files: int
+    epoch_rows: int
+
+
+class ModelReady(Event, frozen=True, kw_only=True, tag="model"):
+    role: str
+    """`teacher` or `student`."""
+    source: str
+    parameters: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    precision: str
+    sha256: str
+
+
+class StepDone(Event, frozen=True, kw_only=True, tag="step"):
+    """One optimizer step. Losses are means over the step's labelled tokens, in nats."""
+
+    step: int
+    loss: float | None
+    ce: float | None
+    kd: float | None
+    """T^2 * KL(teacher || student); absent when there is no teacher in the objective."""
+    agreement: float | None
+    """Share of labelled tokens where teacher and student have the same most likely token."""
+    lr: float | None
+    grad_norm: float | None
+    """Global norm before clipping."""
+    rows: int
+    tokens: int
+    labelled: int
+    step_s: float | None
+    data_s: float | None
+    teacher_s: float | None
+    """Seconds the host spent in the teacher's forward; on a GPU this is time to launch, not time to
+    run."""
+    position: int
+    """Rows consumed since the start of training: where the data loader would resume."""
+
+
+class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
+    """Cross entropy on the held-out documents, in nats per token."""
+
+    step: int
+    subject: str
+    """`student`, `teacher` or `untrained` (the student before its first step)."""
+    loss: float | None
+    labelled: int
+    eval_s: float | None
+
+
+class NonFinite(Event, frozen=True, kw_only=True, tag="non_finite"):
+    """A number of a step that is NaN or infinite: its own event, so that nothing can average it
+    away."""
+
+    step: int
+    field: str
+    value: str
+
+
+class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint"):
+    step: int
+    path: str
+    size_bytes: int
+    save_s: float | None
+    manifest_sha256: str
+    best: bool
+
+
+class StudentSaved(Event, frozen=True, kw_only=True, tag="student_saved"):
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
+    reason: str
+    step: int
+
+
+class Note(Event, frozen=True, kw_only=True, tag="note"):
+    """Something a person should read. `level` is `info`, `warning` or `error`."""
+
+    level: str
+    text: str
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
+    """Written by the run itself. Its absence from a dead run is what `vanished` means."""
+
+    state: str
+    """`completed`, `stopped` or `failed`."""
+    reason: str
+    exit_code: int
+    step: int
+
+
+class FactsRead(Event, frozen=True, kw_only=True, tag="device_facts"):
+    facts: dict[str, Any]
+
+
+class HostSample(Event, frozen=True, kw_only=True, tag="host"):
+    host_available_bytes: float | None = None
+    host_total_bytes: float | None = None
+    load1: float | None = None
+    psi_memory_full_avg10_pct: float | None = None
+    trainer_rss_bytes: float | None = None
+    trainer_cpu_pct: float | None = None
+    trainer_threads: float | None = None
+    duty_s: float | None = None
+    absent: dict[str, str] = {}
+
+
+class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
+    index: int
+    gpu_util_pct: float | None = None
+    gpu_mem_util_pct: float | None = None
+    gpu_mem_used_bytes: float | None = None
+    gpu_mem_total_bytes: float | None = None
+    gpu_power_w: float | None = None
+    gpu_power_limit_w: float | None = None
+    gpu_temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    clock_event_reasons: str | None = None
+    absent: dict[str, str] = {}
+
+
+class TrainerStarted(Event, frozen=True, kw_only=True, tag="trainer_started"):
+    trainer_pid: int
+    supervisor_pid: int
+
+
+class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
+    """How the trainer process ended, as its parent saw it; `sentence` claims no more than was
+    proved."""
+
+    trainer_pid: int
+    returncode: int
+    state: str
+    signal: str | None
+    cause: str
+    certainty: str
+    sentence: str
+
+
+class LauncherGone(Event, frozen=True, kw_only=True, tag="launcher_gone"):
+    """Whoever started the run is no longer attached: `how` is `detached`, `hangup` or `killed`. The
+    run goes on."""
+
+    how: str
+
+
+class StopForwarded(Event, frozen=True, kw_only=True, tag="stop_forwarded"):
+    signal: str
+
+
+class Unrecognised(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a kind this version does not know: kept and shown, never an error."""
+
+    kind: str
+    v: int = VERSION
+    seq: int = -1
+    t_s: float = -1.0
+    fields: dict[str, Any] = {}
+
+
+Known: TypeAlias = (
+    LogOpened
+    | RunStarted
+    | Phase
+    | DecisionMade
+    | DataReady
+    | ModelReady
+    | StepDone
+    | Evaluated
+    | NonFinite
+    | CheckpointSaved
+    | StudentSaved
+    | StopRequested
+    | Note
+    | RunFinished
+    | FactsRead
+    | HostSample
+    | GpuSample
+    | TrainerStarted
+    | TrainerExited
+    | LauncherGone
+    | StopForwarded
+)
+AnyEvent: TypeAlias = Known | Unrecognised
+
+KINDS: frozenset[str] = frozenset(kind.__struct_config__.tag for kind in get_args(Known))
+"""Every kind this version knows."""
+
+
+def kind_of(event: Event | Unrecognised) -> str:
+    """The `kind` an event has in the log."""
+    if isinstance(event, Unrecognised):
+        return event.kind
+    tag = type(event).__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag

@@ -1,0 +1,67 @@
+"""Following a whole run: its three logs folded into one view, as far as they have been written."""
+
+from __future__ import annotations
+
+from engine.runlog.folder import RunFolder
+from engine.runlog.read import READ_BYTES, BrokenLog, Liveness, LogReader
+from engine.runlog.view import SOURCES, RunView, fold
+
+
+class Follower:
+    """Polls the logs of one run. `view` is the newest frozen RunView, `alive` which processes
+    existed at the last poll."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self.run = run
+        self._readers = {
+            "events": LogReader(run.events),
+            "device": LogReader(run.device),
+            "watch": LogReader(run.watch),
+        }
+        self.view = RunView()
+        self.alive = Liveness(trainer=False, supervisor=False)
+
+    @property
+    def state(self) -> str:
+        """The state of the view, meaningful once everything there is has been read."""
+        return self.view.state(self.alive)
+
+    def poll(self, max_bytes: int = READ_BYTES) -> bool:
+        """Read what is new, at most about `max_bytes` of each log; True when the view changed.
+
+        Raises BrokenLog, after folding whatever is sound in all three logs, when one cannot be read
+        further.
+        """
+        # Life is asked before the logs are read: a process that ends in between has already written
+        # its last line.
+        self.alive = self.run.liveness()
+        before = self.view
+        fault: BrokenLog | None = None
+        for source in SOURCES:
+            try:
+                events = self._readers[source].poll(max_bytes)
+            except BrokenLog as broken:
+                events, fault = list(broken.before), fault or broken
+            self.view = fold(self.view, source, events)
+        if fault is not None:
+            raise fault
+        return self.view is not before
+
+    def read_all(self) -> RunView:
+        """Read until there is nothing new now; BrokenLog leaves in `view` what could be read.
+
+        Every poll takes a share of each log, so one that is broken does not keep the others from
+        being read to their end.
+        """
+        fault: BrokenLog | None = None
+        while True:
+            before = self.view
+            try:
+                self.poll()
+            except BrokenLog as broken:
+                fault = broken
+            if self.view is before:
+                break
+        if fault is not None:
+            raise fault
+        return self.view

@@ -1,0 +1,98 @@
+"""Columns of numbers that grow for as long as a run lasts, shared by every snapshot of them.
+
+A column is an array of float64 and, beside it, one byte per row that says whether the number is
+absent: NaN is a number that was logged, absence is not a number. Rows are only ever added behind
+the last, so a snapshot is the storage and a length, costs nothing, and never changes. Cutting back,
+which a resumed run does, makes new storage.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+
+Column = Sequence[float | None]
+
+
+class Table:
+    """Named columns of equal length: numbers, each of which may be absent."""
+
+    __slots__ = ("_absent", "columns", "length")
+
+    def __init__(self, fields: Iterable[str]) -> None:
+        self.columns: dict[str, array[float]] = {name: array("d") for name in fields}
+        """The storage, which may be longer than this snapshot: read it with `value` and
+        `values`."""
+        self._absent: dict[str, bytearray] = {name: bytearray() for name in self.columns}
+        self.length = 0
+
+    def extended(self, rows: Iterable[Mapping[str, float | None]]) -> Table:
+        """This table and `rows` behind it; a column that a row does not name is absent in it."""
+        rows = list(rows)
+        return self.extended_by({name: [row.get(name) for row in rows] for name in self.columns})
+
+    def extended_by(self, columns: Mapping[str, Column]) -> Table:
+        """This table and as many rows as each of `columns` has entries; all columns are named.
+
+        Storage is shared when this is the newest snapshot, else copied: one table can grow in two
+        ways.
+        """
+        packed = {name: _pack(columns[name]) for name in self.columns}
+        (rows,) = {len(numbers) for numbers, _ in packed.values()}
+        table = self._snapshot() if self._is_newest() else self.cut(self.length)
+        for name, (numbers, absent) in packed.items():
+            table.columns[name].extend(numbers)
+            table._absent[name] += absent
+        table.length += rows
+        return table
+
+    def _is_newest(self) -> bool:
+        return all(len(column) == self.length for column in self.columns.values())
+
+    def _snapshot(self) -> Table:
+        table = Table.__new__(Table)
+        table.columns, table._absent, table.length = self.columns, self._absent, self.length
+        return table
+
+    def cut(self, length: int) -> Table:
+        """A new table of the first `length` rows, with storage of its own."""
+        length = min(length, self.length)
+        table = Table(())
+        table.columns = {name: column[:length] for name, column in self.columns.items()}
+        table._absent = {name: absent[:length] for name, absent in self._absent.items()}
+        table.length = length
+        return table
+
+    def __len__(self) -> int:
+        return self.length
+
+    def value(self, name: str, index: int) -> float | None:
+        """One entry; None when it was absent, NaN only when NaN was logged. Negative indices count
+        from the end."""
+        row = index + self.length if index < 0 else index
+        if not 0 <= row < self.length:
+            raise IndexError(f"row {index} of {self.length}")
+        return None if self._absent[name][row] else self.columns[name][row]
+
+    def values(self, name: str, start: int = 0, stop: int | None = None) -> list[float | None]:
+        """Entries [start, stop) of a column, as in a slice; None where absent."""
+        start, stop, _ = slice(start, stop).indices(self.length)
+        entries: list[float | None] = list(self.columns[name][start:stop])
+        absent = self._absent[name][start:stop]
+        if 1 not in absent:
+            return entries
+        return [None if gone else entry for entry, gone in zip(entries, absent, strict=True)]
+
+    def last(self, name: str) -> float | None:
+        """The newest entry, None when there is none or it was absent."""
+        return self.value(name, -1) if self.length else None
+
+
+def _pack(column: Column) -> tuple[array[float], bytes]:
+    """The numbers of a column, and a byte per entry that is 1 where it is absent."""
+    try:
+        return array("d", column), bytes(len(column))  # type: ignore[arg-type]
+    except TypeError:
+        numbers = array("d", [math.nan if entry is None else entry for entry in column])
+        return numbers, bytes([entry is None for entry in column])

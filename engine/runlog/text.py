@@ -1,0 +1,308 @@
+"""A RunView in words. Every surface prints these, so that a terminal, a pipe and a notebook say the
+same.
+
+What is not known reads "not measured" or gives its reason; a non-finite number reads `NaN` or
+`+inf`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine.decision import Decision
+from engine.runlog.events import (
+    AnyEvent,
+    CheckpointSaved,
+    DataReady,
+    DecisionMade,
+    Evaluated,
+    FactsRead,
+    GpuSample,
+    HostSample,
+    LauncherGone,
+    LogOpened,
+    ModelReady,
+    NonFinite,
+    Note,
+    Phase,
+    RunFinished,
+    RunStarted,
+    StepDone,
+    StopForwarded,
+    StopRequested,
+    StudentSaved,
+    TrainerExited,
+    TrainerStarted,
+    Unrecognised,
+)
+from engine.runlog.read import Liveness
+from engine.runlog.view import LogLine, RunView
+from engine.units import NOT_MEASURED, format_bytes, format_count, format_seconds, format_value
+
+
+def has_ended(state: str) -> bool:
+    """Whether a state is one that a run does not leave by itself."""
+    return state not in ("not started", "starting", "running", "stopping")
+
+
+def one_line(text: str) -> str:
+    """`text` on one line that a terminal prints as it stands: no line breaks, no control
+    characters."""
+    if text.isprintable():
+        return text
+    spaced = " ".join(line.strip() for line in text.splitlines() if line.strip())
+    return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in spaced)
+
+
+def decision_lines(decision: DecisionMade) -> list[str]:
+    """A decision as it stands in the log, in the words of `engine.decision`."""
+    lines = Decision(
+        knob=decision.knob,
+        choice=decision.choice,
+        reason=decision.reason,
+        rejected=tuple(decision.rejected),
+        overridden=decision.overridden,
+    ).lines()
+    if decision.override:
+        lines[-1] = f"  override: {decision.override}"
+    return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]
+
+
+def event_text(event: AnyEvent) -> str:
+    """One event on one line."""
+    return one_line(_event_text(event))
+
+
+def _event_text(event: AnyEvent) -> str:
+    match event:
+        case LogOpened():
+            torn = event.torn_bytes_dropped
+            cut = f", {torn} bytes of an unfinished line dropped" if torn else ""
+            return f"{event.writer} (pid {event.pid}) opened its log{cut}"
+        case RunStarted():
+            return _started_text(event)
+        case Phase():
+            return f"{event.name}: {event.detail}" if event.detail else event.name
+        case DecisionMade():
+            return "; ".join(line.strip() for line in decision_lines(event))
+        case DataReady():
+            return (
+                f"data {event.source}: {event.train_files} files, "
+                f"{format_count(event.train_tokens)} tokens to train on; "
+                f"{event.heldout_files} files, {format_count(event.heldout_tokens)} tokens held "
+                f"out; {event.skipped_files} skipped"
+            )
+        case ModelReady():
+            return (
+                f"{event.role}: {format_count(event.parameters)} parameters, "
+                f"{event.layers} layers x {event.hidden_size}, vocabulary {event.vocab_size}, "
+                f"{event.precision}, from {event.source} (sha256 {event.sha256[:12]})"
+            )
+        case StepDone():
+            return step_text(event)
+        case Evaluated():
+            return (
+                f"held-out loss of the {event.subject} at step {event.step}: {_nats(event.loss)} "
+                f"({event.labelled} tokens, {format_seconds(event.eval_s)})"
+            )
+        case NonFinite():
+            return f"NON-FINITE: {event.field} is {event.value} at step {event.step}"
+        case CheckpointSaved():
+            return (
+                f"checkpoint {event.path}: {format_bytes(event.size_bytes)} "
+                f"in {format_seconds(event.save_s)}{', best so far' if event.best else ''}"
+            )
+        case StudentSaved():
+            size = format_bytes(event.size_bytes)
+            return f"student saved: {event.path} ({size}, sha256 {event.sha256[:12]})"
+        case StopRequested():
+            return f"stop requested ({event.reason}) at step {event.step}"
+        case Note():
+            return f"{event.level}: {event.text}"
+        case RunFinished():
+            return f"{event.state} at step {event.step}: {event.reason} (exit {event.exit_code})"
+        case FactsRead():
+            return "device: " + ", ".join(f"{k}={v}" for k, v in event.facts.items())
+        case TrainerStarted():
+            return (
+                f"trainer started (pid {event.trainer_pid}, supervisor pid {event.supervisor_pid})"
+            )
+        case TrainerExited():
+            return f"trainer exited: {event.sentence}"
+        case LauncherGone():
+            return f"launcher is gone ({event.how}); the run goes on by itself"
+        case StopForwarded():
+            return f"{event.signal} forwarded to the trainer"
+        case HostSample() | GpuSample():
+            return sample_text(event)
+        case Unrecognised():
+            return f"{event.kind} (written by another version): {event.fields}"
+
+
+def _started_text(event: RunStarted) -> str:
+    again = f", resumed from step {event.resumed_from}" if event.resumed_from is not None else ""
+    return (
+        f"run {event.name}: {event.steps} steps of {event.rows_per_step} x {event.seq_len} tokens "
+        f"on {event.device}, alpha {_number(event.alpha, 'g')} (weight of CE), "
+        f"T {_number(event.temperature, 'g')}, peak lr {_number(event.peak_lr, 'g')}, "
+        f"{format_count(event.trainable_parameters)} trainable{again}"
+    )
+
+
+def _number(value: float | None, spec: str) -> str:
+    """A number by a format of Python's own; absent and non-finite ones read as everywhere."""
+    if value is None or not math.isfinite(value):
+        return format_value(value)
+    return format(value, spec)
+
+
+def _nats(loss: float | None) -> str:
+    return NOT_MEASURED if loss is None else f"{format_value(loss)} nats/token"
+
+
+def step_text(step: StepDone) -> str:
+    """A step with every number that was logged; what needs a teacher is left out where there is
+    none, another number that is missing is said to be."""
+    parts = [f"step {step.step}", f"loss {format_value(step.loss)}", f"ce {format_value(step.ce)}"]
+    if step.kd is not None:
+        parts.append(f"kd {format_value(step.kd)}")
+    if step.agreement is not None:
+        parts.append(f"agree {_number(step.agreement, '.1%')}")
+    parts += [
+        f"lr {_number(step.lr, '.2e')}",
+        f"|g| {format_value(step.grad_norm, 3)}",
+        format_seconds(step.step_s) if step.step_s is not None else f"time {NOT_MEASURED}",
+    ]
+    return "  ".join(parts)
+
+
+def sample_text(sample: HostSample | GpuSample) -> str:
+    """The readings that a sample has, by name."""
+    subject = "host" if isinstance(sample, HostSample) else f"gpu {sample.index}"
+    readings = []
+    for name in sample.__struct_fields__:
+        value = getattr(sample, name)
+        if name in ("v", "seq", "t_s", "nf", "absent", "index") or value is None:
+            continue
+        if name.endswith("_bytes"):
+            readings.append(f"{name.removesuffix('_bytes')}={format_bytes(value)}")
+        else:
+            readings.append(f"{name}={value if isinstance(value, str) else _number(value, 'g')}")
+    return f"{subject}: {', '.join(readings) or NOT_MEASURED}"
+
+
+def clock_text(unix_s: float) -> str:
+    """Local wall time."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def line_text(line: LogLine) -> str:
+    """A log line with its local wall time."""
+    return f"{clock_text(line.unix_s)} {event_text(line.event)}"
+
+
+def status_text(view: RunView, alive: Liveness) -> str:
+    """The run in one line: state, progress, loss, pace, time left; how it ended when it has."""
+    state = view.state(alive)
+    parts = [state.upper()]
+    if view.total_steps is not None:
+        parts.append(f"step {view.last_step}/{view.total_steps}")
+    if state == "starting" and view.phase is not None:
+        parts.append(event_text(view.phase))
+    if len(view.steps):
+        parts.append(f"loss {format_value(view.steps.last('loss'))}")
+    student = view.eval_of("student")
+    if student is not None:
+        parts.append(f"held-out {format_value(student.loss)}")
+    parts += _ending(view, state) if has_ended(state) else _pace(view, state, alive)
+    return one_line(" | ".join(parts))
+
+
+def _pace(view: RunView, state: str, alive: Liveness) -> list[str]:
+    parts = []
+    pace, eta_s = view.tokens_per_second(), view.eta_s()
+    if pace is not None:
+        parts.append(f"{format_count(pace)} tok/s")
+    if eta_s is not None and state == "running":
+        parts.append(f"{format_seconds(eta_s)} left")
+    if alive.trainer and not alive.supervisor:
+        parts.append("UNWATCHED: the supervisor is gone")
+    return parts
+
+
+def _ending(view: RunView, state: str) -> list[str]:
+    if view.finished is not None:
+        return [view.finished.reason] if view.finished.state != "completed" else []
+    if view.exit is not None:
+        return [view.exit.sentence]
+    return ["no process of it exists and nobody recorded its end"] if state == "vanished" else []
+
+
+def result_lines(view: RunView) -> list[str]:
+    """How the student compares, once there is something to compare."""
+    names = {"untrained": "student before training", "student": "student", "teacher": "teacher"}
+    lines = []
+    for subject, words in names.items():
+        done = view.eval_of(subject)
+        if done is not None:
+            at = f" at step {done.step}" if subject == "student" else ""
+            lines.append(f"held-out loss of the {words}{at}: {_nats(done.loss)}{_perplexity(done)}")
+    if view.student is not None:
+        lines.append(f"student saved in {view.student.path}")
+    return [one_line(line) for line in lines]
+
+
+def _perplexity(done: Evaluated) -> str:
+    # A float holds exp(x) up to x = 709.78; a loss above that, or none, has no perplexity to show.
+    if done.loss is None or not done.loss < 709:
+        return ""
+    return f", perplexity {format_value(math.exp(done.loss), 2)}"
+
+
+def device_lines(view: RunView) -> list[str]:
+    """GPU and host readings, each a value or the reason why there is none."""
+    lines = []
+    for index, gpu in sorted(view.gpus.items()):
+        cell = _cells(view, gpu, f"gpu{index}.")
+        used, total = cell("gpu_mem_used_bytes"), cell("gpu_mem_total_bytes")
+        lines += [
+            f"GPU {index}  util {cell('gpu_util_pct')}  mem {used} / {total}",
+            f"       power {cell('gpu_power_w')}  sm clock {cell('sm_clock_mhz')}"
+            f"  {cell('gpu_temperature_c')}",
+        ]
+    if not view.gpus and view.facts is not None:
+        reason = view.absent.get("gpu_count") or view.facts.get("nvml_absent") or NOT_MEASURED
+        lines.append(f"GPU    {reason}")
+    if view.host is not None:
+        cell = _cells(view, view.host, "")
+        free, total = cell("host_available_bytes"), cell("host_total_bytes")
+        lines += [
+            f"host   available {free} / {total}  load {cell('load1')}",
+            f"       trainer rss {cell('trainer_rss_bytes')}  cpu {cell('trainer_cpu_pct')}",
+        ]
+    return lines or ["no reading yet"]
+
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "pct": lambda value: f"{_number(value, '.0f')}%",
+    "w": lambda value: f"{_number(value, '.0f')} W",
+    "mhz": lambda value: f"{_number(value, '.0f')} MHz",
+    "c": lambda value: f"{_number(value, '.0f')} C",
+    "load1": lambda value: _number(value, ".1f"),
+}
+
+
+def _cells(view: RunView, sample: HostSample | GpuSample, prefix: str) -> Callable[[str], str]:
+    """The text of one reading of `sample` by its name, whose last word is its unit."""
+
+    def cell(name: str) -> str:
+        value: Any = getattr(sample, name)
+        if value is None:
+            return one_line(view.absent.get(prefix + name, NOT_MEASURED))
+        return _UNITS[name.rsplit("_", 1)[-1]](value)
+
+    return cell

@@ -1,0 +1,501 @@
+"""A run folded into one value: `fold(view, source, events) -> view`.
+
+Every surface (terminal, notebook, `engine tail`, diagnosis) draws a `RunView` and nothing else. The
+fold is pure: the same lines give the same view, live or a year later, in one batch or in many, and
+whichever of the three logs is read first. A view is frozen. Its long columns share storage with the
+views before it: a column only grows, and each view knows how many of its entries it owns.
+
+A resumed run repeats the steps after its last checkpoint. The view keeps the repetition and drops
+what it replaces, so that a step is never counted twice.
+
+The processes of a run open their logs one after the other: the supervisor first, the trainer once
+torch is loaded. As soon as either has opened its log again, what the other wrote about how the
+earlier session ended is no longer shown as the state of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
+
+from engine.runlog.events import (
+    AnyEvent,
+    CheckpointSaved,
+    DataReady,
+    DecisionMade,
+    Evaluated,
+    FactsRead,
+    GpuSample,
+    HostSample,
+    LauncherGone,
+    LogOpened,
+    ModelReady,
+    NonFinite,
+    Note,
+    Phase,
+    RunFinished,
+    RunStarted,
+    StepDone,
+    StopRequested,
+    StudentSaved,
+    TrainerExited,
+    TrainerStarted,
+)
+from engine.runlog.read import Liveness
+from engine.runlog.table import Column
+from engine.runlog.table import Table as Table
+
+Source = Literal["events", "device", "watch"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+
+STEP_FIELDS = (
+    "step",
+    "loss",
+    "ce",
+    "kd",
+    "agreement",
+    "lr",
+    "grad_norm",
+    "labelled",
+    "tokens",
+    "step_s",
+    "data_s",
+    "teacher_s",
+    "unix_s",
+)
+HOST_FIELDS = (
+    "unix_s",
+    "host_available_bytes",
+    "trainer_rss_bytes",
+    "trainer_cpu_pct",
+    "load1",
+)
+GPU_FIELDS = (
+    "unix_s",
+    "gpu_util_pct",
+    "gpu_mem_util_pct",
+    "gpu_mem_used_bytes",
+    "gpu_power_w",
+    "sm_clock_mhz",
+    "gpu_temperature_c",
+)
+LOG_LINES_KEPT = 2000
+
+LineKey: TypeAlias = tuple[float, Source, int]
+"""Time, log and number of a line: an order of all lines that does not depend on who read them
+when."""
+
+Sample = TypeVar("Sample", HostSample, GpuSample)
+_NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """One session of one writer: `unix_s` of its `t_s = 0`."""
+
+    unix_s: float
+    pid: int
+    session: int = 1
+    """1 for the first opening of the log, and one more for each resume."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLine:
+    """One event as the log pane shows it."""
+
+    unix_s: float
+    source: Source
+    event: AnyEvent
+
+    @property
+    def key(self) -> LineKey:
+        return self.unix_s, self.source, self.event.seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """Everything the three logs of a run say, as of the last event folded."""
+
+    clocks: dict[Source, Clock] = field(default_factory=dict)
+    first_unix_s: float | None = None
+    last_unix_s: float | None = None
+    sessions: int = 0
+    """How many trainers have worked on this run: 1, and one more for each resume."""
+    started: RunStarted | None = None
+    session_unix_s: float | None = None
+    phase: Phase | None = None
+    phase_unix_s: float | None = None
+    decisions: tuple[DecisionMade, ...] = ()
+    data: DataReady | None = None
+    models: dict[str, ModelReady] = field(default_factory=dict)
+    steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
+    session_row: int = 0
+    """The row of `steps` where this session begins."""
+    evals: tuple[Evaluated, ...] = ()
+    non_finite: tuple[NonFinite, ...] = ()
+    checkpoints: tuple[CheckpointSaved, ...] = ()
+    notes: tuple[Note, ...] = ()
+    note_keys: tuple[LineKey, ...] = ()
+    """Where each note stands in time: notes come from more than one log."""
+    student: StudentSaved | None = None
+    stop_requested: str | None = None
+    finished: RunFinished | None = None
+    """How this session ended, in its own words; None again as soon as the run is resumed."""
+    facts: dict[str, Any] | None = None
+    host: HostSample | None = None
+    """The newest readings. One that is not taken at every tick keeps its value until a sample says
+    that it is gone."""
+    hosts: Table = field(default_factory=lambda: Table(HOST_FIELDS))
+    gpus: dict[int, GpuSample] = field(default_factory=dict)
+    gpu_tables: dict[int, Table] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    """Why a reading is missing, by field (`gpu0.gpu_power_w`); kept from the sample that said so
+    until there is a value."""
+    trainer_pid: int | None = None
+    exit: TrainerExited | None = None
+    exit_unix_s: float | None = None
+    launcher_gone: str | None = None
+    lines: tuple[LogLine, ...] = ()
+    """The newest LOG_LINES_KEPT events of all logs, readings left out, in the order of time."""
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.started.steps if self.started else None
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps done, 0 before the first."""
+        done = self.steps.last("step")
+        if done is not None:
+            return int(done)
+        return self.started.resumed_from or 0 if self.started else 0
+
+    def eval_of(self, subject: str) -> Evaluated | None:
+        """The newest evaluation of `student`, `teacher` or `untrained`."""
+        return next((e for e in reversed(self.evals) if e.subject == subject), None)
+
+    def state(self, alive: Liveness) -> str:
+        """One word: not started, starting, running, stopping, completed, stopped, failed, the word
+        of the exit record (killed, crashed, ...) or vanished.
+
+        What the run wrote itself comes first, then what its parent saw; `vanished` is a dead run of
+        which nobody wrote the end. A resumed run is starting again until it has done a step.
+        """
+        if self.finished is not None:
+            return self.finished.state
+        if self.exit is not None:
+            return self.exit.state.lower()
+        if not alive.trainer and not alive.supervisor:
+            return "vanished" if self.clocks else "not started"
+        if self.stop_requested is not None:
+            return "stopping"
+        return "running" if len(self.steps) > self.session_row else "starting"
+
+    def tokens_per_second(self, window: int = 20) -> float | None:
+        """Tokens per second inside the last `window` steps of this session.
+
+        None before there are any whose time is known.
+        """
+        begin = max(self.session_row, len(self.steps) - window)
+        tokens, seconds = self.steps.values("tokens", begin), self.steps.values("step_s", begin)
+        timed = [
+            (n, s)
+            for n, s in zip(tokens, seconds, strict=True)
+            if n is not None and s is not None and 0 < s < math.inf
+        ]
+        return sum(n for n, _ in timed) / sum(s for _, s in timed) if timed else None
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the pace of this session so far, evaluations and checkpoints
+        included; None until two steps have shown a pace."""
+        if self.total_steps is None or self.session_row >= len(self.steps):
+            return None
+        first_step, first_unix_s = self._step_and_time(self.session_row)
+        last_step, last_unix_s = self._step_and_time(-1)
+        if last_step <= first_step or last_unix_s <= first_unix_s:
+            return None
+        pace_s = (last_unix_s - first_unix_s) / (last_step - first_step)
+        return max(0, self.total_steps - self.last_step) * pace_s
+
+    @property
+    def first_step_unix_s(self) -> float | None:
+        """When the first step of this session was done."""
+        if self.session_row >= len(self.steps):
+            return None
+        return self._step_and_time(self.session_row)[1]
+
+    def _step_and_time(self, row: int) -> tuple[float, float]:
+        step, unix_s = self.steps.value("step", row), self.steps.value("unix_s", row)
+        assert step is not None and unix_s is not None, "every step has a number and a time"
+        return step, unix_s
+
+
+def fold(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
+    """`view` after `events` of one log, in the order they were read from it.
+
+    How the lines are dealt into batches, and in which turn the logs are read, changes nothing.
+    """
+    if not events:
+        return view
+    batch = _Batch(view, source)
+    openings = (row for row, event in enumerate(events) if row and type(event) is LogOpened)
+    for begin, end in pairwise((0, *openings, len(events))):
+        batch.take_session(events[begin:end])
+    return batch.finish()
+
+
+class _Batch:
+    """Gathers the changes of one batch, so that a long log is folded in one pass and not copied
+    once per line. Steps and readings, of which there may be a million, become columns together."""
+
+    def __init__(self, view: RunView, source: Source) -> None:
+        self.view, self.source = view, source
+        self.clock = view.clocks.get(source)
+        self.changes: dict[str, Any] = {}
+        self.lists: dict[str, list[Any]] = {}
+        self.notes: list[tuple[LineKey, Note]] = []
+        self.lines: list[LogLine] = []
+        self.steps: list[StepDone] = []
+        self.hosts: list[HostSample] = []
+        self.gpus: dict[int, list[GpuSample]] = {}
+
+    def get(self, name: str) -> Any:
+        return self.changes[name] if name in self.changes else getattr(self.view, name)
+
+    def list_of(self, name: str) -> list[Any]:
+        """A tuple of the view as a list that this batch may append to."""
+        if name not in self.lists:
+            self.lists[name] = list(getattr(self.view, name))
+        return self.lists[name]
+
+    def unix_s(self, event: AnyEvent) -> float:
+        return self.clock.unix_s + event.t_s if self.clock else event.t_s
+
+    def take_session(self, events: Sequence[AnyEvent]) -> None:
+        """Events of one session of the writer, its opening first when it is among them."""
+        if isinstance(events[0], LogOpened):
+            self.open_session(events[0])
+        times = [self.unix_s(event) for event in events]
+        first, last = self.get("first_unix_s"), self.get("last_unix_s")
+        earliest, latest = min(times), max(times)
+        self.changes["first_unix_s"] = earliest if first is None else min(first, earliest)
+        self.changes["last_unix_s"] = latest if last is None else max(last, latest)
+        self.show(events, times)
+        for event, unix_s in zip(events, times, strict=True):
+            # Exact types first: a million of these come for each of the others.
+            if type(event) is StepDone:
+                self.steps.append(event)
+            elif type(event) is HostSample:
+                self.hosts.append(event)
+            elif type(event) is GpuSample:
+                self.gpus.setdefault(event.index, []).append(event)
+            else:
+                self.take(event, unix_s)
+        self.flush()
+
+    def open_session(self, event: LogOpened) -> None:
+        session = self.clock.session + 1 if self.clock else 1
+        self.clock = Clock(unix_s=event.unix_s, pid=event.pid, session=session)
+        self.changes["clocks"] = {**self.get("clocks"), self.source: self.clock}
+        if self.source == "events":
+            self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
+            self.lists["decisions"] = []
+            self.forget_session()
+        elif self.source == "device":
+            self.changes |= {"host": None, "gpus": {}, "absent": {}}
+        else:
+            self.changes |= {"trainer_pid": None, "launcher_gone": None}
+            self.forget_exit()
+
+    def forget_session(self) -> None:
+        """What the trainer said about its last session is no longer so."""
+        self.changes |= {
+            "finished": None,
+            "stop_requested": None,
+            "phase": None,
+            "phase_unix_s": None,
+            "session_row": len(self.get("steps")),
+        }
+
+    def forget_exit(self) -> None:
+        self.changes |= {"exit": None, "exit_unix_s": None}
+
+    def show(self, events: Sequence[AnyEvent], times: list[float]) -> None:
+        """Make log lines of the newest events: more than are kept cannot be seen.
+
+        Within a session times never go back: they come from a monotonic clock, in the order of `seq`.
+        """
+        shown = [row for row, e in enumerate(events) if type(e) not in (HostSample, GpuSample)]
+        self.lines += [
+            LogLine(unix_s=times[row], source=self.source, event=events[row])
+            for row in shown[-LOG_LINES_KEPT:]
+        ]
+
+    def take(self, event: AnyEvent, unix_s: float) -> None:
+        match event:
+            case RunStarted():
+                self.flush()
+                self.changes["started"] = event
+                self.rewind(event.resumed_from or 0)
+            case Phase():
+                self.changes |= {"phase": event, "phase_unix_s": unix_s}
+            case DecisionMade():
+                self.list_of("decisions").append(event)
+            case DataReady():
+                self.changes["data"] = event
+            case ModelReady():
+                self.changes["models"] = {**self.get("models"), event.role: event}
+            case Evaluated():
+                self.list_of("evals").append(event)
+            case NonFinite():
+                self.list_of("non_finite").append(event)
+            case CheckpointSaved():
+                self.list_of("checkpoints").append(event)
+            case Note():
+                self.notes.append(((unix_s, self.source, event.seq), event))
+            case StudentSaved():
+                self.changes["student"] = event
+            case StopRequested():
+                self.changes["stop_requested"] = event.reason
+            case RunFinished():
+                self.changes["finished"] = event
+            case FactsRead():
+                self.changes["facts"] = event.facts
+            case TrainerStarted():
+                self.changes |= {"trainer_pid": event.trainer_pid, "launcher_gone": None}
+                self.forget_exit()
+            case TrainerExited():
+                self.changes |= {"exit": event, "exit_unix_s": unix_s}
+            case LauncherGone():
+                self.changes["launcher_gone"] = event.how
+            case _:
+                pass  # the others are log lines and no more
+
+    def rewind(self, step: int) -> None:
+        """Drop what a resume from `step` replaces."""
+        table: Table = self.get("steps")
+        keep = len(table)
+        while keep and (table.value("step", keep - 1) or 0) > step:
+            keep -= 1
+        if keep < len(table):
+            self.changes["steps"] = table.cut(keep)
+        self.changes["session_row"] = keep
+        for name in ("evals", "non_finite", "checkpoints"):
+            self.lists[name] = [event for event in self.list_of(name) if event.step <= step]
+        self.changes["student"] = None
+
+    def flush(self) -> None:
+        """Turn the steps and readings gathered so far, all of one session, into rows."""
+        if self.steps:
+            times = [self.unix_s(step) for step in self.steps]
+            self.changes["steps"] = self.get("steps").extended_by(_columns(self.steps, times))
+            self.steps = []
+        if self.hosts:
+            self.changes["hosts"] = self.extended(self.get("hosts"), self.hosts)
+            self.changes["host"] = self.newest(self.get("host"), self.hosts, "")
+            self.hosts = []
+        for index, samples in self.gpus.items():
+            table = self.get("gpu_tables").get(index, Table(GPU_FIELDS))
+            tables = {**self.get("gpu_tables"), index: self.extended(table, samples)}
+            newest = self.newest(self.get("gpus").get(index), samples, f"gpu{index}.")
+            self.changes |= {"gpu_tables": tables, "gpus": {**self.get("gpus"), index: newest}}
+        self.gpus = {}
+
+    def extended(self, table: Table, samples: Sequence[HostSample | GpuSample]) -> Table:
+        columns = {
+            name: [getattr(sample, name) for sample in samples]
+            for name in table.columns
+            if name != "unix_s"
+        }
+        return table.extended_by({**columns, "unix_s": [self.unix_s(s) for s in samples]})
+
+    def newest(self, before: Sample | None, samples: Sequence[Sample], prefix: str) -> Sample:
+        """The newest value of each reading; puts the reasons for those without one into `absent`.
+
+        A reading without a value was either not taken at that tick, and keeps the one it had, or it
+        is gone. The first sample of those that lack it says why, the others do not repeat it.
+        """
+        unknown = {n for n in samples[0].__struct_fields__ if n not in _NOT_A_READING}
+        values: dict[str, Any] = {}
+        reasons: dict[str, str] = {}
+        for sample in reversed(samples):
+            for name, reason in sample.absent.items():
+                if name not in values:
+                    reasons.setdefault(name, reason)
+            unknown -= reasons.keys()
+            found = {n: v for n in unknown if (v := getattr(sample, n)) is not None}
+            values |= found
+            unknown -= found.keys()
+        if before is not None:
+            values |= {n: v for n in unknown if (v := getattr(before, n)) is not None}
+        known = {prefix + name for name in values}
+        self.changes["absent"] = {
+            **{name: reason for name, reason in self.get("absent").items() if name not in known},
+            **{prefix + name: reason for name, reason in reasons.items()},
+        }
+        return msgspec.structs.replace(samples[-1], **values)
+
+    def finish(self) -> RunView:
+        self.changes |= {name: tuple(items) for name, items in self.lists.items()}
+        if self.notes:
+            known = zip(self.view.note_keys, self.view.notes, strict=True)
+            notes = sorted([*known, *self.notes], key=itemgetter(0))
+            self.changes["note_keys"] = tuple(key for key, _ in notes)
+            self.changes["notes"] = tuple(note for _, note in notes)
+        if self.lines:
+            self.changes["lines"] = _newest_lines(self.view.lines, self.lines)
+        self.drop_outdated()
+        return replace(self.view, **self.changes)
+
+    def drop_outdated(self) -> None:
+        """Forget the end of an earlier session once either process of the next has opened its log.
+
+        Sessions are counted first and clocks compared second: a step of the wall clock within a run
+        that was never resumed must not undo its end.
+        """
+        trainer, supervisor = self.get("clocks").get("events"), self.get("clocks").get("watch")
+        if trainer is None or supervisor is None:
+            return
+        if supervisor.session > trainer.session and supervisor.unix_s > trainer.unix_s:
+            self.forget_session()
+        ended_unix_s = self.get("exit_unix_s")
+        if (
+            ended_unix_s is not None
+            and trainer.session > supervisor.session
+            and trainer.unix_s > ended_unix_s
+        ):
+            self.forget_exit()
+
+
+def _columns(steps: Sequence[StepDone], times: list[float]) -> dict[str, Column]:
+    """STEP_FIELDS of many steps; written out because this is three times as fast as by name."""
+    return {
+        "step": [step.step for step in steps],
+        "loss": [step.loss for step in steps],
+        "ce": [step.ce for step in steps],
+        "kd": [step.kd for step in steps],
+        "agreement": [step.agreement for step in steps],
+        "lr": [step.lr for step in steps],
+        "grad_norm": [step.grad_norm for step in steps],
+        "labelled": [step.labelled for step in steps],
+        "tokens": [step.tokens for step in steps],
+        "step_s": [step.step_s for step in steps],
+        "data_s": [step.data_s for step in steps],
+        "teacher_s": [step.teacher_s for step in steps],
+        "unix_s": times,
+    }
+
+
+def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:
+    """The newest of both in the order of time."""
+    merged: Iterable[LogLine] = (*lines, *new)
+    # Almost always the new lines are in order and the latest: then nothing has to be sorted.
+    if any(left.key > right.key for left, right in pairwise((*lines[-1:], *new))):
+        merged = sorted(merged, key=lambda line: line.key)
+    return tuple(merged)[-LOG_LINES_KEPT:]

@@ -1,0 +1,1 @@
+"""Watching a trainer from outside its process. Loads without torch."""

@@ -1,0 +1,35 @@
+"""`python -m engine.supervise RUN [--resume] [--allow-fallback]`: the supervisor process of one
+run; started by `engine.supervise.launch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from engine.errors import EngineError
+from engine.runlog.folder import open_run
+from engine.supervise.supervisor import supervise
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.supervise", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--allow-fallback", action="store_true")
+    arguments = parser.parse_args()
+    try:
+        flags = [
+            f"--{name}"
+            for name in ("resume", "allow-fallback")
+            if vars(arguments)[name.replace("-", "_")]
+        ]
+        return supervise(open_run(arguments.run), flags)
+    except EngineError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

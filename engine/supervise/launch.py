@@ -1,0 +1,98 @@
+"""Starting a run: what `engine distill`, the terminal, a notebook and an experiment all do, in
+the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from engine.errors import EngineError, InternalError, RunLogError
+from engine.runlog.folder import RunFolder
+from engine.runlog.follow import Follower
+
+START_DEADLINE_S = 30.0
+POLL_S = 0.02
+
+
+class Launched:
+    """A supervisor we started and are attached to. Leave with `detach`; dying instead is seen
+    and recorded as such.
+    """
+
+    def __init__(self, run: RunFolder, process: subprocess.Popen[bytes]) -> None:
+        self.run, self.process = run, process
+
+    def send(self, number: int) -> None:
+        """Pass a signal to the supervisor, which passes it to the trainer."""
+        self.process.send_signal(number)
+
+    def leave(self, byte: bytes) -> None:
+        """Say that we go on purpose: b'd' detached, b'h' hang-up. The run goes on."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(byte)
+            self.process.stdin.close()
+        except BrokenPipeError:
+            return  # the supervisor ended first: there is nobody to tell
+
+
+def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False) -> Launched:
+    """Start the supervisor of `run` in its own session and wait until it holds the run's watch
+    log.
+    """
+    if run.liveness().trainer or run.liveness().supervisor:
+        raise RunLogError(
+            f"run folder: {run.path} — expected a run that is not going on, found one that is",
+            hint=f"follow it with `engine tail -f {run.path}`",
+        )
+    command = [sys.executable, "-m", "engine.supervise", str(run.path)]
+    command += ["--resume"] if resume else []
+    command += ["--allow-fallback"] if allow_fallback else []
+    with run.stderr.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_DEADLINE_S
+    while not run.liveness().supervisor and process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+            raise InternalError(
+                f"supervisor: expected it to open {run.watch} within {START_DEADLINE_S:.0f} s, found nothing"
+            )
+        time.sleep(POLL_S)
+    if process.poll() not in (None, 0) and not run.watch.exists():
+        tail = run.stderr.read_text(errors="replace").strip().splitlines()[-1:]
+        raise InternalError(
+            f"supervisor: expected it to start, found exit {process.returncode}: {' '.join(tail)}"
+        )
+    return Launched(run, process)
+
+
+def stop(run: RunFolder, *, now: bool = False) -> str:
+    """Ask a run to finish its step, save and stop; `now` ends it without saving. Returns what
+    was done, in words.
+    """
+    follower = Follower(run)
+    view = follower.read_all()
+    if not follower.alive.trainer and not follower.alive.supervisor:
+        raise EngineError(f"run {run.name}: expected one that is going on, found {follower.state}")
+    watcher = view.clocks.get("watch")
+    # A pid is trusted only while the log that names it is held open by its writer.
+    if follower.alive.supervisor and watcher is not None and not now:
+        os.kill(watcher.pid, signal.SIGTERM)
+        return f"asked run {run.name} to finish its step, save and stop"
+    trainer = view.clocks.get("events")
+    if not follower.alive.trainer or trainer is None:
+        raise EngineError(
+            f"run {run.name}: expected a trainer, found none yet; try again in a moment"
+        )
+    os.kill(trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
+    return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"

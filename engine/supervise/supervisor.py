@@ -1,0 +1,188 @@
+"""The supervisor: a small process without torch that starts the trainer, samples the machine and
+records how the trainer ended.
+
+    launcher --(stdin pipe)--> supervisor --(keep-alive pipe)--> trainer
+
+It runs in a session of its own, so closing a terminal does not reach it. Each pipe tells its reader
+when the writer is gone, however it went, because the kernel closes a dead process's end:
+
+- the launcher writes one byte before it leaves on purpose (`d` detached, `h` hang-up). An end
+  without a byte means it was killed. The run goes on in every case and the watch log says which it
+  was.
+- the trainer sees the keep-alive pipe close when the supervisor dies. It then saves, says so in its
+  log, and stops: a run is never left to itself unseen.
+
+SIGTERM and SIGINT are passed to the trainer, which finishes its step and saves. A second one ends
+it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from engine.device.facts import read_facts
+from engine.device.host import KillCounters, read_kill_counters
+from engine.device.nvml import open_nvml
+from engine.device.sampler import Sampler
+from engine.errors import DiskFull
+from engine.runlog.events import (
+    Event,
+    FactsRead,
+    GpuSample,
+    HostSample,
+    LauncherGone,
+    Note,
+    StopForwarded,
+    TrainerExited,
+    TrainerStarted,
+)
+from engine.runlog.folder import RunFolder
+from engine.runlog.follow import Follower
+from engine.runlog.write import LogWriter
+from engine.supervise.attribution import attribute_exit, exception_name, find_kernel_line
+
+TICK_S = 1.0
+LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
+
+
+def supervise(run: RunFolder, flags: list[str]) -> int:
+    """Run the trainer of `run` to its end, `flags` are the trainer's own; returns its exit code,
+    128 + n when signal n ended it.
+    """
+    with (
+        LogWriter(run.watch, writer="supervisor") as watch,
+        LogWriter(run.device, writer="sampler") as device,
+    ):
+        return _Supervisor(run, watch, device).run_trainer(flags)
+
+
+class _Supervisor:
+    def __init__(self, run: RunFolder, watch: LogWriter, device: LogWriter) -> None:
+        self.run, self.watch, self.device = run, watch, device
+        self.selector = selectors.DefaultSelector()
+        self.signals: list[int] = []
+        self.stop_signal: str | None = None
+
+    def run_trainer(self, flags: list[str]) -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_write)
+        self.selector.register(wake_read, selectors.EVENT_READ, "signal")
+        self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
+
+        begun_s = time.monotonic()
+        trainer, keep_alive = _start_trainer(self.run.path, flags)
+        before = read_kill_counters(pid=trainer.pid)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A handler runs between any two lines of ours, so it only takes note; the loop writes
+            # and forwards.
+            signal.signal(number, lambda n, _frame: self.signals.append(n))
+        self.watch.write(TrainerStarted(trainer_pid=trainer.pid, supervisor_pid=os.getpid()))
+        self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
+
+        self._sample_until_exit(trainer, wake_read)
+        returncode = trainer.wait()
+        os.close(keep_alive)
+        self._record_exit(trainer.pid, returncode, before, begun_s)
+        return returncode if returncode >= 0 else 128 - returncode
+
+    def _sample_until_exit(self, trainer: subprocess.Popen[bytes], wake_read: int) -> None:
+        nvml = open_nvml()
+        self._write_device(FactsRead(facts=read_facts(nvml=nvml).as_event_fields()))
+        sampler = Sampler(lambda: trainer.pid, nvml=nvml)
+        next_tick = time.monotonic()
+        while True:
+            for sample in sampler.sample():
+                kind = {"host": HostSample, "gpu": GpuSample}[sample.kind]
+                self._write_device(kind(**sample.fields, absent=sample.absent))
+            # Ticks that were missed (a suspended machine) are skipped, not made up for.
+            next_tick = max(next_tick + TICK_S, time.monotonic())
+            while (left := next_tick - time.monotonic()) > 0:
+                for key, _ in self.selector.select(left):
+                    match key.data:
+                        case "trainer":
+                            return
+                        case "launcher":
+                            self._read_launcher()
+                        case _:
+                            with contextlib.suppress(BlockingIOError):
+                                os.read(wake_read, 4096)
+                while self.signals:
+                    self._forward(trainer, self.signals.pop(0))
+
+    def _write_device(self, event: Event) -> None:
+        # Readings may be lost to a full disk; the exit record may not, and the trainer stops by
+        # itself when it cannot write.
+        with contextlib.suppress(DiskFull):
+            self.device.write(event)
+
+    def _read_launcher(self) -> None:
+        byte = os.read(sys.stdin.fileno(), 1)
+        self.selector.unregister(sys.stdin.fileno())
+        self.watch.write(LauncherGone(how=LAUNCHER_BYTES.get(byte, "killed")))
+
+    def _forward(self, trainer: subprocess.Popen[bytes], number: int) -> None:
+        name = signal.Signals(number).name
+        self.stop_signal = name
+        self.watch.write(StopForwarded(signal=name))
+        trainer.send_signal(number)
+
+    def _record_exit(self, pid: int, returncode: int, before: KillCounters, begun_s: float) -> None:
+        after = read_kill_counters(cgroup=before.cgroup)
+        killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        line, unreadable = (
+            find_kernel_line(pid, since_s=begun_s) if killed else (None, "not looked for")
+        )
+        exit_ = attribute_exit(
+            returncode,
+            before,
+            after,
+            stop_requested=self.stop_signal,
+            kernel_line=line,
+            finished=self._wrote_its_end(),
+            exception=exception_name(_tail(self.run.stderr)),
+        )
+        self.watch.write(
+            TrainerExited(
+                trainer_pid=pid,
+                returncode=returncode,
+                state=str(exit_.state),
+                signal=exit_.signal_name,
+                cause=exit_.cause,
+                certainty=exit_.certainty,
+                sentence=exit_.sentence,
+            )
+        )
+        if killed and unreadable is not None:
+            self.watch.write(
+                Note(level="info", text=f"the kernel's log was not read: {unreadable}")
+            )
+        self.watch.sync()
+
+    def _wrote_its_end(self) -> bool:
+        """Whether the trainer's own log says how the run ended."""
+        return Follower(self.run).read_all().finished is not None
+
+
+def _tail(path: Path) -> str:
+    """The last 16 KiB of a text file: where a traceback ends."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        return file.read().decode("utf-8", "replace")
+
+
+def _start_trainer(run: Path, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+    """The trainer process, and our end of the pipe that tells it we live."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    command = [sys.executable, "-X", "faulthandler", "-u", "-m", "engine.distill", str(run)]
+    command += ["--keep-alive-fd", str(read_end), *flags]
+    trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(read_end,))
+    os.close(read_end)
+    return trainer, write_end

@@ -1,0 +1,39 @@
+"""The answer to a question that can be answered: `Fail < Unknown < Pass`.
+
+Skipped, stale, not run and "the tool is absent" are all UNKNOWN, never PASS. The verdict of a set
+is the lowest of its parts, and an empty set is UNKNOWN: nothing was asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN
+
+
+class Level(IntEnum):
+    FAIL = 0
+    UNKNOWN = 1
+    PASS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    level: Level
+    reason: str
+
+    @property
+    def exit_code(self) -> int:
+        return {Level.PASS: EXIT_PASS, Level.FAIL: EXIT_FAIL, Level.UNKNOWN: EXIT_UNKNOWN}[
+            self.level
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.level.name.lower()}: {self.reason}"
+
+
+def lowest(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict of a set: its lowest member, UNKNOWN when the set is empty."""
+    return min(verdicts, key=lambda v: v.level, default=Verdict(Level.UNKNOWN, "nothing was asked"))

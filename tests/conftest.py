@@ -1,0 +1,114 @@
+"""What the suite shares: GPU tests skip visibly where there is no GPU, and `kit` is a whole tiny
+distillation to run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Runs started by tests are tiny: one thread each leaves the other core to the other worker, and
+# fixes the order of sums.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason=f"no GPU here: torch {torch.__version__} sees none")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@dataclass(frozen=True)
+class Kit:
+    """Paths of a teacher, a student's shape and a corpus small enough to distil in a second or
+    two.
+    """
+
+    teacher: Path
+    student: Path
+    corpus: Path
+
+    def spec(self, folder: Path, **changes: object) -> Path:
+        """A spec file in `folder`; `changes` are settings with `__` for the dot."""
+        settings: dict[str, object] = {
+            "teacher.path": str(self.teacher),
+            "student.config": str(self.student),
+            "data.corpus": str(self.corpus),
+            "data.seq_len": 32,
+            "data.heldout_fraction": 0.2,
+            "loss.alpha": 0.3,
+            "loss.temperature": 2.0,
+            "train.steps": 20,
+            "train.rows": 4,
+            "train.warmup_steps": 2,
+            "eval.every": 10,
+            "eval.rows": 4,
+            "checkpoint.every": 5,
+            "compute.device": "cpu",
+            "compute.threads": 1,
+        }
+        settings |= {key.replace("__", "."): value for key, value in changes.items()}
+        lines: dict[str, list[str]] = {}
+        for key, value in settings.items():
+            section, name = key.split(".")
+            lines.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
+        text = "\n".join(f"[{section}]\n" + "\n".join(rows) for section, rows in lines.items())
+        path = folder / "spec.toml"
+        path.write_text(text + "\n")
+        return path
+
+
+def tiny_config(**changes: object) -> dict[str, object]:
+    """A config.json of the Qwen2 family with 300 ids."""
+    config: dict[str, object] = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
+    return config | changes
+
+
+@pytest.fixture(scope="session")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    import torch
+
+    from engine.data.corpus import Document
+    from engine.demo.train_tokenizer import train_bpe
+    from engine.models.config import ModelConfig
+    from engine.models.load import new_decoder, save_decoder
+
+    root = tmp_path_factory.mktemp("kit")
+    corpus = root / "corpus"
+    corpus.mkdir()
+    for index in range(40):
+        body = "\n".join(f"def f{index}_{line}(x):\n    return x + {line}" for line in range(12))
+        (corpus / f"part_{index:02}.py").write_text(body + "\n")
+    documents = [Document(name=p.name, text=p.read_text()) for p in sorted(corpus.iterdir())]
+    tokenizer = root / "tokenizer.json"
+    tokenizer.write_text(train_bpe(documents, 300))
+    config = ModelConfig.from_dict(tiny_config(hidden_size=48), "kit")
+    teacher = root / "teacher"
+    save_decoder(new_decoder(config, seed=7), teacher, torch.float32, extra_files=[tokenizer])
+    student = root / "student.json"
+    student.write_text(json.dumps(tiny_config()))
+    return Kit(teacher=teacher, student=student, corpus=corpus)

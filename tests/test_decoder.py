@@ -1,0 +1,302 @@
+"""The decoder against transformers' Qwen2, and the properties that packing and training rely on.
+
+Both sides run fp32 on the same weights. Differences come from the order of sums, so 1e-4 on logits
+of order 1 is wide; the planted bugs show that the smallest real mistakes are far outside it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from engine.errors import InternalError
+from engine.models import decoder as subject
+from engine.models.config import ModelConfig, count_parameters
+from engine.models.decoder import Decoder
+from engine.models.linear import dense_linear
+from engine.models.load import new_decoder
+from engine.models.names import hf_names
+
+# Shapes: B rows, T tokens, D model width, V vocabulary
+
+TOLERANCE = 1e-4
+PADDING = -1
+
+
+def make_config(**changes: object) -> ModelConfig:
+    values: dict[str, object] = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 88,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        **changes,
+    }
+    return ModelConfig(**values)  # type: ignore[arg-type]
+
+
+def lively(config: ModelConfig, seed: int = 0) -> Decoder:
+    """Random weights, biases and norms too, so large that every part shows in the logits."""
+    decoder = new_decoder(config, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5, generator=generator)
+            elif name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, 0.12, generator=generator)
+    return decoder.eval()
+
+
+def reference(decoder: Decoder) -> Any:
+    theirs: Any = Qwen2ForCausalLM(Qwen2Config.from_dict(decoder.config.to_hf_dict()))
+    theirs.eval()
+    names = hf_names(decoder.config)
+    state = {names[name]: tensor for name, tensor in decoder.state_dict().items()}
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert unexpected == []
+    assert missing == (["lm_head.weight"] if decoder.config.tie_word_embeddings else [])
+    return theirs
+
+
+def random_tokens(config: ModelConfig, rows: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows * 1000 + length)
+    return torch.randint(config.vocab_size, (rows, length), generator=generator)
+
+
+@torch.no_grad()
+def difference(
+    decoder: Decoder, theirs: Any, tokens_BT: Tensor, mask_BT: Tensor | None = None
+) -> float:
+    """Largest difference of the logits over all real tokens."""
+    expected_BTV = theirs(tokens_BT, attention_mask=mask_BT).logits
+    if mask_BT is None:
+        found_BTV = decoder(tokens_BT)
+        mask_BT = torch.ones_like(tokens_BT)
+    else:
+        found_BTV = decoder(tokens_BT, torch.where(mask_BT == 1, 0, PADDING))
+    assert found_BTV.isfinite().all(), "padding gave NaN"
+    assert expected_BTV.std() > 0.3, "the logits are too flat to compare anything"
+    gap_BTV = (found_BTV - expected_BTV).abs()[mask_BT == 1]
+    print(f"max {gap_BTV.max():.2e} mean {gap_BTV.mean():.2e}")
+    return float(gap_BTV.max())
+
+
+@pytest.mark.parametrize("length", [16, 37, 1])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_key_value_heads": 8},
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "rope_theta": 1e6},
+        {"num_attention_heads": 14, "hidden_size": 56, "rms_norm_eps": 1e-2},
+        {"num_attention_heads": 4, "head_dim": 32},
+    ],
+)
+def test_logits_equal_transformers(changes: dict[str, object], length: int) -> None:
+    decoder = lively(make_config(**changes))
+    tokens_BT = random_tokens(decoder.config, 2, length)
+    assert difference(decoder, reference(decoder), tokens_BT) <= TOLERANCE
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_logits_equal_transformers_with_padding(side: str) -> None:
+    decoder = lively(make_config())
+    tokens_BT = random_tokens(decoder.config, 3, 37)
+    mask_BT = torch.ones_like(tokens_BT)
+    if side in ("left", "both"):
+        mask_BT[0, :11] = 0
+    if side in ("right", "both"):
+        mask_BT[1, 20:] = 0
+    assert difference(decoder, reference(decoder), tokens_BT, mask_BT) <= TOLERANCE
+
+
+def adjacent_pairs(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
+    even, odd = x_BTHE[..., ::2], x_BTHE[..., 1::2]
+    turned = (even * cos_XT1R - odd * sin_XT1R, odd * cos_XT1R + even * sin_XT1R)
+    return torch.stack(turned, dim=-1).flatten(-2)
+
+
+def no_bias(in_features: int, out_features: int, bias: bool) -> nn.Module:
+    return dense_linear(in_features, out_features, bias=False)
+
+
+@pytest.mark.parametrize("bug", ["adjacent pairs", "no bias", "one key bias", "eps", "sees ahead"])
+def test_the_comparison_catches_a_planted_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = lively(make_config())
+    theirs = reference(decoder)
+    tokens_BT = random_tokens(decoder.config, 2, 37)
+    assert difference(decoder, theirs, tokens_BT) <= TOLERANCE
+    if bug == "adjacent pairs":
+        monkeypatch.setattr(subject, "rotate", adjacent_pairs)
+    elif bug == "no bias":
+        broken = Decoder(decoder.config, no_bias).eval()
+        broken.load_state_dict(decoder.state_dict(), strict=False)
+        decoder = broken
+    elif bug == "one key bias":
+        with torch.no_grad():
+            decoder.get_parameter("layers.2.attention.v.bias")[5] = 0
+    elif bug == "eps":
+        for module in decoder.modules():
+            if isinstance(module, subject.RMSNorm):
+                module.eps = 1e-3
+    else:
+        attend = subject.attend
+        open_mask = torch.zeros(2, 1, 37, 37)
+        monkeypatch.setattr(subject, "attend", lambda q, k, v, mask: attend(q, k, v, open_mask))
+    assert difference(decoder, theirs, tokens_BT) > 10 * TOLERANCE
+
+
+@torch.no_grad()
+def test_packed_documents_equal_separate_documents() -> None:
+    decoder = lively(make_config())
+    tokens_BT = random_tokens(decoder.config, 2, 37)
+    documents_BT = torch.tensor([[5] * 1 + [2] * 20 + [9] * 12 + [PADDING] * 4, [7] * 37])
+    packed_BTV = decoder(tokens_BT, documents_BT)
+    assert packed_BTV.isfinite().all()
+    for row, document in ((0, 5), (0, 2), (0, 9), (1, 7)):
+        own = documents_BT[row] == document
+        alone_TV = decoder(tokens_BT[row][own][None])[0]
+        torch.testing.assert_close(packed_BTV[row][own], alone_TV, rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_documents_may_alternate_in_a_row() -> None:
+    decoder = lively(make_config())
+    tokens_BT = random_tokens(decoder.config, 1, 20)
+    documents_BT = (torch.arange(20) % 3)[None]
+    packed_BTV = decoder(tokens_BT, documents_BT)
+    for document in range(3):
+        alone_TV = decoder(tokens_BT[:, document::3])[0]
+        torch.testing.assert_close(packed_BTV[0, document::3], alone_TV, rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_only_later_tokens_of_the_same_document_see_a_token() -> None:
+    decoder = lively(make_config())
+    tokens_BT = random_tokens(decoder.config, 1, 24)
+    documents_BT = torch.tensor([[0] * 12 + [1] * 12])
+    before_TV = decoder(tokens_BT, documents_BT)[0]
+    tokens_BT[0, 6] = (tokens_BT[0, 6] + 1) % decoder.config.vocab_size
+    moved_T = (decoder(tokens_BT, documents_BT)[0] != before_TV).any(-1)
+    assert moved_T.tolist() == [False] * 6 + [True] * 6 + [False] * 12
+
+
+def test_gradients_are_finite_with_padding_and_reach_every_weight() -> None:
+    decoder = lively(make_config()).train()
+    tokens_BT = random_tokens(decoder.config, 2, 19)
+    documents_BT = torch.tensor([[0] * 10 + [1] * 5 + [PADDING] * 4, [PADDING] * 3 + [4] * 16])
+    real_BT = documents_BT != PADDING
+    decoder(tokens_BT, documents_BT)[real_BT].logsumexp(-1).sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        # A constant added to all keys of a query changes no softmax, so a key's bias may get none.
+        if not name.endswith("k.bias"):
+            assert parameter.grad.abs().max() > 0, name
+
+
+def test_gradients_equal_transformers() -> None:
+    decoder = lively(make_config(tie_word_embeddings=True))
+    theirs = reference(decoder)
+    tokens_BT = random_tokens(decoder.config, 2, 37)
+    for model in (decoder(tokens_BT), theirs(tokens_BT).logits):
+        model.logsumexp(-1).mean().backward()
+    expected = dict(theirs.named_parameters())
+    for ours, hf in hf_names(decoder.config).items():
+        torch.testing.assert_close(
+            decoder.get_parameter(ours).grad, expected[hf].grad, rtol=1e-3, atol=1e-6, msg=ours
+        )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_hidden_states_and_head_give_the_logits(tied: bool) -> None:
+    decoder = lively(make_config(tie_word_embeddings=tied))
+    tokens_BT = random_tokens(decoder.config, 2, 9)
+    assert decoder.head_weight.shape == (97, 64)
+    expected_BTV = decoder.hidden(tokens_BT) @ decoder.head_weight.T
+    torch.testing.assert_close(decoder.logits(tokens_BT), expected_BTV, rtol=0, atol=1e-5)
+    assert (decoder.head_weight is decoder.embed.weight) is tied
+
+
+def test_a_head_without_a_dense_weight_is_our_mistake() -> None:
+    decoder = Decoder(make_config(), lambda in_features, out_features, bias: nn.Identity())
+    with pytest.raises(InternalError, match="Identity has no dense weight"):
+        _ = decoder.head_weight
+
+
+def test_every_linear_comes_from_make_linear() -> None:
+    made: list[tuple[int, int, bool]] = []
+
+    def recording(in_features: int, out_features: int, bias: bool) -> nn.Module:
+        made.append((in_features, out_features, bias))
+        return dense_linear(in_features, out_features, bias)
+
+    decoder = Decoder(make_config(), recording)
+    assert len(made) == 3 * 7 + 1
+    assert sum(isinstance(module, nn.Linear) for module in decoder.modules()) == len(made)
+    assert made[:4] == [(64, 64, True), (64, 16, True), (64, 16, True), (64, 64, False)]
+
+
+@torch.no_grad()
+def test_bf16_on_the_cpu_stays_near_fp32() -> None:
+    decoder = lively(make_config())
+    tokens_BT = random_tokens(decoder.config, 2, 37)
+    documents_BT = torch.tensor([[0] * 20 + [1] * 17, [0] * 30 + [PADDING] * 7])
+    exact_BTV = decoder(tokens_BT, documents_BT)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed_BTV = decoder(tokens_BT, documents_BT)
+    rounded_BTV = decoder.to(torch.bfloat16)(tokens_BT, documents_BT)
+    assert rounded_BTV.dtype == torch.bfloat16
+    for found_BTV in (mixed_BTV, rounded_BTV):
+        # bf16 keeps 8 bits: each of some 20 roundings on the way costs up to 0.4 %.
+        error = (found_BTV.float() - exact_BTV).std() / exact_BTV.std()
+        assert error < 0.05, f"{error:.3f}"
+
+
+def test_autocast_gives_fp32_gradients_to_fp32_weights() -> None:
+    decoder = lively(make_config()).train()
+    tokens_BT = random_tokens(decoder.config, 2, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden_BTD = decoder.hidden(tokens_BT, torch.zeros_like(tokens_BT))
+    assert hidden_BTD.dtype == torch.float32
+    torch.autograd.backward(hidden_BTD.square().mean())
+    assert all(
+        p.grad is not None and p.grad.dtype == torch.float32
+        for name, p in decoder.named_parameters()
+        if name != "head.weight"
+    )
+
+
+def test_fresh_weights_have_the_stated_spread_and_follow_the_seed() -> None:
+    config = make_config(hidden_size=128, intermediate_size=256)
+    decoder = new_decoder(config, seed=3)
+    assert sum(p.numel() for p in decoder.parameters()) == count_parameters(config)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        else:
+            residual = name.endswith((".o.weight", ".down.weight"))
+            std = 0.02 / math.sqrt(6) if residual else 0.02
+            # At least 4096 samples: the spread of the estimate is 1.1 %, so 5 % is over four sigma.
+            assert abs(float(parameter.detach().std()) / std - 1) < 0.05, name
+    again, other = new_decoder(config, seed=3), new_decoder(config, seed=4)
+    rounded = new_decoder(config, seed=3, dtype=torch.bfloat16)
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+        assert torch.equal(parameter.bfloat16(), rounded.get_parameter(name)), name
+    assert not torch.equal(decoder.embed.weight, other.embed.weight)

@@ -1,0 +1,258 @@
+"""Model folders: exchanged with transformers both ways, whole or absent, refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from engine.errors import DiskFull, InternalError, WeightsError
+from engine.formats.safetensors import open_safetensors, tensors_sha256
+from engine.models import load as subject
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.load import load_decoder, new_decoder, save_decoder
+
+TOKENS_BT = torch.randint(97, (2, 37), generator=torch.Generator().manual_seed(0))
+TOLERANCE = 1e-4
+
+
+def make_config(tied: bool) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=88,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        tie_word_embeddings=tied,
+        eos_token_ids=(3, 4),
+    )
+
+
+def make_decoder(tied: bool = False) -> Decoder:
+    decoder = new_decoder(make_config(tied), seed=1)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator()))
+    return decoder.eval()
+
+
+def make_reference(tied: bool) -> Any:
+    theirs: Any = Qwen2ForCausalLM(Qwen2Config.from_dict(make_config(tied).to_hf_dict()))
+    theirs.eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator()))
+    return theirs
+
+
+@torch.no_grad()
+def assert_same_logits(decoder: Decoder, theirs: Any) -> None:
+    expected_BTV: Tensor = theirs(TOKENS_BT).logits
+    assert expected_BTV.std() > 0.1
+    torch.testing.assert_close(decoder(TOKENS_BT), expected_BTV, rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_decoder(make_decoder(), tmp_path / "model", torch.float32)
+    return tmp_path / "model"
+
+
+def rewrite(folder: Path, **changes: Tensor | None) -> None:
+    """Replaces tensors of a saved model, named by the end of their names; None removes one."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for key, tensor in changes.items():
+        name = next((n for n in tensors if n.replace(".", "_").endswith(key)), key)
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    path.unlink()
+    save_file(tensors, path)
+
+
+def refusal(folder: Path, dtype: torch.dtype = torch.float32) -> str:
+    with pytest.raises(WeightsError) as caught:
+        load_decoder(folder, dtype)
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_decoder_is_a_transformers_model(tied: bool, tmp_path: Path) -> None:
+    decoder = make_decoder(tied)
+    save_decoder(decoder, tmp_path / "model", torch.float32)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    theirs, report = load(tmp_path / "model", output_loading_info=True)
+    assert not any(report.values()), report
+    assert theirs.dtype == torch.float32
+    assert theirs.config.rope_parameters["rope_theta"] == 5e5
+    assert_same_logits(decoder, theirs)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_transformers_model_loads(tied: bool, tmp_path: Path) -> None:
+    theirs = make_reference(tied)
+    theirs.save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path)
+    assert decoder.config == make_config(tied)
+    assert_same_logits(decoder, theirs)
+
+
+def test_a_sharded_transformers_model_loads(tmp_path: Path) -> None:
+    theirs = make_reference(tied=False)
+    theirs.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert_same_logits(load_decoder(tmp_path), theirs)
+    next(iter(sorted(tmp_path.glob("*.safetensors")))).unlink()
+    assert "1 missing: model-00001-of-" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_save_and_load_keep_every_bit(tied: bool, tmp_path: Path) -> None:
+    decoder = make_decoder(tied)
+    save_decoder(decoder, tmp_path / "full", torch.float32)
+    loaded = load_decoder(tmp_path / "full")
+    assert loaded.config == decoder.config
+    assert tensors_sha256(loaded.state_dict()) == tensors_sha256(decoder.state_dict())
+    save_decoder(decoder, tmp_path / "half", torch.bfloat16)
+    half = load_decoder(tmp_path / "half", torch.bfloat16)
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(half.get_parameter(name), parameter.bfloat16()), name
+    with open_safetensors(tmp_path / "half") as weights:
+        assert {info.dtype for info in weights.tensors.values()} == {"BF16"}
+
+
+def test_a_loaded_decoder_trains_and_does_not_need_its_files(saved: Path) -> None:
+    decoder = load_decoder(saved)
+    assert str(saved) not in Path("/proc/self/maps").read_text()
+    for path in saved.iterdir():
+        path.unlink()
+    decoder(TOKENS_BT).logsumexp(-1).mean().backward()
+    assert all(p.is_leaf and p.requires_grad and p.grad is not None for p in decoder.parameters())
+
+
+def test_a_head_that_comes_with_a_tied_model_must_be_the_embedding(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    decoder = make_decoder(tied=True)
+    save_decoder(decoder, folder, torch.float32)
+    rewrite(folder, **{"lm_head.weight": decoder.embed.weight.detach().clone()})
+    assert load_decoder(folder).head is None
+    rewrite(folder, **{"lm_head.weight": decoder.embed.weight.detach() + 1e-6})
+    text = refusal(folder)
+    assert "lm_head.weight equal to model.embed_tokens.weight" in text
+    assert "hint: set tie_word_embeddings to false" in text
+
+
+def test_nan_and_infinity_are_refused_by_name_with_their_share(saved: Path) -> None:
+    bad = torch.zeros(64)
+    bad[:16] = torch.nan
+    bad[20] = -torch.inf
+    rewrite(
+        saved, model_norm_weight=bad, layers_1_self_attn_q_proj_bias=torch.full((64,), torch.inf)
+    )
+    text = refusal(saved)
+    assert (
+        "model.norm.weight: 16 of 64 values (25.00%) are NaN, 1 of 64 values (1.56%) are infinite"
+        in text
+    )
+    assert "q_proj.bias: 64 of 64 values (100.00%) are infinite" in text
+
+
+def test_a_value_too_large_for_the_dtype_is_refused(saved: Path) -> None:
+    rewrite(saved, model_norm_weight=torch.full((64,), 1e6))
+    load_decoder(saved, torch.bfloat16)
+    assert "model.norm.weight: a largest value of 1e+06, too large for torch.float16" in refusal(
+        saved, torch.float16
+    )
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_read(saved: Path) -> None:
+    rewrite(saved, model_norm_weight=None, extra=torch.zeros(2), lm_head_weight=torch.zeros(9, 64))
+    text = refusal(saved)
+    assert "1 missing, 1 unexpected, 1 misshapen, 0 of another dtype" in text
+
+
+def test_an_integer_checkpoint_is_refused(saved: Path) -> None:
+    rewrite(saved, model_norm_weight=torch.ones(64, dtype=torch.int32))
+    assert "dtype of model.norm.weight: expected F32, BF16, F16, found I32" in refusal(saved)
+
+
+def test_a_cut_file_is_refused(saved: Path) -> None:
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "100 bytes are missing" in refusal(saved)
+
+
+def test_a_folder_without_config_is_refused(saved: Path) -> None:
+    (saved / "config.json").unlink()
+    assert "expected a file, found nothing" in refusal(saved)
+
+
+def test_extra_files_come_along(tmp_path: Path) -> None:
+    extra = tmp_path / "tokenizer.json"
+    extra.write_text("{}")
+    save_decoder(make_decoder(), tmp_path / "a" / "model", torch.float32, [extra])
+    folder = tmp_path / "a" / "model"
+    assert {p.name for p in folder.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    assert [p.name for p in folder.parent.iterdir()] == ["model"]
+
+
+def test_saving_never_touches_what_is_there(tmp_path: Path) -> None:
+    decoder = make_decoder()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "file").write_text("keep me")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("model", "file", "link"):
+        with pytest.raises(WeightsError, match="expected a path where nothing is yet"):
+            save_decoder(decoder, tmp_path / name, torch.float32)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link", "model"]
+    assert list((tmp_path / "model").iterdir()) == []
+
+
+def test_a_save_that_cannot_work_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"absent\.json — expected a file to copy, found none"):
+        save_decoder(make_decoder(), tmp_path / "m", torch.float32, [tmp_path / "absent.json"])
+    with pytest.raises(InternalError, match="not dense weights"):
+        save_decoder(
+            Decoder(make_config(False), lambda *_, **__: torch.nn.Identity()),
+            tmp_path / "m",
+            torch.float32,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_half_way_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        assert path.parent.name.endswith(".partial"), "the target is there before it is whole"
+        raise DiskFull("no room")
+
+    monkeypatch.setattr(subject, "_fsync", full)
+    with pytest.raises(DiskFull):
+        save_decoder(make_decoder(), tmp_path / "m", torch.float32)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(WeightsError, match="expected a path that can be written, found Not a dir"):
+        save_decoder(make_decoder(), tmp_path / "file" / "model", torch.float32)

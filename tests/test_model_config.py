@@ -1,0 +1,205 @@
+"""The model configuration: what is read, what is refused, and that transformers agrees."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.errors import WeightsError
+from engine.models.config import ModelConfig, count_parameters, read_config
+
+QWEN_05B: dict[str, object] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": [151645, 151643],
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def changed(**changes: object) -> dict[str, object]:
+    """The 0.5B file with some values changed; the value `...` removes its key."""
+    raw = {**QWEN_05B, **changes}
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+def test_parameter_counts_are_those_of_the_published_models() -> None:
+    half = ModelConfig.from_dict(QWEN_05B, "0.5B")
+    assert half.head_dim == 64
+    assert half.eos_token_ids == (151645, 151643)
+    assert count_parameters(half) == 494_032_768
+    seven = ModelConfig.from_dict(
+        changed(
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_attention_heads=28,
+            num_hidden_layers=28,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+            vocab_size=152064,
+        ),
+        "7B",
+    )
+    assert count_parameters(seven) == 7_615_616_512
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 500_000},
+        {"rope_theta": ..., "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_theta": ..., "rope_parameters": {"rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+    ],
+)
+def test_both_spellings_of_the_rotary_base_are_read(spelling: dict[str, object]) -> None:
+    assert ModelConfig.from_dict(changed(**spelling), "x").rope_theta == 5e5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama"}, "model_type: expected 'qwen2'"),
+        ({"model_type": ...}, "model_type: expected 'qwen2'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' (all that is supported), found"),
+        ({"use_sliding_window": True}, "use_sliding_window: expected False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "found 'sliding_attention'"),
+        ({"attention_dropout": 0.1}, "attention_dropout: expected 0.0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: expected None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "found 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "found 'linear'"),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "llama3"}}, "found 'llama3'"),
+        ({"rope_parameters": {"rope_theta": 2e6}}, "rope_theta: expected the value of"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_theta": ...}, "rope_theta: expected a value, found none"),
+        ({"rope_theta": float("nan")}, "rope_theta: expected a positive finite number"),
+        ({"rope_theta": 10**400}, "rope_theta: expected a number"),
+        ({"rms_norm_eps": ...}, "rms_norm_eps: expected a value, found none"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps: expected a number, found '1e-6'"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps: expected a positive finite number"),
+        ({"vocab_size": 0}, "vocab_size: expected a positive integer, found 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers: expected an integer, found True"),
+        ({"hidden_size": 896.0}, "hidden_size: expected an integer, found 896.0"),
+        ({"hidden_size": 897}, "hidden_size: expected a multiple of 14 heads, found 897"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads: expected a divisor of 14 heads"),
+        ({"num_key_value_heads": ...}, "num_key_value_heads: expected a value, found none"),
+        ({"head_dim": 63}, "head_dim: expected an even number, found 63"),
+        ({"head_dim": -2}, "head_dim: expected a positive integer, found -2"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings: expected true or false, found 1"),
+        ({"eos_token_id": "</s>"}, "eos_token_id: expected an integer or a list"),
+        ({"eos_token_id": 151936}, "expected ids below vocab_size, found [151936]"),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_refused_by_name(
+    changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(WeightsError) as caught:
+        ModelConfig.from_dict(changed(**changes), "models/x/config.json")
+    assert words in str(caught.value)
+    assert "models/x/config.json" in str(caught.value)
+    assert "1 problem:" in str(caught.value)
+
+
+def test_all_problems_come_in_one_error() -> None:
+    raw = changed(model_type="mamba", vocab_size=-1, rope_theta=..., num_key_value_heads=3)
+    with pytest.raises(WeightsError) as caught:
+        ModelConfig.from_dict(raw, "x")
+    text = str(caught.value)
+    assert "4 problems:" in text
+    for key in ("model_type", "vocab_size", "rope_theta", "num_key_value_heads"):
+        assert f"\n  {key}: " in text
+
+
+def test_null_key_value_heads_mean_one_for_each_head() -> None:
+    assert ModelConfig.from_dict(changed(num_key_value_heads=None), "x").num_key_value_heads == 14
+
+
+def test_a_config_built_in_code_is_checked_too() -> None:
+    with pytest.raises(WeightsError, match="expected a divisor of 8 heads, found 3"):
+        ModelConfig(
+            vocab_size=64,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=8,
+            num_key_value_heads=3,
+            max_position_embeddings=64,
+            rms_norm_eps=1e-6,
+            rope_theta=1e4,
+        )
+
+
+@pytest.mark.parametrize("eos", [None, 7, [7, 9]])
+def test_hf_dict_reads_back_equal_and_transformers_reads_the_same(eos: object) -> None:
+    from transformers import Qwen2Config
+
+    config = ModelConfig.from_dict(changed(eos_token_id=eos, rope_theta=12345.0), "x")
+    written = json.loads(json.dumps(config.to_hf_dict()))
+    assert ModelConfig.from_dict(written, "x") == config
+    theirs = Qwen2Config.from_dict(written)
+    assert theirs.rope_parameters == {"rope_theta": 12345.0, "rope_type": "default"}
+    for key in ("vocab_size", "hidden_size", "num_key_value_heads", "rms_norm_eps", "head_dim"):
+        assert getattr(theirs, key) == getattr(config, key)
+    assert theirs.tie_word_embeddings is True
+    assert theirs.eos_token_id == eos
+
+
+def test_a_folder_and_its_file_read_the_same(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_05B))
+    assert read_config(tmp_path) == read_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "expected a file, found nothing"),
+        (b"{", "expected JSON, found "),
+        (b"[]", "expected a JSON object, found list"),
+        (b'{"a": 1, "a": 2}', 'the key "a" twice'),
+        (b'{"a": NaN}', "the value NaN"),
+        (b'{"a": "\xff"}', "expected UTF-8, found another byte at byte 7"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"\\ud800": 1}', "surrogates not allowed"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(WeightsError) as caught:
+        read_config(tmp_path)
+    assert words in str(caught.value)
+    assert "config.json" in str(caught.value)
+
+
+def test_config_names_and_headers_load_without_torch() -> None:
+    code = (
+        "import sys, engine.models.config, engine.models.names, engine.formats.safetensors\n"
+        "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

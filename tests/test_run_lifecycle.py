@@ -1,0 +1,267 @@
+"""Real runs, really killed: what was acknowledged is there, what is said is true, and a resumed
+run is the run itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from running import engine, files_of, start, wait_for, wait_until_ended
+from transformers import AutoModelForCausalLM
+
+from engine.runlog.events import LauncherGone, Note, StepDone
+from engine.runlog.folder import RunFolder
+from engine.runlog.follow import Follower
+from tests.conftest import Kit
+
+LAST = "step-00000020"
+
+
+@pytest.fixture(scope="module")
+def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = folder / "run"
+    done = engine("distill", kit.spec(folder), "--out", run, "--json")
+    assert done.returncode == 0, done.stderr
+    (folder / "result.json").write_text(done.stdout)
+    return run
+
+
+def test_a_run_ends_with_a_student_a_receipt_and_one_json_result(whole: Path) -> None:
+    result = json.loads((whole.parent / "result.json").read_text())
+    follower = Follower(RunFolder(whole))
+    view = follower.read_all()
+    assert follower.state == result["state"] == "completed"
+    assert result["steps"] == view.last_step == 20
+    assert result["rows_trained"] == 20 * 4 and result["tokens_trained"] == 20 * 4 * 32
+    losses = result["heldout_loss_nats"]
+    assert losses["student"] < losses["untrained"]
+    assert {"teacher", "untrained", "student"} == set(losses)
+    assert [c.step for c in view.checkpoints] == [5, 10, 15, 20]
+    kept = sorted(p.name for p in (whole / "checkpoints").iterdir())
+    assert kept[-2:] == ["step-00000015", LAST]
+    model = AutoModelForCausalLM.from_pretrained(whole / "student")
+    assert sum(p.numel() for p in model.parameters()) == view.models["student"].parameters
+
+
+def test_logged_numbers_are_those_of_the_update(whole: Path) -> None:
+    steps = Follower(RunFolder(whole)).read_all().steps
+    assert steps.values("step") == [float(i) for i in range(1, 21)]
+    for index in range(20):
+        loss, ce, kd = (steps.value(n, index) for n in ("loss", "ce", "kd"))
+        assert loss is not None and ce is not None and kd is not None
+        assert loss == pytest.approx(0.3 * ce + 0.7 * kd, rel=1e-5)
+    assert steps.value("lr", 1) == pytest.approx(3e-4)  # the peak, at the end of two warm-up steps
+    assert steps.value("lr", 19) == pytest.approx(3e-5)  # a tenth of it, at the last step
+
+
+@pytest.mark.parametrize("seen", [11, 13])
+def test_twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit(
+    kit: Kit, whole: Path, tmp_path: Path, seen: int
+) -> None:
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path), "--out", run)
+    follower = wait_for(run, lambda view: view.last_step >= seen)
+    assert follower.view.trainer_pid is not None
+    os.kill(follower.view.trainer_pid, signal.SIGKILL)
+    _, stderr = launched.communicate(timeout=60)
+    ended = wait_until_ended(run)
+    if ended.view.finished is None:  # a 20-step run may finish before the signal arrives
+        assert launched.returncode == 137
+        assert ended.view.exit is not None and ended.view.exit.signal == "SIGKILL"
+        assert "OOM" not in ended.view.exit.sentence.replace("not the kernel's OOM killer", "")
+        assert "--resume" in stderr
+        resumed = engine("distill", "--resume", run)
+        assert resumed.returncode == 0, resumed.stderr
+    view = Follower(RunFolder(run)).read_all()
+    assert view.steps.values("step") == [float(i) for i in range(1, 21)]
+    theirs = files_of(whole / "checkpoints" / LAST)
+    assert files_of(run / "checkpoints" / LAST) == theirs
+    undisturbed = Follower(RunFolder(whole)).read_all()
+    for name in ("loss", "ce", "kd", "lr", "grad_norm"):
+        assert view.steps.values(name) == undisturbed.steps.values(name), name
+
+
+def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
+    kit: Kit, whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path, checkpoint__every=0), "--out", run)
+    wait_for(run, lambda view: view.last_step >= 2)
+    launched.terminate()
+    launched.communicate(timeout=60)
+    view = wait_until_ended(run).view
+    assert view.finished is not None
+    assert (launched.returncode, view.finished.state) == (143, "stopped")
+    assert view.checkpoints[-1].step == view.last_step < 20
+    resumed = engine("distill", "--resume", run)
+    assert resumed.returncode == 0, resumed.stderr
+    weights = "student.safetensors"
+    assert (
+        files_of(run / "checkpoints" / LAST)[weights]
+        == files_of(whole / "checkpoints" / LAST)[weights]
+    )
+
+
+def test_ctrl_c_exits_130(kit: Kit, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
+    wait_for(run, lambda view: view.last_step >= 2)
+    launched.send_signal(signal.SIGINT)
+    launched.communicate(timeout=60)
+    assert launched.returncode == 130
+    assert wait_until_ended(run).state == "stopped"
+
+
+def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
+    kit: Kit, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
+    follower = wait_for(run, lambda view: view.last_step >= 2)
+    os.kill(follower.view.clocks["watch"].pid, signal.SIGKILL)
+    launched.communicate(timeout=60)
+    view = wait_until_ended(run).view
+    assert view.finished is not None and view.finished.state == "stopped"
+    assert "supervisor lost" in view.finished.reason
+    assert view.checkpoints[-1].step == view.last_step
+    assert any("supervisor is gone" in note.text for note in view.notes)
+    assert launched.returncode == 143
+
+
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGHUP, "hangup"), (signal.SIGKILL, "killed")])
+def test_a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was(
+    kit: Kit, tmp_path: Path, number: signal.Signals, how: str
+) -> None:
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
+    wait_for(run, lambda view: view.last_step >= 2)
+    launched.send_signal(number)
+    launched.communicate(timeout=60)
+    step = wait_for(run, lambda view: view.launcher_gone is not None).view.last_step
+    follower = wait_for(run, lambda view: view.last_step > step + 5)
+    assert follower.view.launcher_gone == how
+    assert [e.event.how for e in follower.view.lines if isinstance(e.event, LauncherGone)] == [how]
+    stopped = engine("stop", run)
+    assert stopped.returncode == 0, stopped.stderr
+    assert wait_until_ended(run).state == "stopped"
+
+
+def test_a_running_run_cannot_be_started_twice(kit: Kit, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    detached = engine("distill", kit.spec(tmp_path, train__steps=100000), "--out", run, "--detach")
+    assert detached.stdout.strip() == str(run)
+    wait_for(run, lambda view: view.last_step >= 1)
+    again = engine("distill", "--resume", run)
+    assert again.returncode == 65 and "found one that is" in again.stderr
+    now = engine("stop", run, "--now")
+    assert now.returncode == 0, now.stderr
+    assert wait_until_ended(run).state.startswith("killed")
+
+
+def test_a_nan_is_seen_stops_the_run_and_reaches_no_checkpoint(kit: Kit, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = engine("distill", kit.spec(tmp_path, train__lr=1e30, checkpoint__every=1), "--out", run)
+    assert done.returncode == 1
+    view = wait_until_ended(run).view
+    assert view.finished is not None and view.finished.state == "failed"
+    assert view.non_finite and view.non_finite[0].step == view.last_step
+    assert all(c.step < view.non_finite[0].step for c in view.checkpoints)
+    assert (
+        view.non_finite[0].value in ("nan", "+inf")
+        and view.non_finite[0].value in view.finished.reason
+    )
+
+
+def test_a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_request(
+    kit: Kit, whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path), "--out", run)
+    follower = wait_for(run, lambda view: view.last_step >= 12)
+    assert follower.view.trainer_pid is not None
+    os.kill(follower.view.trainer_pid, signal.SIGKILL)
+    launched.communicate(timeout=60)
+    if wait_until_ended(run).view.finished is not None:
+        pytest.skip("the run was done before the signal arrived")
+    newest = max((run / "checkpoints").iterdir())
+    weights = newest / "student.safetensors"
+    damaged = bytearray(weights.read_bytes())
+    damaged[-1] ^= 1
+    weights.write_bytes(damaged)
+    refused = engine("distill", "--resume", run)
+    assert refused.returncode == 65 and "student.safetensors" in refused.stderr
+    resumed = engine("distill", "--resume", run, "--allow-fallback")
+    assert resumed.returncode == 0, resumed.stderr
+    notes = [n.text for n in Follower(RunFolder(run)).read_all().notes if isinstance(n, Note)]
+    assert any(newest.name in text for text in notes)
+    assert files_of(run / "checkpoints" / LAST) == files_of(whole / "checkpoints" / LAST)
+
+
+def test_changed_training_text_is_refused_on_resume(kit: Kit, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for file in kit.corpus.iterdir():
+        (corpus / file.name).write_text(file.read_text())
+    run = tmp_path / "run"
+    spec = kit.spec(tmp_path, data__corpus=str(corpus), train__steps=100000)
+    launched = start("distill", spec, "--out", run)
+    wait_for(run, lambda view: view.last_step >= 2)
+    launched.terminate()
+    launched.communicate(timeout=60)
+    for file in corpus.iterdir():
+        file.write_text(file.read_text().replace("return", "yield "))
+    refused = engine("distill", "--resume", run)
+    assert refused.returncode == 65 and "expected the tokens this run began with" in refused.stderr
+
+
+def test_one_row_at_a_time_with_accumulation_trains_what_four_rows_at_once_train(
+    kit: Kit, tmp_path: Path, whole: Path
+) -> None:
+    run = tmp_path / "run"
+    spec = kit.spec(tmp_path, train__rows=1, train__accumulation=4)
+    assert engine("distill", spec, "--out", run).returncode == 0
+    split = Follower(RunFolder(run)).read_all().steps
+    at_once = Follower(RunFolder(whole)).read_all().steps
+    # Equal up to fp32 rounding, which 20 steps of AdamW carry on.
+    assert split.values("loss") == pytest.approx(at_once.values("loss"), rel=1e-4)
+    assert split.values("labelled") == at_once.values("labelled")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_a_run_killed_at_random_moments_always_comes_to_the_same_end(
+    kit: Kit, whole: Path, tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path, checkpoint__every=2), "--out", run)
+    for _ in range(8):
+        target = rng.randrange(1, 20)
+        follower = wait_for(
+            run, lambda view, target=target: view.last_step >= target or view.finished
+        )  # type: ignore[misc]
+        if follower.view.finished is not None:
+            break
+        os.kill(follower.view.clocks["events"].pid, signal.SIGKILL)
+        launched.communicate(timeout=60)
+        wait_until_ended(run)
+        launched = start("distill", "--resume", run)
+    launched.communicate(timeout=60)
+    follower = wait_until_ended(run)
+    if follower.view.finished is None:
+        assert engine("distill", "--resume", run).returncode == 0
+        follower.read_all()
+    steps = [e.event.step for e in follower.view.lines if isinstance(e.event, StepDone)]
+    assert follower.view.steps.values("step") == [float(i) for i in range(1, 21)], steps
+    weights = "student.safetensors"
+    assert (
+        files_of(run / "checkpoints" / LAST)[weights]
+        == files_of(whole / "checkpoints" / LAST)[weights]
+    )

@@ -1,0 +1,185 @@
+"""RunSpec: strict, complete in its complaints, and the same after a round trip."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import BadInput, SpecError
+from engine.spec import (
+    RunSpec,
+    build_spec,
+    key_lines,
+    load_spec,
+    options,
+    parse_set,
+    spec_from_dict,
+    spec_to_toml,
+)
+
+NO_TEACHER = {"loss": {"alpha": 1.0}, "student": {"config": "c.json"}}
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "c.json").write_text("{}")
+    path = folder / "kd.toml"
+    path.write_text(text)
+    return path
+
+
+def problems(folder: Path, text: str, sets: list[str] | None = None) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        load_spec(write(folder, text), sets)
+    return [line.removeprefix(f"{folder}/") for line in caught.value.problems]
+
+
+def test_every_problem_is_reported_at_once_with_its_line(tmp_path: Path) -> None:
+    text = """\
+[student]
+config = "c.json"
+[loss]
+aplha = 0.3
+temperature = 0.0
+
+[train]
+steps = "many"
+lr = -1
+warmup_steps = 1.5
+"""
+    found = problems(tmp_path, text, ["loss.alpha=1.5", "nonsense"])
+    assert found == [
+        "kd.toml:4: loss.aplha: unknown key; did you mean loss.alpha?",
+        "kd.toml:5: loss.temperature: expected a number above 0, found 0.0",
+        'kd.toml:8: train.steps: expected a number, found "many"',
+        "kd.toml:9: train.lr: expected a number above 0, found -1",
+        "kd.toml:10: train.warmup_steps: expected a whole number, found 1.5",
+        "--set nonsense: expected key=value, found no key or no =",
+        "--set loss.alpha: expected a number in [0, 1], found 1.5",
+    ]
+
+
+@pytest.mark.parametrize("alpha", ["-0.01", "1.01", "nan", "inf", "true", '"x"'])
+def test_alpha_outside_zero_to_one_is_refused(tmp_path: Path, alpha: str) -> None:
+    found = problems(tmp_path, f'[student]\nconfig="c.json"\n[loss]\nalpha = {alpha}\n')
+    assert len(found) == 1 and found[0].startswith("kd.toml:4: loss.alpha: expected a")
+
+
+def test_unknown_value_of_a_knob_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
+    found = problems(tmp_path, '[teacher]\nbackend = "realizar"\n[student]\nconfig="c.json"')
+    assert (
+        'kd.toml:2: teacher.backend: expected one of auto, dequantized, none, found "realizar"'
+        in found
+    )
+
+
+def test_alpha_below_one_needs_a_teacher(tmp_path: Path) -> None:
+    found = problems(tmp_path, '[student]\nconfig = "c.json"\n[loss]\nalpha = 0.5\n')
+    assert found == [
+        "kd.toml:4: loss.alpha: expected 1 when there is no teacher (cross entropy alone), found 0.5"
+    ]
+
+
+def test_missing_file_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    found = problems(tmp_path, '[teacher]\npath = "nowhere"\n[student]\nconfig = "c.json"')
+    assert found == [
+        f"kd.toml:2: teacher.path: expected a file or folder at {tmp_path}/nowhere, found nothing there"
+    ]
+
+
+def test_paths_are_relative_to_the_file_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, '[student]\nconfig = "c.json"\n[loss]\nalpha = 1.0\n')
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "d.json").write_text("{}")
+    monkeypatch.chdir(elsewhere)
+    assert load_spec(path)[0].student.config == str(tmp_path / "c.json")
+    assert load_spec(path, ["student.config=d.json"])[0].student.config == str(elsewhere / "d.json")
+
+
+def test_not_toml_not_utf8_and_missing_give_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"not TOML: .*line 1"):
+        load_spec(write(tmp_path, "[train\nsteps = 1"))
+    bad = tmp_path / "latin.toml"
+    bad.write_bytes(b"# caf\xe9\n")
+    with pytest.raises(BadInput, match="expected UTF-8, found byte 5"):
+        load_spec(bad)
+    with pytest.raises(BadInput, match="expected a TOML file, found nothing there"):
+        load_spec(tmp_path / "absent.toml")
+
+
+def test_a_section_given_as_a_value_is_refused(tmp_path: Path) -> None:
+    assert any("expected a section [train]" in p for p in problems(tmp_path, "train = 3\n"))
+
+
+def test_the_printed_spec_reads_back_equal() -> None:
+    spec = build_spec(NO_TEACHER, check_paths=False)
+    assert build_spec(tomllib.loads(spec_to_toml(spec)), check_paths=False) == spec
+    assert spec_from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+
+
+def test_every_setting_is_documented_and_frozen() -> None:
+    for option in options():
+        assert option.doc.endswith(".") and len(option.doc) > 10, option.key
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunSpec().train.steps = 3  # type: ignore[misc]
+
+
+def test_hash_ignores_where_the_run_is_kept_and_nothing_else() -> None:
+    base = build_spec(NO_TEACHER, check_paths=False)
+    moved = build_spec({**NO_TEACHER, "run": {"out": "/elsewhere", "name": "x"}}, check_paths=False)
+    assert base.sha256 == moved.sha256
+    for option in options():
+        section, name = option.key.split(".")
+        if section == "run":
+            continue
+        value = getattr(getattr(base, section), name)
+        other = (
+            (not value)
+            if isinstance(value, bool)
+            else f"{value}x"
+            if isinstance(value, str)
+            else value + 1
+        )
+        changed = dataclasses.replace(
+            base, **{section: dataclasses.replace(getattr(base, section), **{name: other})}
+        )
+        assert changed.sha256 != base.sha256, option.key
+
+
+def test_key_lines_are_not_fooled_by_multi_line_strings() -> None:
+    text = '[a]\nx = """\ny = 3\n[b]\n"""\ny = 4\n[b]\nx = 1\n'
+    assert key_lines(text) == {"a": 1, "a.x": 2, "a.y": 6, "b": 7, "b.x": 8}
+
+
+@given(st.one_of(st.integers(-1000, 1000), st.booleans(), st.text("abcxyz/._", min_size=1)))
+def test_set_reads_toml_values_and_plain_words(value: int | bool | str) -> None:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    key, read = parse_set(f"a.b={text}")
+    assert key == "a.b"
+    assert read == value or isinstance(read, float)  # "1.5" typed as a word is a number in TOML
+
+
+def test_list_of_settings_is_frozen() -> None:
+    """A new setting is a deliberate change: add it here, in the README and in the changelog."""
+    assert [option.key for option in options()] == [
+        "run.name", "run.out",
+        "teacher.path", "teacher.backend", "teacher.precision",
+        "student.path", "student.config", "student.precision", "student.save_as",
+        "data.corpus", "data.tokenizer", "data.seq_len", "data.heldout_fraction",
+        "data.include_tests", "data.max_bytes",
+        "loss.alpha", "loss.temperature", "loss.chunk_rows",
+        "train.steps", "train.rows", "train.accumulation", "train.lr", "train.warmup_steps",
+        "train.schedule", "train.final_lr_ratio", "train.weight_decay", "train.beta1", "train.beta2",
+        "train.eps", "train.clip_norm", "train.seed", "train.on_non_finite",
+        "eval.every", "eval.rows",
+        "checkpoint.every", "checkpoint.keep_last",
+        "compute.device", "compute.threads", "compute.deterministic",
+    ]  # fmt: skip

@@ -1,0 +1,117 @@
+"""Decimation: no spike is lost, no row is read twice, and NaN is never taken for a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.runlog.table import Table
+from workbench.traces import LIMIT, Decimator, TableTraces, Trace, column, tokens_per_second
+
+VALUES = st.none() | st.floats()
+
+
+def filled(ys: Sequence[float | None], limit: int = LIMIT) -> Decimator:
+    decimator = Decimator(limit)
+    decimator.extend([float(x) for x in range(len(ys))], ys)
+    return decimator
+
+
+def test_one_spike_in_a_million_rows_survives() -> None:
+    ys: list[float | None] = [1.0] * 1_000_000
+    ys[777_777] = 9.0
+    buckets = filled(ys).buckets()
+    assert max(b.high for b in buckets if b.high is not None) == 9.0
+    assert len(buckets) <= LIMIT
+
+
+@given(st.lists(VALUES, max_size=200), st.sampled_from([2, 4, 16]))
+def test_buckets_cover_every_row_in_order_and_stay_under_the_limit(
+    ys: list[float | None], limit: int
+) -> None:
+    buckets = filled(ys, limit).buckets()
+    assert len(buckets) <= limit
+    ends = [x for bucket in buckets for x in (bucket.x_first, bucket.x_last)]
+    assert ends == sorted(ends)
+    if ys:
+        assert (ends[0], ends[-1]) == (0.0, len(ys) - 1.0)
+
+
+@given(st.lists(VALUES, max_size=200), st.lists(st.integers(1, 50), max_size=20))
+def test_how_the_rows_arrive_changes_nothing(ys: list[float | None], sizes: list[int]) -> None:
+    whole, pieces = filled(ys, 8), Decimator(8)
+    start = 0
+    for size in [*sizes, len(ys)]:
+        part = ys[start : start + size]
+        pieces.extend([float(x) for x in range(start, start + len(part))], part)
+        start += len(part)
+    assert pieces.buckets() == whole.buckets()
+
+
+@given(st.lists(VALUES, min_size=1, max_size=200))
+def test_extremes_are_of_finite_values_and_the_rest_is_flagged(ys: list[float | None]) -> None:
+    buckets = filled(ys, 4).buckets()
+    finite = [y for y in ys if y is not None and math.isfinite(y)]
+    assert min((b.low for b in buckets if b.low is not None), default=None) == min(
+        finite, default=None
+    )
+    assert max((b.high for b in buckets if b.high is not None), default=None) == max(
+        finite, default=None
+    )
+    assert any(b.non_finite for b in buckets) == any(
+        y is not None and not math.isfinite(y) for y in ys
+    )
+
+
+def test_absent_rows_are_neither_values_nor_faults() -> None:
+    (bucket,) = filled([None]).buckets()
+    assert (bucket.low, bucket.high, bucket.non_finite) == (None, None, False)
+    assert Trace(name="kd", buckets=(bucket,), last=None).is_empty
+
+
+def table_of(*losses: float | None) -> Table:
+    rows = [{"step": float(i + 1), "loss": loss} for i, loss in enumerate(losses)]
+    return Table(("step", "loss")).extended(rows)
+
+
+def test_only_new_rows_of_a_table_are_read() -> None:
+    starts = []
+
+    def spy(table: Table, start: int) -> Sequence[float | None]:
+        starts.append(start)
+        return table.values("loss", start)
+
+    traces = TableTraces({"loss": spy})
+    table = table_of(3.0, 2.0)
+    traces.update(table)
+    first = traces.update(table)
+    grown = table.extended([{"step": 3.0, "loss": 1.0}])
+    second = traces.update(grown)
+    assert starts == [0, 2]
+    assert (first["loss"].last, second["loss"].last) == (2.0, 1.0)
+    assert len(first["loss"].buckets) == 2, "an earlier trace does not change"
+
+
+def test_a_table_that_was_cut_back_is_read_again() -> None:
+    traces = TableTraces({"loss": column("loss")})
+    table = table_of(3.0, 2.0, 9.0)
+    traces.update(table)
+    resumed = table.cut(2).extended([{"step": 3.0, "loss": 1.5}])
+    trace = traces.update(resumed)["loss"]
+    assert [bucket.high for bucket in trace.buckets] == [3.0, 2.0, 1.5]
+
+
+def test_tokens_per_second_is_absent_where_no_time_was_measured() -> None:
+    rows = [{"tokens": 100.0, "step_s": 0.5}, {"tokens": 100.0, "step_s": 0.0}, {"tokens": 100.0}]
+    assert tokens_per_second(Table(("tokens", "step_s")).extended(rows), 0) == [200.0, None, None]
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 5000))
+def test_the_stride_is_the_smallest_that_fits(count: int) -> None:
+    decimator = filled([1.0] * count, 8)
+    assert decimator.stride == 1 or count / decimator.stride >= 4
+    assert count / decimator.stride <= 8

@@ -1,0 +1,1 @@
+"""The workbench: what watches runs and starts them. It reads run folders and never loads torch."""

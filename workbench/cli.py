@@ -1,0 +1,214 @@
+"""`apr-workbench`: watch runs in the terminal, or start the demo and watch it.
+
+stdout carries results, stderr everything else. Nothing here is needed for a run: the demo is
+started as any run is, by `engine distill`, and without a terminal this process becomes that
+command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from engine.errors import EngineError, InternalError, UsageError
+from engine.runlog.folder import RunFolder, is_run, open_run
+from engine.runlog.text import result_lines
+from engine.version import VERSION
+from workbench.feed import RunFeed, Snapshot
+from workbench.launch import ENGINE, distill_arguments, start_run
+
+DEFAULT_RUNS = Path("runs")
+
+WATCH_HELP = """\
+Watch runs in the terminal. A folder of runs opens the list of them, the folder of one run opens
+that run. Closing the workbench does nothing to a run.
+
+other commands:
+  apr-workbench demo [--set KEY=VALUE ...] [--out DIR]   start the example run and watch it
+  engine tail PATH                                       the same in plain lines
+
+environment:
+  NO_COLOR=1                   no colour; no meaning is carried by colour alone
+  TEXTUAL_THEME=textual-light  another theme
+"""
+DEMO_HELP = """\
+Start the example: a small student learns from a small teacher to continue Python source, in a few
+minutes on any machine. In a terminal the run goes on in the background and the workbench opens on
+it; without one (a pipe, a batch job) the run is in the foreground and its exit code is the exit
+code of this command.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with this project's exit code for a command line that is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(UsageError.exit_code, f"{self.prog}: {message}\n")
+
+
+def _screen_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--read-only", action="store_true", help="no key stops or resumes a run")
+    parser.add_argument(
+        "--ascii",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="draw with ASCII only; by default when the locale is not UTF-8",
+    )
+    parser.add_argument("--version", action="version", version=f"apr-workbench {VERSION}")
+
+
+def _watch_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="apr-workbench",
+        description=WATCH_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        type=Path,
+        metavar="RUNS",
+        help="folders of runs, or the folder of one run (default: runs/)",
+    )
+    _screen_options(parser)
+    return parser
+
+
+def _demo_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="apr-workbench demo",
+        description=DEMO_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="sets",
+        metavar="KEY=VALUE",
+        help="change a setting of the example, for instance train.steps=50; may be repeated",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the run folder to make (default: runs/demo-YYYYmmdd-HHMMSS)",
+    )
+    _screen_options(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["demo"]:
+            return _demo(_demo_parser().parse_args(arguments[1:]))
+        return _watch(_watch_parser().parse_args(arguments))
+    except EngineError as error:
+        print(f"apr-workbench: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _watch(options: argparse.Namespace) -> int:
+    paths = options.runs or [DEFAULT_RUNS]
+    for path in options.runs:
+        # A folder that holds no runs yet is a place to wait at; a name that does not exist is a
+        # mistake.
+        if not path.is_dir():
+            open_run(path)
+    if not _has_terminal():
+        raise UsageError(
+            "stdin and stdout: expected a terminal, found a pipe or a file",
+            hint="`engine runs` lists runs, `engine tail PATH` prints one",
+        )
+    code = _show(paths, options)
+    if len(paths) == 1 and is_run(paths[0]):
+        _print_result(RunFolder(paths[0]))
+    return code
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def demo_spec() -> Path:
+    """The packaged spec of the demo."""
+    path = Path(str(importlib.resources.files("engine.demo") / "demo.toml"))
+    if not path.is_file():
+        raise InternalError(f"demo: {path} — expected the packaged spec, found nothing there")
+    return path
+
+
+def _demo(options: argparse.Namespace) -> int:
+    spec = demo_spec()
+    out = options.out or DEFAULT_RUNS / time.strftime("demo-%Y%m%d-%H%M%S")
+    if not _has_terminal():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(ENGINE[0], [*ENGINE, *distill_arguments(spec, options.sets, out)])
+    print(f"starting {out}", file=sys.stderr)
+    run = start_run(spec, options.sets, out)
+    code = _show([run.path], options)
+    _print_result(run)
+    return code
+
+
+def launch_environ() -> Mapping[str, str]:
+    """The environment as this process was given it.
+
+    Python replaces a C locale by C.UTF-8 and says so in `os.environ`, which would hide that the
+    terminal is not UTF-8.
+    """
+    try:
+        block = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return os.environ
+    pairs = (item.partition(b"=") for item in block.split(b"\0") if item)
+    return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
+
+
+def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
+    """Open the terminal UI and wait until it is closed; 70 when it broke, whose traceback Textual
+    has printed."""
+    # Imported here, because --help and a demo without a terminal need no Textual.
+    from workbench.tui.app import WorkbenchApp, refresh_seconds
+    from workbench.tui.printable import is_utf8
+
+    ascii_only = not is_utf8(launch_environ()) if options.ascii is None else options.ascii
+    app = WorkbenchApp(
+        paths,
+        refresh_s=refresh_seconds(os.environ),
+        read_only=options.read_only,
+        ascii_only=ascii_only,
+    )
+    app.run()
+    return InternalError.exit_code if app.return_code else 0
+
+
+def farewell(snapshot: Snapshot) -> list[str]:
+    """What is said about a run when its screen is closed."""
+    path = snapshot.run.path
+    lines = [snapshot.status, *result_lines(snapshot.view)]
+    if snapshot.error is not None:
+        lines.append(snapshot.error)
+    lines.append(f"run folder: {path}")
+    if not snapshot.has_ended:
+        lines += [
+            "the run goes on by itself",
+            f"  reattach  apr-workbench {path}",
+            f"  follow    engine tail {path}",
+            f"  stop      engine stop {path}",
+        ]
+    return lines
+
+
+def _print_result(run: RunFolder) -> None:
+    print("\n".join(farewell(RunFeed(run).read_all())))

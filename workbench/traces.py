@@ -1,0 +1,161 @@
+"""Columns of a run as few enough points to draw, kept up to date in time proportional to the new
+rows.
+
+A column of any length becomes at most LIMIT buckets, each the lowest and highest value of `stride`
+consecutive rows, so a spike of one step in a million is still drawn. When the buckets are full,
+neighbours are merged and the stride doubles; no row is ever looked at twice. Only a resume, which
+cuts the table, makes the buckets be built again.
+
+NaN and infinity are no values: a bucket that holds one says so (`non_finite`) and its low and high
+are of the finite rest. An absent entry (None) is neither; a bucket of nothing but absent entries
+has no low and no high.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.runlog.table import Table
+
+LIMIT = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Consecutive rows of one column."""
+
+    x_first: float
+    x_last: float
+    low: float | None
+    high: float | None
+    non_finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One column, ready to draw."""
+
+    name: str
+    buckets: tuple[Bucket, ...]
+    last: float | None
+    """The newest entry, None when it is absent."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever logged in it."""
+        return all(bucket.low is None and not bucket.non_finite for bucket in self.buckets)
+
+
+def _bucket_of(xs: Sequence[float], ys: Sequence[float | None]) -> Bucket:
+    present = [y for y in ys if y is not None]
+    finite = [y for y in present if math.isfinite(y)]
+    return Bucket(
+        x_first=xs[0],
+        x_last=xs[-1],
+        low=min(finite, default=None),
+        high=max(finite, default=None),
+        non_finite=len(finite) != len(present),
+    )
+
+
+def _merged(left: Bucket, right: Bucket) -> Bucket:
+    lows = [y for y in (left.low, right.low) if y is not None]
+    highs = [y for y in (left.high, right.high) if y is not None]
+    return Bucket(
+        x_first=left.x_first,
+        x_last=right.x_last,
+        low=min(lows, default=None),
+        high=max(highs, default=None),
+        non_finite=left.non_finite or right.non_finite,
+    )
+
+
+class Decimator:
+    """The buckets of one column, fed with its new rows."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        assert limit >= 2 and limit % 2 == 0, "buckets are merged in pairs"
+        self._limit = limit
+        self._closed: list[Bucket] = []
+        self._open: Bucket | None = None
+        self._open_rows = 0
+        self.stride = 1
+
+    def extend(self, xs: Sequence[float], ys: Sequence[float | None]) -> None:
+        """Add rows; `xs` never decreases."""
+        start = 0
+        while start < len(ys):
+            stop = start + self.stride - self._open_rows
+            bucket = _bucket_of(xs[start:stop], ys[start:stop])
+            self._open = bucket if self._open is None else _merged(self._open, bucket)
+            self._open_rows += min(stop, len(ys)) - start
+            start = stop
+            if self._open_rows == self.stride:
+                self._closed.append(self._open)
+                self._open, self._open_rows = None, 0
+                if len(self._closed) == self._limit:
+                    halves = zip(self._closed[::2], self._closed[1::2], strict=True)
+                    self._closed = [_merged(left, right) for left, right in halves]
+                    self.stride *= 2
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets so far, the unfinished one included: at most LIMIT."""
+        return (*self._closed, self._open) if self._open else tuple(self._closed)
+
+
+Column = Callable[[Table, int], Sequence[float | None]]
+"""Entries of a table from a row on."""
+
+
+def column(name: str) -> Column:
+    """A column as it was logged."""
+    return lambda table, start: table.values(name, start)
+
+
+def tokens_per_second(table: Table, start: int) -> list[float | None]:
+    """Tokens of each step by its seconds; absent where either is absent or no time passed."""
+    pairs = zip(table.values("tokens", start), table.values("step_s", start), strict=True)
+    return [
+        tokens / seconds if tokens is not None and seconds else None for tokens, seconds in pairs
+    ]
+
+
+STEP_COLUMNS: Mapping[str, Column] = {
+    "loss": column("loss"),
+    "ce": column("ce"),
+    "kd": column("kd"),
+    "step_s": column("step_s"),
+    "tokens_per_s": tokens_per_second,
+}
+
+
+class TableTraces:
+    """Traces of one growing table. Call `update` with each newer snapshot of it, from one
+    thread."""
+
+    def __init__(self, columns: Mapping[str, Column] = STEP_COLUMNS, x: str = "step") -> None:
+        self._columns, self._x = columns, x
+        self._storage: object = None
+        self._rows = 0
+        self._decimators: dict[str, Decimator] = {}
+        self._traces: Mapping[str, Trace] = {}
+
+    def update(self, table: Table) -> Mapping[str, Trace]:
+        """Every trace as of `table`; the same mapping as before when there is nothing new."""
+        if table.columns is not self._storage or len(table) < self._rows:
+            self._storage, self._rows = table.columns, 0
+            self._decimators = {name: Decimator() for name in self._columns}
+            self._traces = {name: Trace(name=name, buckets=(), last=None) for name in self._columns}
+        start, self._rows = self._rows, len(table)
+        if start == self._rows:
+            return self._traces
+        xs = [x or 0.0 for x in table.values(self._x, start)]
+        traces = {}
+        for name, read in self._columns.items():
+            ys = read(table, start)
+            self._decimators[name].extend(xs, ys)
+            traces[name] = Trace(name=name, buckets=self._decimators[name].buckets(), last=ys[-1])
+        self._traces = traces
+        return traces

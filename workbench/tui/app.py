@@ -1,0 +1,65 @@
+"""The application: which screen is first, how often it looks, and which characters it may use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from textual import on
+from textual.app import App
+from textual.filter import LineFilter
+
+from engine.runlog.folder import RunFolder, is_run
+from workbench.feed import RunFeed, RunsFeed
+from workbench.tui.printable import Printable
+from workbench.tui.screens.run import RunScreen
+from workbench.tui.screens.runs import RunsScreen
+
+
+def refresh_seconds(environ: Mapping[str, str]) -> float:
+    """Seconds between two looks: twice as long where each frame goes through ssh or tmux."""
+    return 2.0 if environ.get("SSH_CONNECTION") or environ.get("TMUX") else 1.0
+
+
+class WorkbenchApp(App[None]):
+    """Shows one run when exactly one run folder was named, else the list of runs."""
+
+    TITLE = "apr-workbench"
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        refresh_s: float = 1.0,
+        read_only: bool = False,
+        ascii_only: bool = False,
+    ) -> None:
+        super().__init__()
+        self._paths = tuple(paths)
+        self._refresh_s, self._read_only, self._ascii_only = refresh_s, read_only, ascii_only
+        self._printable = Printable(ascii_only=ascii_only)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), self._printable]
+
+    def on_mount(self) -> None:
+        if len(self._paths) == 1 and is_run(self._paths[0]):
+            self._open(RunFolder(self._paths[0]))
+        else:
+            self.push_screen(RunsScreen(RunsFeed(self._paths), refresh_s=self._refresh_s))
+
+    @on(RunsScreen.Opened)
+    def open_run(self, message: RunsScreen.Opened) -> None:
+        """Put the screen of a run over the list."""
+        self._open(message.run)
+
+    def _open(self, run: RunFolder) -> None:
+        self.push_screen(
+            RunScreen(
+                RunFeed(run),
+                refresh_s=self._refresh_s,
+                read_only=self._read_only,
+                ascii_only=self._ascii_only,
+            )
+        )

@@ -1,0 +1,95 @@
+"""An axis: where a value is, and which round values to name.
+
+Large and tiny floats are as good as any: positions are computed from halves, because the difference
+of two finite floats need not be finite.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from engine.units import format_count
+
+LARGEST_EXPONENT = 308.0
+ROUND_DIGITS = (1, 2, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    value: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps values to dots 0..dots-1. On a logarithmic axis `low` and `high` are logarithms to base
+    10."""
+
+    low: float
+    high: float
+    dots: int
+    is_log: bool = False
+
+    def dot(self, value: float) -> int | None:
+        """The dot of a value, clipped to the axis; None when a logarithmic axis has no place for
+        it."""
+        if self.is_log:
+            if value <= 0:
+                return None
+            value = math.log10(value)
+        half_span = self.high / 2 - self.low / 2
+        share = (value / 2 - self.low / 2) / half_span if half_span > 0 else 0.5
+        return round(min(1.0, max(0.0, share)) * (self.dots - 1))
+
+    def is_over(self, value: float) -> bool:
+        """Whether a value is over the upper end."""
+        return (math.log10(value) if self.is_log and value > 0 else value) > self.high
+
+    def ticks(self, count: int) -> list[Tick]:
+        """About `count` round values, at least two where there are any; else the ends of the
+        axis."""
+        low, high = self.low, self.high
+        if self.is_log:
+            digits = [
+                digit * 10.0**exponent
+                for exponent in range(math.floor(low), math.ceil(high))
+                for digit in ROUND_DIGITS
+                if low <= math.log10(digit) + exponent <= high
+            ]
+            if len(digits) >= 3:
+                kept = digits[:: math.ceil(len(digits) / count)]
+                return [Tick(value, f"{value:g}") for value in kept]
+            low, high = (10.0 ** min(end, LARGEST_EXPONENT) for end in (low, high))
+        return _round_ticks(low, high, count) or [Tick(end, f"{end:.4g}") for end in {low, high}]
+
+
+def _round_ticks(low: float, high: float, count: int) -> list[Tick]:
+    """Multiples of 1, 2 or 5 times a power of ten in [low, high]; none where floats are too coarse
+    or too large for that."""
+    span = high - low
+    if not (1e-300 < span < 1e300 and span > 1e-12 * max(abs(low), abs(high))):
+        return []
+    # A step that leaves fewer than two ticks on the axis is too long: take the next shorter one.
+    exponent = math.floor(math.log10(span / count)) + 1
+    steps = [(digit, exponent - down) for down in range(3) for digit in reversed(ROUND_DIGITS)]
+    for digit, power in steps:
+        step = digit * 10.0**power
+        first, last = math.ceil(low / step), math.floor(high / step)
+        if step <= span / count * 2.5 and last > first:
+            values = [index * step for index in range(first, last + 1)]
+            return [Tick(value, _tick_text(value, power, max(-low, high))) for value in values]
+    return []
+
+
+def _tick_text(value: float, power: int, largest: float) -> str:
+    """A multiple of 10^power, with no more digits than tell it from its neighbours."""
+    if value == 0:
+        return "0"
+    if largest >= 1e12 or largest < 1e-3:
+        return f"{value:.{max(0, math.floor(math.log10(largest)) - power)}e}"
+    thousands = math.floor(math.log10(largest)) // 3
+    # format_count keeps one decimal of k, M or G.
+    if largest >= 10_000 and power >= 3 * thousands - 1:
+        return format_count(value)
+    return f"{value:.{max(0, -power)}f}"

@@ -1,0 +1,153 @@
+"""A grid of characters to draw on, with finer dots inside the cells where the alphabet has them.
+
+A braille cell is 2 dots wide and 4 high; its code point is 0x2800 plus one bit for each dot:
+
+    0x01 0x08
+    0x02 0x10
+    0x04 0x20
+    0x40 0x80
+
+In ASCII a cell is one dot. Drawn rows are tuples of `Span(text, role)`: a role names what a piece
+of text is ("trace0", "axis"), and what colour it gets is the widget's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+BRAILLE_BLANK = 0x2800
+BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bit of each dot, by its column and its row from the top."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    text: str
+    role: str
+
+
+Row = tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glyphs:
+    """The characters of one alphabet."""
+
+    traces: tuple[str, str, str]
+    """How the first, second and third trace look in the legend; the first character of each is its
+    dot in ASCII."""
+    mark: str
+    cross: str
+    level: str
+    below: str
+    """A value that a logarithmic axis has no place for."""
+    above: str
+    """A value over the end of an axis that leaves outliers out."""
+    vertical: str
+    tick: str
+    corner: str
+    horizontal: str
+    down_tick: str
+
+
+UNICODE = Glyphs(
+    traces=("⣤⣤", "⠤ ⠤", "⠄⠄⠄"),
+    mark="◆",
+    cross="×",
+    level="╌",
+    below="▾",
+    above="▴",
+    vertical="│",
+    tick="┤",
+    corner="└",
+    horizontal="─",
+    down_tick="┬",
+)
+ASCII = Glyphs(
+    traces=("#", "o", "."),
+    mark="H",
+    cross="X",
+    level="-",
+    below="v",
+    above="^",
+    vertical="|",
+    tick="+",
+    corner="+",
+    horizontal="-",
+    down_tick="+",
+)
+
+
+class Canvas:
+    """`columns` x `rows` cells. Dots count from the bottom left corner, cells from the top left
+    one."""
+
+    def __init__(self, columns: int, rows: int, *, ascii_only: bool) -> None:
+        self.columns, self.rows = columns, rows
+        self.dots_per_column, self.dots_per_row = (1, 1) if ascii_only else (2, 4)
+        self._ascii_only = ascii_only
+        self._bits: dict[tuple[int, int], int] = {}
+        self._cells: dict[tuple[int, int], tuple[str, str]] = {}
+
+    @property
+    def dots_across(self) -> int:
+        return self.columns * self.dots_per_column
+
+    @property
+    def dots_up(self) -> int:
+        return self.rows * self.dots_per_row
+
+    def cell(self, x: int, y: int) -> tuple[int, int]:
+        """Column and row of the cell that holds a dot."""
+        return x // self.dots_per_column, self.rows - 1 - y // self.dots_per_row
+
+    def dot(self, x: int, y: int, char: str, role: str) -> None:
+        """Set one dot, in ASCII the whole cell to `char`. A cell has the role of what was drawn in
+        it last."""
+        cell = self.cell(x, y)
+        if not self._ascii_only:
+            self._bits[cell] = self._bits.get(cell, 0) | BRAILLE_BITS[x % 2][3 - y % 4]
+            char = chr(BRAILLE_BLANK | self._bits[cell])
+        self._cells[cell] = (char, role)
+
+    def char(self, column: int, row: int, char: str, role: str) -> None:
+        """Put a character over whatever is in a cell."""
+        self._bits.pop((column, row), None)
+        self._cells[column, row] = (char, role)
+
+    def role(self, column: int, row: int) -> str | None:
+        """The role of what is in a cell, None when it is empty."""
+        cell = self._cells.get((column, row))
+        return cell[1] if cell else None
+
+    def text(self, row: int) -> list[Span]:
+        """One row of cells, from the top."""
+        cells = [self._cells.get((column, row), (" ", "axis")) for column in range(self.columns)]
+        return [
+            Span("".join(char for char, _ in group), role)
+            for role, group in groupby(cells, key=lambda cell: cell[1])
+        ]
+
+
+def plain(rows: Sequence[Row]) -> list[str]:
+    """Rows without their roles."""
+    return ["".join(span.text for span in row) for row in rows]
+
+
+def fit(spans: Sequence[Span], width: int) -> Row:
+    """Spans cut or padded to a width. Every character is one cell wide."""
+    row: list[Span] = []
+    left = width
+    for span in spans:
+        if text := span.text[:left]:
+            row.append(Span(text, span.role))
+            left -= len(text)
+    return (*row, Span(" " * left, "axis")) if left else tuple(row)
+
+
+def centred(text: str, width: int, height: int) -> list[Row]:
+    """One line of words in the middle of an empty area."""
+    line = Span(f"{text[:width]:^{width}}", "axis")
+    return [fit([line] if y == (height - 1) // 2 else [], width) for y in range(height)]

@@ -1,0 +1,240 @@
+"""Traces as text: a pure function from points to rows of characters, for a terminal of any size.
+
+    ⣤⣤ loss 2.1132  ⠤ ⠤ ce 2.3011  ◆ held-out 2.4       legend
+      6 ┤⡇
+        │⠸⡀      ×                                       a cross where a value is NaN or infinite
+      4 ┤ ⠱⣀     ◆
+        │   ⠉⠒⠤⣀   ⠈⠒⠢⠤                                  never a line over it
+        └┬────────┬───────────┬───
+    step 0       100         200                         named values of x
+
+A column of dots shows the lowest and the highest value that fall on it; columns in between are
+joined by a straight line. A value that is not finite is not a point: it is a cross at the top of
+its column, and no line goes to or from it. An absent value leaves a gap. Traces differ in form, so
+that they can be told apart without colour: solid, dashed, dotted, or three characters.
+
+With `clip`, an axis ends at CLIP times the median, so that one slow first step does not flatten all
+others; what is over it is an arrow at the top, and the legend tells how high it went.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from engine.units import format_value
+from workbench.traces import Bucket, Trace
+from workbench.tui.axis import Axis
+from workbench.tui.canvas import ASCII, UNICODE, Canvas, Glyphs, Row, Span, centred, fit
+from workbench.tui.legend import Level, Mark, legend_items, legend_rows
+
+MIN_WIDTH, MIN_HEIGHT = 24, 5
+"""Below this there is no room for axes: the newest values are written instead."""
+CLIP = 3.0
+FEW = 8
+"""So few values have no shape yet that a level could flatten."""
+
+DRAWN: tuple[Callable[[int], bool], ...] = (
+    lambda x: True,
+    lambda x: x % 8 < 5,
+    lambda x: x % 2 == 0,
+)
+"""Which dot columns a trace uses: the first is solid, the second dashed, the third dotted."""
+
+
+def render_plot(
+    traces: Sequence[Trace],
+    width: int,
+    height: int,
+    *,
+    log_y: bool = False,
+    ascii_only: bool = False,
+    marks: Sequence[Mark] = (),
+    mark_name: str = "mark",
+    levels: Sequence[Level] = (),
+    format_y: Callable[[float | None], str] = format_value,
+    clip: bool = False,
+) -> list[Row]:
+    """`height` rows of `width` cells, of at most three traces; one never logged is left out."""
+    if width <= 0 or height <= 0:
+        return []
+    traces = [trace for trace in traces if not trace.is_empty]
+    levels = [x for x in levels if math.isfinite(x.y) and (x.y > 0 or not log_y)]
+    glyphs = ASCII if ascii_only else UNICODE
+    assert len(traces) <= len(DRAWN), f"{len(traces)} traces, and forms for {len(DRAWN)}"
+    if not traces and not marks:
+        return centred("nothing logged yet", width, height)
+    span = _span_of(traces, marks, levels, log_y, clip)
+    legend = legend_items(traces, marks, mark_name, levels, span, log_y, glyphs, format_y)
+    if width < MIN_WIDTH or height < MIN_HEIGHT:
+        return legend_rows(legend, width, height, pad=True)
+    head = legend_rows(legend, width, 2 if height >= 9 else 1)
+    if span is None:
+        words = "no finite value above 0" if log_y else "no finite value"
+        return [*head, *centred(words, width, height - len(head))]
+
+    rows = height - len(head) - 2
+    y_labels = _y_labels(Axis(*span, rows, log_y), rows)
+    margin = max(4, *(len(text) for text in y_labels.values()))
+    canvas = Canvas(width - margin - 2, rows, ascii_only=ascii_only)
+    xs = [x for t in traces for b in t.buckets for x in (b.x_first, b.x_last)]
+    xs += [mark.x for mark in marks]
+    x_axis = Axis(min(xs), max(xs), canvas.dots_across)
+    y_axis = Axis(*span, canvas.dots_up, log_y)
+    _draw_levels(canvas, levels, span, y_axis, glyphs)
+    for form in reversed(range(len(traces))):
+        _draw_trace(canvas, traces[form].buckets, x_axis, y_axis, form, glyphs)
+    _draw_marks(canvas, marks, x_axis, y_axis, glyphs)
+    _draw_crosses(canvas, traces, x_axis, glyphs)
+    _name_levels(canvas, levels, y_axis)
+
+    lines = []
+    for row in range(rows):
+        edge = glyphs.tick if row in y_labels else glyphs.vertical
+        label = Span(f"{y_labels.get(row, ''):>{margin}} {edge}", "axis")
+        lines.append(fit([label, *canvas.text(row)], width))
+    return [*head, *lines, *_x_labels(x_axis, margin, canvas, glyphs, width)]
+
+
+def _span_of(
+    traces: Sequence[Trace],
+    marks: Sequence[Mark],
+    levels: Sequence[Level],
+    log_y: bool,
+    clip: bool,
+) -> tuple[float, float] | None:
+    """Lowest and highest y to show: every finite value but clipped ones, and each level that is
+    near enough to them."""
+    values = [y for t in traces for b in t.buckets for y in (b.low, b.high) if y is not None]
+    values += [mark.y for mark in marks if math.isfinite(mark.y)]
+    if clip and values:
+        ceiling = CLIP * median(values)
+        values = [y for y in values if y <= ceiling] or values
+    if log_y:
+        values = [math.log10(y) for y in values if y > 0]
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    room = (high / 2 - low / 2) * 0.8 if len(values) > FEW else math.inf
+    heights = [level.height(log_y) for level in levels]
+    near = [y for y in heights if low - room <= y <= high + room]
+    return min([low, *near]), max([high, *near])
+
+
+def _draw_levels(
+    canvas: Canvas,
+    levels: Sequence[Level],
+    span: tuple[float, float],
+    y_axis: Axis,
+    glyphs: Glyphs,
+) -> None:
+    for level in levels:
+        dot = y_axis.dot(level.y)
+        if span[0] <= level.height(y_axis.is_log) <= span[1] and dot is not None:
+            for column in range(canvas.columns):
+                canvas.char(column, canvas.cell(0, dot)[1], glyphs.level, "level")
+
+
+def _name_levels(canvas: Canvas, levels: Sequence[Level], y_axis: Axis) -> None:
+    """Write the name of each level on its line, at the end that no trace has covered."""
+    for level in levels:
+        dot = y_axis.dot(level.y)
+        row = -1 if dot is None else canvas.cell(0, dot)[1]
+        name = f" {level.name} "
+        for start in (canvas.columns - len(name) - 1, 2):
+            place = range(start, start + len(name))
+            if start > 0 and all(canvas.role(column, row) == "level" for column in place):
+                for column, char in zip(place, name, strict=True):
+                    canvas.char(column, row, char, "level")
+                break
+
+
+def _x_dot(x_axis: Axis, x: float) -> int:
+    dot = x_axis.dot(x)
+    assert dot is not None, "the x axis is linear"
+    return dot
+
+
+def _line(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
+    count = max(abs(x1 - x0), abs(y1 - y0), 1)
+    return [
+        (round(x0 + (x1 - x0) * i / count), round(y0 + (y1 - y0) * i / count))
+        for i in range(count + 1)
+    ]
+
+
+def _draw_trace(
+    canvas: Canvas, buckets: Sequence[Bucket], x_axis: Axis, y_axis: Axis, form: int, glyphs: Glyphs
+) -> None:
+    role, char = f"trace{form}", glyphs.traces[form][0]
+    before: tuple[int, int, int] | None = None
+    for bucket in buckets:
+        x = _x_dot(x_axis, (bucket.x_first + bucket.x_last) / 2)
+        if bucket.low is None or bucket.high is None:
+            before = None
+            continue
+        high = y_axis.dot(bucket.high)
+        if high is None:
+            canvas.char(canvas.cell(x, 0)[0], canvas.rows - 1, glyphs.below, role)
+            before = None
+            continue
+        low = y_axis.dot(bucket.low) or 0
+        if y_axis.is_over(bucket.high):
+            canvas.char(canvas.cell(x, 0)[0], 0, glyphs.above, role)
+            before = None
+            continue
+        dots = [(x, y) for y in range(low, high + 1)]
+        if before is not None and not bucket.non_finite:
+            x0, low0, high0 = before
+            # Between the nearest dots of both bands: bands that overlap need no line through them.
+            y0 = min(max((low + high) // 2, low0), high0)
+            dots += _line(x0, y0, x, min(max(y0, low), high))
+        for dot_x, dot_y in dots:
+            if canvas.dots_per_column == 1 or DRAWN[form](dot_x):
+                canvas.dot(dot_x, dot_y, char, role)
+        before = None if bucket.non_finite else (x, low, high)
+
+
+def _draw_marks(
+    canvas: Canvas, marks: Sequence[Mark], x_axis: Axis, y_axis: Axis, glyphs: Glyphs
+) -> None:
+    for mark in marks:
+        column = canvas.cell(_x_dot(x_axis, mark.x), 0)[0]
+        if not math.isfinite(mark.y):
+            canvas.char(column, 0, glyphs.cross, "cross")
+        elif (y := y_axis.dot(mark.y)) is not None:
+            canvas.char(column, canvas.cell(0, y)[1], glyphs.mark, "mark")
+
+
+def _draw_crosses(canvas: Canvas, traces: Sequence[Trace], x_axis: Axis, glyphs: Glyphs) -> None:
+    for trace in traces:
+        for bucket in trace.buckets:
+            if bucket.non_finite:
+                x = _x_dot(x_axis, (bucket.x_first + bucket.x_last) / 2)
+                canvas.char(canvas.cell(x, 0)[0], 0, glyphs.cross, "cross")
+
+
+def _y_labels(axis: Axis, rows: int) -> dict[int, str]:
+    """The text beside each row that has one; rows count from the top."""
+    placed = [(axis.dot(tick.value), tick) for tick in axis.ticks(max(2, rows // 3))]
+    return {rows - 1 - dot: tick.text for dot, tick in placed if dot is not None}
+
+
+def _x_labels(axis: Axis, margin: int, canvas: Canvas, glyphs: Glyphs, width: int) -> list[Row]:
+    """The line under the plot and the values under the line; the last value is always named."""
+    line = [glyphs.horizontal] * canvas.columns
+    words = [" "] * canvas.columns
+    ticks = [tick for tick in axis.ticks(max(2, canvas.columns // 14)) if tick.value % 1 == 0]
+    for value in [axis.high, *(tick.value for tick in ticks)]:
+        column, text = canvas.cell(_x_dot(axis, value), 0)[0], f"{value:.0f}"
+        start = min(max(0, column - len(text) // 2), canvas.columns - len(text))
+        # One free cell on each side keeps neighbouring numbers apart.
+        around = words[max(0, start - 1) : start + len(text) + 1]
+        if start >= 0 and all(char == " " for char in around):
+            words[start : start + len(text)] = text
+            line[column] = glyphs.down_tick
+    return [
+        fit([Span(" " * (margin + 1) + glyphs.corner + "".join(line), "axis")], width),
+        fit([Span(f"{'step':<{margin + 2}}" + "".join(words), "axis")], width),
+    ]

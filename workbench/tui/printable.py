@@ -1,0 +1,68 @@
+"""The last filter before the terminal: only characters that can be drawn, and only ASCII where
+nothing else can.
+
+A log may hold anything, an escape sequence in the name of a file included; a control character is
+dropped and can never act on the terminal. In ASCII mode plots draw ASCII by themselves, and
+everything else (borders, scroll bars, names of runs) is replaced here, each character by as many
+cells as it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
+REPLACEMENTS = {
+    **dict.fromkeys("─╌—–", "-"),
+    **dict.fromkeys("━▔▁", "="),
+    **dict.fromkeys("│▏▕▎▊▌▐█▂▃▄▅▆▇", "|"),
+    **dict.fromkeys("┃", "#"),
+    **dict.fromkeys("╭╮╰╯┌┐└┘┏┓┗┛┤┬▀▖▗▘▝", "+"),
+    **dict.fromkeys("▲↑", "^"),
+    **dict.fromkeys("▼▾↓", "v"),
+    "×": "x",
+    "…": ".",
+    "•": "*",
+    "→": ">",
+}
+
+
+@lru_cache(4096)
+def drawable(text: str, *, ascii_only: bool) -> str:
+    """`text` without control characters, and in ASCII when asked."""
+    kept = "".join(char for char in text if char.isprintable() or char.isspace())
+    kept = "".join(" " if char.isspace() else char for char in kept)
+    if not ascii_only or kept.isascii():
+        return kept
+    return "".join(
+        char if char.isascii() else REPLACEMENTS.get(char, "?" * cell_len(char)) for char in kept
+    )
+
+
+class Printable(LineFilter):
+    """Lets nothing through that a terminal would obey or could not draw."""
+
+    def __init__(self, *, ascii_only: bool) -> None:
+        super().__init__()
+        self._ascii_only = ascii_only
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [
+            Segment(drawable(text, ascii_only=self._ascii_only), style, control)
+            for text, style, control in segments
+        ]
+
+
+def is_utf8(environ: Mapping[str, str]) -> bool:
+    """Whether the locale of an environment is UTF-8 and its terminal has more than a few hundred
+    glyphs."""
+    # The Linux console and a dumb terminal have no braille, whatever the locale says.
+    if environ.get("TERM") in ("linux", "dumb"):
+        return False
+    name = next((environ[key] for key in ("LC_ALL", "LC_CTYPE", "LANG") if environ.get(key)), "")
+    return name.lower().replace("-", "").endswith("utf8")

@@ -1,0 +1,63 @@
+"""A screen that is fed by a poll in a thread."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from textual import work
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+from textual.worker import Worker, get_current_worker
+
+from workbench.tui.messages import RunPolled, RunsPolled
+from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+
+
+class PollingScreen(Screen[None]):
+    """Polls every `refresh_s`, one poll at a time, and posts what it found to itself.
+
+    A thread cannot be cancelled, and a feed belongs to one thread at a time: a tick that finds a
+    poll going on does nothing.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+c", "app.quit", "quit", show=False, priority=True),
+    ]
+
+    def __init__(self, refresh_s: float) -> None:
+        super().__init__()
+        self._refresh_s = refresh_s
+        self._polling: Worker[None] | None = None
+
+    @abstractmethod
+    def poll(self) -> RunPolled | RunsPolled:
+        """Read what is new; called in a thread, so it touches no widget."""
+
+    def on_mount(self) -> None:
+        self.set_interval(self._refresh_s, self.tick)
+        self.draw_keys()
+        self.tick()
+
+    def tick(self) -> None:
+        """Poll, unless a poll is going on."""
+        if self._polling is None or self._polling.is_finished:
+            self._polling = self._poll_in_thread()
+
+    def draw_keys(self) -> None:
+        """Show the keys that do something now."""
+        bindings = [
+            binding
+            for binding in bindings_of(self)
+            if binding.show and self.check_action(binding.action.partition("(")[0], ())
+        ]
+        self.query_one(KeyBar).draw(bindings)
+
+    @work(thread=True, exclusive=True, group="poll")
+    def _poll_in_thread(self) -> None:
+        worker = get_current_worker()
+        while not worker.is_cancelled:
+            message = self.poll()
+            self.post_message(message)
+            if not message.behind:
+                return

@@ -1,0 +1,1 @@
+"""Widgets: each takes one frozen value and draws it."""

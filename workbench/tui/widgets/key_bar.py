@@ -1,0 +1,61 @@
+"""The bottom row: the keys of the screen that do something now, from the table that dispatches
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from textual.binding import Binding
+from textual.content import Content
+from textual.screen import Screen
+from textual.style import Style
+from textual.widgets import Static
+
+NAMES = {"enter": "enter", "escape": "esc", "question_mark": "?", "slash": "/", "space": "space"}
+
+
+def key_text(binding: Binding) -> str:
+    """A key as it is written on a keyboard."""
+    return " ".join(NAMES.get(key, key) for key in binding.key.split(","))
+
+
+def bindings_of(screen: Screen[None]) -> list[Binding]:
+    """The keys of a screen, in the order of its table."""
+    return [binding for binding in screen.BINDINGS if isinstance(binding, Binding)]
+
+
+def grouped(bindings: Sequence[Binding]) -> list[tuple[str, str, list[Binding]]]:
+    """Keys, short words and members of each binding, or of each group of them."""
+    groups = []
+    for group, members in groupby(bindings, key=lambda binding: binding.group or binding.key):
+        first, *rest = members
+        keys = f"{key_text(first)}-{key_text(rest[-1])}" if rest else key_text(first)
+        words = group.description if isinstance(group, Binding.Group) else first.description
+        groups.append((keys, words, [first, *rest]))
+    return groups
+
+
+class KeyBar(Static):
+    """Draws keys; a click does what the key does. Bindings of one group are drawn as a range."""
+
+    DEFAULT_CSS = """
+    KeyBar {
+        height: 1; padding: 0 1; background: $panel; text-wrap: nowrap; text-overflow: ellipsis;
+        link-style: none; link-style-hover: bold; link-background-hover: $primary;
+    }
+    """
+
+    def draw(self, bindings: Sequence[Binding]) -> None:
+        """Show these keys."""
+        parts = []
+        for keys, words, members in grouped(bindings):
+            part = Content.assemble((keys, "bold"), f" {words}")
+            if len(members) == 1:
+                part = part.stylize(Style.from_meta({"@click": _qualified(members[0].action)}))
+            parts.append(part)
+        self.update(Content("  ").join(parts))
+
+
+def _qualified(action: str) -> str:
+    return action if action.startswith("app.") else f"screen.{action}"

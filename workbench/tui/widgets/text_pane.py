@@ -1,0 +1,46 @@
+"""A pane of words that scrolls. The panes of device, decisions and result differ only in the
+words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.reactive import reactive
+from textual.widgets import Static
+
+from workbench.feed import Snapshot
+
+Words = Callable[[Snapshot], Sequence[str]]
+"""The lines of a pane. A line that does not begin with a space is a heading of those that do."""
+
+
+class TextPane(VerticalScroll):
+    """Draws the words of a snapshot."""
+
+    snapshot: reactive[Snapshot | None] = reactive(None)
+
+    def __init__(self, title: str, words: Words, *, id: str, classes: str) -> None:
+        super().__init__(id=id, classes=classes)
+        self.border_title = title
+        self._words = words
+        self._lines: Sequence[str] = ()
+
+    def compose(self) -> ComposeResult:
+        yield Static(markup=False)
+
+    def watch_snapshot(self, snapshot: Snapshot | None) -> None:
+        if snapshot is None:
+            return
+        lines = self._words(snapshot)
+        if lines != self._lines:
+            self._lines = lines
+            has_parts = any(line.startswith(" ") for line in lines)
+            self.query_one(Static).update(
+                Content("\n").join(
+                    Content.styled(line, "bold" if has_parts and not line.startswith(" ") else "")
+                    for line in lines
+                )
+            )
