@@ -183,6 +183,11 @@ class ComputeSection:
         allowed=("auto", "cpu", "cuda"),
     )
     threads: int = setting(0, "CPU threads of torch; 0 means the CPUs this process may use.", low=0)
+    thread_wait: str = setting(
+        "auto",
+        "How waiting CPU threads wait: passive sleeps, active spins.",
+        allowed=("auto", "passive", "active"),
+    )
     deterministic: bool = setting(
         False, "Refuse operations without a deterministic form (always true of the CPU path)."
     )

@@ -6,7 +6,7 @@ import types
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from hypothesis import strategies as st
@@ -37,7 +37,8 @@ from engine.runlog.events import (
 from engine.runlog.view import SOURCES, RunView, Source, Table
 from engine.runlog.write import encode
 
-KINDS: tuple[type[Event], ...] = typing.get_args(Known)
+KINDS: tuple[type[Any], ...] = typing.get_args(Known)
+E = TypeVar("E", bound=Event)
 _ENVELOPE = ("v", "seq", "t_s", "nf")
 
 JSON = st.recursive(
@@ -78,7 +79,7 @@ def events_of(kind: type[Event]) -> st.SearchStrategy[Any]:
     return st.builds(kind, **fields)
 
 
-def example_of(kind: type[Event], **changes: Any) -> Any:
+def example_of(kind: type[E], **changes: Any) -> E:
     """One plain event of a kind: 1, 0.5, 'x' for a field without a default."""
     plain: dict[Any, Any] = {int: 1, float: 0.5, str: "x", bool: False, dict[str, Any]: {"a": 1}}
     fields: dict[str, Any] = {}

@@ -181,5 +181,5 @@ def test_list_of_settings_is_frozen() -> None:
         "train.eps", "train.clip_norm", "train.seed", "train.on_non_finite",
         "eval.every", "eval.rows",
         "checkpoint.every", "checkpoint.keep_last",
-        "compute.device", "compute.threads", "compute.deterministic",
+        "compute.device", "compute.threads", "compute.thread_wait", "compute.deterministic",
     ]  # fmt: skip

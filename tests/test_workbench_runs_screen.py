@@ -37,6 +37,10 @@ def test_a_run_that_begins_appears(tmp_path: Path) -> None:
         assert "new-one" in words_of(pilot)
         assert "running" in words_of(pilot)
         scene.close()
+        completed(tmp_path / "another")
+        await press(pilot, "r", "1", "ctrl+home", "down", "enter")
+        assert "new-one" in words_of(pilot), "the table has the focus since it is there"
+        assert "VANISHED" in words_of(pilot)
 
     on_screen([tmp_path], (80, 24), script)
 

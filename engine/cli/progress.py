@@ -12,10 +12,9 @@ import shutil
 import signal
 import sys
 import time
-from typing import Any
 
 from engine.errors import EXIT_FAIL
-from engine.runlog.events import Evaluated, Phase, StepDone
+from engine.runlog.events import kind_of
 from engine.runlog.follow import Follower
 from engine.runlog.text import event_text, has_ended, result_lines, status_text
 from engine.runlog.view import RunView
@@ -24,25 +23,23 @@ from engine.supervise.launch import Launched
 POLL_S = 0.2
 PLAIN_EVERY_S = 5.0
 SETTLE_S = 10.0
-QUIET = ("log_opened", "host", "gpu", "device_facts")
+QUIET = ("step", "log_opened", "host", "gpu", "device_facts")
 
 
 class _Progress:
     """Says what changed since the last poll, in the way that suits where stderr goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, since_unix_s: float) -> None:
         self.redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self.shown_until = -1.0
+        self.since_unix_s = since_unix_s
         self.next_plain = 0.0
         self.drawn = False
 
     def show(self, follower: Follower) -> None:
         view = follower.view
-        for line in view.lines:
-            if line.unix_s > self.shown_until and self._worth_a_line(line.event):
+        for line in follower.new_lines():
+            if line.unix_s > self.since_unix_s and kind_of(line.event) not in QUIET:
                 self._print(event_text(line.event))
-        if view.lines:
-            self.shown_until = max(self.shown_until, view.lines[-1].unix_s)
         text = status_text(view, follower.alive)
         if self.redraw:
             width = shutil.get_terminal_size().columns - 1
@@ -53,13 +50,6 @@ class _Progress:
             self.next_plain = time.monotonic() + PLAIN_EVERY_S
             print(text, file=sys.stderr, flush=True)
 
-    def _worth_a_line(self, event: Any) -> bool:
-        if isinstance(event, StepDone):
-            return False
-        if isinstance(event, Phase | Evaluated):
-            return True
-        return event_kind(event) not in QUIET
-
     def _print(self, text: str) -> None:
         if self.redraw and self.drawn:
             sys.stderr.write("\r\x1b[K")
@@ -69,12 +59,6 @@ class _Progress:
         if self.redraw and self.drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-
-
-def event_kind(event: Any) -> str:
-    from engine.runlog.events import kind_of
-
-    return kind_of(event)
 
 
 def _bar(view: RunView) -> str:
@@ -90,7 +74,7 @@ def attend(launched: Launched, *, as_json: bool) -> int:
     hang-up leaves the run going.
     """
     follower = Follower(launched.run)
-    progress = _Progress()
+    progress = _Progress(launched.begun_unix_s)
     print(f"run folder: {launched.run.path}", file=sys.stderr)
 
     def pass_on(number: int, _frame: object) -> None:

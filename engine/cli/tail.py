@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.runlog.folder import open_run
     from engine.runlog.follow import Follower
+    from engine.runlog.read import BrokenLog
     from engine.runlog.text import (
         decision_lines,
         device_lines,
@@ -42,8 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     follower = Follower(open_run(arguments.run))
-    view = follower.read_all()
-    if arguments.json:
+    broken: BrokenLog | None = None
+    try:
+        follower.read_all()
+    except BrokenLog as error:
+        broken = error  # what can be read is printed first
+    view = follower.view
+    if arguments.json and broken is None:
         print(json.dumps(as_json(follower), allow_nan=False))
         return 0
     print(f"{follower.run.name}: {status_text(view, follower.alive)}")
@@ -63,14 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
         for line in lines:
             print(f"  {line}")
     sys.stdout.flush()
-    shown = view.lines[-1].unix_s if view.lines else 0.0
+    if broken is not None:
+        raise broken
+    follower.new_lines()
     while arguments.follow and not has_ended(follower.state):
         time.sleep(POLL_S)
         follower.poll()
-        for entry in follower.view.lines:
-            if entry.unix_s > shown:
-                print(f"  {line_text(entry)}", flush=True)
-        shown = follower.view.lines[-1].unix_s if follower.view.lines else shown
+        for entry in follower.new_lines():
+            print(f"  {line_text(entry)}", flush=True)
     if arguments.follow:
         print(f"{follower.run.name}: {status_text(follower.view, follower.alive)}")
     return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from engine.data.batches import Batch, Batches, heldout_rows
 from engine.data.corpus import open_corpus
 from engine.data.tokens import TokenStream, tokenize
+from engine.device.threads import choose_thread_wait
 from engine.distill import checkpoint, record, state
 from engine.distill.heldout import heldout_loss
 from engine.distill.inputs import Inputs, check_inputs
@@ -170,6 +172,8 @@ class _Job:
         )
         threads = record.decide(self.log, choose_threads(spec.compute.threads))
         torch.set_num_threads(int(threads))
+        # Set by the supervisor: OpenMP has read its environment before this line can run.
+        record.decide(self.log, choose_thread_wait(spec.compute.thread_wait, os.environ))
         torch.use_deterministic_algorithms(spec.compute.deterministic)
         torch.manual_seed(spec.train.seed)
 

@@ -295,8 +295,8 @@ Known: TypeAlias = (
 )
 AnyEvent: TypeAlias = Known | Unrecognised
 
-KINDS: frozenset[str] = frozenset(kind.__struct_config__.tag for kind in get_args(Known))
-"""Every kind this version knows."""
+KINDS: dict[str, type[Known]] = {kind.__struct_config__.tag: kind for kind in get_args(Known)}
+"""Every kind this version knows, by its name in the log."""
 
 
 def kind_of(event: Event | Unrecognised) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.runlog.folder import RunFolder
 from engine.runlog.read import READ_BYTES, BrokenLog, Liveness, LogReader
-from engine.runlog.view import SOURCES, RunView, fold
+from engine.runlog.view import SOURCES, LogLine, RunView, Source, fold
 
 
 class Follower:
@@ -20,6 +20,20 @@ class Follower:
         }
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
+        self._shown: dict[Source, int] = {}
+
+    def new_lines(self) -> list[LogLine]:
+        """The lines of the view that no earlier call gave, in the order of their times.
+
+        Known by their log and number, not by their time: a line of one log may be read after a
+        later one of another.
+        """
+        lines = [
+            line for line in self.view.lines if line.event.seq > self._shown.get(line.source, -1)
+        ]
+        for line in lines:
+            self._shown[line.source] = max(line.event.seq, self._shown.get(line.source, -1))
+        return lines
 
     @property
     def state(self) -> str:

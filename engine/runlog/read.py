@@ -54,10 +54,9 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
         raise RunLogError(f"run log: {where} — expected a record, found {line[:60]!r}")
     kind = record["kind"]
     try:
-        _put_back(record, msgspec.convert(record.pop("nf", None) or {}, dict[str, str]))
+        _put_back(record, record.pop("nf", None) or {})
         if kind in KINDS:
-            event: AnyEvent = msgspec.convert(record, Known)
-            return event
+            return msgspec.convert(record, KINDS[kind])
         envelope = {name: record.pop(name) for name in ("v", "seq", "t_s") if name in record}
         del record["kind"]
         return msgspec.convert({"kind": kind, "fields": record, **envelope}, Unrecognised)
@@ -70,6 +69,8 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
 
 def _put_back(record: dict[str, Any], non_finite: dict[str, str]) -> None:
     """Put the values named under `nf` into the places that hold null for them."""
+    if not isinstance(non_finite, dict):
+        raise TypeError(f"`nf` is {non_finite!r:.40}")
     for path, text in non_finite.items():
         *way, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
         place: Any = record

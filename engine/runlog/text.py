@@ -226,7 +226,7 @@ def _pace(view: RunView, state: str, alive: Liveness) -> list[str]:
     pace, eta_s = view.tokens_per_second(), view.eta_s()
     if pace is not None:
         parts.append(f"{format_count(pace)} tok/s")
-    if eta_s is not None and state == "running":
+    if eta_s and state == "running":
         parts.append(f"{format_seconds(eta_s)} left")
     if alive.trainer and not alive.supervisor:
         parts.append("UNWATCHED: the supervisor is gone")

@@ -329,7 +329,7 @@ class _Batch:
     def show(self, events: Sequence[AnyEvent], times: list[float]) -> None:
         """Make log lines of the newest events: more than are kept cannot be seen.
 
-        Within a session times never go back: they come from a monotonic clock, in the order of `seq`.
+        Within a session times never go back: they are of a monotonic clock, in the order of `seq`.
         """
         shown = [row for row, e in enumerate(events) if type(e) not in (HostSample, GpuSample)]
         self.lines += [

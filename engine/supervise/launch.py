@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from engine.errors import EngineError, InternalError, RunLogError
+from engine.errors import BadInput, InternalError, RunLogError
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 
@@ -23,8 +23,12 @@ class Launched:
     and recorded as such.
     """
 
-    def __init__(self, run: RunFolder, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, run: RunFolder, process: subprocess.Popen[bytes], begun_unix_s: float
+    ) -> None:
         self.run, self.process = run, process
+        self.begun_unix_s = begun_unix_s
+        """Wall time just before the start: older lines of the log are of earlier sessions."""
 
     def send(self, number: int) -> None:
         """Pass a signal to the supervisor, which passes it to the trainer."""
@@ -52,6 +56,7 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
     command = [sys.executable, "-m", "engine.supervise", str(run.path)]
     command += ["--resume"] if resume else []
     command += ["--allow-fallback"] if allow_fallback else []
+    begun_unix_s = time.time()
     with run.stderr.open("ab") as output:
         process = subprocess.Popen(
             command,
@@ -73,7 +78,7 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
         raise InternalError(
             f"supervisor: expected it to start, found exit {process.returncode}: {' '.join(tail)}"
         )
-    return Launched(run, process)
+    return Launched(run, process, begun_unix_s)
 
 
 def stop(run: RunFolder, *, now: bool = False) -> str:
@@ -83,7 +88,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     follower = Follower(run)
     view = follower.read_all()
     if not follower.alive.trainer and not follower.alive.supervisor:
-        raise EngineError(f"run {run.name}: expected one that is going on, found {follower.state}")
+        raise BadInput(f"run {run.name} — expected one that is going on, found it {follower.state}")
     watcher = view.clocks.get("watch")
     # A pid is trusted only while the log that names it is held open by its writer.
     if follower.alive.supervisor and watcher is not None and not now:
@@ -91,8 +96,8 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
         return f"asked run {run.name} to finish its step, save and stop"
     trainer = view.clocks.get("events")
     if not follower.alive.trainer or trainer is None:
-        raise EngineError(
-            f"run {run.name}: expected a trainer, found none yet; try again in a moment"
+        raise BadInput(
+            f"run {run.name} — expected a trainer, found none yet", hint="try again in a moment"
         )
     os.kill(trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
     return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"

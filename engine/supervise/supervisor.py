@@ -19,6 +19,7 @@ it at once.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import signal
@@ -31,6 +32,7 @@ from engine.device.facts import read_facts
 from engine.device.host import KillCounters, read_kill_counters
 from engine.device.nvml import open_nvml
 from engine.device.sampler import Sampler
+from engine.device.threads import VARIABLE, choose_thread_wait
 from engine.errors import DiskFull
 from engine.runlog.events import (
     Event,
@@ -46,6 +48,7 @@ from engine.runlog.events import (
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.write import LogWriter
+from engine.spec import spec_from_dict
 from engine.supervise.attribution import attribute_exit, exception_name, find_kernel_line
 
 TICK_S = 1.0
@@ -78,7 +81,7 @@ class _Supervisor:
         self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
 
         begun_s = time.monotonic()
-        trainer, keep_alive = _start_trainer(self.run.path, flags)
+        trainer, keep_alive = _start_trainer(self.run, flags)
         before = read_kill_counters(pid=trainer.pid)
         for number in (signal.SIGTERM, signal.SIGINT):
             # A handler runs between any two lines of ours, so it only takes note; the loop writes
@@ -178,11 +181,16 @@ def _tail(path: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-def _start_trainer(run: Path, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
     """The trainer process, and our end of the pipe that tells it we live."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    command = [sys.executable, "-X", "faulthandler", "-u", "-m", "engine.distill", str(run)]
+    command = [sys.executable, "-X", "faulthandler", "-u", "-m", "engine.distill", str(run.path)]
     command += ["--keep-alive-fd", str(read_end), *flags]
-    trainer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(read_end,))
+    spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    wait = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
+    environment = {**os.environ, VARIABLE: wait}
+    trainer = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, pass_fds=(read_end,), env=environment
+    )
     os.close(read_end)
     return trainer, write_end

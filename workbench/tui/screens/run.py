@@ -48,6 +48,7 @@ NOTES = (
 class RunScreen(PollingScreen):
     """Draws the snapshots of one RunFeed."""
 
+    AUTO_FOCUS = "#loss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; the run goes on"),

@@ -42,6 +42,7 @@ class RunsScreen(PollingScreen):
             super().__init__()
             self.run = run
 
+    AUTO_FOCUS = "RunsTable"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs go on"),
@@ -85,15 +86,12 @@ class RunsScreen(PollingScreen):
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
-        yield Input(placeholder="words of a name or a state", compact=True)
+        # Disabled until a filter is typed, so that no other key can end up in it.
+        yield Input(placeholder="words of a name or a state", compact=True, disabled=True)
         yield RunsTable()
         yield Static(id="empty", markup=False)
         yield Static(id="detail", markup=False)
         yield KeyBar()
-
-    def on_mount(self) -> None:
-        super().on_mount()
-        self.query_one(RunsTable).focus()
 
     def poll(self) -> RunsPolled:
         return RunsPolled(self._feed.poll())
@@ -136,6 +134,9 @@ class RunsScreen(PollingScreen):
             self.query_one("#empty", Static).update(empty)
             self.query_one(RunsTable).rows_shown = tuple(rows)
             self._draw_detail()
+        if rows and self.focused is None:
+            # A table that was hidden could not have the focus; it can as soon as it is drawn.
+            self.call_after_refresh(self.query_one(RunsTable).focus)
 
     def _draw_detail(self) -> None:
         row = self.query_one(RunsTable).selected
@@ -170,6 +171,7 @@ class RunsScreen(PollingScreen):
 
     def action_filter(self) -> None:
         self.add_class("-filtering")
+        self.query_one(Input).disabled = False
         self.query_one(Input).focus()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -177,8 +179,7 @@ class RunsScreen(PollingScreen):
 
     def action_clear_filter(self) -> None:
         self.query_one(Input).value = ""
-        self.remove_class("-filtering")
-        self.query_one(RunsTable).focus()
+        self._leave_filter(kept=False)
 
     @on(Input.Changed)
     def filter_by(self, event: Input.Changed) -> None:
@@ -187,7 +188,11 @@ class RunsScreen(PollingScreen):
 
     @on(Input.Submitted)
     def keep_filter(self, event: Input.Submitted) -> None:
-        self.set_class(bool(event.value), "-filtering")
+        self._leave_filter(kept=bool(event.value))
+
+    def _leave_filter(self, *, kept: bool) -> None:
+        self.set_class(kept, "-filtering")
+        self.query_one(Input).disabled = True
         self.query_one(RunsTable).focus()
 
     def action_help(self) -> None:

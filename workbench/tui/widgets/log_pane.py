@@ -158,7 +158,9 @@ class LogPane(Vertical):
 
     def compose(self) -> ComposeResult:
         yield LogView()
-        yield Input(placeholder="show lines with these words; !words hides them", compact=True)
+        words = "show lines with these words; !words hides them"
+        # Disabled until a filter is typed, so that no other key can end up in it.
+        yield Input(placeholder=words, compact=True, disabled=True)
 
     def on_mount(self) -> None:
         self.watch(self.view, "follow", self._write_title)
@@ -178,6 +180,7 @@ class LogPane(Vertical):
     def start_filter(self) -> None:
         """Let the user type a filter."""
         self.add_class("-filtering")
+        self.query_one(Input).disabled = False
         self.query_one(Input).focus()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -185,8 +188,7 @@ class LogPane(Vertical):
 
     def action_clear_filter(self) -> None:
         self.query_one(Input).value = ""
-        self.remove_class("-filtering")
-        self.view.focus()
+        self._leave_filter(kept=False)
 
     @on(Input.Changed)
     def filter_by(self, event: Input.Changed) -> None:
@@ -197,7 +199,11 @@ class LogPane(Vertical):
     @on(Input.Submitted)
     def keep_filter(self, event: Input.Submitted) -> None:
         event.stop()
-        self.set_class(bool(event.value), "-filtering")
+        self._leave_filter(kept=bool(event.value))
+
+    def _leave_filter(self, *, kept: bool) -> None:
+        self.set_class(kept, "-filtering")
+        self.query_one(Input).disabled = True
         self.view.focus()
 
     def _write_title(self) -> None:
