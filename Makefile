@@ -8,13 +8,13 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo test check format soak gpu wheel clean
+.PHONY: demo test check format soak fuzz gpu wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -q -n 2 -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not soak and not fuzz" $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -27,7 +27,10 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 
 soak: .venv/.dev
-	$(BIN)/python -m pytest -q -m soak --timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest -q -m "soak and not fuzz" --timeout=3600 $(ARGS)
+
+fuzz: .venv/.dev
+	$(BIN)/python -m pytest -q -m fuzz --timeout=3600 $(ARGS)
 
 gpu: .venv/.dev
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)

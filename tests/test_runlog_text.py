@@ -209,7 +209,8 @@ def test_a_logged_decision_reads_as_the_decision_did(
         overridden=overridden,
     )
     assert decision_lines(logged) == decision.lines()
-    assert event_text(logged) == "; ".join(line.strip() for line in decision.lines())
+    choice, why, *_ = (line.strip() for line in decision.lines())
+    assert event_text(logged) == f"{choice}, {why}"
 
 
 def test_a_logged_decision_keeps_the_override_it_was_logged_with() -> None:

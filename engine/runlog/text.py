@@ -87,7 +87,8 @@ def _event_text(event: AnyEvent) -> str:
         case Phase():
             return f"{event.name}: {event.detail}" if event.detail else event.name
         case DecisionMade():
-            return "; ".join(line.strip() for line in decision_lines(event))
+            # What was rejected and how to override it stands with the decisions, not in the log.
+            return ", ".join(line.strip() for line in decision_lines(event)[:2])
         case DataReady():
             return (
                 f"data {event.source}: {event.train_files} files, "
