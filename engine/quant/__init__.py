@@ -1,0 +1,2 @@
+"""Weights in blocks: byte layouts, dequantisation and quantisation. Reads no file and knows no
+model."""

@@ -1,0 +1,53 @@
+"""A tensor that stays in the blocks it was stored in, with the shape that it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.quant.blocks import BlockType, QuantError, row_bytes
+from engine.quant.reference import dequantize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantTensor:
+    """`blocks` are the bytes of each row, `shape` is that of the values: blocks of shape (rows, row
+    bytes) for a matrix of shape (rows, row length), with the same leading dimensions in both.
+
+    Raises `QuantError`, with the numbers, where the two do not fit each other.
+    """
+
+    blocks: Tensor = field(repr=False)
+    """uint8; may be a view of a file."""
+    type: BlockType
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.shape:
+            raise QuantError.expected(f"{self.type.name} tensor", "shape", "rows", "a scalar")
+        expected = (*self.shape[:-1], row_bytes(self.type, self.shape[-1]))
+        if self.blocks.dtype != torch.uint8 or tuple(self.blocks.shape) != expected:
+            raise QuantError.expected(
+                f"{self.type.name} tensor",
+                f"values of shape {self.shape}",
+                f"uint8 bytes of shape {expected}",
+                f"{self.blocks.dtype} of shape {tuple(self.blocks.shape)}",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    def to(self, device: torch.device | str) -> QuantTensor:
+        """The same blocks on `device`; nothing is dequantised."""
+        return QuantTensor(blocks=self.blocks.to(device), type=self.type, shape=self.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values, as `dtype` of `shape`: float32 arithmetic, rounded once to `dtype`."""
+        return dequantize(self.blocks, self.type, dtype=dtype)

@@ -1,0 +1,133 @@
+"""One block of each type, byte by byte, and the values it must give.
+
+Scales are powers of two here, so that every expected value is exact and can be worked out by hand
+from the table in `engine/quant/layout.py`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.quant.blocks import BLOCK_TYPES
+from engine.quant.layout import LAYOUTS, pack, unpack
+from engine.quant.quantize import quantize
+from engine.quant.reference import dequantize
+
+# float16: 1 = 3c00, 1/2 = 3800, 1/4 = 3400, -1 = bc00, 2^-10 = 1400, 2^-9 = 1800
+ONE, HALF, QUARTER, MINUS_ONE = b"\x00\x3c", b"\x00\x38", b"\x00\x34", b"\x00\xbc"
+TWO_TO_MINUS_10, TWO_TO_MINUS_9 = b"\x00\x14", b"\x00\x18"
+
+# sc = 63 10 20 30 40 50 5 33, mn = 7 60 21 2 61 48 17 9
+TWELVE = bytes.fromhex("bfca149e c7fc5502 d8021591")
+
+
+def values(name: str, block: bytes) -> Tensor:
+    type_ = BLOCK_TYPES[name]
+    assert len(block) == type_.block_bytes
+    raw = torch.tensor(list(block), dtype=torch.uint8)[None]
+    return dequantize(raw, type_)[0]
+
+
+def with_bytes(count: int, fill: int, changed: dict[int, int]) -> bytes:
+    found = bytearray([fill] * count)
+    for index, byte in changed.items():
+        found[index] = byte
+    return bytes(found)
+
+
+def test_q4_0_by_hand() -> None:
+    # w = d (q - 8): byte l holds value l in its low nibble, value l + 16 in its high one
+    w = values("Q4_0", HALF + with_bytes(16, 0x88, {0: 0x1F, 15: 0xA0}))
+    assert w[0] == 0.5 * (15 - 8)
+    assert w[16] == 0.5 * (1 - 8)
+    assert w[15] == 0.5 * (0 - 8)
+    assert w[31] == 0.5 * (10 - 8)
+    assert w.count_nonzero() == 4
+
+
+def test_q5_0_by_hand() -> None:
+    # w = d (q - 16): bit l of the integer at byte 2 is the top bit of value l
+    w = values("Q5_0", QUARTER + b"\x01\x00\x01\x80" + with_bytes(16, 0x00, {0: 0xF3, 15: 0x40}))
+    assert w[0] == 0.25 * (16 + 3 - 16)
+    assert w[16] == 0.25 * (16 + 15 - 16)
+    assert w[31] == 0.25 * (16 + 4 - 16)
+    assert w[15] == 0.25 * (0 - 16)
+    assert (w == -4).sum() == 29
+
+
+def test_q5_1_by_hand() -> None:
+    # w = d q + m
+    block = HALF + MINUS_ONE + b"\x02\x00\x00\x80" + with_bytes(16, 0x00, {1: 0x75, 15: 0x1F})
+    w = values("Q5_1", block)
+    assert w[1] == 0.5 * (16 + 5) - 1
+    assert w[17] == 0.5 * 7 - 1
+    assert w[15] == 0.5 * 15 - 1
+    assert w[31] == 0.5 * (16 + 1) - 1
+    assert (w == -1).sum() == 28
+
+
+def test_q8_0_by_hand() -> None:
+    w = values("Q8_0", QUARTER + with_bytes(32, 0, {0: 0x80, 1: 0x7F, 2: 0xFF, 31: 0x01}))
+    assert w[[0, 1, 2, 31]].tolist() == [-32.0, 31.75, -0.25, 0.25]
+    assert w.count_nonzero() == 4
+
+
+def test_q4_k_by_hand() -> None:
+    # d = 1/1024, dmin = 2/1024; byte 32 c + l of qs holds values 64 c + l and 64 c + 32 + l
+    qs = with_bytes(128, 0, {0: 0x2D, 67: 0x93})
+    w = 1024 * values("Q4_K", TWO_TO_MINUS_10 + TWO_TO_MINUS_9 + TWELVE + qs)
+    assert w[0] == 63 * 13 - 2 * 7
+    assert w[32] == 10 * 2 - 2 * 60
+    assert w[128 + 3] == 40 * 3 - 2 * 61
+    assert w[128 + 32 + 3] == 50 * 9 - 2 * 48
+    # where q is 0 only the minimum is left, once for each sub-block
+    assert w[31::32].tolist() == [-2 * m for m in (7, 60, 21, 2, 61, 48, 17, 9)]
+
+
+def test_q5_k_by_hand() -> None:
+    # bit j of byte l of qh is the top bit of value l of sub-block j
+    qh = with_bytes(32, 0, {0: 0b0000_0011, 3: 0b0010_0000})
+    qs = with_bytes(128, 0, {0: 0x2D, 67: 0x93})
+    w = 1024 * values("Q5_K", TWO_TO_MINUS_10 + TWO_TO_MINUS_9 + TWELVE + qh + qs)
+    assert w[0] == 63 * (16 + 13) - 2 * 7
+    assert w[32] == 10 * (16 + 2) - 2 * 60
+    assert w[128 + 3] == 40 * 3 - 2 * 61
+    assert w[128 + 32 + 3] == 50 * (16 + 9) - 2 * 48
+    assert w[31::32].tolist() == [-2 * m for m in (7, 60, 21, 2, 61, 48, 17, 9)]
+
+
+def test_q6_k_by_hand() -> None:
+    # w = d sc (q - 32); half h, group g of 32, lane l: low nibbles of ql for g < 2, high ones for
+    # the others, bits 2 g of qh
+    ql = with_bytes(128, 0, {49: 0x0F, 64 + 8: 0x10})
+    qh = with_bytes(64, 0b10_10_10_10, {17: 0b10_10_11_10})
+    scales = with_bytes(16, 1, {3: 0x80, 12: 0xFF})  # -128 for values 48..63, -1 for 192..207
+    w = values("Q6_K", ql + qh + scales + HALF)
+    assert w[49] == 0.5 * -128 * (48 + 15 - 32)
+    assert w[200] == 0.5 * -1 * (32 + 1 - 32)
+    assert w.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_bit_of_a_block_survives_unpacking_and_packing(name: str) -> None:
+    type_ = BLOCK_TYPES[name]
+    generator = torch.Generator().manual_seed(len(name))
+    blocks = torch.randint(0, 256, (67, type_.block_bytes), dtype=torch.uint8, generator=generator)
+    parts = unpack(blocks, type_)
+    assert parts.code_NE.shape == (67, type_.block_size)
+    assert torch.equal(pack(parts, type_), blocks)
+
+
+def test_a_block_is_written_as_by_hand() -> None:
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 1], x[0, 31] = 127.0, -127.0, 2.0
+    found = bytes(quantize(x, BLOCK_TYPES["Q8_0"], effort=0).blocks[0].tolist())
+    assert found == ONE + with_bytes(32, 0, {0: 0x7F, 1: 0x81, 31: 0x02})
+
+    # The value of largest size, -4, becomes code 0: d = 1/2.
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16], x[0, 15] = -4.0, 3.5, 1.0
+    found = bytes(quantize(x, BLOCK_TYPES["Q4_0"], effort=0).blocks[0].tolist())
+    assert found == HALF + with_bytes(16, 0x88, {0: 0xF0, 15: 0x8A})
