@@ -82,7 +82,7 @@ def test_decode_gives_back_any_text(record: dict[str, Any], text: str) -> None:
     from tokenizers import Tokenizer as Inner
 
     inner = Inner.from_str(json.dumps(record))
-    tokenizer = Tokenizer(inner, path=Path("t"), sha256="", end_of_text=None)
+    tokenizer = Tokenizer(inner, path=Path("t"), raw=b"", sha256="", end_of_text=None)
     assert tokenizer.decode(tokenizer.encode_documents([text])[0]) == text
 
 

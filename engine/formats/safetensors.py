@@ -6,6 +6,10 @@ guessed: a folder with both is refused. Every header is checked by
 `engine.formats.safetensors_header` before any data is touched; then the `safetensors` library maps
 the data, so that opening a model costs no memory and a tensor is read when it is used.
 
+The files say nothing of the model but its tensors: configuration and tokenizer are in the
+`config.json` and `tokenizer.json` beside them. ST13 is a set of shards that does not fit its index,
+ST18 an index that names a file outside its folder; the other codes are the header's.
+
 Importing this module loads neither torch nor the library; `get`, `write_safetensors` and
 `tensors_sha256` do.
 """
@@ -19,13 +23,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.errors import BadInput, DiskFull, WeightsError
 from engine.formats.safetensors_header import (
     DTYPES,
     Header,
     TensorInfo,
+    open_regular,
     read_header,
     read_json_object,
     refuse,
@@ -40,6 +45,7 @@ __all__ = [
     "fsync_folder",
     "open_safetensors",
     "read_header",
+    "tensor_bytes",
     "tensors_sha256",
     "unwritable",
     "write_safetensors",
@@ -47,21 +53,40 @@ __all__ = [
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_LIMIT_BYTES = 256 * 2**20
 
 
 class SafetensorsFolder:
-    """The tensors of one file or of all shards of a folder; data is mapped when asked for."""
+    """The tensors of one file or of all shards of a folder; data is mapped when asked for.
+
+    A `WeightFile` with Hugging Face names.
+    """
+
+    format: Literal["safetensors"] = "safetensors"
+    convention: Literal["hf"] = "hf"
 
     def __init__(self, path: Path, headers: list[Header]) -> None:
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
+        self.metadata: dict[str, str] = {}
+        """The text under `__metadata__`; of several shards, the last that has a key."""
+        named_apr = [
+            f"AP12 {header.path}: a safetensors file named .apr, read as what it is"
+            for header in headers
+            if header.path.suffix.lower() == ".apr"
+        ]
+        self.warnings: tuple[str, ...] = (*named_apr, *(w for h in headers for w in h.warnings))
         for header in headers:
+            self.metadata |= header.metadata
             for name, info in header.tensors.items():
                 if name in self.tensors:
                     refuse(
                         path,
                         f'tensor "{name}" in one shard',
                         f"it in {self.tensors[name].file.name} and {info.file.name}",
+                        code="ST13",
                     )
                 self.tensors[name] = info
         self._open_files: dict[Path, Any] = {}
@@ -82,6 +107,27 @@ class SafetensorsFolder:
             refuse(info.file, f'readable data of tensor "{name}"', str(error))
         return tensor
 
+    @property
+    def folder(self) -> Path:
+        """Where the files are that belong to the weights."""
+        return self.path if os.path.isdir(self.path) else self.path.parent
+
+    def config_dict(self) -> dict[str, Any]:
+        """The `config.json` beside the weights. Raises `WeightsError`."""
+        return read_json_object(self.folder / CONFIG_FILE, "model configuration")
+
+    def tokenizer_json(self) -> bytes | None:
+        """The `tokenizer.json` beside the weights, or None. Raises `WeightsError`."""
+        path = self.folder / TOKENIZER_FILE
+        if not os.path.lexists(path):
+            return None
+        with open_regular(path, "tokenizer") as file:
+            raw = file.read(_TOKENIZER_LIMIT_BYTES + 1)
+        if len(raw) > _TOKENIZER_LIMIT_BYTES:
+            limit = f"at most {_TOKENIZER_LIMIT_BYTES:,} bytes"
+            raise WeightsError.expected("tokenizer", path, limit, "a larger file")
+        return raw
+
     def close(self) -> None:
         """Lets go of the files; a mapping lives on until the last tensor of `get` that uses it."""
         self._open_files.clear()
@@ -101,9 +147,9 @@ class SafetensorsFolder:
 def open_safetensors(path: str | Path) -> SafetensorsFolder:
     """Opens a file, an index, or a model folder, and checks every header. Raises `WeightsError`."""
     path = Path(path)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         if path.name.endswith(".index.json"):
-            return SafetensorsFolder(path, _read_shards(path))
+            return open_index(path)
         return SafetensorsFolder(path, [read_header(path)])
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     if os.path.exists(single) and os.path.exists(index):
@@ -123,6 +169,11 @@ def open_safetensors(path: str | Path) -> SafetensorsFolder:
         ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "an empty folder",
         f"convert {pickled[0]} to safetensors first" if pickled else None,
     )
+
+
+def open_index(path: Path) -> SafetensorsFolder:
+    """Opens the shards that an index file lists, whatever its name. Raises `WeightsError`."""
+    return SafetensorsFolder(path, _read_shards(path))
 
 
 def write_safetensors(
@@ -148,7 +199,7 @@ def write_safetensors(
         with file:
             file.write(len(header).to_bytes(8, "little") + header)
             for name in order:
-                file.write(_data(tensors[name], dtype))
+                file.write(tensor_bytes(tensors[name], dtype))
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(path.parent)
@@ -167,7 +218,7 @@ def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
         tensor = tensors[name]
         # As JSON, so that no name can imitate another tensor's dtype or shape.
         digest.update(json.dumps([name, _code(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
-        digest.update(_data(tensor, None))
+        digest.update(tensor_bytes(tensor, None))
     return digest.hexdigest()
 
 
@@ -212,8 +263,8 @@ def _layout(
     return text + b" " * (-len(text) % 8), order
 
 
-def _data(tensor: torch.Tensor, dtype: torch.dtype | None) -> memoryview:
-    """The bytes of a tensor in row-major order, in host memory."""
+def tensor_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> memoryview:
+    """The bytes of a tensor in row-major order, in host memory, cast to `dtype` if given."""
     import torch
 
     flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
@@ -228,17 +279,27 @@ def _code(dtype: torch.dtype) -> str:
     raise WeightsError(f"{dtype}: a safetensors file has no such dtype")
 
 
+def escapes(name: str) -> bool:
+    """Whether a file named in an index may lie outside the index's folder, or is no file name.
+
+    By name only: the Hugging Face cache stores its files as links that leave the folder.
+    """
+    inside = PurePosixPath(name)
+    odd = "\\" in name or not name.isprintable()
+    return odd or inside.is_absolute() or ".." in inside.parts or not inside.parts
+
+
 def _read_shards(index: Path) -> list[Header]:
     """The headers of all shards of an index; each tensor is in the shard it is said to be in."""
     weight_map = read_json_object(index, "safetensors index").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        refuse(index, "a weight_map of tensor names to file names", f"{weight_map!r:.80}")
+        found = f"{weight_map!r:.80}"
+        refuse(index, "a weight_map of tensor names to file names", found, code="ST13")
     shards = sorted(set(weight_map.values()))
     for shard in shards:
-        # By name only: the Hugging Face cache stores its files as links that leave the folder.
-        inside = PurePosixPath(shard)
-        if inside.is_absolute() or ".." in inside.parts or "\\" in shard or not inside.parts:
-            refuse(index, "shards inside the folder", f"the shard path {json.dumps(shard)}")
+        if escapes(shard):
+            found = f"the shard path {json.dumps(shard)}"
+            refuse(index, "shards inside the folder", found, code="ST18")
     missing = [shard for shard in shards if not os.path.exists(index.parent / shard)]
     if missing:
         refuse(
@@ -246,21 +307,18 @@ def _read_shards(index: Path) -> list[Header]:
             f"{len(shards)} shards",
             f"{len(missing)} missing: {', '.join(missing[:8])}" + (", ..." if missing[8:] else ""),
             "fetch the rest of the model",
+            code="ST13",
         )
     headers = [read_header(index.parent / shard) for shard in shards]
     for shard, header in zip(shards, headers, strict=True):
         for name in header.tensors:
             if name not in weight_map:
-                refuse(
-                    index, f"a shard for tensor {json.dumps(name)}", f"none, and it is in {shard}"
-                )
+                wanted = f"a shard for tensor {json.dumps(name)}"
+                refuse(index, wanted, f"none, and it is in {shard}", code="ST13")
     holds = {shard: header.tensors for shard, header in zip(shards, headers, strict=True)}
     for name, shard in weight_map.items():
         if name not in holds[shard]:
             others = [other for other in shards if name in holds[other]]
-            refuse(
-                index,
-                f"tensor {json.dumps(name)} in {shard}",
-                f"it in {others[0]}" if others else "it in no shard",
-            )
+            found = f"it in {others[0]}" if others else "it in no shard"
+            refuse(index, f"tensor {json.dumps(name)} in {shard}", found, code="ST13")
     return headers

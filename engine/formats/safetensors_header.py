@@ -8,11 +8,18 @@
 
 The `safetensors` library checks this layout too, but it takes duplicate keys, names neither tensor
 nor byte in its messages, and sees a download that went wrong (a Git-LFS pointer, an HTML page) as a
-bad number. Here nothing is allocated from an unchecked length, and a file is refused with the byte
-or the tensor that is wrong.
+bad number. Here nothing is allocated from an unchecked length, and a file is refused with a code
+and the byte or the tensor that is wrong:
 
-No torch, and not the library either. Not covered: values (NaN), and a file that changes after it
-was read.
+    ST01  shorter than a header      ST05  not UTF-8, not JSON       ST10  overlap, hole, reversed
+    ST02  another kind of file       ST07  a key twice               ST11  shape and bytes disagree
+    ST03  header longer than file    ST08  data cut short            ST12  unknown dtype
+    ST04  header over the limit      ST09  trailing bytes            ST17  too many tensors
+
+ST06, a header that does not start with its brace, is a warning, and so is a field nobody knows.
+
+No torch, and not the library either. Not covered: values (`engine.formats.values`), and a file that
+changes after it was read.
 """
 
 from __future__ import annotations
@@ -22,14 +29,16 @@ import math
 import os
 import re
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeGuard
 
 from engine.errors import WeightsError
+from engine.formats.kinds import HEADER_LIMIT_BYTES, START_BYTES, Kind, kind_of, other_kind
 
-HEADER_LIMIT_BYTES = 100_000_000
-"""The same limit as the library's."""
+TENSORS_LIMIT = 65_536
+"""A 70B model has under a thousand; a header of a million empty tensors only costs time."""
 
 # Name in a file -> bits of one value, name in torch where it has one.
 DTYPES: dict[str, tuple[int, str | None]] = {
@@ -57,6 +66,7 @@ DTYPES: dict[str, tuple[int, str | None]] = {
     "C64": (64, "complex64"),
 }
 
+_GGUF_TYPE = re.compile(r"(Q\d|IQ\d|TQ\d|MXFP)\w*", re.IGNORECASE)
 _CUT_SHORT = "the file may be cut short; compare its size with the source"
 
 
@@ -82,6 +92,8 @@ class Header:
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     file_bytes: int
+    warnings: tuple[str, ...] = ()
+    """What the format does not foresee and this reader took, one line each."""
 
 
 def read_header(path: str | Path) -> Header:
@@ -89,10 +101,18 @@ def read_header(path: str | Path) -> Header:
     path = Path(path)
     with open_regular(path, "safetensors file") as file:
         file_bytes = os.fstat(file.fileno()).st_size
-        start = file.read(1024)
-        _refuse_other_formats(path, start)
+        start = file.read(START_BYTES)
+        kind = kind_of(start)
+        if kind not in (Kind.SAFETENSORS, Kind.EMPTY, Kind.UNKNOWN):
+            raise other_kind("weights", path, Kind.SAFETENSORS.value, kind, start, "ST02")
         if file_bytes < 8:
-            refuse(path, "8 bytes of header length", f"a file of {file_bytes} bytes", _CUT_SHORT)
+            refuse(
+                path,
+                "8 bytes of header length",
+                f"a file of {file_bytes} bytes",
+                _CUT_SHORT,
+                code="ST01",
+            )
         header_bytes = int.from_bytes(start[:8], "little")
         if header_bytes > HEADER_LIMIT_BYTES:
             refuse(
@@ -100,6 +120,7 @@ def read_header(path: str | Path) -> Header:
                 f"a header of at most {HEADER_LIMIT_BYTES:,} bytes",
                 f"a length of {header_bytes:,} (the file starts with {start[:8]!r})",
                 "this may be no safetensors file at all",
+                code="ST04",
             )
         if 8 + header_bytes > file_bytes:
             refuse(
@@ -107,17 +128,28 @@ def read_header(path: str | Path) -> Header:
                 f"a header of {header_bytes:,} bytes",
                 f"a truncated file of {file_bytes:,} bytes",
                 _CUT_SHORT,
+                code="ST03",
             )
         file.seek(8)
         text = file.read(header_bytes)
-    raw = _parse_object(text, "safetensors header", path, first_byte=8)
+    raw = parse_object(
+        text, "safetensors header", path, first_byte=8, code="ST05", twice_code="ST07"
+    )
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        refuse(path, "__metadata__ of text to text", f"{metadata!r:.80}")
+        refuse(path, "__metadata__ of text to text", f"{metadata!r:.80}", code="ST05")
+    if len(raw) > TENSORS_LIMIT:
+        refuse(path, f"at most {TENSORS_LIMIT:,} tensors", f"{len(raw):,}", code="ST17")
     data_start = 8 + header_bytes
     tensors = {name: _tensor_info(path, name, raw[name], data_start) for name in raw}
     _check_layout(path, tensors, data_start, file_bytes)
-    return Header(path=path, tensors=tensors, metadata=metadata, file_bytes=file_bytes)
+    return Header(
+        path=path,
+        tensors=tensors,
+        metadata=metadata,
+        file_bytes=file_bytes,
+        warnings=tuple(_oddities(path, text, raw)),
+    )
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
@@ -128,12 +160,14 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
         raise WeightsError.expected(
             what, path, f"at most {HEADER_LIMIT_BYTES:,} bytes", "a larger file"
         )
-    return _parse_object(text, what, path, first_byte=0)
+    return parse_object(text, what, path)
 
 
-def refuse(where: object, expected: str, found: str, hint: str | None = None) -> NoReturn:
-    """Raises the `WeightsError` for a weight file."""
-    raise WeightsError.expected("weights", where, expected, found, hint=hint)
+def refuse(
+    where: object, expected: str, found: str, hint: str | None = None, *, code: str = ""
+) -> NoReturn:
+    """Raises the `WeightsError` for a weight file; `code` names the case, as ST08 does."""
+    raise WeightsError.expected(f"{code} weights".lstrip(), where, expected, found, hint=hint)
 
 
 def open_regular(path: Path, what: str) -> BinaryIO:
@@ -150,67 +184,78 @@ def open_regular(path: Path, what: str) -> BinaryIO:
         raise WeightsError.expected(what, path, "a file", found) from error
     except OSError as error:
         raise WeightsError.expected(what, path, "a readable file", str(error.strerror)) from error
-
-
-def _refuse_other_formats(path: Path, start: bytes) -> None:
-    """Says what a file is when its first bytes are those of something else."""
-    expected = "a safetensors file"
-    if start.startswith(b"version https://git-lfs"):
-        size = re.search(rb"^size (\d+)$", start, re.MULTILINE)
-        object_text = f"a {int(size[1]):,}-byte object" if size else "an object of unknown size"
-        refuse(path, expected, f"a Git-LFS pointer to {object_text}", "run `git lfs pull`")
-    if re.match(rb"\s*<(!doctype|html|\?xml|head)", start, re.IGNORECASE):
-        refuse(path, expected, "an HTML page", "the download failed; fetch the file again")
-    if start.startswith(b"GGUF"):
-        refuse(path, expected, "a GGUF file", "name it .gguf and open it as one")
-    if start.startswith(b"APR"):
-        refuse(path, expected, "an .apr file", "name it .apr and open it as one")
-    # A pickle opens with PROTO and its version, and torch.save puts one in a zip archive.
-    pickled = start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05")
-    if start.startswith(b"PK\x03\x04") or (pickled and start[2:8] != bytes(6)):
-        kind = "a pickle file" if pickled else "a zip archive, as torch.save writes"
-        refuse(
-            path, expected, kind, "a pickle can run code: convert it to safetensors in a sandbox"
-        )
+    except ValueError as error:  # a NUL in the path
+        raise WeightsError.expected(what, repr(str(path)), "a path", str(error)) from error
 
 
 class _JsonRefused(ValueError):
     """Valid for `json`, not for us."""
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _JsonRefused(f"the key {json.dumps(key)} twice")
-        key.encode()  # a lone surrogate could be neither printed nor written again
-        found[key] = value
-    return found
+class _TwiceError(_JsonRefused):
+    """A key that an object has twice: `json` keeps the last value and says nothing."""
 
 
 def _constant(text: str) -> NoReturn:
     raise _JsonRefused(f"the value {text}")
 
 
-def _parse_object(raw: bytes, what: str, path: Path, first_byte: int) -> dict[str, Any]:
-    """The JSON object in `raw`, which starts at `first_byte` of the file."""
+def parse_object(
+    raw: bytes,
+    what: str,
+    path: Path,
+    *,
+    first_byte: int = 0,
+    code: str = "",
+    twice_code: str = "",
+    twice: list[str] | None = None,
+) -> dict[str, Any]:
+    """The JSON object in `raw`, which starts at `first_byte` of the file. Raises `WeightsError`.
+
+    A key that comes twice is refused under `twice_code`; or, where a list is given as `twice`,
+    noted there, and the last value counts. NaN and infinity are refused.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found and twice is None:
+                raise _TwiceError(f"the key {json.dumps(key)} twice")
+            if key in found and twice is not None:
+                twice.append(key)
+            key.encode()  # a lone surrogate could be neither printed nor written again
+            found[key] = value
+        return found
+
+    coded = f"{code} {what}".lstrip()
     try:
         text = raw.decode()
-        found = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        found = json.loads(text, object_pairs_hook=unique, parse_constant=_constant)
     except UnicodeDecodeError as error:
         at = first_byte + error.start
-        raise WeightsError.expected(what, path, "UTF-8", f"another byte at byte {at}") from error
+        raise WeightsError.expected(coded, path, "UTF-8", f"another byte at byte {at}") from error
     except json.JSONDecodeError as error:
         at = first_byte + len(text[: error.pos].encode())
-        raise WeightsError.expected(what, path, "JSON", f"{error.msg} at byte {at}") from error
+        raise WeightsError.expected(coded, path, "JSON", f"{error.msg} at byte {at}") from error
     except RecursionError as error:
-        raise WeightsError.expected(what, path, "JSON", "brackets nested too deep") from error
+        raise WeightsError.expected(coded, path, "JSON", "brackets nested too deep") from error
     except ValueError as error:
-        # Duplicate keys, NaN, a number of thousands of digits, a lone surrogate.
-        raise WeightsError.expected(what, path, "JSON with unique keys", str(error)) from error
+        # A key twice, NaN, a number of thousands of digits, a lone surrogate.
+        if isinstance(error, _TwiceError):
+            coded = f"{twice_code} {what}".lstrip()
+        raise WeightsError.expected(coded, path, "JSON with unique keys", str(error)) from error
     if not isinstance(found, dict):
-        raise WeightsError.expected(what, path, "a JSON object", f"{type(found).__name__}")
+        raise WeightsError.expected(coded, path, "a JSON object", f"{type(found).__name__}")
     return found
+
+
+def _oddities(path: Path, text: bytes, raw: dict[str, Any]) -> Iterator[str]:
+    spaces = len(text) - len(text.lstrip())
+    if spaces:
+        yield f"ST06 {path}: non-canonical header start, {spaces} bytes of white space at byte 8"
+    for name, entry in raw.items():
+        for field in entry.keys() - {"dtype", "shape", "data_offsets"}:
+            yield f"{path}, tensor {json.dumps(name)}: unknown field {json.dumps(field)} ignored"
 
 
 def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorInfo:
@@ -218,15 +263,30 @@ def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorI
     entry = raw if isinstance(raw, dict) else {}
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        refuse(where, f"one of the dtypes {', '.join(DTYPES)}", f"{dtype!r:.80}")
-    if not _counts(shape):
-        refuse(where, "a shape of integers from 0", f"{shape!r:.80}")
-    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        refuse(where, "data_offsets of [begin, end]", f"{offsets!r:.80}")
+        gguf = ", a GGUF type" if isinstance(dtype, str) and _GGUF_TYPE.fullmatch(dtype) else ""
+        refuse(
+            where,
+            f"one of the dtypes {', '.join(DTYPES)}",
+            f"{dtype!r:.80}{gguf}",
+            "quantized blocks are kept in .gguf and .apr files" if gguf else None,
+            code="ST12",
+        )
+    if not counts(shape):
+        refuse(where, "a shape of integers from 0", f"{shape!r:.80}", code="ST11")
+    if not counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        refuse(where, "data_offsets of [begin, end]", f"{offsets!r:.80}", code="ST10")
     begin, end = offsets
     bits = math.prod(shape) * DTYPES[dtype][0]
     if bits != (end - begin) * 8:
-        refuse(where, f"{bits / 8:,g} bytes for {dtype}{shape!r:.80}", f"{end - begin:,} bytes")
+        refuse(
+            where,
+            f"{bits / 8:,g} bytes for {dtype}{shape!r:.80}",
+            f"{end - begin:,} bytes",
+            code="ST11",
+        )
+    if math.prod(size for size in shape if size) >= 2**63:
+        # Only beside a zero, which fits in no bytes; torch cannot make such a tensor.
+        refuse(where, "a shape below 2^63", f"{shape!r:.80}", code="ST11")
     return TensorInfo(
         name=name,
         dtype=dtype,
@@ -237,7 +297,7 @@ def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorI
     )
 
 
-def _counts(found: object) -> TypeGuard[list[int]]:
+def counts(found: object) -> TypeGuard[list[int]]:
     """A short list of integers from 0 to 2^63 - 1, so that products stay small."""
     return (
         isinstance(found, list)
@@ -254,10 +314,18 @@ def _check_layout(
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
         name = f"tensor {json.dumps(info.name)}"
         if info.start < end:
-            refuse(path, f"{name} after {before}", f"it overlaps {before} at byte {info.start:,}")
+            refuse(
+                path,
+                f"{name} after {before}",
+                f"it overlaps {before} at byte {info.start:,}",
+                code="ST10",
+            )
         if info.start > end:
             refuse(
-                path, f"{name} at byte {end:,}", f"a hole of {info.start - end:,} bytes before it"
+                path,
+                f"{name} at byte {end:,}",
+                f"a hole of {info.start - end:,} bytes before it",
+                code="ST10",
             )
         end, before = info.start + info.bytes, name
     if end > file_bytes:
@@ -266,6 +334,13 @@ def _check_layout(
             f"{end:,} bytes",
             f"a truncated file of {file_bytes:,}: {end - file_bytes:,} bytes are missing",
             _CUT_SHORT,
+            code="ST08",
         )
     if end < file_bytes:
-        refuse(path, f"{end:,} bytes", f"{file_bytes - end:,} trailing bytes of no tensor")
+        refuse(
+            path,
+            f"{end:,} bytes",
+            f"{file_bytes - end:,} trailing bytes of no tensor",
+            "another file may be hidden behind the weights",
+            code="ST09",
+        )

@@ -49,10 +49,18 @@ class Tokenizer:
     """An open tokenizer. Made by `open_tokenizer`."""
 
     def __init__(
-        self, inner: tokenizers.Tokenizer, *, path: Path, sha256: str, end_of_text: str | None
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        path: Path,
+        raw: bytes,
+        sha256: str,
+        end_of_text: str | None,
     ) -> None:
         self._inner = inner
         self.path = path
+        self.raw = raw
+        """The tokenizer.json itself."""
         self.sha256 = sha256
         """Of the bytes of the file."""
         self._end_of_text = end_of_text
@@ -132,15 +140,17 @@ class Tokenizer:
         return next(differing, None)
 
 
-def open_tokenizer(path: Path | str, *, end_of_text: str | None = None) -> Tokenizer:
-    """Open a tokenizer.json, or the one in a folder.
+def open_tokenizer(
+    path: Path | str, *, end_of_text: str | None = None, raw: bytes | None = None
+) -> Tokenizer:
+    """Open a tokenizer.json, or the one in a folder, or `raw`: the one inside the file `path`.
 
     `end_of_text` names the token that ends a document where none of `END_OF_TEXT_NAMES` does.
     TokenizerError for a file that is missing or is no tokenizer, and for an `end_of_text` that is
     no token of it.
     """
-    path = Path(path, FILE_NAME) if os.path.isdir(path) else Path(path)
-    raw = _read(path)
+    path = Path(path, FILE_NAME) if os.path.isdir(path) and raw is None else Path(path)
+    raw = _read(path) if raw is None else raw
     record = _parsed(raw, path)
     # Imported here because it loads a shared library of 10 MB, which a viewer never needs.
     from tokenizers import Tokenizer as Inner
@@ -158,7 +168,7 @@ def open_tokenizer(path: Path | str, *, end_of_text: str | None = None) -> Token
     if isinstance(inner.model, BPE):
         inner.model.dropout = None
     digest = hashlib.sha256(raw).hexdigest()
-    tokenizer = Tokenizer(inner, path=path, sha256=digest, end_of_text=end_of_text)
+    tokenizer = Tokenizer(inner, path=path, raw=raw, sha256=digest, end_of_text=end_of_text)
     if tokenizer.vocab_size == 0:
         raise TokenizerError.expected("tokenizer", path, "at least one token", "no token")
     _check_added_ids(record, inner, path)

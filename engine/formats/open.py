@@ -1,0 +1,129 @@
+"""Opens a model's weights, whatever format they are in and whatever their names are.
+
+A file is what its first bytes say (`engine.formats.kinds`). A folder holds one model: safetensors
+as Hugging Face lays it out, or exactly one .gguf or .apr file (or the parts of one split .gguf). A
+folder with more than one candidate is refused with their names: which of them was meant is not
+guessed.
+
+Pickles (.pt, .bin, .pth, the .metadata of a distributed checkpoint) are refused (PK01). Loading one
+runs whatever program it holds, and nothing that is opened here is ever executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine.formats.apr import AprFile
+from engine.formats.gguf import open_gguf
+from engine.formats.kinds import START_BYTES, Kind, kind_of, other_kind
+from engine.formats.safetensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsFolder,
+    escapes,
+    open_index,
+)
+from engine.formats.safetensors_header import open_regular, read_header, refuse
+from engine.formats.weights import WeightFile
+
+_EXPECTED = "a safetensors, GGUF or .apr file"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
+_PICKLE_REASON = "a pickle can run code: convert it to safetensors in a sandbox"
+_GGUF_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+_HASH_BYTES = 1 << 22
+
+
+def open_weights(
+    path: str | Path,
+    *,
+    sha256: Mapping[str, str] | None = None,
+    apr_dtypes: Mapping[int, str] | None = None,
+) -> WeightFile:
+    """The weights in a file, or in a folder that holds one model. Raises `WeightsError`.
+
+    `sha256` maps names of files beside the weights to digests; every file with tensors must be in
+    it, and each that is named is read and compared (ST16). `apr_dtypes` goes to `AprFile`.
+    """
+    path = Path(path)
+    try:
+        if os.path.isdir(path):
+            found = _in_folder(path)
+            weights = (
+                open_index(found) if found.name == INDEX_FILE else _open_file(found, apr_dtypes)
+            )
+        else:
+            weights = _open_file(path, apr_dtypes)
+        if sha256 is not None:
+            _check_digests(weights, sha256)
+    except OSError as error:
+        # A disk that fails while it is read; what cannot be opened was refused by name.
+        refuse(path, "a readable file", error.strerror or str(error))
+    return weights
+
+
+def _open_file(path: Path, apr_dtypes: Mapping[int, str] | None) -> WeightFile:
+    with open_regular(path, "weights") as file:
+        start = file.read(START_BYTES)
+    kind = kind_of(start)
+    if kind is Kind.SAFETENSORS:
+        return SafetensorsFolder(path, [read_header(path)])
+    if kind is Kind.GGUF:
+        return open_gguf(path)
+    if kind in (Kind.APR, Kind.APR_V1):
+        return AprFile(path, dtypes=apr_dtypes)
+    if kind is Kind.JSON:
+        return open_index(path)
+    code = "PK01" if kind in (Kind.PICKLE, Kind.ZIP) else ""
+    raise other_kind("weights", path, _EXPECTED, kind, start, code)
+
+
+def _in_folder(folder: Path) -> Path:
+    """The one weight file or index of a folder."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        refuse(folder, "a readable folder", str(error.strerror))
+    found: dict[str, Path] = {}
+    for name in names:
+        if name in (SINGLE_FILE, INDEX_FILE):
+            found[name] = folder / name
+        elif name.lower().endswith((".gguf", ".apr")) and not name.startswith("."):
+            part = _GGUF_PART.fullmatch(name)
+            # Any part of a split file stands for all of them.
+            found.setdefault(f"{part[1]}-*-of-{part[2]}.gguf" if part else name, folder / name)
+    if len(found) > 1:
+        hint = "name one of them instead of the folder"
+        refuse(folder, "the weights of one model", ", ".join(found), hint)
+    if found:
+        return next(iter(found.values()))
+    pickled = [name for name in names if name.endswith(_PICKLED) or name == ".metadata"]
+    if pickled:
+        said = f"only {', '.join(pickled[:8])}" + (", ..." if pickled[8:] else "")
+        refuse(folder, _EXPECTED, said, _PICKLE_REASON, code="PK01")
+    listed = ", ".join(names[:8]) + (", ..." if names[8:] else "")
+    wanted = f"{SINGLE_FILE}, {INDEX_FILE}, or one .gguf or .apr file"
+    refuse(folder, wanted, listed or "an empty folder")
+
+
+def _check_digests(weights: WeightFile, sha256: Mapping[str, str]) -> None:
+    folder = weights.path if os.path.isdir(weights.path) else weights.path.parent
+    held = {os.path.relpath(info.file, folder) for info in weights.tensors.values()}
+    for name in sorted(held - sha256.keys()):
+        refuse(folder / name, "a digest in the manifest", "none", code="ST16")
+    for name, expected in sorted(sha256.items()):
+        if escapes(name):
+            found = f"the path {json.dumps(name)}"
+            refuse(folder, "names of files in the folder", found, code="ST18")
+        digest = hashlib.sha256()
+        with open_regular(folder / name, "ST16 file of the manifest") as file:
+            while piece := file.read(_HASH_BYTES):
+                digest.update(piece)
+        if digest.hexdigest() != expected.lower():
+            hint = "the file is damaged or another version: fetch it again"
+            wanted = f"sha256 {expected}"
+            refuse(folder / name, wanted, digest.hexdigest(), hint, code="ST16")
