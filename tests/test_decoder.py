@@ -1,4 +1,5 @@
-"""The decoder against transformers' Qwen2, and the properties that packing and training rely on.
+"""The decoder against transformers' Qwen2, Qwen3 and Llama, and the properties that packing and
+training rely on.
 
 Both sides run fp32 on the same weights. Differences come from the order of sums, so 1e-4 on logits
 of order 1 is wide; the planted bugs show that the smallest real mistakes are far outside it.
@@ -6,13 +7,14 @@ of order 1 is wide; the planted bugs show that the smallest real mistakes are fa
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.errors import InternalError
 from engine.models import decoder as subject
@@ -21,8 +23,9 @@ from engine.models.decoder import Decoder
 from engine.models.linear import dense_linear
 from engine.models.load import new_decoder
 from engine.models.names import hf_names
+from engine.models.rope import RopeScaling, divisors
 
-# Shapes: B rows, T tokens, D model width, V vocabulary
+# Shapes: B rows, T tokens, D model width, V vocabulary, R pairs of a head
 
 TOLERANCE = 1e-4
 PADDING = -1
@@ -44,6 +47,30 @@ def make_config(**changes: object) -> ModelConfig:
     return ModelConfig(**values)  # type: ignore[arg-type]
 
 
+# Heads of their own width, as in the published models: 4 x 32 is not the model width of 64.
+QWEN3: dict[str, object] = {
+    "family": "qwen3",
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "rope_theta": 1e6,
+}
+# Of 16 pairs, two are fast, one is blended and thirteen are slow.
+LLAMA31: dict[str, object] = {
+    "family": "llama",
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": RopeScaling(
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    ),
+}
+LLAMA: dict[str, object] = {"family": "llama", "rms_norm_eps": 1e-5}
+
+
 def lively(config: ModelConfig, seed: int = 0) -> Decoder:
     """Random weights, biases and norms too, so large that every part shows in the logits."""
     decoder = new_decoder(config, seed)
@@ -60,7 +87,9 @@ def lively(config: ModelConfig, seed: int = 0) -> Decoder:
 
 
 def reference(decoder: Decoder) -> Any:
-    theirs: Any = Qwen2ForCausalLM(Qwen2Config.from_dict(decoder.config.to_hf_dict()))
+    raw: Any = decoder.config.to_hf_dict()
+    config = transformers.AutoConfig.for_model(**raw)
+    theirs: Any = getattr(transformers, raw["architectures"][0])(config)
     theirs.eval()
     names = hf_names(decoder.config)
     state = {names[name]: tensor for name, tensor in decoder.state_dict().items()}
@@ -111,10 +140,33 @@ def test_logits_equal_transformers(changes: dict[str, object], length: int) -> N
     assert difference(decoder, reference(decoder), tokens_BT) <= TOLERANCE
 
 
+@pytest.mark.parametrize("length", [96, 71, 1])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        QWEN3,
+        {**QWEN3, "tie_word_embeddings": True},
+        {**QWEN3, "num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 10},
+        {"family": "qwen3"},
+        LLAMA,
+        LLAMA31,
+        {**LLAMA31, "tie_word_embeddings": True},
+        {**LLAMA31, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 0},
+    ],
+)
+def test_logits_of_qwen3_and_llama_equal_transformers(
+    changes: dict[str, object], length: int
+) -> None:
+    decoder = lively(make_config(**changes))
+    tokens_BT = random_tokens(decoder.config, 2, length)
+    assert difference(decoder, reference(decoder), tokens_BT) <= TOLERANCE
+
+
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_logits_equal_transformers_with_padding(side: str) -> None:
-    decoder = lively(make_config())
-    tokens_BT = random_tokens(decoder.config, 3, 37)
+@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+def test_logits_equal_transformers_with_padding(changes: dict[str, object], side: str) -> None:
+    decoder = lively(make_config(**changes))
+    tokens_BT = random_tokens(decoder.config, 3, 37 if not changes else 79)
     mask_BT = torch.ones_like(tokens_BT)
     if side in ("left", "both"):
         mask_BT[0, :11] = 0
@@ -159,9 +211,97 @@ def test_the_comparison_catches_a_planted_bug(bug: str, monkeypatch: pytest.Monk
     assert difference(decoder, theirs, tokens_BT) > 10 * TOLERANCE
 
 
+def all_stretched(scaling: RopeScaling) -> RopeScaling:
+    """Plain division by the factor, as `rope_type: linear` has it."""
+    return dataclasses.replace(scaling, original_max_position_embeddings=1)
+
+
+def norm_after_turning(self: Any, x_BTD: Tensor, sight: subject.Sight) -> Tensor:
+    heads = (-1, self.head_dim)
+    q_BTHE, k_BTKE = (
+        norm(subject.rotate(linear(x_BTD).unflatten(-1, heads), sight.cos_XT1R, sight.sin_XT1R))
+        for norm, linear in ((self.q_norm, self.q), (self.k_norm, self.k))
+    )
+    v_BTKE = self.v(x_BTD).unflatten(-1, heads)
+    y_BTD: Tensor = self.o(subject.attend(q_BTHE, k_BTKE, v_BTKE, sight.mask_B1TT).flatten(-2))
+    return y_BTD
+
+
+@pytest.mark.parametrize(
+    ("changes", "bug"),
+    [
+        (QWEN3, "no qk norm"),
+        (QWEN3, "no k norm"),
+        (QWEN3, "norm after turning"),
+        (QWEN3, "norm over all heads"),
+        (QWEN3, "bias added"),
+        (LLAMA31, "no rope scaling"),
+        (LLAMA31, "all pairs stretched"),
+        (LLAMA31, "no pair blended"),
+        (LLAMA31, "neighbours"),
+        (LLAMA31, "bias added"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value["family"]),
+)
+def test_the_comparison_catches_another_family(
+    changes: dict[str, object], bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = lively(make_config(**changes))
+    theirs = reference(decoder)
+    tokens_BT = random_tokens(decoder.config, 2, 96)
+    assert difference(decoder, theirs, tokens_BT) <= TOLERANCE
+    scaling = decoder.config.rope_scaling
+    if bug == "neighbours":
+        monkeypatch.setattr(subject, "rotate", adjacent_pairs)
+    elif bug == "norm after turning":
+        monkeypatch.setattr(subject.Attention, "forward", norm_after_turning)
+    elif scaling is not None and bug != "bias added":
+        wrong = {
+            "no rope scaling": None,
+            "all pairs stretched": all_stretched(scaling),
+            "no pair blended": dataclasses.replace(scaling, high_freq_factor=1.0001),
+        }[bug]
+        decoder.config = dataclasses.replace(decoder.config, rope_scaling=wrong)
+    for module in decoder.modules():
+        if not isinstance(module, subject.Attention):
+            continue
+        if bug == "no qk norm":
+            module.q_norm = module.k_norm = None
+        elif bug == "no k norm":
+            module.k_norm = nn.Identity()  # type: ignore[assignment]
+        elif bug == "norm over all heads":
+            monkeypatch.setattr(subject.RMSNorm, "forward", norm_of_last_two)
+        elif bug == "bias added":
+            for linear in (module.k, module.v):
+                assert isinstance(linear, nn.Linear)
+                linear.bias = nn.Parameter(torch.full((linear.out_features,), 0.05))
+    assert difference(decoder, theirs, tokens_BT) > 10 * TOLERANCE
+
+
+def norm_of_last_two(self: Any, x: Tensor) -> Tensor:
+    """One norm over the heads of a token together, where there are heads."""
+    dims = (-2, -1) if x.dim() == 4 else (-1,)
+    scaled: Tensor = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + self.eps) * self.weight
+    return scaled
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+@pytest.mark.parametrize("width", [16, 64, 128])
+def test_frequencies_on_tensors_are_those_of_the_formula(theta: float, width: int) -> None:
+    config = make_config(**{**LLAMA31, "rope_theta": theta, "head_dim": width})
+    assert config.rope_scaling is not None
+    plain = dataclasses.replace(config, rope_scaling=None)
+    cpu = torch.device("cpu")
+    ratio_R = subject.frequencies(plain, cpu) / subject.frequencies(config, cpu)
+    expected_R = torch.tensor(divisors(config.rope_scaling, theta, width))
+    assert len(set(expected_R.tolist())) > 1
+    torch.testing.assert_close(ratio_R, expected_R, rtol=1e-5, atol=0)
+
+
 @torch.no_grad()
-def test_packed_documents_equal_separate_documents() -> None:
-    decoder = lively(make_config())
+@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+def test_packed_documents_equal_separate_documents(changes: dict[str, object]) -> None:
+    decoder = lively(make_config(**changes))
     tokens_BT = random_tokens(decoder.config, 2, 37)
     documents_BT = torch.tensor([[5] * 1 + [2] * 20 + [9] * 12 + [PADDING] * 4, [7] * 37])
     packed_BTV = decoder(tokens_BT, documents_BT)
@@ -194,8 +334,11 @@ def test_only_later_tokens_of_the_same_document_see_a_token() -> None:
     assert moved_T.tolist() == [False] * 6 + [True] * 6 + [False] * 12
 
 
-def test_gradients_are_finite_with_padding_and_reach_every_weight() -> None:
-    decoder = lively(make_config()).train()
+@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+def test_gradients_are_finite_with_padding_and_reach_every_weight(
+    changes: dict[str, object],
+) -> None:
+    decoder = lively(make_config(**changes)).train()
     tokens_BT = random_tokens(decoder.config, 2, 19)
     documents_BT = torch.tensor([[0] * 10 + [1] * 5 + [PADDING] * 4, [PADDING] * 3 + [4] * 16])
     real_BT = documents_BT != PADDING
@@ -207,8 +350,9 @@ def test_gradients_are_finite_with_padding_and_reach_every_weight() -> None:
             assert parameter.grad.abs().max() > 0, name
 
 
-def test_gradients_equal_transformers() -> None:
-    decoder = lively(make_config(tie_word_embeddings=True))
+@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+def test_gradients_equal_transformers(changes: dict[str, object]) -> None:
+    decoder = lively(make_config(**changes, tie_word_embeddings=True))
     theirs = reference(decoder)
     tokens_BT = random_tokens(decoder.config, 2, 37)
     for model in (decoder(tokens_BT), theirs(tokens_BT).logits):
@@ -248,11 +392,15 @@ def test_every_linear_comes_from_make_linear() -> None:
     assert len(made) == 3 * 7 + 1
     assert sum(isinstance(module, nn.Linear) for module in decoder.modules()) == len(made)
     assert made[:4] == [(64, 64, True), (64, 16, True), (64, 16, True), (64, 64, False)]
+    made.clear()
+    Decoder(make_config(**QWEN3), recording)
+    assert made[:4] == [(64, 128, False), (64, 64, False), (64, 64, False), (128, 64, False)]
 
 
 @torch.no_grad()
-def test_bf16_on_the_cpu_stays_near_fp32() -> None:
-    decoder = lively(make_config())
+@pytest.mark.parametrize("changes", [{}, QWEN3, LLAMA31], ids=["qwen2", "qwen3", "llama"])
+def test_bf16_on_the_cpu_stays_near_fp32(changes: dict[str, object]) -> None:
+    decoder = lively(make_config(**changes))
     tokens_BT = random_tokens(decoder.config, 2, 37)
     documents_BT = torch.tensor([[0] * 20 + [1] * 17, [0] * 30 + [PADDING] * 7])
     exact_BTV = decoder(tokens_BT, documents_BT)
@@ -266,8 +414,9 @@ def test_bf16_on_the_cpu_stays_near_fp32() -> None:
         assert error < 0.05, f"{error:.3f}"
 
 
-def test_autocast_gives_fp32_gradients_to_fp32_weights() -> None:
-    decoder = lively(make_config()).train()
+@pytest.mark.parametrize("changes", [{}, QWEN3], ids=["qwen2", "qwen3"])
+def test_autocast_gives_fp32_gradients_to_fp32_weights(changes: dict[str, object]) -> None:
+    decoder = lively(make_config(**changes)).train()
     tokens_BT = random_tokens(decoder.config, 2, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden_BTD = decoder.hidden(tokens_BT, torch.zeros_like(tokens_BT))
@@ -280,8 +429,9 @@ def test_autocast_gives_fp32_gradients_to_fp32_weights() -> None:
     )
 
 
-def test_fresh_weights_have_the_stated_spread_and_follow_the_seed() -> None:
-    config = make_config(hidden_size=128, intermediate_size=256)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_fresh_weights_have_the_stated_spread_and_follow_the_seed(family: str) -> None:
+    config = make_config(family=family, hidden_size=128, intermediate_size=256)
     decoder = new_decoder(config, seed=3)
     assert sum(p.numel() for p in decoder.parameters()) == count_parameters(config)
     for name, parameter in decoder.named_parameters():

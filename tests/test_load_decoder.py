@@ -1,23 +1,36 @@
-"""Model folders: exchanged with transformers both ways, whole or absent, refused with a reason."""
+"""Model folders: exchanged with transformers both ways, whole or absent, refused with a reason; and
+weight files of other conventions, which give the same decoder.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.errors import DiskFull, InternalError, WeightsError
 from engine.formats.safetensors import open_safetensors, tensors_sha256
+from engine.formats.safetensors_header import TensorInfo
+from engine.formats.weights import Convention
 from engine.models import load as subject
-from engine.models.config import ModelConfig
+from engine.models.config import ROPE_DIVISORS, ModelConfig, config_of
 from engine.models.decoder import Decoder
-from engine.models.load import load_decoder, new_decoder, save_decoder
+from engine.models.load import decoder_of, load_decoder, new_decoder, save_decoder
+from engine.models.names import names_for, permute_rows, turned_heads
+from engine.models.rope import RopeScaling, divisors
+from engine.quant.blocks import BLOCK_TYPES
+from engine.quant.quantize import quantize
+from engine.quant.tensor import QuantTensor
 
 TOKENS_BT = torch.randint(97, (2, 37), generator=torch.Generator().manual_seed(0))
 TOLERANCE = 1e-4
@@ -256,3 +269,215 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(WeightsError, match="expected a path that can be written, found Not a dir"):
         save_decoder(make_decoder(), tmp_path / "file" / "model", torch.float32)
+
+
+SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+
+
+def family_config(family: str, tied: bool = False) -> ModelConfig:
+    """Rows of 256 values wherever there are blocks, and three blended pairs of sixteen."""
+    return replace(
+        make_config(tied),
+        family=family,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        head_dim=32,
+        rope_theta=1e4,
+        rope_scaling=SCALING if family == "llama" else None,
+    )
+
+
+def lively(config: ModelConfig) -> Decoder:
+    decoder = new_decoder(config, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.add_(0.06 * torch.randn(parameter.shape, generator=generator))
+    return decoder.eval()
+
+
+class MemoryFile:
+    """A `WeightFile` in memory, with the tensors of a decoder under the names of a convention."""
+
+    warnings: tuple[str, ...] = ()
+
+    def __init__(
+        self, decoder: Decoder, convention: Convention, blocks: str = "", permuted: bool = False
+    ) -> None:
+        self.path = Path("memory")
+        self.format: Literal["gguf"] = "gguf"
+        self.convention = convention
+        self.metadata: dict[str, Any] = {"rope_type": 0 if permuted else 2}
+        self.config = decoder.config.to_hf_dict()
+        self.held: dict[str, Tensor | QuantTensor] = {}
+        names = names_for(convention, decoder.config)
+        for ours, tensor in decoder.state_dict().items():
+            found: Tensor | QuantTensor = tensor
+            if blocks and tensor.dim() == 2:
+                found = quantize(tensor, BLOCK_TYPES[blocks])
+            if permuted and (heads := turned_heads(decoder.config, ours)):
+                found = permute_rows(found, heads)
+            self.held[names[ours]] = found
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: self.info(name) for name in self.held}
+
+    def info(self, name: str) -> TensorInfo:
+        tensor = self.held[name]
+        return TensorInfo(
+            name=name,
+            dtype=tensor.type.name if isinstance(tensor, QuantTensor) else "F32",
+            shape=tuple(tensor.shape),
+            file=self.path,
+            start=0,
+            bytes=tensor.nbytes,
+        )
+
+    def get(self, name: str) -> Tensor | QuantTensor:
+        return self.held[name]
+
+    def config_dict(self) -> dict[str, Any]:
+        return dict(self.config)
+
+    def tokenizer_json(self) -> bytes | None:
+        return None
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> MemoryFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_every_family_is_exchanged_with_transformers(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    decoder = lively(family_config(family, tied))
+    save_decoder(decoder, tmp_path / "ours", torch.float32)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    theirs, report = load(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(theirs) is getattr(transformers, f"{family.capitalize()}ForCausalLM")
+    expected_BTV: Tensor = theirs(TOKENS_BT).logits
+    assert expected_BTV.std() > 0.1
+    torch.testing.assert_close(decoder(TOKENS_BT), expected_BTV, rtol=0, atol=TOLERANCE)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = load_decoder(tmp_path / "theirs")
+    assert again.config == decoder.config
+    assert tensors_sha256(again.state_dict()) == tensors_sha256(decoder.state_dict())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("blocks", ["", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    ("family", "convention", "permuted"),
+    [
+        ("qwen2", "gguf", False),
+        ("qwen3", "gguf", False),
+        ("llama", "gguf", True),
+        ("llama", "apr", True),
+        ("llama", "apr", False),
+        ("qwen3", "apr", False),
+    ],
+)
+def test_logits_of_blocks_equal_those_of_the_dequantised_weights(
+    family: str, convention: Convention, permuted: bool, blocks: str, tmp_path: Path
+) -> None:
+    decoder = lively(family_config(family))
+    weights = MemoryFile(decoder, convention, blocks, permuted)
+    for parameter in decoder.parameters() if blocks else ():
+        if parameter.dim() == 2:
+            parameter.copy_(quantize(parameter, BLOCK_TYPES[blocks]).dequantize())
+    save_decoder(decoder, tmp_path / "plain", torch.float32)
+    plain, loaded = load_decoder(tmp_path / "plain"), decoder_of(weights)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+    assert torch.equal(loaded(TOKENS_BT), plain(TOKENS_BT))
+
+
+@torch.no_grad()
+def test_rows_in_the_order_of_the_other_convention_are_another_model() -> None:
+    decoder = lively(family_config("llama"))
+    weights = MemoryFile(decoder, "apr", permuted=True)
+    weights.metadata["rope_type"] = 2
+    gap_BTV = (decoder_of(weights)(TOKENS_BT) - decoder(TOKENS_BT)).abs()
+    assert gap_BTV.max() > 10 * TOLERANCE
+
+
+def test_blocks_become_the_wanted_dtype_rounded_once() -> None:
+    decoder = lively(family_config("qwen3"))
+    weights = MemoryFile(decoder, "gguf", "Q4_K")
+    loaded = decoder_of(weights, torch.bfloat16)
+    blocks = weights.held["blk.1.ffn_up.weight"]
+    assert isinstance(blocks, QuantTensor)
+    assert torch.equal(
+        loaded.get_parameter("layers.1.mlp.up.weight"), blocks.dequantize().bfloat16()
+    )
+    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_nan_in_a_block_is_refused_by_name_with_its_share() -> None:
+    weights = MemoryFile(lively(family_config("qwen2")), "gguf", "Q8_0")
+    bad = weights.held["blk.0.attn_q.weight"]
+    assert isinstance(bad, QuantTensor)
+    bad.blocks[3, 0:2] = torch.tensor([0, 0x7E], dtype=torch.uint8)
+    with pytest.raises(WeightsError) as caught:
+        decoder_of(weights)
+    assert "blk.0.attn_q.weight: 32 of 65,536 values (0.05%) are NaN" in str(caught.value)
+
+
+def test_a_tied_file_may_bring_its_head_in_the_same_blocks() -> None:
+    weights = MemoryFile(lively(family_config("qwen3", tied=True)), "gguf", "Q6_K")
+    weights.held["output.weight"] = weights.held["token_embd.weight"]
+    assert decoder_of(weights).head is None
+    weights.held["output.weight"] = quantize(torch.ones(97, 256), BLOCK_TYPES["Q6_K"])
+    with pytest.raises(WeightsError, match=r"output\.weight equal to token_embd\.weight"):
+        decoder_of(weights)
+
+
+def with_divisors(path: Path, stored: list[float]) -> MemoryFile:
+    """A `llama` GGUF: the configuration does not say how it is stretched, the tensor does."""
+    config = family_config("llama")
+    weights = MemoryFile(lively(config), "gguf", permuted=True)
+    weights.config = replace(config, rope_scaling=None).to_hf_dict()
+    path.write_bytes(struct.pack(f"<{len(stored)}f", *stored))
+    weights.path = path
+    weights.held[ROPE_DIVISORS] = torch.tensor(stored)
+    return weights
+
+
+def test_rope_divisors_in_the_file_become_the_scaling(tmp_path: Path) -> None:
+    stored = divisors(SCALING, 1e4, 32)
+    weights = with_divisors(tmp_path / "rope", stored)
+    assert config_of(weights).rope_scaling == SCALING
+    assert decoder_of(weights).config.rope_scaling == SCALING
+    weights = with_divisors(tmp_path / "rope", [1.0] * 16)
+    assert config_of(weights).rope_scaling is None
+
+
+def test_rope_divisors_that_no_scaling_has_are_refused(tmp_path: Path) -> None:
+    weights = with_divisors(tmp_path / "rope", [1.0] * 8 + [3.0] + [8.0] * 7)
+    with pytest.raises(WeightsError, match="the divisors of a llama3 rope scaling, found"):
+        config_of(weights)
+    weights = with_divisors(tmp_path / "rope", divisors(SCALING, 1e4, 32))
+    weights.config = replace(
+        family_config("llama"), rope_scaling=replace(SCALING, factor=4.0)
+    ).to_hf_dict()
+    with pytest.raises(WeightsError, match=r"rope_freqs\.weight: .* the divisors of RopeScaling"):
+        config_of(weights)
+    weights.held[ROPE_DIVISORS] = torch.ones(2, 8)
+    with pytest.raises(WeightsError, match=r"expected a row of F32, found F32 \[2, 8\]"):
+        config_of(weights)

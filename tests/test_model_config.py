@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.errors import WeightsError
 from engine.models.config import ModelConfig, count_parameters, read_config
+from engine.models.rope import RopeScaling, divisors, scaling_of_divisors
 
 QWEN_05B: dict[str, object] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -37,10 +42,73 @@ QWEN_05B: dict[str, object] = {
 }
 
 
+QWEN3_06B: dict[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SCALING: dict[str, object] = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+LLAMA32_1B: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": SCALING,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+
+
+def without(raw: Mapping[str, object], **changes: object) -> dict[str, object]:
+    """`raw` with some values changed; the value `...` removes its key."""
+    return {key: value for key, value in {**raw, **changes}.items() if value is not ...}
+
+
 def changed(**changes: object) -> dict[str, object]:
-    """The 0.5B file with some values changed; the value `...` removes its key."""
-    raw = {**QWEN_05B, **changes}
-    return {key: value for key, value in raw.items() if value is not ...}
+    return without(QWEN_05B, **changes)
 
 
 def test_parameter_counts_are_those_of_the_published_models() -> None:
@@ -61,6 +129,13 @@ def test_parameter_counts_are_those_of_the_published_models() -> None:
         "7B",
     )
     assert count_parameters(seven) == 7_615_616_512
+    qwen3 = ModelConfig.from_dict(QWEN3_06B, "Qwen3-0.6B")
+    assert count_parameters(qwen3) == 596_049_920
+    assert (qwen3.head_dim, qwen3.qk_norm, qwen3.attention_bias) == (128, True, False)
+    llama = ModelConfig.from_dict(LLAMA32_1B, "Llama-3.2-1B")
+    assert count_parameters(llama) == 1_235_814_400
+    assert llama.eos_token_ids == (128001, 128008, 128009)
+    assert (llama.qk_norm, llama.attention_bias) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +157,11 @@ def test_both_spellings_of_the_rotary_base_are_read(spelling: dict[str, object])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "llama"}, "model_type: expected 'qwen2'"),
+        ({"model_type": "mistral"}, "model_type: expected 'qwen2' or 'qwen3' or 'llama' (all"),
         ({"model_type": ...}, "model_type: expected 'qwen2'"),
+        ({"model_type": ["qwen2"]}, "found ['qwen2']"),
+        ({"attention_bias": False}, "attention_bias: expected True (all that is supported)"),
+        ({"mlp_bias": True}, "mlp_bias: expected False"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' (all that is supported), found"),
         ({"use_sliding_window": True}, "use_sliding_window: expected False"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "found 'sliding_attention'"),
@@ -121,6 +199,171 @@ def test_what_the_decoder_does_not_do_is_refused_by_name(
     assert words in str(caught.value)
     assert "models/x/config.json" in str(caught.value)
     assert "1 problem:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "words"),
+    [
+        (QWEN3_06B, {"head_dim": ...}, "head_dim: expected a value, found none"),
+        (QWEN3_06B, {"head_dim": None}, "head_dim: expected an integer, found None"),
+        (QWEN3_06B, {"attention_bias": True}, "attention_bias: expected False (all"),
+        (QWEN3_06B, {"rope_scaling": SCALING}, "rope_scaling.rope_type: expected 'default' (all"),
+        (QWEN3_06B, {"use_sliding_window": True}, "use_sliding_window: expected False"),
+        (LLAMA32_1B, {"attention_bias": True}, "attention_bias: expected False (all"),
+        (LLAMA32_1B, {"mlp_bias": True}, "mlp_bias: expected False (all"),
+        (
+            LLAMA32_1B,
+            {"hidden_size": 2050},
+            "hidden_size: expected a multiple of 32 heads, found 2050",
+        ),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": {**SCALING, "rope_type": "yarn"}},
+            "rope_scaling.rope_type: expected 'default' or 'llama3' (all that is supported), found",
+        ),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": without(SCALING, low_freq_factor=...)},
+            "rope_scaling.low_freq_factor: expected a value, found none",
+        ),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": {**SCALING, "original_max_position_embeddings": 8192.0}},
+            "rope_scaling.original_max_position_embeddings: expected an integer, found 8192.0",
+        ),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": {**SCALING, "high_freq_factor": 1.0}},
+            "rope_scaling.high_freq_factor: expected more than 1.0, found 1.0",
+        ),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": {**SCALING, "factor": 0.5}},
+            "rope_scaling.factor: expected at least 1, found 0.5",
+        ),
+        (
+            LLAMA32_1B,
+            {"rope_scaling": {**SCALING, "factor": float("nan")}},
+            "rope_scaling.factor: expected a positive finite number, found nan",
+        ),
+        (
+            LLAMA32_1B,
+            {"rope_parameters": {**SCALING, "rope_theta": 500000.0, "factor": 8.0}},
+            "rope_scaling: expected the scaling of rope_parameters, {'factor': 8.0,",
+        ),
+        (
+            LLAMA32_1B,
+            {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
+            "rope_scaling: expected the scaling of rope_parameters, None, found {'factor'",
+        ),
+    ],
+)
+def test_what_a_qwen3_or_llama_may_not_say_is_refused_by_name(
+    raw: dict[str, object], changes: dict[str, object], words: str
+) -> None:
+    with pytest.raises(WeightsError) as caught:
+        ModelConfig.from_dict(without(raw, **changes), "x")
+    assert words in str(caught.value)
+    assert "1 problem:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {},
+        {"rope_scaling": {**without(SCALING, rope_type=...), "type": "llama3", "factor": 32}},
+        {
+            "rope_theta": ...,
+            "rope_scaling": ...,
+            "rope_parameters": {**SCALING, "rope_theta": 500000.0},
+        },
+        {"rope_parameters": {**SCALING, "rope_theta": 500000.0}},
+    ],
+)
+def test_every_spelling_of_rope_scaling_is_read(spelling: dict[str, object]) -> None:
+    config = ModelConfig.from_dict(without(LLAMA32_1B, **spelling), "x")
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling(
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+
+
+def test_a_scaling_in_code_is_for_llama_alone() -> None:
+    llama = ModelConfig.from_dict(LLAMA32_1B, "x")
+    with pytest.raises(WeightsError, match="rope_scaling: expected None for qwen3"):
+        replace(llama, family="qwen3")
+    with pytest.raises(WeightsError, match="family: expected qwen2, qwen3, llama, found 'gpt2'"):
+        replace(llama, family="gpt2", rope_scaling=None)
+
+
+@pytest.mark.parametrize("raw", [QWEN_05B, QWEN3_06B, LLAMA32_1B], ids=["qwen2", "qwen3", "llama"])
+def test_transformers_reads_what_is_written_as_it_reads_the_published_file(
+    raw: dict[str, object],
+) -> None:
+    from transformers import AutoConfig
+
+    config = ModelConfig.from_dict(raw, "x")
+    written: dict[str, Any] = json.loads(json.dumps(config.to_hf_dict()))
+    assert ModelConfig.from_dict(written, "x") == config
+    ours = AutoConfig.for_model(**written).to_dict()
+    theirs = AutoConfig.for_model(**json.loads(json.dumps(raw))).to_dict()
+    # What no forward pass reads, and the head_dim that Qwen2's file leaves to be worked out.
+    silent = {"max_window_layers", "sliding_window", "dtype", "head_dim", "pretraining_tp"}
+    different = {
+        key: (ours.get(key), theirs.get(key))
+        for key in ours.keys() | theirs.keys()
+        if key not in silent and ours.get(key) != theirs.get(key)
+    }
+    assert different == {}
+    assert ours["head_dim"] == config.head_dim
+
+
+@pytest.mark.parametrize(
+    ("theta", "head_dim", "scaling"),
+    [
+        (5e5, 128, (8.0, 1.0, 4.0, 8192)),
+        (5e5, 64, (32.0, 1.0, 4.0, 8192)),
+        (5e5, 16, (8.0, 1.0, 4.0, 8192)),
+        (1e4, 64, (2.5, 1.0, 3.0, 100)),
+        (1e6, 128, (4.0, 1.0, 2.5, 333)),
+    ],
+)
+def test_a_scaling_is_found_from_its_divisors(
+    theta: float, head_dim: int, scaling: tuple[float, float, float, int]
+) -> None:
+    factor, low, high, original = scaling
+    expected = RopeScaling(
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position_embeddings=original,
+    )
+    stored = struct.unpack(
+        f"{head_dim // 2}f",
+        struct.pack(f"{head_dim // 2}f", *divisors(expected, theta, head_dim)),
+    )
+    assert 1.0 in stored and max(stored) == factor
+    assert scaling_of_divisors(stored, theta, head_dim) == expected
+
+
+def test_a_scaling_with_another_low_factor_is_found_by_its_ratios() -> None:
+    given = RopeScaling(
+        factor=8.0, low_freq_factor=2.0, high_freq_factor=8.0, original_max_position_embeddings=600
+    )
+    found = scaling_of_divisors(divisors(given, 5e5, 128), 5e5, 128)
+    assert found == replace(
+        given, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=300
+    )
+
+
+def test_divisors_of_no_scaling_are_none_or_refused() -> None:
+    assert scaling_of_divisors([1.0] * 32, 5e5, 64) is None
+    for stored in ([2.0] * 32, [1.0] * 31 + [8.0], [1.0] * 16 + [0.0] * 16, [float("nan")] * 32):
+        with pytest.raises(ValueError, match="no llama3 scaling"):
+            scaling_of_divisors(stored, 5e5, 64)
 
 
 def test_all_problems_come_in_one_error() -> None:

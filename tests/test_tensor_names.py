@@ -1,22 +1,40 @@
-"""The table of names: the tensors that transformers has, and one error for all that misfit."""
+"""The table of names: the tensors that transformers and llama.cpp have, the order of the rows of q
+and k, and one error for all that misfit.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
+import gguf
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+import transformers
 
 from engine.errors import WeightsError
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.decoder import Decoder
-from engine.models.names import check_fits, expected_tensors, hf_names
+from engine.models.names import (
+    check_fits,
+    expected_tensors,
+    hf_names,
+    names_for,
+    neighbours_turn,
+    permute_rows,
+    turned_heads,
+    unpermute_rows,
+)
+from engine.quant.blocks import BLOCK_TYPES
+from engine.quant.tensor import QuantTensor
+
+FAMILIES = ["qwen2", "qwen3", "llama"]
 
 
-def make_config(tied: bool = False, layers: int = 3) -> ModelConfig:
+def make_config(tied: bool = False, layers: int = 3, family: str = "qwen2") -> ModelConfig:
     return ModelConfig(
+        family=family,
         vocab_size=50,
         hidden_size=32,
         intermediate_size=40,
@@ -37,21 +55,25 @@ class Facts:
 
 
 class Weights:
-    def __init__(self, config: ModelConfig, dtype: str = "BF16") -> None:
-        self.tensors = {n: Facts(dtype, s) for n, s in expected_tensors(config).items()}
+    def __init__(self, config: ModelConfig, dtype: str = "BF16", convention: str = "hf") -> None:
+        expected = expected_tensors(config, convention)
+        self.tensors = {name: Facts(dtype, shape) for name, shape in expected.items()}
 
 
-def refusal(config: ModelConfig, weights: Weights) -> str:
+def refusal(config: ModelConfig, weights: Weights, convention: str = "hf") -> str:
     with pytest.raises(WeightsError) as caught:
-        check_fits(config, weights, "models/x")
+        check_fits(config, weights, "models/x", convention)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_names_and_shapes_are_those_of_transformers(tied: bool) -> None:
-    config = make_config(tied)
+def test_names_and_shapes_are_those_of_transformers(tied: bool, family: str) -> None:
+    config = make_config(tied, family=family)
+    raw: Any = config.to_hf_dict()
     with torch.device("meta"):
-        theirs = Qwen2ForCausalLM(Qwen2Config.from_dict(config.to_hf_dict())).state_dict()
+        made: Any = getattr(transformers, raw["architectures"][0])
+        theirs = made(transformers.AutoConfig.for_model(**raw)).state_dict()
         ours = Decoder(config).state_dict()
     if tied:
         del theirs["lm_head.weight"]  # the embedding under a second name
@@ -60,15 +82,167 @@ def test_names_and_shapes_are_those_of_transformers(tied: bool) -> None:
     assert {names[name]: tuple(t.shape) for name, t in ours.items()} == expected_tensors(config)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_names_are_those_that_llama_cpp_gives_to_the_hugging_face_names(family: str) -> None:
+    config = make_config(family=family)
+    architecture = gguf.MODEL_ARCH[family.upper()]
+    theirs = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    names = names_for("gguf", config)
+    for ours, hf in hf_names(config).items():
+        assert names[ours] == theirs.get_name(hf, try_suffixes=(".weight", ".bias"))
+    assert list(names) == list(hf_names(config))
+    assert list(expected_tensors(config, "gguf").values()) == list(
+        expected_tensors(config).values()
+    )
+
+
+def test_apr_names_are_the_hugging_face_names() -> None:
+    config = make_config(family="qwen3")
+    assert names_for("apr", config) == hf_names(config)
+    with pytest.raises(ValueError, match="convention: expected hf, gguf, apr, found 'onnx'"):
+        names_for("onnx", config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_shapes_add_up_to_the_parameter_count(tied: bool) -> None:
-    config = make_config(tied)
+def test_shapes_add_up_to_the_parameter_count(tied: bool, family: str) -> None:
+    config = make_config(tied, family=family)
     assert sum(map(prod, expected_tensors(config).values())) == count_parameters(config)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("convention", ["hf", "gguf", "apr"])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
-def test_float_weights_that_fit_pass(dtype: str) -> None:
-    check_fits(make_config(), Weights(make_config(), dtype), "x")
+def test_float_weights_that_fit_pass(dtype: str, convention: str, family: str) -> None:
+    config = make_config(family=family)
+    check_fits(config, Weights(config, dtype, convention), "x", convention)
+
+
+def test_blocks_fit_where_the_format_has_them() -> None:
+    config = make_config()
+    blocks = "F32, BF16, F16, Q4_0, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K"
+    for convention, dtypes in (("gguf", blocks), ("apr", f"{blocks}, APR_Q4, APR_Q8")):
+        check_fits(config, Weights(config, "Q4_K", convention), "x", convention)
+        text = refusal(config, Weights(config, "I8", convention), convention)
+        assert f"expected {dtypes}, found I8" in text
+    text = refusal(config, Weights(config, "Q4_K"))
+    assert "dtype of lm_head.weight: expected F32, BF16, F16, found Q4_K" in text.replace(
+        "model.embed_tokens.weight", "lm_head.weight"
+    )
+
+
+def test_a_gguf_does_not_fit_by_the_names_of_another_convention() -> None:
+    config = make_config(layers=1)
+    text = refusal(config, Weights(config, "F32", "gguf"))
+    assert "15 missing, 15 unexpected" in text
+
+
+def test_a_tied_gguf_may_bring_its_head_and_a_llama_its_rope_divisors() -> None:
+    config = make_config(tied=True, family="llama")
+    weights = Weights(config, "F32", "gguf")
+    weights.tensors["output.weight"] = Facts("Q6_K", (50, 32))
+    weights.tensors["rope_freqs.weight"] = Facts("F32", (4,))
+    check_fits(config, weights, "x", "gguf")
+    weights.tensors["rope_freqs.weight"] = Facts("F32", (8,))
+    assert "misshapen rope_freqs.weight: expected [4], found [8]" in refusal(
+        config, weights, "gguf"
+    )
+    qwen = Weights(make_config(tied=True), "F32", "gguf")
+    qwen.tensors["rope_freqs.weight"] = Facts("F32", (4,))
+    assert "unexpected rope_freqs.weight" in refusal(make_config(tied=True), qwen, "gguf")
+
+
+def test_a_head_without_values_is_no_head_in_a_tied_apr_and_nowhere_else() -> None:
+    tied = make_config(tied=True)
+    for shape in ((0,), (0, 32)):
+        weights = Weights(tied, "F32", "apr")
+        weights.tensors["lm_head.weight"] = Facts("F32", shape)
+        check_fits(tied, weights, "x", "apr")
+        assert "misshapen lm_head.weight" in refusal(tied, weights)
+        weights.tensors["model.norm.weight"] = Facts("F32", (0,))
+        assert "misshapen model.norm.weight" in refusal(tied, weights, "apr")
+    untied = Weights(make_config(), "F32", "apr")
+    untied.tensors["lm_head.weight"] = Facts("F32", (0, 32))
+    assert "missing lm_head.weight [50, 32]" not in refusal(make_config(), untied, "apr")
+
+
+@pytest.mark.parametrize("missing", ["attn_q_norm", "attn_k_norm"])
+def test_a_qwen3_without_its_norms_does_not_fit(missing: str) -> None:
+    config = make_config(family="qwen3")
+    weights = Weights(config, "F32", "gguf")
+    del weights.tensors[f"blk.1.{missing}.weight"]
+    assert f"missing blk.1.{missing}.weight [8]" in refusal(config, weights, "gguf")
+
+
+# Rows of two heads of six: the halves are 0 1 2 | 3 4 5, and the pairs 0 3, 1 4, 2 5.
+HALVES = list(range(12))
+NEIGHBOURS = [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+
+
+def test_permuted_rows_put_each_pair_side_by_side() -> None:
+    rows = torch.tensor(HALVES)
+    assert permute_rows(rows, heads=2).tolist() == NEIGHBOURS
+    assert unpermute_rows(torch.tensor(NEIGHBOURS), heads=2).tolist() == HALVES
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("width", [2, 6, 64])
+@pytest.mark.parametrize("columns", [(), (1,), (5,), (3, 2)])
+def test_permuting_is_undone_by_unpermuting(
+    heads: int, width: int, columns: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    rows = torch.randn(heads * width, *columns, generator=generator)
+    there = permute_rows(rows, heads)
+    # The formula of llama.cpp's converter.
+    theirs = rows.numpy().reshape(heads, 2, width // 2, *columns).swapaxes(1, 2).reshape(rows.shape)
+    assert torch.equal(there, torch.from_numpy(theirs.copy()))
+    assert torch.equal(unpermute_rows(there, heads), rows)
+    assert torch.equal(permute_rows(unpermute_rows(rows, heads), heads), rows)
+    if width > 2:
+        assert not torch.equal(there, rows)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K"])
+def test_blocks_move_with_their_row_and_keep_every_byte(name: str) -> None:
+    type_ = BLOCK_TYPES[name]
+    generator = torch.Generator().manual_seed(0)
+    shape = (12, 2 * type_.block_size)
+    blocks = torch.randint(256, (12, 2 * type_.block_bytes), generator=generator).to(torch.uint8)
+    tensor = QuantTensor(blocks, type_, shape)
+    there = permute_rows(tensor, heads=2)
+    assert there.shape == shape and there.type is type_
+    for row, source in enumerate(NEIGHBOURS):
+        assert torch.equal(there.blocks[row], blocks[source])
+    assert torch.equal(unpermute_rows(there, heads=2).blocks, blocks)
+
+
+def test_the_heads_of_q_and_k_are_turned_and_nothing_else() -> None:
+    config = make_config(family="qwen2", layers=1)
+    turned = {ours: turned_heads(config, ours) for ours in hf_names(config)}
+    assert {ours: heads for ours, heads in turned.items() if heads} == {
+        "layers.0.attention.q.weight": 4,
+        "layers.0.attention.q.bias": 4,
+        "layers.0.attention.k.weight": 2,
+        "layers.0.attention.k.bias": 2,
+    }
+    norms = [ours for ours in hf_names(make_config(family="qwen3")) if "_norm" in ours]
+    assert norms and not any(turned_heads(config, ours) for ours in norms)
+
+
+def test_only_llama_is_stored_for_turning_neighbours() -> None:
+    llama, qwen = make_config(family="llama"), make_config(family="qwen3")
+    assert neighbours_turn(llama, "gguf", {}, "x")
+    assert not neighbours_turn(llama, "hf", {}, "x")
+    assert not neighbours_turn(qwen, "gguf", {}, "x")
+    assert neighbours_turn(llama, "apr", {"rope_type": 0}, "x")
+    assert not neighbours_turn(llama, "apr", {"rope_type": 2}, "x")
+    assert not neighbours_turn(qwen, "apr", {"rope_type": 2}, "x")
+    assert not neighbours_turn(qwen, "apr", {}, "x")
+    with pytest.raises(WeightsError, match="rope_type: x — expected 0 or 2 for llama, found None"):
+        neighbours_turn(llama, "apr", {}, "x")
+    with pytest.raises(WeightsError, match="expected 2 or none for qwen3, found 0"):
+        neighbours_turn(qwen, "apr", {"rope_type": 0}, "x")
 
 
 def test_a_tied_model_may_bring_its_head() -> None:

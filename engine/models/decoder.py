@@ -1,15 +1,19 @@
-"""The decoder of the Qwen2 family: the one forward pass of every teacher and student.
+"""The decoder of Qwen2, Qwen3 and Llama: the one forward pass of every teacher and student.
 
     x = embed[tokens]
     x = x + attention(norm(x));  x = x + mlp(norm(x))     for each layer
     logits = norm(x) head^T                               head is the embedding itself when tied
 
 - norm: RMS norm, y = w x / sqrt(mean(x^2) + eps), in fp32 inside.
-- attention: softmax(q k^T / sqrt(E)) v, with H query heads in groups that share K key/value heads;
-  q, k, v have biases, o has none. Rotary positions turn the pair (x[i], x[i + E/2]) by the angle
-  position * theta^(-2i/E): the halves of a head, not its neighbours, which is another model that
-  trains and answers nonsense with these weights.
+- attention: softmax(q k^T / sqrt(E)) v, with H query heads in groups that share K key/value heads.
+  Rotary positions turn the pair (x[i], x[i + E/2]) by the angle position * theta^(-2i/E): the
+  halves of a head, not its neighbours, which is another model that trains and answers nonsense with
+  these weights.
 - mlp: down(silu(gate(x)) * up(x)).
+
+What the families differ in, and all of it: q, k, v have biases in Qwen2 alone; Qwen3 norms each
+head of q and k, with one weight of length E for all heads, before it is turned; Llama may stretch
+its slow rotations (`engine.models.rope`). o never has a bias.
 
 Documents: a row may hold several, and `documents_BT` numbers them. A token sees the earlier tokens
 of its own document and itself, and its position is the count of those earlier tokens. So a
@@ -55,7 +59,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return F.rms_norm(x_BTD, self.weight.shape, self.weight, self.eps)
+        # The cast is a no-op but for q and k under autocast: with two dtypes there is no fused
+        # kernel, and the steps of the plain one are kept for the backward pass.
+        weight_D = self.weight.to(x_BTD.dtype)
+        return F.rms_norm(x_BTD, weight_D.shape, weight_D, self.eps)
 
 
 def rotate(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
@@ -107,16 +114,26 @@ class Attention(nn.Module):
         width = config.hidden_size
         query_width = config.num_attention_heads * config.head_dim
         shared_width = config.num_key_value_heads * config.head_dim
-        self.q = make_linear(width, query_width, True)
-        self.k = make_linear(width, shared_width, True)
-        self.v = make_linear(width, shared_width, True)
+        bias = config.attention_bias
+        self.q = make_linear(width, query_width, bias)
+        self.k = make_linear(width, shared_width, bias)
+        self.v = make_linear(width, shared_width, bias)
         self.o = make_linear(query_width, width, False)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x_BTD: Tensor, sight: Sight) -> Tensor:
         heads = (-1, self.head_dim)
-        q_BTHE = rotate(self.q(x_BTD).unflatten(-1, heads), sight.cos_XT1R, sight.sin_XT1R)
-        k_BTKE = rotate(self.k(x_BTD).unflatten(-1, heads), sight.cos_XT1R, sight.sin_XT1R)
+        q_BTHE = self.q(x_BTD).unflatten(-1, heads)
+        k_BTKE = self.k(x_BTD).unflatten(-1, heads)
         v_BTKE = self.v(x_BTD).unflatten(-1, heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
+        q_BTHE = rotate(q_BTHE, sight.cos_XT1R, sight.sin_XT1R)
+        k_BTKE = rotate(k_BTKE, sight.cos_XT1R, sight.sin_XT1R)
         y_BTD: Tensor = self.o(attend(q_BTHE, k_BTKE, v_BTKE, sight.mask_B1TT).flatten(-2))
         return y_BTD
 
@@ -151,7 +168,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Qwen2 decoder; `make_linear` is all that differs between backends.
+    """A Qwen2, Qwen3 or Llama decoder; `make_linear` is all that differs between backends.
 
     A new one holds whatever torch puts in fresh layers: use `new_decoder` or `load_decoder`, or
     call `init_weights`.
@@ -247,9 +264,23 @@ def see(
         mask_B1TT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device)
         mask_B1TT = mask_B1TT.masked_fill_(~seen_BTT, -math.inf)[:, None]
     # Computed anew each time: a buffer would be lost when a model is built on the meta device.
-    exponent_R = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
-    angle_XTR = position_XT[..., None].float() * (1.0 / config.rope_theta**exponent_R)
+    angle_XTR = position_XT[..., None].float() * frequencies(config, device)
     cos_XT1R, sin_XT1R = (
         table[:, :, None].to(dtype) for table in (angle_XTR.cos(), angle_XTR.sin())
     )
     return Sight(cos_XT1R, sin_XT1R, mask_B1TT)
+
+
+def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Radians each position, of each pair of a head, (R,) in fp32; the maths is that of
+    `engine.models.rope`. Nothing is copied from the host: that would wait for the device.
+    """
+    exponent_R = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    frequency_R = 1.0 / config.rope_theta**exponent_R
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency_R
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns_R = scaling.original_max_position_embeddings * frequency_R / (2 * math.pi)
+    keep_R = ((turns_R - low) / (high - low)).clamp(0, 1)
+    return frequency_R * (keep_R + (1 - keep_R) / scaling.factor)

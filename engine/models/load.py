@@ -1,9 +1,11 @@
-"""Decoders in and out of Hugging Face model folders: `config.json` and safetensors.
+"""Decoders out of any weight file, and into Hugging Face model folders.
 
-Loading checks names, shapes and dtypes from the headers first, then moves one tensor at a time from
-the mapped file to its place; the model is built on the meta device, so its weights exist once. They
-are copies: once loaded, a model does not depend on its files. NaN and infinity are refused: one of
-them makes every later loss NaN, far from its cause.
+Loading takes a model folder (`config.json` and safetensors), a GGUF file or an .apr file. It checks
+names, shapes and dtypes from the headers first, then moves one tensor at a time from the mapped
+file to its place; the model is built on the meta device, so its weights exist once. They are
+copies: once loaded, a model does not depend on its files. Blocks travel to the device as they are
+and become floats there: what is held at once is the model and one tensor of the file. NaN and
+infinity are refused: one of them makes every later loss NaN, far from its cause.
 
 Saving writes a new folder beside the target, and renames it when all of it is on the disk: a model
 folder is whole or absent.
@@ -15,24 +17,30 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.errors import InternalError, WeightsError
-from engine.formats.safetensors import (
-    SINGLE_FILE,
-    SafetensorsFolder,
-    fsync_folder,
-    open_safetensors,
-    unwritable,
-    write_safetensors,
-)
-from engine.models.config import CONFIG_FILE, ModelConfig, read_config
+from engine.formats.open import open_weights
+from engine.formats.safetensors import SINGLE_FILE, fsync_folder, unwritable, write_safetensors
+from engine.formats.weights import WeightFile
+from engine.models.config import CONFIG_FILE, ModelConfig, config_of
 from engine.models.decoder import Decoder
-from engine.models.names import EMBEDDING, HEAD, LISTED_PROBLEMS, check_fits, hf_names
+from engine.models.names import (
+    LISTED_PROBLEMS,
+    check_fits,
+    embedding_and_head,
+    hf_names,
+    names_for,
+    neighbours_turn,
+    turned_heads,
+    unpermute_rows,
+)
+from engine.quant.tensor import QuantTensor
 
 
 def new_decoder(
@@ -50,29 +58,41 @@ def new_decoder(
 
 
 def load_decoder(
-    folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Decoder:
-    """The decoder in a model folder, cast to `dtype` on `device`. Raises `WeightsError`."""
-    folder = Path(folder)
-    config = read_config(folder)
+    """The decoder in a model folder or weight file, cast to `dtype` on `device`.
+
+    Raises `WeightsError`.
+    """
+    with open_weights(Path(path)) as weights:
+        return decoder_of(weights, dtype, device)
+
+
+def decoder_of(
+    weights: WeightFile, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Decoder:
+    """The decoder in an open weight file of any format. Raises `WeightsError`."""
+    config = config_of(weights)
+    convention = weights.convention
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
-    with open_safetensors(folder) as weights:
-        check_fits(config, weights, folder)
-        if config.tie_word_embeddings and HEAD in weights.tensors:
-            _check_tied(weights)
-        state: dict[str, Tensor] = {}
-        problems: list[str] = []
-        for ours, hf in hf_names(config).items():
-            source = weights.get(hf)
-            state[ours] = source.to(device=device, dtype=dtype, copy=True)
-            problems.extend(_non_finite(hf, source, state[ours]))
+    check_fits(config, weights, weights.path, convention)
+    permuted = neighbours_turn(config, convention, weights.metadata, weights.path)
+    check_tied(config, weights)
+    state: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for ours, name in names_for(convention, config).items():
+        source = weights.get(name)
+        if permuted and (heads := turned_heads(config, ours)):
+            source = unpermute_rows(source, heads)
+        state[ours] = _placed(source, dtype, device)
+        problems.extend(_non_finite(name, source, state[ours]))
     if problems:
         listed = problems[:LISTED_PROBLEMS]
         if len(problems) > LISTED_PROBLEMS:
             listed.append(f"... and {len(problems) - LISTED_PROBLEMS} more")
         raise WeightsError.expected(
-            "weights", folder, "finite numbers", "".join(f"\n  {line}" for line in listed)
+            "weights", weights.path, "finite numbers", "".join(f"\n  {line}" for line in listed)
         )
     decoder.load_state_dict(state, assign=True)
     return decoder
@@ -104,9 +124,7 @@ def save_decoder(
             f"save_decoder: not dense weights: {sorted(set(state) ^ set(names))[:4]}"
         )
     config = {**decoder.config.to_hf_dict(), "dtype": str(dtype).removeprefix("torch.")}
-    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(folder) as partial:
         # transformers refuses a file that does not say which library's tensors it holds.
         write_safetensors(
             partial / SINGLE_FILE,
@@ -117,6 +135,17 @@ def save_decoder(
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for extra in extras:
             shutil.copyfile(extra, partial / extra.name)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A partial folder beside `folder` to write to. It becomes `folder` when all of it is on the
+    disk, and is gone when anything fails. Raises `WeightsError`, `DiskFull`.
+    """
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
         for path in partial.iterdir():
             _fsync(path)
         fsync_folder(partial)
@@ -128,34 +157,49 @@ def save_decoder(
         shutil.rmtree(partial, ignore_errors=True)  # absent once renamed
 
 
-def _check_tied(weights: SafetensorsFolder) -> None:
-    if not torch.equal(weights.get(HEAD), weights.get(EMBEDDING)):
+def _placed(source: Tensor | QuantTensor, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """A copy of a tensor as floats of `dtype` on `device`."""
+    if isinstance(source, Tensor):
+        return source.to(device=device, dtype=dtype, copy=True)
+    return source.to(device).dequantize(dtype)
+
+
+def check_tied(config: ModelConfig, weights: WeightFile) -> None:
+    """Refuses a head of its own beside a tied embedding. Reads both, where there are two."""
+    embedding, head = embedding_and_head(weights.convention)
+    if not config.tie_word_embeddings or head not in weights.tensors:
+        return
+    if 0 in weights.tensors[head].shape:
+        return
+    found, expected = weights.get(head), weights.get(embedding)
+    if isinstance(found, QuantTensor) or isinstance(expected, QuantTensor):
+        found, expected = (_placed(t, torch.float32, "cpu") for t in (found, expected))
+    if not torch.equal(found, expected):
         raise WeightsError.expected(
             "weights",
             weights.path,
-            f"{HEAD} equal to {EMBEDDING}, because tie_word_embeddings is true",
+            f"{head} equal to {embedding}, because tie_word_embeddings is true",
             "another matrix",
             hint="set tie_word_embeddings to false in config.json if the head is its own",
         )
 
 
-def _non_finite(name: str, source: Tensor, placed: Tensor) -> list[str]:
+def _non_finite(name: str, source: Tensor | QuantTensor, placed: Tensor) -> list[str]:
     """What is wrong with a tensor's values, with the share. Synchronizes the device."""
     # Two numbers instead of a mask of every value: NaN and infinity come through min and max.
     if bool(torch.stack(placed.aminmax()).isfinite().all()):
         return []
-    kinds = (
-        ("NaN", int(source.isnan().sum())),
-        ("infinite", int(source.isinf().sum())),
-    )
+    values = source if isinstance(source, Tensor) else source.dequantize()
+    count = values.numel()
+    kinds = (("NaN", int(values.isnan().sum())), ("infinite", int(values.isinf().sum())))
     found = [
-        f"{count:,} of {source.numel():,} values ({count / source.numel():.2%}) are {kind}"
-        for kind, count in kinds
-        if count
+        f"{wrong:,} of {count:,} values ({wrong / count:.2%}) are {kind}"
+        for kind, wrong in kinds
+        if wrong
     ]
     if not found:
         found = [
-            f"a largest value of {float(source.abs().max()):.3g}, too large for {placed.dtype}"
+            f"a largest value of {float(values.abs().max()):.3g}, too large for {placed.dtype}"
         ]
     return [f"{name}: {', '.join(found)}"]
 

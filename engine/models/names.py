@@ -1,49 +1,85 @@
 """The names and shapes of a decoder's tensors, as one table.
 
-Every tensor has two names, ours (`layers.3.attention.q.weight`, the path in `Decoder`) and the one
-that Hugging Face checkpoints use (`model.layers.3.self_attn.q_proj.weight`); `{}` stands for the
-layer. Linear weights are (out, in) in both, so a tensor moves from one to the other untouched.
+Every tensor has our name (`layers.3.attention.q.weight`, the path in `Decoder`) and one for each
+convention of weight files; `{}` stands for the layer:
+
+    hf     `model.layers.3.self_attn.q_proj.weight`    safetensors
+    gguf   `blk.3.attn_q.weight`                       GGUF
+    apr    as hf                                       .apr
+
+Linear weights are (out, in) in all of them, so a tensor moves from one to another untouched, but
+for one thing: the rows of q and k of a `llama` GGUF, and of an .apr that says so, are in another
+order, because its reader turns neighbours x[2i], x[2i + 1] where ours turns halves x[i],
+x[i + E/2]. `permute_rows` and `unpermute_rows` go from one order to the other; whole rows move, so
+blocks stay as they are.
 
 The shape column spells a tensor by its dimensions:
 
-    V vocabulary    D model width    F feed-forward width
+    V vocabulary    D model width    F feed-forward width    E one head
     Q all query heads    K all key/value heads (each times head_dim)
 
-What is covered: presence, shape and float dtype of each tensor. Values (NaN, an `lm_head` that
-differs from a tied embedding) are checked where they are read, in `engine.models.load`.
+What is covered: presence, shape and dtype of each tensor. Values (NaN, an `lm_head` that differs
+from a tied embedding) are checked where they are read, in `engine.models.load`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from engine.errors import WeightsError
-from engine.models.config import ModelConfig
+from engine.models.config import ROPE_DIVISORS, ModelConfig
+from engine.quant.blocks import BLOCK_TYPES
 
-# ours, Hugging Face, dimensions
-_OUTER = (
-    ("embed.weight", "model.embed_tokens.weight", "VD"),
-    ("norm.weight", "model.norm.weight", "D"),
-    ("head.weight", "lm_head.weight", "VD"),
-)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.quant.tensor import QuantTensor
+
+
+class _Row(NamedTuple):
+    """One tensor, or one of each layer."""
+
+    ours: str
+    hf: str
+    gguf: str
+    shape: str
+    only: str = ""
+    """The property of `ModelConfig` without which there is no such tensor."""
+
+
+_EMBED = _Row("embed.weight", "model.embed_tokens.weight", "token_embd.weight", "VD")
+_NORM = _Row("norm.weight", "model.norm.weight", "output_norm.weight", "D")
+_HEAD = _Row("head.weight", "lm_head.weight", "output.weight", "VD")
+# Each name stands after `layers.{}.`, `model.layers.{}.`, `blk.{}.`.
 _LAYER = (
-    ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight", "D"),
-    ("layers.{}.attention.q.weight", "model.layers.{}.self_attn.q_proj.weight", "QD"),
-    ("layers.{}.attention.q.bias", "model.layers.{}.self_attn.q_proj.bias", "Q"),
-    ("layers.{}.attention.k.weight", "model.layers.{}.self_attn.k_proj.weight", "KD"),
-    ("layers.{}.attention.k.bias", "model.layers.{}.self_attn.k_proj.bias", "K"),
-    ("layers.{}.attention.v.weight", "model.layers.{}.self_attn.v_proj.weight", "KD"),
-    ("layers.{}.attention.v.bias", "model.layers.{}.self_attn.v_proj.bias", "K"),
-    ("layers.{}.attention.o.weight", "model.layers.{}.self_attn.o_proj.weight", "DQ"),
-    ("layers.{}.mlp_norm.weight", "model.layers.{}.post_attention_layernorm.weight", "D"),
-    ("layers.{}.mlp.gate.weight", "model.layers.{}.mlp.gate_proj.weight", "FD"),
-    ("layers.{}.mlp.up.weight", "model.layers.{}.mlp.up_proj.weight", "FD"),
-    ("layers.{}.mlp.down.weight", "model.layers.{}.mlp.down_proj.weight", "DF"),
+    _Row("attention_norm.weight", "input_layernorm.weight", "attn_norm.weight", "D"),
+    _Row("attention.q.weight", "self_attn.q_proj.weight", "attn_q.weight", "QD"),
+    _Row("attention.q.bias", "self_attn.q_proj.bias", "attn_q.bias", "Q", "attention_bias"),
+    _Row("attention.k.weight", "self_attn.k_proj.weight", "attn_k.weight", "KD"),
+    _Row("attention.k.bias", "self_attn.k_proj.bias", "attn_k.bias", "K", "attention_bias"),
+    _Row("attention.v.weight", "self_attn.v_proj.weight", "attn_v.weight", "KD"),
+    _Row("attention.v.bias", "self_attn.v_proj.bias", "attn_v.bias", "K", "attention_bias"),
+    _Row(
+        "attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight", "E", "qk_norm"
+    ),
+    _Row(
+        "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", "E", "qk_norm"
+    ),
+    _Row("attention.o.weight", "self_attn.o_proj.weight", "attn_output.weight", "DQ"),
+    _Row("mlp_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight", "D"),
+    _Row("mlp.gate.weight", "mlp.gate_proj.weight", "ffn_gate.weight", "FD"),
+    _Row("mlp.up.weight", "mlp.up_proj.weight", "ffn_up.weight", "FD"),
+    _Row("mlp.down.weight", "mlp.down_proj.weight", "ffn_down.weight", "DF"),
 )
 
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
+CONVENTIONS = ("hf", "gguf", "apr")
+# `rope_type` in the metadata of an .apr: which two numbers of a head its reader turns together.
+APR_NEIGHBOURS = 0
+APR_HALVES = 2
+
+APR_BLOCKS = ("APR_Q4", "APR_Q8")
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 LISTED_PROBLEMS = 12
 
@@ -58,39 +94,61 @@ class TensorFacts(Protocol):
 
 
 class WeightNames(Protocol):
-    """Any weight file with Hugging Face names."""
+    """Any weight file."""
 
     @property
     def tensors(self) -> Mapping[str, TensorFacts]: ...
 
 
+def names_for(convention: str, config: ModelConfig) -> dict[str, str]:
+    """Our name -> name by `convention` of every tensor, in the order of the forward pass."""
+    return {ours: name for ours, name, _ in _rows(config, convention)}
+
+
 def hf_names(config: ModelConfig) -> dict[str, str]:
     """Our name -> Hugging Face name of every tensor, in the order of the forward pass."""
-    return {ours: hf for ours, hf, _ in _rows(config)}
+    return names_for("hf", config)
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor a checkpoint must have; tied, no `lm_head`."""
-    size = {
-        "V": config.vocab_size,
-        "D": config.hidden_size,
-        "F": config.intermediate_size,
-        "Q": config.num_attention_heads * config.head_dim,
-        "K": config.num_key_value_heads * config.head_dim,
-    }
-    return {hf: tuple(size[letter] for letter in shape) for _, hf, shape in _rows(config)}
+def expected_tensors(config: ModelConfig, convention: str = "hf") -> dict[str, tuple[int, ...]]:
+    """Name by `convention` -> shape of every tensor a file must have; tied, no head."""
+    return {name: shape for _, name, shape in _rows(config, convention)}
 
 
-def check_fits(config: ModelConfig, weights: WeightNames, where: object) -> None:
+def embedding_and_head(convention: str) -> tuple[str, str]:
+    """The names of the two matrices that are one when the model is tied."""
+    return _spelled(_EMBED, convention), _spelled(_HEAD, convention)
+
+
+def readable_dtypes(convention: str) -> tuple[str, ...]:
+    """The dtypes that a tensor may have: floats, and blocks where the format has them."""
+    if convention == "hf":
+        return FLOAT_DTYPES
+    blocks = tuple(name for name in BLOCK_TYPES if name not in FLOAT_DTYPES)
+    return FLOAT_DTYPES + blocks + (APR_BLOCKS if convention == "apr" else ())
+
+
+def check_fits(
+    config: ModelConfig, weights: WeightNames, where: object, convention: str = "hf"
+) -> None:
     """Compares names, shapes and dtypes with what `config` needs; no data is read.
 
     Raises one `WeightsError` that lists every missing, unexpected and misshapen tensor and every
-    tensor that holds no plain floats. A tied model may come with an `lm_head`, if it has the
-    embedding's shape.
+    tensor of a dtype that cannot be read. A tied model may come with a head, if it has the
+    embedding's shape (or none at all in an .apr: an export of tied models that leaves it empty),
+    and a Llama outside safetensors with `ROPE_DIVISORS`.
     """
-    expected = expected_tensors(config)
-    allowed = {**expected, HEAD: expected[EMBEDDING]}
-    found = weights.tensors
+    expected = expected_tensors(config, convention)
+    embedding, head = embedding_and_head(convention)
+    allowed = {**expected, head: expected[embedding]}
+    if config.family == "llama" and convention != "hf":
+        allowed[ROPE_DIVISORS] = (config.head_dim // 2,)
+    dtypes = readable_dtypes(convention)
+    found = {
+        name: facts
+        for name, facts in weights.tensors.items()
+        if not (name == head and head not in expected and convention == "apr" and 0 in facts.shape)
+    }
     missing = [f"missing {name} {list(expected[name])}" for name in expected if name not in found]
     unexpected, misshapen, other_dtype = [], [], []
     for name, facts in found.items():
@@ -101,9 +159,9 @@ def check_fits(config: ModelConfig, weights: WeightNames, where: object) -> None
             misshapen.append(
                 f"misshapen {name}: expected {list(allowed[name])}, found {list(facts.shape)}"
             )
-        if facts.dtype not in FLOAT_DTYPES:
+        if facts.dtype not in dtypes:
             other_dtype.append(
-                f"dtype of {name}: expected {', '.join(FLOAT_DTYPES)}, found {facts.dtype}"
+                f"dtype of {name}: expected {', '.join(dtypes)}, found {facts.dtype}"
             )
     problems = [*missing, *unexpected, *misshapen, *other_dtype]
     if not problems:
@@ -112,10 +170,10 @@ def check_fits(config: ModelConfig, weights: WeightNames, where: object) -> None
     if len(problems) > LISTED_PROBLEMS:
         lines.append(f"... and {len(problems) - LISTED_PROBLEMS} more")
     hint = None
-    if HEAD in expected and HEAD not in found and len(problems) == 1:
+    if head in expected and head not in found and len(problems) == 1:
         hint = "the head may be the embedding: config.json says tie_word_embeddings is false"
     raise WeightsError.expected(
-        "weights do not fit the configuration",
+        f"{'ST15 ' if convention == 'hf' else ''}weights do not fit the configuration",
         where,
         f"{len(expected)} tensors",
         f"{len(missing)} missing, {len(unexpected)} unexpected, {len(misshapen)} misshapen, "
@@ -124,12 +182,84 @@ def check_fits(config: ModelConfig, weights: WeightNames, where: object) -> None
     )
 
 
-def _rows(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
-    embed, norm, head = _OUTER
-    yield embed
+def neighbours_turn(
+    config: ModelConfig, convention: str, metadata: Mapping[str, object], where: object
+) -> bool:
+    """Whether the rows of q and k are in the order of `permute_rows`."""
+    if convention != "apr":
+        return convention == "gguf" and config.family == "llama"
+    allowed = {"llama": (APR_NEIGHBOURS, APR_HALVES)}.get(config.family, (APR_HALVES, None))
+    found = metadata.get("rope_type")
+    if found not in allowed:
+        expected = " or ".join("none" if kind is None else str(kind) for kind in allowed)
+        raise WeightsError.expected(
+            "rope_type", where, f"{expected} for {config.family}", f"{found}"
+        )
+    return found == APR_NEIGHBOURS
+
+
+def turned_heads(config: ModelConfig, ours: str) -> int:
+    """How many heads the rows of a tensor are, whose numbers rotary positions turn in pairs: the
+    weights and biases of q and k. 0 for every other tensor.
+    """
+    if ".attention.q." in ours:
+        return config.num_attention_heads
+    if ".attention.k." in ours:
+        return config.num_key_value_heads
+    return 0
+
+
+Rows = TypeVar("Rows", "Tensor", "QuantTensor", "Tensor | QuantTensor")
+
+
+def permute_rows(rows: Rows, heads: int) -> Rows:
+    """From halves to neighbours: row i of the first half of each head goes to 2i, of the second to
+    2i + 1. Lossless; the order of q and k in a `llama` GGUF.
+    """
+    return _reordered(rows, heads, (2, -1))
+
+
+def unpermute_rows(rows: Rows, heads: int) -> Rows:
+    """From neighbours to halves: the inverse of `permute_rows`."""
+    return _reordered(rows, heads, (-1, 2))
+
+
+def _reordered(rows: Rows, heads: int, grid: tuple[int, int]) -> Rows:
+    """Reads the rows of each head as a grid, and gives them back column by column."""
+    from engine.quant.tensor import QuantTensor
+
+    if isinstance(rows, QuantTensor):
+        # Blocks run along a row, so that whole rows of them may move.
+        return replace(rows, blocks=_reordered(rows.blocks, heads, grid))
+    return rows.reshape(heads, *grid, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
+
+def _spelled(row: _Row, convention: str) -> str:
+    if convention not in CONVENTIONS:
+        raise ValueError(f"convention: expected {', '.join(CONVENTIONS)}, found {convention!r}")
+    return row.gguf if convention == "gguf" else row.hf
+
+
+def _rows(config: ModelConfig, convention: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Our name, the convention's, and the shape."""
+    size = {
+        "V": config.vocab_size,
+        "D": config.hidden_size,
+        "F": config.intermediate_size,
+        "E": config.head_dim,
+        "Q": config.num_attention_heads * config.head_dim,
+        "K": config.num_key_value_heads * config.head_dim,
+    }
+
+    def spelled(row: _Row) -> tuple[str, str, tuple[int, ...]]:
+        return row.ours, _spelled(row, convention), tuple(size[letter] for letter in row.shape)
+
+    prefix = "blk" if convention == "gguf" else "model.layers"
+    present = [spelled(row) for row in _LAYER if not row.only or getattr(config, row.only)]
+    yield spelled(_EMBED)
     for layer in range(config.num_hidden_layers):
-        for ours, hf, shape in _LAYER:
-            yield ours.format(layer), hf.format(layer), shape
-    yield norm
+        for ours, name, shape in present:
+            yield f"layers.{layer}.{ours}", f"{prefix}.{layer}.{name}", shape
+    yield spelled(_NORM)
     if not config.tie_word_embeddings:
-        yield head
+        yield spelled(_HEAD)

@@ -1,0 +1,117 @@
+"""How fast each pair of a head turns: rotary positions, and Llama 3.1's stretching of them.
+
+Pair i of a head of width E turns by f_i each position. A model trained on `original` positions
+reaches `factor` times as many when its slow pairs turn `factor` times slower; the fast ones, which
+tell neighbours apart, stay as they were, and those between are blended:
+
+    f_i     = theta^(-2i/E)                                  0 <= i < E/2
+    turns_i = original f_i / 2 pi                            whole turns within the original length
+    keep_i  = clamp((turns_i - low) / (high - low), 0, 1)
+    f'_i    = f_i (keep_i + (1 - keep_i) / factor)
+
+A GGUF file has no place for the four numbers. It carries the divisors f_i / f'_i as the tensor
+`rope_freqs.weight`; `scaling_of_divisors` finds numbers that give the same divisors. Only
+original : low : high matters to them, so it answers with low 1, as in all published models.
+
+No torch here: a configuration is read without it. `engine.models.decoder` does the same sum on
+tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TOLERANCE = 1e-4
+"""Relative; divisors are stored in fp32, and files were made with fp32 arithmetic throughout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """`rope_scaling` of type llama3; `ModelConfig` checks the numbers."""
+
+    factor: float
+    """How many times slower the slow pairs turn."""
+    low_freq_factor: float
+    """Pairs with fewer turns than this within the original length are slow."""
+    high_freq_factor: float
+    """Pairs with more turns than this are fast."""
+    original_max_position_embeddings: int
+
+
+PUBLISHED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PUBLISHED_LENGTH = 8192
+
+
+def frequencies(theta: float, head_dim: int) -> list[float]:
+    """Radians each position, of each pair of a head."""
+    return [theta ** (-index / head_dim) for index in range(0, head_dim, 2)]
+
+
+def divisors(scaling: RopeScaling, theta: float, head_dim: int) -> list[float]:
+    """By how much each pair is slowed down, from 1 to `factor`: what GGUF stores."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    found = []
+    for frequency in frequencies(theta, head_dim):
+        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+        found.append(1 / (keep + (1 - keep) / scaling.factor))
+    return found
+
+
+def scaling_of_divisors(stored: Sequence[float], theta: float, head_dim: int) -> RopeScaling | None:
+    """A scaling with these divisors. None when all are 1; `ValueError` when there is none.
+
+    The published one is tried first: where no pair is blended, many give the same divisors.
+    """
+    if all(_near(divisor, 1.0) for divisor in stored):
+        return None
+    factor = _rounded(max(stored))
+    candidates = [
+        RopeScaling(factor=factor, original_max_position_embeddings=PUBLISHED_LENGTH, **PUBLISHED),
+        *_fitted(stored, factor, frequencies(theta, head_dim)),
+    ]
+    for scaling in candidates:
+        if same_divisors(stored, divisors(scaling, theta, head_dim)):
+            return scaling
+    raise ValueError("no llama3 scaling has these divisors")
+
+
+def same_divisors(stored: Sequence[float], expected: Sequence[float]) -> bool:
+    return len(stored) == len(expected) and all(map(_near, stored, expected))
+
+
+def _fitted(stored: Sequence[float], factor: float, frequency: list[float]) -> list[RopeScaling]:
+    """The scaling through the blended pairs: keep is a straight line over turns."""
+    if factor <= 1 or not all(math.isfinite(divisor) and divisor > 0 for divisor in stored):
+        return []
+    blended = [
+        ((1 / divisor - 1 / factor) / (1 - 1 / factor), per_position / (2 * math.pi))
+        for divisor, per_position in zip(stored, frequency, strict=False)
+        if 1 + TOLERANCE < divisor < factor * (1 - TOLERANCE)
+    ]
+    if len(blended) < 2:
+        return []
+    (keep_a, x_a), (keep_b, x_b) = blended[0], blended[-1]
+    slope = (keep_a - keep_b) / (x_a - x_b)  # original / (high - low)
+    drop = slope * x_a - keep_a  # low / (high - low)
+    if slope <= 0 or drop <= 0:
+        return []
+    return [
+        RopeScaling(
+            factor=factor,
+            low_freq_factor=1.0,
+            high_freq_factor=_rounded(1 + 1 / drop),
+            original_max_position_embeddings=max(1, round(slope / drop)),
+        )
+    ]
+
+
+def _rounded(found: float) -> float:
+    """The number that was meant: people write 8 or 2.5, files give them back through fp32."""
+    return round(found, 3)
+
+
+def _near(found: float, expected: float) -> bool:
+    return math.isclose(found, expected, rel_tol=TOLERANCE)
