@@ -13,11 +13,11 @@ import os
 import sys
 from typing import NoReturn
 
-from engine.cli import distill, runs, spec, stop, tail
+from engine.cli import convert, distill, inspect, runs, spec, stop, tail
 from engine.errors import EngineError, UsageError
 from engine.version import VERSION
 
-COMMANDS = (distill, tail, runs, stop, spec)
+COMMANDS = (distill, tail, runs, stop, spec, inspect, convert)
 
 EPILOG = (
     "exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 internal, "

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from engine.data.corpus import check_corpus
 from engine.errors import BadInput, DiskFull, TokenizerError
-from engine.formats.safetensors import open_safetensors
+from engine.formats.open import open_weights
+from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
-from engine.models.config import ModelConfig, count_parameters, read_config
+from engine.models.config import ModelConfig, config_of, count_parameters, read_config
 from engine.models.names import check_fits
 from engine.spec import RunSpec
 from engine.units import format_bytes
@@ -31,22 +32,30 @@ class Inputs:
     teacher: ModelConfig | None
     student: ModelConfig
     tokenizer: Tokenizer
-    tokenizer_path: Path
 
 
 def _model(path: str) -> ModelConfig:
-    config = read_config(Path(path))
-    with open_safetensors(Path(path)) as weights:
-        check_fits(config, weights, path)
+    with open_weights(Path(path)) as weights:
+        config = config_of(weights)
+        check_fits(config, weights, path, weights.convention)
     return config
 
 
-def _tokenizer_path(spec: RunSpec) -> Path:
-    for path in (spec.data.tokenizer, spec.teacher.path, spec.student.path):
-        if path:
-            return Path(path)
+def _open_tokenizer(spec: RunSpec) -> Tokenizer:
+    """The tokenizer the spec names, else the one that the teacher or the student brings."""
+    if spec.data.tokenizer:
+        return open_tokenizer(spec.data.tokenizer)
+    brought = [path for path in (spec.teacher.path, spec.student.path) if path]
+    for path in brought:
+        if Path(path).is_dir() and (Path(path) / TOKENIZER_FILE).exists():
+            return open_tokenizer(path)
+        with open_weights(Path(path)) as weights:
+            raw = weights.tokenizer_json()
+        if raw is not None:
+            return open_tokenizer(path, raw=raw)
+    where = " nor ".join(brought) or "no model that brings one"
     raise TokenizerError(
-        "data.tokenizer: expected a tokenizer.json, found neither a teacher nor a student that brings one",
+        f"data.tokenizer: expected a tokenizer.json, found none in {where}",
         hint="set data.tokenizer to a folder or file",
     )
 
@@ -65,8 +74,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
             f"found {student.vocab_size}",
             hint="ids that the teacher does not have cannot be taught; cut the student's embedding",
         )
-    tokenizer_path = _tokenizer_path(spec)
-    tokenizer = open_tokenizer(tokenizer_path)
+    tokenizer = _open_tokenizer(spec)
     tokenizer.fits(student.vocab_size, f"student {spec.student.path or spec.student.config}")
     if spec.data.seq_len > student.max_position_embeddings:
         raise BadInput(
@@ -81,9 +89,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     check_corpus(spec.data.corpus)
     if run is not None:
         _check_room(spec, student, run)
-    return Inputs(
-        teacher=teacher, student=student, tokenizer=tokenizer, tokenizer_path=tokenizer_path
-    )
+    return Inputs(teacher=teacher, student=student, tokenizer=tokenizer)
 
 
 def _check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:

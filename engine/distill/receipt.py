@@ -14,6 +14,7 @@ import torch
 
 from engine.distill.inputs import Inputs
 from engine.formats.safetensors import tensors_sha256
+from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.models.decoder import Decoder
 from engine.models.load import save_decoder
 from engine.runlog.events import DataReady, StudentSaved
@@ -35,7 +36,10 @@ def save_student(
         # Left by a session that was killed after saving it and before saying so; this one made the
         # same steps.
         shutil.rmtree(folder.student)
-    save_decoder(student, folder.student, torch_dtype(save_as), extra_files=[inputs.tokenizer.path])
+    # A teacher in one file brings its tokenizer inside it, so it is written from memory.
+    tokenizer = folder.path / TOKENIZER_FILE
+    write_whole(tokenizer, inputs.tokenizer.raw.decode("utf-8"))
+    save_decoder(student, folder.student, torch_dtype(save_as), extra_files=[tokenizer])
     size = sum(file.stat().st_size for file in folder.student.iterdir())
     log.write(StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256))
     return sha256

@@ -1,0 +1,86 @@
+"""Which type each tensor of a converted file gets.
+
+    quant     matrices                                          norms, biases
+    f32       F32                                               F32
+    bf16      BF16                                              F32; BF16 in safetensors
+    q8_0      Q8_0                                              F32
+    q6_k      Q6_K                                              F32
+    q4_k_m    Q4_K, with more bits where an error costs more:   F32
+              Q6_K for the head (the embedding, where it is the head too), and for v and down in the
+              first and last eighth of the layers and every third between;
+              Q5_K for the other v of a model of 80 layers, which eight query heads share
+
+That is llama.cpp's mixture, so that a Q4_K_M file of llama.cpp already has these types. Where rows
+are no multiple of 256 values: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, as there.
+
+An .apr file has Q4_K and Q6_K alone: there, rows that are no multiple of 256 stay F32, and Q5_K is
+Q6_K. Safetensors have no blocks at all. What a format has no type for is refused.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from engine.errors import UsageError
+from engine.models.config import ModelConfig
+from engine.models.names import expected_tensors, hf_names
+from engine.quant.blocks import BLOCK_TYPES, BlockType, fallback
+
+# quant -> the type of its matrices.
+QUANTS = {"q4_k_m": "Q4_K", "q6_k": "Q6_K", "q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
+# format -> the types that its files have.
+TYPES_OF = {
+    "safetensors": ("F32", "F16", "BF16"),
+    "gguf": tuple(BLOCK_TYPES),
+    "apr": ("F32", "F16", "BF16", "Q4_K", "Q6_K"),
+}
+# What rows become that the blocks of a format do not fill.
+_INSTEAD_IN_APR = {"Q5_K": "Q6_K"}
+_SHARED_V_LAYERS = 80
+
+
+def tensor_types(config: ModelConfig, quant: str, format_: str) -> dict[str, BlockType]:
+    """Our name -> type of every tensor. Raises `UsageError` for a quant that the format lacks."""
+    matrix = QUANTS[quant]
+    if matrix not in TYPES_OF[format_]:
+        having = [name for name, kind in QUANTS.items() if kind in TYPES_OF[format_]]
+        raise UsageError(
+            f"quant: {format_} — expected {', '.join(having)}, found {quant}",
+            hint="a .gguf file has it" if format_ != "gguf" else None,
+        )
+    shapes = expected_tensors(config)
+    found = {}
+    for ours, hf in hf_names(config).items():
+        shape = shapes[hf]
+        wanted = "F32" if format_ != "safetensors" else matrix
+        if len(shape) == 2:
+            wanted = _mixed(config, ours) if quant == "q4_k_m" else matrix
+        found[ours] = _fitting(wanted, shape[-1], format_)
+    return found
+
+
+def _mixed(config: ModelConfig, ours: str) -> str:
+    """The type of a matrix in q4_k_m."""
+    head = "embed.weight" if config.tie_word_embeddings else "head.weight"
+    if ours == head:
+        return "Q6_K"
+    if ours.endswith((".attention.v.weight", ".mlp.down.weight")):
+        layers = config.num_hidden_layers
+        if _more_bits(int(ours.split(".")[1]), layers):
+            return "Q6_K"
+        if ours.endswith(".attention.v.weight") and layers == _SHARED_V_LAYERS:
+            return "Q5_K"
+    return "Q4_K"
+
+
+def _more_bits(layer: int, layers: int) -> bool:
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _fitting(wanted: str, row_values: int, format_: str) -> BlockType:
+    """The type for rows of a length in a format."""
+    if format_ != "apr":
+        return fallback(BLOCK_TYPES[wanted], row_values)
+    kind = BLOCK_TYPES[_INSTEAD_IN_APR.get(wanted, wanted)]
+    return kind if row_values % kind.block_size == 0 else BLOCK_TYPES["F32"]
