@@ -58,7 +58,7 @@ def run(decoder: Decoder, documents: list[list[int]] | None) -> dict[str, Tensor
 
 
 def gap(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+    return float((found - expected).detach().norm() / expected.detach().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
