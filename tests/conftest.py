@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is not a fault of what is tested; hangs are pytest-timeout's business.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 # Runs started by tests are tiny: one thread each leaves the other core to the other worker, and
 # fixes the order of sums.
