@@ -141,15 +141,31 @@ def test_shards_open_as_one(tmp_path: Path) -> None:
             assert weights.tensors["a"].file == tmp_path / "one.safetensors"
 
 
-def test_shards_that_are_links_out_of_the_folder_open(tmp_path: Path) -> None:
+def test_shards_that_are_links_into_the_blobs_of_a_cache_open(tmp_path: Path) -> None:
     """How the Hugging Face cache stores a model."""
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "revision"
     blobs.mkdir()
-    snapshot.mkdir()
+    snapshot.mkdir(parents=True)
     make_shards(blobs)
     for file in blobs.iterdir():
-        (snapshot / file.name).symlink_to(file)
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
     assert set(open_safetensors(snapshot).tensors) == {"a", "b"}
+
+
+def test_a_shard_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    outside, model = tmp_path / "outside", tmp_path / "model"
+    outside.mkdir()
+    model.mkdir()
+    make_shards(model)
+    (model / "two.safetensors").rename(outside / "two.safetensors")
+    (model / "two.safetensors").symlink_to(outside / "two.safetensors")
+    with pytest.raises(WeightsError, match=r"ST18 .*\"two\.safetensors\", a link to"):
+        open_safetensors(model)
+    (model / "two.safetensors").unlink()
+    (model / "inner").mkdir()
+    (outside / "two.safetensors").rename(model / "inner" / "two.safetensors")
+    (model / "two.safetensors").symlink_to("inner/two.safetensors")
+    assert set(open_safetensors(model).tensors) == {"a", "b"}
 
 
 @pytest.mark.parametrize(

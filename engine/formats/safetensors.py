@@ -8,7 +8,7 @@ the data, so that opening a model costs no memory and a tensor is read when it i
 
 The files say nothing of the model but its tensors: configuration and tokenizer are in the
 `config.json` and `tokenizer.json` beside them. ST13 is a set of shards that does not fit its index,
-ST18 an index that names a file outside its folder; the other codes are the header's.
+ST18 an index that names a file outside its folder, by a path or a link; the other codes are the header's.
 
 Importing this module loads neither torch nor the library; `get`, `write_safetensors` and
 `tensors_sha256` do.
@@ -289,6 +289,16 @@ def escapes(name: str) -> bool:
     return odd or inside.is_absolute() or ".." in inside.parts or not inside.parts
 
 
+def _stays_inside(folder: Path, shard: str) -> bool:
+    """Whether a shard, links followed, lies in its folder or in the blobs of a Hugging Face cache.
+
+    That cache keeps `snapshots/<revision>/<file>` as links to `blobs/<digest>` two folders up.
+    """
+    real = Path(os.path.realpath(folder / shard))
+    blobs = Path(os.path.realpath(folder)).parent.parent / "blobs"
+    return real.is_relative_to(os.path.realpath(folder)) or real.parent == blobs
+
+
 def _read_shards(index: Path) -> list[Header]:
     """The headers of all shards of an index; each tensor is in the shard it is said to be in."""
     weight_map = read_json_object(index, "safetensors index").get("weight_map")
@@ -300,6 +310,11 @@ def _read_shards(index: Path) -> list[Header]:
         if escapes(shard):
             found = f"the shard path {json.dumps(shard)}"
             refuse(index, "shards inside the folder", found, code="ST18")
+    for shard in shards:
+        if not _stays_inside(index.parent, shard):
+            found = f"{json.dumps(shard)}, a link to {os.path.realpath(index.parent / shard)}"
+            hint = "name that folder itself if the link is meant"
+            refuse(index, "shards inside the folder", found, hint, code="ST18")
     missing = [shard for shard in shards if not os.path.exists(index.parent / shard)]
     if missing:
         refuse(
