@@ -6,6 +6,7 @@ A `Machine` answers every call with a value or a return code of nvml.h, and coun
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.device.cuda_driver import ask_in_child
 from engine.device.facts import read_facts
 from engine.device.host import Host
 from engine.device.nvml import Nvml, clock_event_words, find_binding, open_nvml
@@ -46,6 +48,7 @@ H200: dict[str, Any] = {
     "nvmlSystemGetCudaDriverVersion_v2": 13000,
     "nvmlDeviceGetName": "NVIDIA H200",
     "nvmlDeviceGetUUID": "GPU-0c5b1a3e-7f0d-4d6b-9d0a-000000000001",
+    "nvmlDeviceGetPciInfo": SimpleNamespace(busId="00000000:3B:00.0"),
     "nvmlDeviceGetCudaComputeCapability": (9, 0),
     "nvmlDeviceGetAddressingMode": 1,
     "nvmlDeviceGetNumaNodeId": NOT_SUPPORTED,
@@ -60,7 +63,13 @@ H200: dict[str, Any] = {
     "nvmlDeviceGetPowerUsage": 345_678,
     "nvmlDeviceGetClockInfo": 1755,
     "nvmlDeviceGetCurrentClocksEventReasons": 4,
+    "nvmlDeviceGetTotalEnergyConsumption": 5_000_500,
+    "nvmlGpmQueryDeviceSupport": SimpleNamespace(isSupportedDevice=1),
+    "nvmlGpmSampleGet": 1,
 }
+GPM = {2: 61.5, 3: 40.0, 5: 22.25, 10: 35.0}
+"""What the counters of a recorded GPU read, by NVML's number."""
+NO_GPM = SimpleNamespace(isSupportedDevice=0)
 GB10 = H200 | {
     "nvmlDeviceGetName": "NVIDIA GB10",
     "nvmlDeviceGetCudaComputeCapability": (12, 1),
@@ -71,6 +80,7 @@ GB10 = H200 | {
     "nvmlDeviceGetEnforcedPowerLimit": NOT_SUPPORTED,
     "nvmlDeviceGetPowerManagementLimit": NOT_SUPPORTED,
     "nvmlDeviceGetPowerManagementDefaultLimit": NOT_SUPPORTED,
+    "nvmlGpmQueryDeviceSupport": NO_GPM,
 }
 ORIN = dict.fromkeys(H200, NOT_SUPPORTED) | {
     "nvmlSystemGetDriverVersion": "540.4.0",
@@ -94,6 +104,8 @@ class Machine:
         self.gpus = list(gpus)
         self.asked: Counter[str] = Counter()
         self.open = False
+        self.buffers: list[SimpleNamespace] = []
+        self.gpm: dict[int, float | Code] = dict(GPM)
         module = ModuleType("pynvml")
         module.NVMLError = pynvml.NVMLError  # type: ignore[attr-defined]
         module._nvmlGetFunctionPointer = None  # type: ignore[attr-defined]
@@ -104,6 +116,10 @@ class Machine:
         )
         module.nvmlDeviceGetHandleByIndex = self.handle  # type: ignore[attr-defined]
         module.nvmlMemory_v2 = pynvml.nvmlMemory_v2  # type: ignore[attr-defined]
+        module.c_nvmlGpmMetricsGet_t = gpm_question  # type: ignore[attr-defined]
+        module.nvmlGpmSampleAlloc = self.allocate  # type: ignore[attr-defined]
+        module.nvmlGpmSampleFree = self.buffers.remove  # type: ignore[attr-defined]
+        module.nvmlGpmMetricsGet = self.compare  # type: ignore[attr-defined]
         for name in CALLS:
             assert hasattr(pynvml, name), f"{name} is not in the real binding"
             setattr(module, name, self.call(name))
@@ -125,10 +141,29 @@ class Machine:
 
         return play
 
+    def allocate(self) -> SimpleNamespace:
+        self.buffers.append(SimpleNamespace(number=len(self.buffers)))
+        return self.buffers[-1]
+
+    def compare(self, question: SimpleNamespace) -> SimpleNamespace:
+        """nvmlGpmMetricsGet: two buffers that must differ, in the order of their filling."""
+        self.asked["nvmlGpmMetricsGet"] += 1
+        assert question.version == pynvml.NVML_GPM_METRICS_GET_VERSION
+        assert question.sample1 is not question.sample2
+        for metric in question.metrics[: question.numMetrics]:
+            found = self.gpm[metric.metricId]
+            metric.nvmlReturn = int(found) if isinstance(found, Code) else 0
+            metric.value = 0.0 if isinstance(found, Code) else found
+        return question
+
     def answer(self, value: Any) -> Any:
         if isinstance(value, Code):
             raise pynvml.NVMLError(int(value))
         return value
+
+
+def gpm_question() -> SimpleNamespace:
+    return SimpleNamespace(metrics=[SimpleNamespace() for _ in range(8)])
 
 
 def opened(machine: Machine) -> Nvml:
@@ -151,12 +186,20 @@ def test_a_discrete_gpu_gives_every_reading_in_its_unit() -> None:
         "gpu_power_w": 345.678,
         "sm_clock_mhz": 1755,
         "clock_event_reasons": "sw_power_cap",
+        **dict.fromkeys(("sm_util_pct", "sm_occupancy_pct", "tensor_util_pct", "dram_util_pct")),
     }
-    assert values(nvml.slow(0)) == {"gpu_temperature_c": 41, "gpu_power_limit_w": 600.0}
+    assert values(nvml.slow(0)) == {
+        "gpu_temperature_c": 41,
+        "gpu_power_limit_w": 600.0,
+        "gpu_energy_j": 5000.5,
+    }
     facts = nvml.facts(0)
     assert facts.compute_capability.value == "9.0"
     assert facts.memory_total_bytes.value == 141 * GIB
+    assert facts.memory_used_bytes.value == 3 * GIB
     assert facts.memory_status.value == "supported"
+    assert facts.utilisation_status.value == "supported"
+    assert facts.pci_address.value == "00000000:3B:00.0"
     assert facts.addressing_mode.value == "hmm"
     assert facts.power_set_limit_w.value == 650.0
     assert nvml.driver_version().value == "580.159.03"
@@ -175,6 +218,7 @@ def test_no_process_list_pcie_or_fan_call_is_ever_made() -> None:
         "nvmlDeviceGetPowerUsage": 1,
         "nvmlDeviceGetClockInfo": 1,
         "nvmlDeviceGetCurrentClocksEventReasons": 1,
+        "nvmlGpmSampleGet": 1,
     }
     # The stand-in has no other function: a call of one would have been an absent reading above.
 
@@ -217,6 +261,7 @@ def test_a_gpu_that_supports_almost_nothing_has_its_name_and_reasons_for_the_res
     facts = nvml.facts(0)
     assert facts.name.value == "Orin (nvgpu)"
     assert facts.compute_capability.value == "8.7"
+    assert facts.utilisation_status.value == "not supported"
     readings = nvml.fast(0) | nvml.slow(0)
     assert {r.absent for r in readings.values()} == {"NVML: Not Supported"}
 
@@ -270,6 +315,27 @@ def test_a_gpu_lost_in_mid_run_is_absent_and_comes_back_with_a_short_memory() ->
     for _ in range(3):
         nvml.fast(0)
     assert machine.asked["nvmlDeviceGetPowerUsage"] == asked + 2
+
+
+def test_a_lost_gpu_is_told_from_one_that_says_nothing() -> None:
+    lost = dict.fromkeys(H200, LOST)
+    for recording in (lost, H200 | {"nvmlDeviceGetHandleByIndex": LOST}):
+        assert opened(Machine(recording)).facts(0).memory_status.value == "lost"
+    status = opened(Machine(H200 | {"nvmlDeviceGetMemoryInfo": UNKNOWN})).facts(0).memory_status
+    assert status.absent == "NVML: Unknown Error"
+    machine = Machine(lost)
+    nvml = opened(machine)
+    assert nvml.facts(0).memory_status.value == "lost"
+    machine.gpus[0] = H200
+    assert [nvml.facts(0).memory_status.value for _ in range(2)] == ["lost", "supported"]
+
+
+def test_one_question_outside_the_ticks_is_answered_or_absent() -> None:
+    nvml = opened(Machine(ORIN))
+    answer = nvml.ask(0, "nvmlDeviceGetPowerUsage")
+    assert isinstance(answer, Reading) and answer.absent == "NVML: Not Supported"
+    assert nvml.ask(0, "nvmlDeviceGetName") == "Orin (nvgpu)"
+    assert "no such function" in str(nvml.ask(0, "nvmlDeviceGetNothing").absent)
 
 
 def test_an_older_driver_answers_through_the_older_names() -> None:
@@ -405,7 +471,8 @@ def test_no_reading_is_zero_because_a_call_failed(failing: dict[str, int], ticks
 
 def test_facts_of_a_gpu_machine_read_well_and_are_flat(tmp_path: Path) -> None:
     host = Host(proc=tmp_path, cgroups=tmp_path)
-    facts = read_facts(host, opened(Machine(H200, GB10)))
+    no_cuda = ask_in_child(os.environ | {"CUDA_VISIBLE_DEVICES": "-1"})
+    facts = read_facts(host, opened(Machine(H200, GB10)), no_cuda)
     text = "\n".join(facts.lines())
     assert "GPU 0: NVIDIA H200 (nvmlDeviceGetName)" in text
     assert "GPU 0 memory: 141.0 GiB (nvmlDeviceGetMemoryInfo)" in text
@@ -442,6 +509,7 @@ def test_the_sampler_gives_one_sample_for_each_gpu_and_repeats_slow_fields() -> 
 def test_the_sampler_gives_a_reason_when_it_appears_and_again_when_it_returns() -> None:
     machine = Machine(H200)
     sampler = Sampler(lambda: None, opened(machine))
+    sampler.sample()  # the counters have no value before the second tick
     healthy = machine.gpus[0].copy()
     broken = healthy | {"nvmlDeviceGetPowerUsage": UNKNOWN}
     seen = []
@@ -457,6 +525,119 @@ def test_the_sampler_gives_a_reason_when_it_appears_and_again_when_it_returns() 
     assert seen[8] == (None, {})
 
 
+def test_performance_counters_are_the_means_between_two_ticks() -> None:
+    machine = Machine(H200)
+    nvml = opened(machine)
+    first = nvml.fast(0)
+    assert "two samples" in (first["tensor_util_pct"].absent or "")
+    second = values(nvml.fast(0))
+    names = ("sm_util_pct", "sm_occupancy_pct", "tensor_util_pct", "dram_util_pct")
+    assert [second[name] for name in names] == list(GPM.values())
+    assert len(machine.buffers) == 2
+    nvml.close()
+    assert machine.buffers == [] and not machine.open
+
+
+def test_the_numbers_of_the_counters_are_those_of_the_binding() -> None:
+    from engine.device.gpm import METRICS
+
+    assert METRICS == {
+        "sm_util_pct": pynvml.NVML_GPM_METRIC_SM_UTIL,
+        "sm_occupancy_pct": pynvml.NVML_GPM_METRIC_SM_OCCUPANCY,
+        "tensor_util_pct": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+        "dram_util_pct": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+    }
+    question = pynvml.c_nvmlGpmMetricsGet_t()
+    question.metrics[len(METRICS) - 1].metricId = 1  # there is room for all of them
+
+
+@pytest.mark.parametrize(
+    ("recording", "words"),
+    [
+        (GB10, "this GPU has no GPM counters"),
+        (H200 | {"nvmlGpmQueryDeviceSupport": FUNCTION_NOT_FOUND}, "Function Not Found"),
+        (H200 | {"nvmlDeviceGetHandleByIndex": NO_PERMISSION}, "cannot open GPU 0"),
+    ],
+)
+def test_a_gpu_without_counters_says_so_once_and_takes_no_sample(
+    recording: dict[str, Any], words: str
+) -> None:
+    machine = Machine(recording)
+    nvml = opened(machine)
+    for _ in range(5):
+        assert words in (nvml.fast(0)["tensor_util_pct"].absent or "")
+    assert machine.asked["nvmlGpmSampleGet"] == 0
+    assert machine.asked["nvmlGpmQueryDeviceSupport"] <= 1
+
+
+def test_a_binding_without_the_counters_is_a_reason() -> None:
+    machine = Machine(H200)
+    del machine.module.nvmlGpmQueryDeviceSupport
+    assert "no GPM functions" in (opened(machine).fast(0)["sm_util_pct"].absent or "")
+
+
+def test_one_counter_that_fails_or_is_no_number_leaves_the_others_alone() -> None:
+    machine = Machine(H200)
+    machine.gpm |= {5: NOT_SUPPORTED, 10: float("nan")}
+    nvml = opened(machine)
+    nvml.fast(0)
+    fast = nvml.fast(0)
+    assert fast["tensor_util_pct"].absent == "NVML: Not Supported"
+    assert fast["dram_util_pct"].absent == "NVML gave no number"
+    assert fast["sm_util_pct"].value == 61.5
+
+
+def test_a_sample_that_fails_is_never_compared_with() -> None:
+    machine = Machine(H200)
+    nvml = opened(machine)
+    nvml.fast(0)
+    machine.gpus[0] = H200 | {"nvmlGpmSampleGet": UNKNOWN}
+    assert nvml.fast(0)["sm_util_pct"].absent == "NVML: Unknown Error"
+    machine.gpus[0] = H200
+    said = [nvml.fast(0)["sm_util_pct"] for _ in range(3)]
+    assert [r.value for r in said] == [None, None, 61.5]
+    assert "two samples" in (said[1].absent or "")
+
+
+UNDER_REPORTS = GB10 | {"nvmlDeviceGetMemoryInfo": memory(8128 << 20, 199 << 20)}
+HOST_TOTAL = GB10 | {"nvmlDeviceGetMemoryInfo": memory(119 * GIB, 30 * GIB)}
+THOR = ORIN | {
+    "nvmlDeviceGetName": "NVIDIA Thor",
+    "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=7, memory=0),
+    "nvmlDeviceGetTemperatureV": 38,
+}
+PART_OF_A_GPU = H200 | {
+    "nvmlDeviceGetUtilizationRates": NOT_SUPPORTED,
+    "nvmlDeviceGetPowerUsage": NO_PERMISSION,
+    "nvmlGpmQueryDeviceSupport": Code(3),
+}
+NUMA = H200 | {"nvmlDeviceGetAddressingMode": 2, "nvmlDeviceGetNumaNodeId": 1}
+
+
+@pytest.mark.parametrize(
+    ("recording", "known", "unknown"),
+    [
+        (UNDER_REPORTS, {"gpu_mem_total_bytes": 8128 << 20, "gpu_util_pct": 13}, "tensor_util_pct"),
+        (HOST_TOTAL, {"gpu_mem_total_bytes": 119 * GIB}, "sm_util_pct"),
+        (THOR, {"gpu_util_pct": 7}, "gpu_mem_used_bytes"),
+        (PART_OF_A_GPU, {"gpu_mem_used_bytes": 3 * GIB}, "gpu_util_pct"),
+        (NUMA, {"gpu_util_pct": 96, "gpu_mem_used_bytes": 3 * GIB}, ""),
+    ],
+    ids=["n1x", "host-total", "thor", "mig", "numa-fb"],
+)
+def test_a_kind_of_machine_gives_what_it_knows_and_a_reason_for_the_rest(
+    recording: dict[str, Any], known: dict[str, object], unknown: str
+) -> None:
+    sampler = Sampler(lambda: None, opened(Machine(recording)))
+    sampler.sample()
+    first = sampler.sample()[1]
+    assert {name: first.fields[name] for name in known} == known
+    for name, value in first.fields.items():
+        assert value is None or name in ("index", "gpu_mem_util_pct") or value != 0, name
+    if unknown:
+        assert first.fields[unknown] is None
+
+
 @pytest.mark.gpu
 def test_a_real_gpu_gives_every_fast_reading() -> None:
     nvml = open_nvml()
@@ -465,4 +646,9 @@ def test_a_real_gpu_gives_every_fast_reading() -> None:
     facts = nvml.facts(0)
     assert str(facts.uuid.value).startswith("GPU-")
     assert nvml.fast(0)["gpu_util_pct"].value is not None
+    counters = nvml.fast(0)
+    print({name: str(reading) for name, reading in counters.items()})
+    for name in ("sm_util_pct", "sm_occupancy_pct", "tensor_util_pct", "dram_util_pct"):
+        value = counters[name].number
+        assert counters[name].absent or (value is not None and 0 <= value <= 100), name
     nvml.close()

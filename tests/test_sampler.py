@@ -15,7 +15,7 @@ from engine.device.facts import read_facts
 from engine.device.host import Host
 from engine.device.nvml import Nvml, open_nvml
 from engine.device.reading import Reading, absent
-from engine.device.sampler import Sample, Sampler
+from engine.device.sampler import DUTY_LIMIT_PCT, DUTY_TICKS, LONGEST_TICK_S, Sample, Sampler
 from engine.runlog.events import HostSample
 
 NO_NVML = absent("no NVIDIA driver library on this machine", "nvmlInit")
@@ -132,8 +132,8 @@ def test_cpu_percent_needs_time_to_pass(tmp_path: Path) -> None:
 def test_an_empty_machine_has_no_number_at_all(tmp_path: Path) -> None:
     sample = Sampler(lambda: 7, NO_NVML, Host(proc=tmp_path, cgroups=tmp_path)).sample()[0]
     numbers = {n: v for n, v in sample.fields.items() if v is not None}
-    assert set(numbers) == {"duty_s"}
-    assert set(sample.absent) == set(sample.fields) - {"duty_s"} | {"gpu"}
+    assert set(numbers) == {"duty_s", "tick_s"}
+    assert set(sample.absent) == set(sample.fields) - {"duty_s", "tick_s"} | {"gpu"}
 
 
 def test_nvml_on_this_machine_is_open_or_absent_with_a_reason_and_never_zero() -> None:
@@ -157,6 +157,89 @@ def test_reading_the_machine_costs_little() -> None:
     costs_s = sorted(number_of(sampler.sample()[0], "duty_s") for _ in range(20))
     # About 0.5 ms; 10 ms is 1 % of a core at 1 Hz. The least of 20 does not see other processes.
     assert costs_s[0] < 0.010
+
+
+class Clock:
+    """Time that passes by a cost at each look at it, and otherwise when it is told to."""
+
+    def __init__(self, cost_s: float) -> None:
+        self.now_s, self.cost_s = 100.0, cost_s
+
+    def __call__(self) -> float:
+        self.now_s += self.cost_s
+        return self.now_s
+
+
+def ticks(sampler: Sampler, clock: Clock, count: int) -> list[Sample]:
+    """Ticks at the pace that the sampler asks for."""
+    taken = []
+    for _ in range(count):
+        begun_s = clock.now_s
+        taken.append(sampler.sample()[0])
+        clock.now_s = max(clock.now_s, begun_s + sampler.tick_s)
+    return taken
+
+
+def test_a_sampler_that_costs_too_much_halves_its_pace_and_says_so() -> None:
+    # A tick takes 6 ms, a slow one 12: 0.66 % at 1 Hz, half of that at 0.5 Hz.
+    clock = Clock(0.006)
+    sampler = Sampler(lambda: None, NO_NVML, Host(proc=Path("/nowhere")), clock)
+    samples = ticks(sampler, clock, DUTY_TICKS + 1)
+    assert sampler.tick_s == 2.0
+    news = sampler.news()
+    assert news is not None and "every 2 s" in news and sampler.news() is None
+    assert number_of(samples[DUTY_TICKS - 1], "duty_pct") > DUTY_LIMIT_PCT
+    later = ticks(sampler, clock, 3 * DUTY_TICKS)
+    assert sampler.tick_s == 2.0 and sampler.news() is None
+    assert number_of(later[-1], "duty_pct") < DUTY_LIMIT_PCT
+    assert number_of(later[-1], "tick_s") == 2.0
+
+
+def test_a_sampler_within_its_limit_keeps_its_pace() -> None:
+    clock = Clock(0.004)  # 0.44 %
+    sampler = Sampler(lambda: None, NO_NVML, Host(proc=Path("/nowhere")), clock)
+    ticks(sampler, clock, 4 * DUTY_TICKS)
+    assert sampler.tick_s == 1.0 and sampler.news() is None
+
+
+def test_the_pace_has_an_end() -> None:
+    clock = Clock(1.0)
+    sampler = Sampler(lambda: None, NO_NVML, Host(proc=Path("/nowhere")), clock)
+    ticks(sampler, clock, 20 * DUTY_TICKS)
+    assert sampler.tick_s == LONGEST_TICK_S
+
+
+def test_rates_are_counts_over_the_time_between_two_slow_ticks(tmp_path: Path) -> None:
+    clock = Clock(0.0)
+    sampler = Sampler(lambda: None, NO_NVML, Host(proc=tmp_path), clock, slow_every=2)
+
+    def tick(faults: int) -> Sample:
+        text = f"pgmajfault {faults}\npswpin 0\npswpout 8\noom_kill 3\n"
+        (tmp_path / "vmstat").write_text(text)
+        sample = sampler.sample()[0]
+        clock.now_s += 1.0
+        return sample
+
+    first = tick(100)
+    assert first.fields["major_faults_per_s"] is None
+    assert "two looks" in first.absent["major_faults_per_s"]
+    assert first.fields["oom_kills"] == 3
+    tick(500)
+    assert tick(120).fields["major_faults_per_s"] == pytest.approx(10.0)
+    assert tick(900).fields["major_faults_per_s"] == pytest.approx(10.0)
+    gone_back = tick(0)
+    assert gone_back.fields["major_faults_per_s"] is None
+
+
+def test_pressure_swap_and_paging_of_this_machine_are_read() -> None:
+    fields = Sampler(os.getpid, NO_NVML).sample()[0].fields
+    for name in ("psi_memory_some_avg10_pct", "psi_cpu_some_avg10_pct", "psi_io_full_avg10_pct"):
+        assert name in fields
+    assert fields["oom_kills"] is None or number_is_count(fields["oom_kills"])
+
+
+def number_is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 MODULES = (

@@ -166,11 +166,24 @@ class Host:
     def vmstat_oom_kill(self) -> Reading:
         return _table(self.proc / "vmstat").number("oom_kill")
 
-    def psi_memory_pct(self) -> tuple[Reading, Reading]:
-        """(some, full) over the last 10 s, in percent."""
-        table = _table(self.proc / "pressure/memory")
+    def status_word(self, key: str) -> Reading:
+        """The first word of a line of this process's own status: `CapEff`."""
+        return _table(self.proc / "self/status").word(key, r"^(\S+)", str)
+
+    def vmstat(self, *keys: str) -> list[Reading]:
+        """Counters since the machine started, all of one look."""
+        table = _table(self.proc / "vmstat")
+        return [table.number(key) for key in keys]
+
+    def psi_pct(self, resource: str) -> tuple[Reading, Reading]:
+        """(some, full) of `memory`, `cpu` or `io` over the last 10 s, in percent."""
+        table = _table(self.proc / "pressure" / resource)
         some, full = (table.word(k, r"avg10=(\d+\.\d+)", float) for k in ("some", "full"))
         return some, full
+
+    def psi_memory_pct(self) -> tuple[Reading, Reading]:
+        """(some, full) over the last 10 s, in percent."""
+        return self.psi_pct("memory")
 
     def cpu_count(self) -> Reading:
         """CPUs that are switched on."""

@@ -6,8 +6,9 @@ is itself called `pynvml` is deprecated.
 What a monitor may ask, and how often:
 
     once   names, driver, compute capability, memory total, addressing mode
-    slow   temperature, power limit in force                              (every tenth tick)
-    fast   utilisation, memory, power, SM clock, clock event reasons      (every tick)
+    slow   temperature, power limit in force, energy                      (every tenth tick)
+    fast   utilisation, memory, power, SM clock, clock event reasons,
+           performance counters (`gpm.py`)                                (every tick)
     never  process list, PCIe throughput, fans: they hold the driver's global lock for up to
            milliseconds, against microseconds for the rest, and so disturb the run that is watched
 
@@ -32,15 +33,15 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from engine.device.gpm import LONGEST_WAIT_TICKS, Gpm
 from engine.device.reading import Reading, absent, measured
 
 # Return codes and enumerations of nvml.h: part of its ABI, so they are the same in every binding.
 _INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND = 2, 3, 4, 13
-_VERSION_MISMATCH, _DEPRECATED = 25, 26
+_GPU_IS_LOST, _VERSION_MISMATCH, _DEPRECATED = 15, 25, 26
 _FORM_MISSING = (_FUNCTION_NOT_FOUND, _VERSION_MISMATCH, _DEPRECATED)
 _PERMANENT = (_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, *_FORM_MISSING)
 _SM_CLOCK, _DIE_SENSOR = 1, 0
-_LONGEST_WAIT_TICKS = 64
 _INIT_REASONS = {
     9: "the NVIDIA driver is not loaded",
     12: "no NVIDIA driver library (libnvidia-ml.so.1) on this machine",
@@ -48,7 +49,8 @@ _INIT_REASONS = {
 }
 
 SUPPORTED, NOT_SUPPORTED, TOTAL_IS_ZERO = "supported", "not supported", "total is zero"
-"""Values of `GpuFacts.memory_status`."""
+LOST = "lost"
+"""Values of `GpuFacts.memory_status`; `utilisation_status` is one of the first two."""
 
 _CLOCK_EVENTS = (
     "gpu_idle",
@@ -102,6 +104,8 @@ class _Query:
     _wait_ticks: int = 0
     not_supported: bool = field(default=False, init=False)
     """The device has said that it does not support this."""
+    gpu_lost: bool = False
+    """The last answer was that the GPU is lost: off the bus until the machine starts again."""
 
     def ask(self) -> _Answer:
         if self.lost_handle is not None:
@@ -127,10 +131,11 @@ class _Query:
                 except self.module.NVMLError as error:
                     code, words = error.value, str(error)
                 else:
-                    self._failures = 0
+                    self._failures, self.gpu_lost = 0, False
                     return _Answer(value, name, None)
             if code not in _PERMANENT:
-                self._wait_ticks = min(2**self._failures, _LONGEST_WAIT_TICKS)
+                self.gpu_lost = code == _GPU_IS_LOST
+                self._wait_ticks = min(2**self._failures, LONGEST_WAIT_TICKS)
                 self._failures += 1
                 return _Answer(None, name, f"NVML: {words}")
             # What the device says of itself tells more than that an older name does not exist.
@@ -144,17 +149,24 @@ class _Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """What does not change while a process runs."""
+    """What does not change while a process runs, and the memory in use now."""
 
     index: int
     name: Reading
     uuid: Reading
+    """`GPU-` and hexadecimal with dashes: of the whole GPU, also when it is divided (MIG)."""
+    pci_address: Reading
+    """As the driver writes it: `00000000:3B:00.0`."""
     compute_capability: Reading
     """As `9.0`."""
     memory_total_bytes: Reading
     """Memory of a discrete card. An integrated device has none of its own."""
+    memory_used_bytes: Reading
+    """When this was read, by all processes."""
     memory_status: Reading
-    """One of the three words above: to be compared with CUDA's `is_integrated`."""
+    """One of the four words above: to be compared with CUDA's `integrated`."""
+    utilisation_status: Reading
+    """`supported` or `not supported`."""
     addressing_mode: Reading
     """`none`, `hmm` or `ats`; ats: the GPU uses the page tables of the CPU."""
     numa_node: Reading
@@ -169,19 +181,29 @@ def _watts(milliwatts: int) -> float:
     return milliwatts / 1000
 
 
+def _text(text: str | bytes) -> str:
+    """Older bindings give bytes."""
+    return text.decode("ascii", "replace") if isinstance(text, bytes) else text
+
+
 class _Gpu:
     """The queries of one GPU. One that cannot be opened stays absent until NVML is opened again."""
 
     def __init__(self, module: ModuleType, index: int) -> None:
         self.index = index
-        handle, lost = None, None
+        handle, lost, gone = None, None, False
         try:
             handle = module.nvmlDeviceGetHandleByIndex(index)
         except module.NVMLError as error:
             lost = f"NVML cannot open GPU {index}: {error}"
+            gone = error.value == _GPU_IS_LOST
+
+        def named(*forms: tuple[str, tuple[Any, ...]]) -> _Query:
+            complete = [(name, (handle, *arguments)) for name, arguments in forms]
+            return _Query(module, complete, lost, gpu_lost=gone)
 
         def query(*forms: tuple[Any, ...]) -> _Query:
-            return _Query(module, [(f"nvmlDeviceGet{n}", (handle, *a)) for n, *a in forms], lost)
+            return named(*((f"nvmlDeviceGet{name}", tuple(a)) for name, *a in forms))
 
         memory_v2 = getattr(module, "nvmlMemory_v2", None)
         # v2 counts memory reserved by the driver apart from `used`, as nvidia-smi does.
@@ -194,20 +216,28 @@ class _Gpu:
         self.temperature = query(("TemperatureV", _DIE_SENSOR), ("Temperature", _DIE_SENSOR))
         # The limit in force is the lowest of all; the other form is the one that was asked for.
         self.limit = query(("EnforcedPowerLimit",), ("PowerManagementLimit",))
-        self._query = query
+        self.energy = query(("TotalEnergyConsumption",))
+        self.gpm = Gpm(module, handle, lost)
+        self._query, self._named = query, named
+
+    def ask(self, function: str, arguments: tuple[Any, ...]) -> _Answer:
+        return self._named((function, arguments)).ask()
 
     def facts(self) -> GpuFacts:
         def once(*forms: tuple[Any, ...]) -> _Answer:
             return self._query(*forms).ask()
 
-        total, _, status = self._memory()
+        total, used, status = self._memory()
         return GpuFacts(
             index=self.index,
             name=once(("Name",)).reading(str),
             uuid=once(("UUID",)).reading(str),
+            pci_address=once(("PciInfo",)).reading(lambda info: _text(info.busId)),
             compute_capability=once(("CudaComputeCapability",)).reading(lambda c: f"{c[0]}.{c[1]}"),
             memory_total_bytes=total,
+            memory_used_bytes=used,
             memory_status=status,
+            utilisation_status=self._utilisation_status(),
             addressing_mode=once(("AddressingMode",)).reading(
                 lambda mode: _ADDRESSING_MODES.get(mode, f"mode {mode}")
             ),
@@ -222,8 +252,9 @@ class _Gpu:
         answer = self.memory.ask()
         if answer.missing is not None:
             status = absent(answer.missing, answer.source)
-            if self.memory.not_supported:
-                status = measured(NOT_SUPPORTED, answer.source)
+            if self.memory.not_supported or self.memory.gpu_lost:
+                word = LOST if self.memory.gpu_lost else NOT_SUPPORTED
+                status = measured(word, answer.source)
             none = absent(answer.missing, answer.source)
             return none, none, status
         if not answer.value.total:
@@ -234,6 +265,14 @@ class _Gpu:
             measured(int(answer.value.used), answer.source),
             measured(SUPPORTED, answer.source),
         )
+
+    def _utilisation_status(self) -> Reading:
+        answer = self.utilisation.ask()
+        if answer.missing is None:
+            return measured(SUPPORTED, answer.source)
+        if self.utilisation.not_supported:
+            return measured(NOT_SUPPORTED, answer.source)
+        return absent(answer.missing, answer.source)
 
     def fast(self) -> dict[str, Reading]:
         utilisation = self.utilisation.ask()
@@ -251,12 +290,14 @@ class _Gpu:
             "gpu_power_w": self.power.ask().reading(_watts),
             "sm_clock_mhz": self.sm_clock.ask().reading(int),
             "clock_event_reasons": self.events.ask().reading(clock_event_words),
+            **self.gpm.read(),
         }
 
     def slow(self) -> dict[str, Reading]:
         return {
             "gpu_temperature_c": self.temperature.ask().reading(int),
             "gpu_power_limit_w": self.limit.ask().reading(_watts),
+            "gpu_energy_j": self.energy.ask().reading(lambda millijoules: millijoules / 1000),
         }
 
 
@@ -295,7 +336,18 @@ class Nvml:
     def slow(self, index: int) -> dict[str, Reading]:
         return self._gpus[index].slow()
 
+    def ask(self, index: int, function: str, *arguments: Any) -> Any | Reading:
+        """What one function of NVML answers for a GPU now, or an absent Reading. For a look at what
+        a machine can do, not for the monitor: it remembers nothing and may be slow.
+        """
+        answer = self._gpus[index].ask(function, arguments)
+        if answer.missing is not None:
+            return absent(answer.missing, answer.source)
+        return answer.value
+
     def close(self) -> None:
+        for gpu in self._gpus:
+            gpu.gpm.close()
         self._module.nvmlShutdown()
 
 

@@ -1,0 +1,153 @@
+"""Say what this machine is, what a run can use and measure on it, and what cannot be measured.
+
+engine doctor            for people: every number with its source, then what is missing and what
+                         that rules out
+engine doctor --json     the same as one JSON value
+
+No torch is loaded and no CUDA context is made. The CUDA driver and NVML are asked everything once,
+which takes some seconds on a machine with many GPUs.
+
+Exit code: 0 the machine can be used and everything that a run reads can be read (a machine without
+a GPU too), 2 something cannot be measured, 1 something is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.device.doctor import Diagnosis
+    from engine.device.nvml_capability import Probe
+    from engine.device.reading import Reading
+
+HELP = "say what this machine can do, and what cannot be measured on it"
+NARROWEST, WIDEST = 40, 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    diagnosis = _examine()
+    if arguments.json:
+        print(json.dumps(diagnosis.as_json(), allow_nan=False))
+    else:
+        # Through a pipe there is no width to ask for: then 100, or COLUMNS.
+        width = min(max(shutil.get_terminal_size((100, 24)).columns, NARROWEST), WIDEST)
+        print("\n".join(report_lines(diagnosis, width)))
+    return diagnosis.verdict.exit_code
+
+
+def _examine() -> Diagnosis:
+    from engine.device.cuda_driver import ask_in_child
+    from engine.device.doctor import diagnose
+    from engine.device.facts import read_facts
+    from engine.device.nvml import open_nvml
+    from engine.device.nvml_capability import probe_gpu
+    from engine.device.reading import Reading, absent, measured
+    from engine.device.surroundings import read_surroundings
+    from engine.runtime.c_library import COMPILERS
+    from engine.supervise.attribution import find_kernel_line
+
+    _say("asking the CUDA driver")
+    cuda = ask_in_child()
+    nvml = open_nvml()
+    facts = read_facts(nvml=nvml, cuda=cuda)
+    probes: list[Probe] = []
+    if not isinstance(nvml, Reading):
+        for gpu in range(nvml.count):
+            _say(f"asking NVML about GPU {gpu} ({gpu + 1} of {nvml.count})")
+            probes += probe_gpu(nvml, gpu)
+        nvml.close()
+    _say("reading the kernel's log")
+    # No process has the number 0: this only tells whether the log can be read.
+    _, unreadable = find_kernel_line(0)
+    log = "/dev/kmsg, dmesg"
+    kernel_log = measured("readable", log) if unreadable is None else absent(unreadable, log)
+    return diagnose(facts, probes, read_surroundings(kernel_log, COMPILERS))
+
+
+def _say(text: str) -> None:
+    print(f"engine doctor: {text}", file=sys.stderr, flush=True)
+
+
+def report_lines(diagnosis: Diagnosis, width: int) -> list[str]:
+    """The diagnosis for people, no line wider than `width` except for words that are."""
+    out: list[str] = []
+
+    def section(title: str, lines: Iterator[str]) -> None:
+        body = list(lines)
+        if not body:
+            return
+        out.extend(["", title] if out else [title])
+        for line in body:
+            indent = len(line) - len(line.lstrip()) + 2
+            out.extend(
+                textwrap.wrap(
+                    f"  {line}",
+                    width,
+                    subsequent_indent=" " * (indent + 2),
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            )
+
+    around = diagnosis.surroundings
+    section("Machine", iter(diagnosis.facts.lines()))
+    section("Versions", (f"{name}: {_value(r)}" for name, r in around.versions.items()))
+    section("Around a run", _surroundings(diagnosis))
+    section("Memory allocator", iter(diagnosis.allocator.lines()))
+    for gpu in diagnosis.facts.gpus:
+        mine = [probe for probe in diagnosis.probes if probe.gpu == gpu.index]
+        section(f"NVML queries, GPU {gpu.index}", _matrix(mine))
+    section("Broken", iter(diagnosis.broken))
+    for counts, title in (
+        (True, "Cannot be measured here"),
+        (False, "Not here, and not needed by a run"),
+    ):
+        section(
+            title,
+            (
+                f"{m.what}: {m.reason}. Rules out: {m.rules_out}."
+                for m in diagnosis.missing
+                if m.counts == counts
+            ),
+        )
+    section("Verdict", iter([str(diagnosis.verdict)]))
+    return out
+
+
+def _value(reading: Reading) -> str:
+    return f"{reading.absent}" if reading.value is None else f"{reading.value} ({reading.source})"
+
+
+def _surroundings(diagnosis: Diagnosis) -> Iterator[str]:
+    around = diagnosis.surroundings
+    for name, reading in (
+        ("C compiler", around.c_compiler),
+        ("kernel log", around.kernel_log),
+        ("attaching to a trainer", around.attach),
+        ("py-spy", around.py_spy),
+        ("memory pressure, all tasks, %", around.memory_pressure_pct),
+        ("OOM kills since boot", around.vmstat_oom_kill),
+        ("OOM kills of the control group", around.memcg_oom_kill),
+        ("NVIDIA GPUs on the PCI bus", around.pci_gpus),
+    ):
+        yield f"{name}: {_value(reading)}"
+
+
+def _matrix(probes: list[Probe]) -> Iterator[str]:
+    from engine.units import format_seconds
+
+    name = max((len(probe.capability.what) for probe in probes), default=0)
+    for probe in probes:
+        answer = str(probe.answer.absent or probe.answer.value)
+        cost = format_seconds(probe.cost_s)
+        yield f"{probe.capability.what:{name}}  {cost:>7}  {answer}; {probe.capability.asked}"
