@@ -14,7 +14,8 @@ demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -q -n 2 -m "not soak and not fuzz" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 -m "not soak and not fuzz" --ignore tests/interpreted $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/interpreted
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .

@@ -1,0 +1,228 @@
+"""Compiles every kernel for every GPU it is meant for, ahead of time and without one.
+
+    python -m engine.kernels.aot            refreshes evidence/kernels/aot.json
+    python -m engine.kernels.aot --check    compares with it instead; exit code 1 if worse
+
+What is kept of each body is what a change of source or compiler makes worse unnoticed: registers of
+a thread, bytes of its stack (registers that did not fit, spilled to memory) and shared memory of a
+program. A regression here is a slow kernel on a GPU that nobody has at hand.
+
+Figures belong to one version of Triton and are compared only with figures of the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+import engine.kernels
+from engine.errors import InternalError
+from engine.kernels import dequantize_triton
+from engine.kernels.compiler import ARCHITECTURES, compile_for
+from engine.kernels.key import Variant
+from engine.kernels.prewarm import Matrix, prewarm_variants
+from engine.quant.blocks import BLOCK_TYPES
+
+KEPT = Path(__file__).parents[2] / "evidence" / "kernels" / "aot.json"
+COMMAND = "python -m engine.kernels.aot"
+FUSED_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+SHAPES = ((512, 3584), (18944, 3584))
+"""Rows and columns of the narrowest and the widest matrix of a layer of Qwen2.5-7B."""
+ROW_COUNTS = (1, 8, 64)
+"""Rows of activations: one, the most of the first family of fused kernels, the most of the second."""
+MARGIN_REGISTERS = 8
+"""How many more registers are no regression: a GPU hands them out in eights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AotFigure:
+    variant: str
+    arch: int
+    registers: int
+    """Of a thread; 255 at most."""
+    stack_bytes: int
+    """Of a thread, in memory: what did not fit into registers, or has to have an address."""
+    shared_bytes: int
+    """Of a program."""
+    seconds: float
+    """Of compilation."""
+
+    @property
+    def kept(self) -> list[int]:
+        return [self.registers, self.stack_bytes, self.shared_bytes]
+
+
+def modules() -> list[ModuleType]:
+    """The modules of this package, imported; but for this one, which also runs as a program."""
+    names = (info.name for info in pkgutil.iter_modules(engine.kernels.__path__))
+    return [
+        importlib.import_module(f"{engine.kernels.__name__}.{name}")
+        for name in names
+        if name != "aot"
+    ]
+
+
+def functions_of(module: ModuleType) -> list[JITFunction]:
+    """The `@triton.jit` functions that a module defines, kernels and what they call."""
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, JITFunction) and value.__module__ == module.__name__
+    ]
+
+
+def all_variants(arch: int) -> tuple[Variant, ...]:
+    """What runs launch on `arch`: every kernel that dequantises, and the fused ones for matrices of
+    SHAPES and ROW_COUNTS in bf16; biased, and in the other dtypes, for one row."""
+    plain = [Matrix(BLOCK_TYPES[name], *shape) for name in FUSED_TYPES for shape in SHAPES]
+    biased = [replace(matrix, bias=torch.bfloat16) for matrix in plain]
+    found = (
+        dequantize_triton.variants()
+        + prewarm_variants(plain, [torch.bfloat16], arch=arch, row_counts=ROW_COUNTS)
+        + prewarm_variants(biased, [torch.bfloat16], arch=arch, row_counts=[1])
+        + prewarm_variants(plain, [torch.float16, torch.float32], arch=arch, row_counts=[1])
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def some_variants(arch: int) -> tuple[Variant, ...]:
+    """One of each function, writing bf16 where one of its variants does: what a quick look compiles."""
+    found: dict[Any, Variant] = {}
+    for variant in all_variants(arch):
+        kept = found.setdefault(variant.function, variant)
+        if "*bf16" in variant.types and "*bf16" not in kept.types:
+            found[variant.function] = variant
+    return tuple(found.values())
+
+
+def idle_functions() -> list[str]:
+    """The `@triton.jit` functions of this package that no variant is of and none of it calls."""
+    functions = [function for module in modules() for function in functions_of(module)]
+    listed = {variant.function for arch in ARCHITECTURES for variant in all_variants(arch)}
+    return [
+        f"{function.__module__}.{function.__name__}"
+        for function in functions
+        if function not in listed
+        and not any(
+            re.search(rf"\b{function.__name__}\(", other.src)
+            for other in functions
+            if other is not function
+        )
+    ]
+
+
+def compile_all(
+    architectures: Iterable[int] = ARCHITECTURES, *, workers: int = 4
+) -> list[AotFigure]:
+    """The figures of every variant for every architecture, in their order."""
+    tasks = [(variant, arch) for arch in architectures for variant in all_variants(arch)]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda task: figure(*task), tasks))
+
+
+def figure(variant: Variant, arch: int) -> AotFigure:
+    """Compiles a variant and reads its figures; InternalError where it does not compile."""
+    begun = time.perf_counter()
+    try:
+        body, _ = compile_for(variant, arch)
+    except triton.CompilationError as error:
+        raise InternalError(f"kernel {variant}: sm_{arch} — does not compile: {error}") from error
+    seconds = time.perf_counter() - begun
+    (cubin,) = (path for name, path in body.metadata_group.items() if name.endswith(".cubin"))
+    told = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    if usage is None:
+        raise InternalError(f"cuobjdump: {cubin} — expected REG and STACK, found {told!r}")
+    return AotFigure(
+        variant=str(variant),
+        arch=arch,
+        registers=int(usage[1]),
+        stack_bytes=int(usage[2]),
+        shared_bytes=body.metadata.shared,
+        seconds=seconds,
+    )
+
+
+def regressions(figures: Iterable[AotFigure], kept: dict[str, dict[str, list[int]]]) -> list[str]:
+    """What is worse than `kept`, or is not in it; a line each."""
+    out = []
+    for now in figures:
+        before = kept.get(now.variant, {}).get(f"sm_{now.arch}")
+        where = f"{now.variant}, sm_{now.arch}"
+        if before is None:
+            out.append(f"{where}: no figures kept; `{COMMAND}` keeps them")
+            continue
+        registers, stack_bytes, shared_bytes = before
+        if now.stack_bytes > stack_bytes:
+            out.append(f"{where}: {now.stack_bytes} bytes of stack, were {stack_bytes}")
+        if now.registers > registers + MARGIN_REGISTERS:
+            out.append(f"{where}: {now.registers} registers, were {registers}")
+        if now.shared_bytes > shared_bytes:
+            out.append(f"{where}: {now.shared_bytes} bytes of shared memory, were {shared_bytes}")
+    return out
+
+
+def read_kept() -> tuple[str, dict[str, dict[str, list[int]]]]:
+    """The version of Triton that the kept figures belong to, and the figures."""
+    document = json.loads(KEPT.read_text())
+    return document["triton"], document["figures"]
+
+
+def write_kept(figures: list[AotFigure]) -> None:
+    by_variant: dict[str, dict[str, list[int]]] = {}
+    for now in figures:
+        by_variant.setdefault(now.variant, {})[f"sm_{now.arch}"] = now.kept
+    # One line a variant, so that a change of one kernel is a change of its lines.
+    lines = ",\n".join(
+        f"  {json.dumps(variant)}: {json.dumps(rows)}" for variant, rows in by_variant.items()
+    )
+    KEPT.parent.mkdir(parents=True, exist_ok=True)
+    KEPT.write_text(
+        f'{{\n "command": {json.dumps(COMMAND)},\n "triton": {json.dumps(triton.__version__)},\n'
+        f' "columns": ["registers", "stack_bytes", "shared_bytes"],\n "figures": {{\n{lines}\n }}\n}}\n'
+    )
+
+
+def main(arguments: list[str]) -> int:
+    begun = time.perf_counter()
+    figures = compile_all()
+    print(f"{len(figures)} bodies in {time.perf_counter() - begun:.0f} s")
+    for now in figures:
+        if now.stack_bytes:
+            print(f"spills: {now.variant}, sm_{now.arch}: {now.stack_bytes} bytes of stack")
+    if arguments != ["--check"]:
+        write_kept(figures)
+        print(f"wrote {KEPT}")
+        return 0
+    version, kept = read_kept()
+    if version != triton.__version__:
+        print(f"kept figures are of triton {version}, this is {triton.__version__}: not compared")
+        return 2
+    worse = regressions(figures, kept)
+    print("\n".join(worse) or "no worse than what is kept")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

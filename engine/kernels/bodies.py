@@ -1,0 +1,204 @@
+"""Holds a compiled body to the key it was asked for under.
+
+A cache finds bodies by key. If a body compiled with epsilon 1e-5 lies under the key of 1e-6, every
+lookup, count and warm-up is right and every result is wrong. So a body that comes from disk is not
+believed but examined, in ways of which one suffices to refuse it:
+
+    its manifest      the file `manifest-1.json` that was laid beside it: the whole key, and a hash of
+                      every file. Names the fields that differ
+    its metadata      the name, target, warps and arithmetic that Triton compiled it for
+    its machine code  must define the function that is named by the digest of the key
+    its first stage   the text in which the constants are numbers must equal the one that the kernel's
+                      source gives now, whatever anybody wrote about the body
+
+The first three take 2 ms. The last takes the front end of the compiler, 15 to 100 ms, and says
+nothing more about a body that the same code of ours has examined so before: the manifest names that
+code by a hash. Bodies left by any other version of it are examined in full.
+
+A body that fails is neither used nor silently replaced: that something writes wrong bodies is worth
+knowing. A body without manifest belongs to a process that was killed while compiling it; it is
+compiled again, and counted as compiled.
+
+Not covered: machine code that was altered together with the hash of it in the manifest.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+
+from engine.errors import InternalError
+from engine.kernels.key import KernelKey
+
+MANIFEST = "manifest-1.json"
+"""With the version of its form: a body that another form vouched for has no manifest here, and is
+compiled again."""
+OWN_FILES = ("key.py", "compiler.py", "bodies.py")
+
+
+def has_manifest(body: Any) -> bool:
+    return (_folder(body) / MANIFEST).exists()
+
+
+def forget(body: Any) -> None:
+    """Takes a body out of Triton's index, so that it is compiled again."""
+    name = _path(body, ".json").name
+    (_folder(body) / f"__grp__{name}").unlink(missing_ok=True)
+
+
+def vouch(body: Any, key: KernelKey, first_stage: str) -> None:
+    """Writes the manifest of a body, once it has been found to be one of `key`.
+
+    `first_stage` is what the kernel's source gives now.
+    """
+    _refuse(
+        body,
+        key,
+        [*_metadata(body, key), *_content(body, key), *_first_stage(body, key, first_stage)],
+    )
+    manifest = {"key": key.fields(), "sha256": _hashes(body), "examined_by": _own_code()}
+    target = _folder(body) / MANIFEST
+    partial = target.with_name(f"{MANIFEST}.{os.getpid()}-{id(body):x}")
+    partial.write_text(json.dumps(manifest, indent=1))
+    partial.replace(target)
+
+
+def verify(body: Any, key: KernelKey, first_stage: Callable[[], str]) -> None:
+    """Raises InternalError, naming each field and file, unless `body` is a body of `key`.
+
+    `first_stage` gives what the kernel's source gives now; it is called if it has to be.
+    """
+    try:
+        manifest = json.loads((_folder(body) / MANIFEST).read_text())
+        fields, hashes = dict(manifest["key"]), dict(manifest["sha256"])
+        examined_by = manifest["examined_by"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _refuse(body, key, [f"{MANIFEST}: expected a key and hashes, found {error!r}"])
+        return
+    _refuse(
+        body,
+        key,
+        [*_written(body, key, fields, hashes), *_metadata(body, key), *_content(body, key)],
+    )
+    if examined_by != _own_code():
+        vouch(body, key, first_stage())
+
+
+def _refuse(body: Any, key: KernelKey, problems: list[str]) -> None:
+    if problems:
+        raise InternalError(
+            f"kernel {key.kernel}: {_folder(body)} — expected a body of {key}, found another: "
+            + "; ".join(problems),
+            hint=f"delete {_folder(body)}; the kernel is then compiled again",
+        )
+
+
+def _written(
+    body: Any, key: KernelKey, fields: dict[str, str], hashes: dict[str, str]
+) -> Iterator[str]:
+    for name, expected in key.fields().items():
+        if fields.get(name) != expected:
+            yield f"{name}: expected {expected}, found {fields.get(name, 'none')}"
+    for name, found in _hashes(body).items():
+        if hashes.get(name) != found:
+            yield (
+                f"{name}: expected the file with SHA-256 {str(hashes.get(name, 'none'))[:12]}, "
+                f"found {found[:12]}"
+            )
+
+
+def _metadata(body: Any, key: KernelKey) -> Iterator[str]:
+    found = body.metadata
+    compiler = key.compiler.split()[1]
+    for name, expected, actual in (
+        ("name", key.symbol, found.name),
+        ("target", key.target, f"sm_{found.target.arch}"),
+        ("warps", key.warps, found.num_warps),
+        ("stages", key.stages, found.num_stages),
+        ("fp_fusion", key.fp_fusion, found.enable_fp_fusion),
+        ("compiler", compiler, found.triton_version),
+    ):
+        if actual != expected:
+            yield f"{name} in its metadata: expected {expected}, found {actual}"
+
+
+def _content(body: Any, key: KernelKey) -> Iterator[str]:
+    # The symbol table of an ELF file holds names as plain bytes.
+    if key.symbol.encode() not in body.asm["cubin"]:
+        yield f"machine code: expected the function {key.symbol}, found none of that name"
+
+
+def _first_stage(body: Any, key: KernelKey, expected: str) -> Iterator[str]:
+    found = _without_locations(_path(body, ".ttir"), body.metadata.target)
+    named = re.search(r"tt\.func public @(\w+)", found)
+    if named is not None and named[1] != key.symbol:
+        yield f"name in its first stage: expected {key.symbol}, found {named[1]}"
+        found = found.replace(named[1], key.symbol)
+    if found != expected:
+        wanted, got = _first_difference(expected, found)
+        yield f"first stage: expected `{wanted}`, found `{got}`"
+
+
+def _without_locations(path: Path, target: GPUTarget) -> str:
+    """The first stage as stored, less the names and line numbers of the file it came from: the same
+    source may lie in another folder today."""
+    context = ir.context()
+    ir.load_dialects(context)
+    make_backend(target).load_dialects(context)
+    try:
+        module = ir.parse_mlir_module(str(path), context)
+    except RuntimeError as error:
+        return str(error)
+    return str(module.str_nodebug())
+
+
+def _first_difference(expected: str, found: str) -> tuple[str, str]:
+    """The first line in which two texts differ, of each."""
+    a, b = expected.splitlines(), found.splitlines()
+    for mine, theirs in zip(a, b, strict=False):
+        if mine != theirs:
+            return mine.strip(), theirs.strip()
+    shorter = min(len(a), len(b))
+    return (
+        a[shorter].strip() if shorter < len(a) else "its end",
+        b[shorter].strip() if shorter < len(b) else "its end",
+    )
+
+
+def _hashes(body: Any) -> dict[str, str]:
+    """SHA-256 of every file of a body by its name."""
+    return {
+        name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for name, path in sorted(body.metadata_group.items())
+    }
+
+
+def _path(body: Any, suffix: str) -> Path:
+    for name, path in body.metadata_group.items():
+        if name.endswith(suffix):
+            return Path(path)
+    raise InternalError(
+        f"Triton's cache: {_folder(body)} — expected a file {suffix}, found {sorted(body.metadata_group)}",
+        hint="unset TRITON_STORE_BINARY_ONLY: what is not stored cannot be examined",
+    )
+
+
+def _folder(body: Any) -> Path:
+    return Path(next(iter(body.metadata_group.values()))).parent
+
+
+@functools.cache
+def _own_code() -> str:
+    """Hash of the code that makes keys and bodies and examines them."""
+    text = b"".join((Path(__file__).parent / name).read_bytes() for name in OWN_FILES)
+    return hashlib.sha256(text).hexdigest()

@@ -1,0 +1,116 @@
+"""Dequantisation kernels of the types in blocks of 256 values: Q4_K, Q5_K and Q6_K.
+
+How they work, and their common arguments, are in `dequantize_triton.py`; which bits lie where is in
+`engine/quant/layout.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+
+@triton.jit
+def _floats(word, ZERO: tl.constexpr):
+    """The four bytes of each word, in a dimension of their own, as float32 and less ZERO."""
+    shift = (tl.arange(0, 4) * 8).to(tl.uint32)
+    bits = ((tl.expand_dims(word, -1) >> shift) & 255) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
+def _as_words(pointer):
+    """A pointer to bytes, as one to words."""
+    return pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
+
+
+@triton.jit
+def _words(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0)
+
+
+@triton.jit
+def _half(word, SHIFT: tl.constexpr):
+    """The float16 in bits SHIFT to SHIFT + 16 of a word, as float32."""
+    return ((word >> SHIFT) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _scale_and_min(first, middle, last, chunk, ODD: tl.constexpr):
+    """sc and mn of sub-block 2 chunk + ODD, from the three words of 6-bit scales, as float32."""
+    shift = ((chunk & 1) * 16 + ODD * 8).to(tl.uint32)
+    a, b, c = first >> shift, middle >> shift, last >> shift
+    early = chunk < 2
+    scale = tl.where(early, a & 63, (c & 15) | ((a >> 2) & 48))
+    minimum = tl.where(early, b & 63, ((c >> 4) & 15) | ((b >> 2) & 48))
+    return scale.to(tl.float32), minimum.to(tl.float32)
+
+
+@triton.jit
+def _dequantize_k45(
+    blocks_ptr,  # *u8   (blocks, BYTES): d and dmin, three words of scales, high bits, low bits
+    out_ptr,  # *        (blocks, 256)
+    first,
+    count,
+    BYTES: tl.constexpr,  # of a block: 144 for Q4_K, 176 for Q5_K
+    BLOCKS: tl.constexpr,
+):
+    WORDS: tl.constexpr = BYTES // 4
+    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]
+    there = block < count
+    chunk = tl.arange(0, 4)[None, :, None]  # of 64 values, in the nibbles of 8 words
+    word = tl.arange(0, 8)[None, None, :]
+    source = _as_words(blocks_ptr) + (first + block.to(tl.int64)) * WORDS
+    codes = _words(source + (WORDS - 32) + chunk * 8 + word, there)
+    both = _words(source, there)
+    s0, s1, s2 = _words(source + 1, there), _words(source + 2, there), _words(source + 3, there)
+    low, high = codes & 0x0F0F0F0F, (codes >> 4) & 0x0F0F0F0F
+    if BYTES == 176:
+        # Bit j of byte l is the top bit of value l of sub-block j.
+        tops = _words(source + 4 + word, there) >> (chunk * 2).to(tl.uint32)
+        low |= (tops & 0x01010101) << 4
+        high |= (tops & 0x02020202) << 3
+    d, dmin = _half(both, 0), _half(both, 16)
+    sc0, mn0 = _scale_and_min(s0, s1, s2, chunk, 0)
+    sc1, mn1 = _scale_and_min(s0, s1, s2, chunk, 1)
+    w0 = (d * sc0) * tl.reshape(_floats(low, 0.0), (BLOCKS, 4, 32)) - dmin * mn0
+    w1 = (d * sc1) * tl.reshape(_floats(high, 0.0), (BLOCKS, 4, 32)) - dmin * mn1
+    out = out_ptr + block.to(tl.int64) * 256 + chunk * 64 + tl.arange(0, 32)[None, None, :]
+    tl.store(out, w0.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out + 32, w1.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _dequantize_q6_k(
+    low_ptr,  # *u8      (blocks, 128)
+    high_ptr,  # *u8     (blocks, 64)
+    scales_ptr,  # *i8   (blocks, 16)
+    d_ptr,  # *fp16      (blocks)
+    out_ptr,  # *        (blocks, 256)
+    first,
+    count,
+    BLOCKS: tl.constexpr,
+):
+    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None, None]
+    there = block < count
+    half = tl.arange(0, 2)[None, :, None, None]
+    part = tl.arange(0, 2)[None, None, :, None]  # of the 16 values that share a scale
+    word = tl.arange(0, 4)[None, None, None, :]
+    source = first + block.to(tl.int64)
+    # Groups 0 and 2 of 32 values are the nibbles of `even`, 1 and 3 those of `odd`.
+    low = _as_words(low_ptr) + source * 32 + half * 16 + part * 4 + word
+    even, odd = _words(low, there), _words(low + 8, there)
+    tops = _words(_as_words(high_ptr) + source * 16 + half * 8 + part * 4 + word, there)
+    d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
+    scales = scales_ptr + source * 16 + half * 8 + part
+    out = out_ptr + block.to(tl.int64) * 256 + half * 128 + part * 16
+    out += tl.arange(0, 16)[None, None, None, :]
+    for group in tl.static_range(4):
+        codes = even if group % 2 == 0 else odd
+        top = tops << (4 - 2 * group) if group < 2 else tops >> (2 * group - 4)
+        code = ((codes >> (group // 2 * 4)) & 0x0F0F0F0F) | (top & 0x30303030)
+        scale = d * tl.load(scales + group * 2, mask=there, other=0).to(tl.float32)
+        value = scale * tl.reshape(_floats(code, 32.0), (BLOCKS, 2, 2, 16))
+        tl.store(out + group * 32, value.to(out_ptr.dtype.element_ty), mask=there)

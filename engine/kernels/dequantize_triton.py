@@ -1,0 +1,96 @@
+"""Kernels that turn packed blocks into floats, bit by bit as `engine.quant.reference` does.
+
+    dequantize_k.py     Q4_K, Q5_K, Q6_K
+    dequantize_32.py    Q8_0, Q4_0, Q5_0, Q5_1
+
+A GPU spends this time on moving bytes: 0.56 (Q4_K) to 0.82 (Q6_K) read and 2 written for a bf16
+value. So a thread takes 8 or 16 neighbouring bytes of codes, as words, and writes 16 bytes at a time
+of neighbouring values. Fields that many values share are loaded once for each run of values that a
+thread holds, from the cache.
+
+Little time is left for arithmetic, and turning an integer into a float is slow. Codes are taken
+apart four at a time, in the bytes of a word, and a byte becomes a float by being the last byte of
+one: the bits 0x4B0000xx are the float32 2^23 + xx, from which subtracting 2^23 is exact. The code of
+the value 0 is subtracted in the same step.
+
+The arithmetic is float32 in the order that the reference fixes, without fused multiply-adds, and
+rounds once to the type of the result.
+
+Arguments of every kernel: the planes, whose codes are read as words; `out_ptr`, to the values, of
+any float type; `first`, i64, the block of the planes to begin with; `count`, i32, how many blocks to
+do. A program does BLOCKS of them. Rows have no padding between them, so a range of rows is a range of
+blocks, here and in the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.dequantize_32 import (
+    _dequantize_q4_0,
+    _dequantize_q5_0,
+    _dequantize_q5_1,
+    _dequantize_q8_0,
+)
+from engine.kernels.dequantize_k import _dequantize_k45, _dequantize_q6_k
+from engine.kernels.key import Variant
+from engine.kernels.registry import launch, pointer_type
+from engine.quant.blocks import BLOCK_TYPES, BlockType
+from engine.quant.planes import PackedMatrix, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    function: Any
+    blocks: int
+    """Blocks of one program."""
+    warps: int
+
+
+# Measured on an H200, where each moves its bytes at 0.93 of the rate of a copy or more.
+TUNINGS = {
+    "Q4_K": Tuning(_dequantize_k45, blocks=8, warps=2),
+    "Q5_K": Tuning(_dequantize_k45, blocks=8, warps=2),
+    "Q6_K": Tuning(_dequantize_q6_k, blocks=4, warps=1),
+    "Q8_0": Tuning(_dequantize_q8_0, blocks=64, warps=4),
+    "Q4_0": Tuning(_dequantize_q4_0, blocks=64, warps=4),
+    "Q5_0": Tuning(_dequantize_q5_0, blocks=64, warps=4),
+    "Q5_1": Tuning(_dequantize_q5_1, blocks=64, warps=4),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@cache
+def variant(type_: BlockType, dtype: torch.dtype) -> Variant:
+    """The kernel that writes values of `dtype`."""
+    tuning = TUNINGS[type_.name]
+    planes = tuple(pointer_type(part.dtype) for part in fields(type_))
+    constants = {"BYTES": type_.block_bytes} if type_.name in ("Q4_K", "Q5_K") else {}
+    return Variant(
+        function=tuning.function,
+        types=(*planes, pointer_type(dtype), "i64", "i32"),
+        constants=(*constants.items(), ("BLOCKS", tuning.blocks)),
+        warps=tuning.warps,
+        stages=1,
+        fp_fusion=False,
+    )
+
+
+def variants() -> tuple[Variant, ...]:
+    """Every kernel of this file that a run can use."""
+    return tuple(variant(BLOCK_TYPES[name], dtype) for name in TUNINGS for dtype in DTYPES)
+
+
+def dequantize_blocks(packed: PackedMatrix, out_RC: Tensor, first: int, count: int) -> None:
+    """Writes the values of `count` rows from row `first` into `out_RC`, contiguous, of shape
+    (count, columns), in one launch."""
+    kernel = variant(packed.type, out_RC.dtype)
+    blocks = count * packed.row_blocks
+    grid = (triton.cdiv(blocks, TUNINGS[packed.type.name].blocks),)
+    launch(kernel, grid, *packed.planes().values(), out_RC, first * packed.row_blocks, blocks)

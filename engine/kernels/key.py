@@ -1,0 +1,170 @@
+"""What a compiled kernel is a compilation of: everything that is baked into its code, and nothing else.
+
+A kernel cache lies when two different requests have one key: the second is then served a body whose
+block shape, epsilon or dtype belongs to the first. Here a request is a `Variant`, made by one
+function per kernel from the shapes and dtypes at hand, and its `KernelKey` is derived from it in one
+place. Warm-up, launch and log all use that key, so a kernel that was warmed is the one that is
+launched and the one that is reported.
+
+    Variant                     + target, compiler  ->  KernelKey
+    function, argument types,                           the same, with the source as its hash: can be
+    constants, warps, stages                            compared, printed, stored
+
+Two variants are equal exactly when their keys are. Python's own `==` is too generous for that: it
+takes 1, 1.0 and True for one number and -0.0 for 0.0, and Triton compiles each of them otherwise. So
+constants are compared as they are spelled.
+
+Not in the key, because it is not in the code: sizes and strides passed as arguments. Integers are
+never specialised on their values, and every pointer is aligned to 16 bytes, which a launch checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from engine.errors import InternalError
+
+Constant: TypeAlias = str | int | float | bool
+"""What a `tl.constexpr` argument may be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelKey:
+    kernel: str
+    source: str
+    """Hash of the function's text and of all it calls, as Triton computes it."""
+    types: tuple[tuple[str, str], ...]
+    """Each runtime argument with its type: `("blocks_ptr", "*u8")`, `("rows", "i32")`."""
+    constants: tuple[tuple[str, str], ...]
+    """Each `tl.constexpr` argument with its value as Python spells it: `1`, `1.0`, `True`, `'rows'`."""
+    warps: int
+    stages: int
+    fp_fusion: bool
+    """Whether `a * b + c` may become one rounded operation."""
+    target: str
+    """Instruction set: `sm_90`."""
+    compiler: str
+    """Triton and the assembler, and each environment variable that changes their output."""
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hex digits of the SHA-256 of all fields."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def symbol(self) -> str:
+        """The name of the compiled function, so that a body itself says what it is of: profilers
+        show it, and a body found under another key gives itself away."""
+        return f"{self.kernel}_{self.digest}"
+
+    def fields(self) -> dict[str, str]:
+        """Every field by its name and as text; constants and types by their own names."""
+        named = {name: type_ for name, type_ in self.types} | dict(self.constants)
+        rest = {
+            item.name: str(getattr(self, item.name))
+            for item in dataclasses.fields(self)
+            if item.name not in ("types", "constants")
+        }
+        return named | rest
+
+    def differing(self, other: KernelKey) -> tuple[tuple[str, str, str], ...]:
+        """What differs: (name, value here, value in `other`); `none` where one has no such field."""
+        mine, theirs = self.fields(), other.fields()
+        return tuple(
+            (name, mine.get(name, "none"), theirs.get(name, "none"))
+            for name in mine | theirs
+            if mine.get(name) != theirs.get(name)
+        )
+
+    def __str__(self) -> str:
+        types = tuple(type_ for _, type_ in self.types)
+        shown = _shown(self.kernel, types, self.constants, self.warps, self.stages, self.fp_fusion)
+        return f"{shown}, {self.target}"
+
+
+def _shown(
+    kernel: str,
+    types: tuple[str, ...],
+    constants: tuple[tuple[str, str], ...],
+    warps: int,
+    stages: int,
+    fp_fusion: bool,
+) -> str:
+    inside = ", ".join(f"{name}={value}" for name, value in constants)
+    fused = "" if fp_fusion else ", no fused multiply-add"
+    return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """One way of compiling one kernel, for any target."""
+
+    function: Any
+    """What `@triton.jit` made."""
+    types: tuple[str, ...]
+    """Triton's names of the types of the runtime arguments, in order: `*u8`, `*bf16`, `*fp32`,
+    `i32`, `fp32`."""
+    constants: tuple[tuple[str, Constant], ...]
+    """Every `tl.constexpr` argument, in the order of the signature, after all runtime arguments."""
+    warps: int = 4
+    stages: int = 3
+    fp_fusion: bool = True
+    name: str = field(init=False, repr=False)
+    """The function's, without underscores before it."""
+    _identity: tuple[Any, ...] = field(init=False, repr=False)
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", str(self.function.__name__).lstrip("_"))
+        for name, value in self.constants:
+            # Not isinstance: a numpy number or an enum prints as something else than it compiles to.
+            if type(value) not in (str, int, float, bool):
+                raise InternalError(
+                    f"kernel {self.name}: constant {name} — expected a str, int, float or bool, "
+                    f"found {value!r} ({type(value).__name__})"
+                )
+        identity = (
+            self.function,
+            self.types,
+            self._spelled(),
+            self.warps,
+            self.stages,
+            self.fp_fusion,
+        )
+        object.__setattr__(self, "_identity", identity)
+        object.__setattr__(self, "_hash", hash(identity))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Variant) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        return _shown(
+            self.name, self.types, self._spelled(), self.warps, self.stages, self.fp_fusion
+        )
+
+    def key(self, target: str, compiler: str) -> KernelKey:
+        names = self.function.arg_names
+        return KernelKey(
+            kernel=self.name,
+            source=self.function.cache_key[:16],
+            types=tuple(zip(names[: len(self.types)], self.types, strict=True)),
+            constants=self._spelled(),
+            warps=self.warps,
+            stages=self.stages,
+            fp_fusion=self.fp_fusion,
+            target=target,
+            compiler=compiler,
+        )
+
+    def _spelled(self) -> tuple[tuple[str, str], ...]:
+        return tuple((name, repr(value)) for name, value in self.constants)

@@ -1,0 +1,209 @@
+"""y = x W^T + b with W in packed blocks.
+
+Many rows: W is dequantised into a scratch of the dtype of x, and the library's matrix product does
+the rest. The product's work grows with the rows M of x and dequantising does not: on an H200 it adds
+about 250 / M to the product's time. Multiplying the codes directly would unpack each of them once for
+every tile of rows instead.
+
+Few rows: reading W is the work, and a kernel that multiplies while it unpacks reads a quarter of the
+bytes (`small_m.py`).
+
+The scratch is one tensor for all layers, as large as the largest weight or as its limit: a larger
+weight goes through it in ranges of rows, and each range's product is written into its columns of y.
+It is never allocated again, so that a captured CUDA graph may hold its address.
+
+A packed weight is frozen: inputs that want a gradient are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.errors import InternalError
+from engine.kernels.dequantize import dequantize_rows, has_triton
+from engine.quant.planes import PackedMatrix
+
+# Shapes: M rows of x, K columns, N rows of W, C rows of W in the scratch
+
+Kernel: TypeAlias = Literal["auto", "fused", "dequantize"]
+LIMIT_BYTES = 260 << 20
+"""What gate and up of a 7B model take together (259 MiB in bf16). Larger weights lose little in parts
+of this size; parts that fit a GPU's L2 cache lose more in the product than they gain."""
+ROWS = 16
+"""Ranges of rows begin at multiples of this, where every plane is aligned."""
+
+
+class Scratch:
+    """Where weights are dequantised to, one for each device and dtype.
+
+    `reserve` is called for each weight when a model is built; the memory is taken at the first use.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._limit = limit_bytes // dtype.itemsize
+        self._values = 0
+        self._arena: Tensor | None = None
+        self._taken: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are, or will be, held."""
+        return self._values * self.dtype.itemsize
+
+    def reserve(self, rows: int, columns: int) -> None:
+        """Makes room for a matrix, or for as many of its rows as the limit allows (16 at least)."""
+        least = min(rows, ROWS) * columns
+        values = max(least, min(rows * columns, self._limit))
+        if self._arena is not None and values > self._arena.numel():
+            raise InternalError(
+                f"scratch: expected at most {self._arena.numel():,} values after its first use, "
+                f"found a matrix of {rows} x {columns}"
+            )
+        self._values = max(self._values, values)
+
+    def fitting(self, rows: int, columns: int) -> int:
+        """How many rows of a matrix to dequantise at once."""
+        fits = self._values // columns
+        if fits >= rows:
+            return rows
+        if fits < ROWS:
+            raise InternalError(
+                f"scratch: expected a matrix that was reserved, found {rows} x {columns} for "
+                f"{self._values:,} values"
+            )
+        # Ranges of equal length, so that the last product is not a thin one.
+        ranges = -(-rows // (fits // ROWS * ROWS))
+        return -(-rows // ranges // ROWS) * ROWS
+
+    def take(self, rows: int, columns: int) -> Tensor:
+        """The first rows x columns values, contiguous; overwritten by the next to take them."""
+        view_RC = self._taken.get((rows, columns))
+        if view_RC is None:
+            if self._arena is None:
+                # What is made in inference mode could not be written outside of it.
+                with torch.inference_mode(False):
+                    self._arena = torch.empty(self._values, dtype=self.dtype, device=self.device)
+            with torch.inference_mode(False):
+                view_RC = self._arena[: rows * columns].view(rows, columns)
+            self._taken[rows, columns] = view_RC
+        return view_RC
+
+
+def packed_linear(
+    x: Tensor,
+    weight: PackedMatrix,
+    bias: Tensor | None,
+    scratch: Scratch,
+    *,
+    kernel: Kernel = "auto",
+) -> Tensor:
+    """x of shape (..., K) to (..., N), in the dtype of x, which is that of the scratch.
+
+    `kernel="auto"` takes the fused kernel for as many rows as it is faster for on this GPU, and
+    dequantises on a CPU and where there is no triton. Raises `InternalError` for `kernel="fused"`
+    where that kernel cannot run, and for an input that wants a gradient.
+    """
+    x_MK = _input(x, weight.columns, scratch)
+    if _is_fused(x_MK, weight, kernel):
+        out_MN = _fused(x_MK, weight, bias)
+    else:
+        out_MN = _dequantized(x_MK, weight, bias, scratch)
+    return out_MN.view(*x.shape[:-1], weight.rows)
+
+
+def packed_linear_many(
+    x: Tensor,
+    weights: Sequence[PackedMatrix],
+    bias: Tensor | None,
+    scratch: Scratch,
+    *,
+    kernel: Kernel = "auto",
+) -> tuple[Tensor, ...]:
+    """`packed_linear` of one input with several weights; `bias` is that of all, joined.
+
+    Where they are dequantised and the scratch holds them together, they are one product, and the
+    results are views of it: a GPU goes less often from one kind of work to the other.
+    """
+    x_MK = _input(x, weights[0].columns, scratch)
+    rows = [weight.rows for weight in weights]
+    together = sum(rows)
+    if scratch.fitting(together, x_MK.shape[1]) < together or any(
+        _is_fused(x_MK, weight, kernel) for weight in weights
+    ):
+        biases = [None] * len(rows) if bias is None else torch.split(bias, rows)
+        return tuple(
+            packed_linear(x, weight, part, scratch, kernel=kernel)
+            for weight, part in zip(weights, biases, strict=True)
+        )
+    joined_NK = scratch.take(together, x_MK.shape[1])
+    for weight, part_NK in zip(weights, torch.split(joined_NK, rows), strict=True):
+        dequantize_rows(weight, part_NK, 0, weight.rows)
+    return torch.split(F.linear(x, joined_NK, bias), rows, dim=-1)
+
+
+def _input(x: Tensor, columns: int, scratch: Scratch) -> Tensor:
+    """x as a matrix, after the checks."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InternalError("packed linear: expected inputs without gradient, found requires_grad")
+    if x.shape[-1] != columns or x.dtype != scratch.dtype:
+        raise InternalError(
+            f"packed linear: expected {scratch.dtype} of (..., {columns}), "
+            f"found {x.dtype} of {tuple(x.shape)}"
+        )
+    return x.reshape(-1, columns)
+
+
+def _is_fused(x_MK: Tensor, weight: PackedMatrix, kernel: Kernel) -> bool:
+    if kernel == "dequantize":
+        return False
+    takes = False
+    if x_MK.device.type == "cuda" and has_triton():
+        from engine.kernels import small_m
+        from engine.kernels.registry import current_arch
+
+        takes = small_m.takes(weight.type, len(x_MK), x_MK.device)
+        if takes and kernel == "auto":
+            arch = current_arch(x_MK.get_device())
+            takes = len(x_MK) <= small_m.crossover_rows(weight.type, *weight.shape, arch)
+    if kernel == "fused" and not takes:
+        raise InternalError(
+            f"fused linear: expected few rows on a GPU with triton, "
+            f"found {len(x_MK)} for {weight.type.name} on {x_MK.device}"
+        )
+    return takes
+
+
+def _fused(x_MK: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
+    from engine.kernels.small_m import fused_linear
+
+    return fused_linear(x_MK.contiguous(), weight, bias)
+
+
+def _dequantized(
+    x_MK: Tensor, weight: PackedMatrix, bias: Tensor | None, scratch: Scratch
+) -> Tensor:
+    step = scratch.fitting(weight.rows, weight.columns)
+    if step == weight.rows:
+        weight_NK = scratch.take(weight.rows, weight.columns)
+        dequantize_rows(weight, weight_NK, 0, weight.rows)
+        return F.linear(x_MK, weight_NK, bias)
+    out_MN = x_MK.new_empty(len(x_MK), weight.rows)
+    for first in range(0, weight.rows, step):
+        count = min(step, weight.rows - first)
+        weight_CK = scratch.take(count, weight.columns)
+        dequantize_rows(weight, weight_CK, first, count)
+        out_MC = out_MN[:, first : first + count]
+        if bias is None:
+            torch.mm(x_MK, weight_CK.t(), out=out_MC)
+        else:
+            torch.addmm(bias[first : first + count], x_MK, weight_CK.t(), out=out_MC)
+    return out_MN

@@ -1,0 +1,80 @@
+"""Every kernel that a model with packed weights will launch, known before it runs.
+
+A run compiles at its first step what it has not compiled before it, beside everything else that
+happens there; so it is all compiled first (`warm.py`). What is needed follows from the matrices, the
+dtype of the activations and how many rows they have, by the same functions that choose at a launch.
+So the set holds at least what is launched: tests run forward passes and compare.
+
+    matrix in blocks      any number of rows          dequantisation: its type and dtype
+                          few rows, one of M          the fused kernels of each such M
+    anything else         is torch's business         nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.kernels import dequantize_triton, small_m
+from engine.kernels.key import Variant
+from engine.quant.blocks import BlockType
+from engine.quant.planes import PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What a launch depends on of a packed matrix."""
+
+    type: BlockType
+    rows: int
+    columns: int
+    bias: torch.dtype | None = None
+
+
+def matrices_of(model: nn.Module) -> tuple[Matrix, ...]:
+    """Those of a model's packed layers, each kind once. A layer is packed if its `packed` is a
+    `PackedMatrix`."""
+    found = []
+    for module in model.modules():
+        packed = getattr(module, "packed", None)
+        if isinstance(packed, PackedMatrix):
+            bias = getattr(module, "bias", None)
+            found.append(
+                Matrix(
+                    packed.type, packed.rows, packed.columns, None if bias is None else bias.dtype
+                )
+            )
+    return tuple(dict.fromkeys(found))
+
+
+def prewarm_variants(
+    matrices: Iterable[Matrix],
+    dtypes: Iterable[torch.dtype],
+    *,
+    arch: int,
+    row_counts: Iterable[int],
+) -> tuple[Variant, ...]:
+    """What products of inputs of `row_counts` rows, in any of `dtypes`, with these matrices launch on
+    compute capability `arch` (90 is 9.0), and slices and look-ups of them; each variant once."""
+    counts, kinds = tuple(row_counts), tuple(dtypes)
+    wanted = (
+        variant
+        for matrix in dict.fromkeys(matrices)
+        for dtype in kinds
+        for variant in _of(matrix, dtype, arch, counts)
+    )
+    return tuple(dict.fromkeys(wanted))
+
+
+def _of(
+    matrix: Matrix, dtype: torch.dtype, arch: int, row_counts: tuple[int, ...]
+) -> Iterator[Variant]:
+    yield dequantize_triton.variant(matrix.type, dtype)
+    # Not only up to where they are faster: a setting may ask for the fused kernels by name.
+    few = [m for m in row_counts if small_m.takes(matrix.type, m, torch.device("cuda"))]
+    yield from small_m.variants(
+        matrix.type, matrix.rows, matrix.columns, dtype, matrix.bias, arch=arch, m=few
+    )

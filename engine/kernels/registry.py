@@ -1,0 +1,264 @@
+"""Compiles kernels once, launches them, and can say of each whether it was there already.
+
+    launch(variant, grid, *arguments)     the one way to run a kernel
+    warm(variant)                         compiles and loads without running
+    registry.seal()                       warm-up is over: a compilation from now on is a mistake
+    registry.drain()                      what was compiled since, for the run log
+    registry.summary()                    hits and misses of each kernel
+
+A miss is a variant that this process had not compiled for the device; the record says how long it
+took, whether Triton's cache on disk had it, and after warm-up how it differs from what was warmed.
+Every other launch is a hit. A body from disk is examined before it is used (`bodies.py`).
+
+Launching goes through the compiled body that belongs to the key, not through Triton's own
+just-in-time path: that one specialises on the values of integers and on the alignment of pointers,
+so that a run can compile in its middle because a row count happened to be 1.
+
+Threads may launch, compile and read counts at the same time; two that want one variant compile it
+once, two that want different ones do not wait for each other.
+
+Under `TRITON_INTERPRET=1` kernels run on the CPU in Triton's interpreter; nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+
+from engine.errors import InternalError
+from engine.kernels.compiler import ALIGNMENT_BYTES, key_for
+from engine.kernels.compiler import compile_for as compile_for
+from engine.kernels.key import KernelKey, Variant
+from engine.kernels.record import CompileRecord, KernelCounts
+
+_POINTERS = {
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+}
+_RANGES = {"i32": 1 << 31, "i64": 1 << 63}
+"""An integer argument lies in -range to range - 1."""
+
+
+def pointer_type(dtype: torch.dtype) -> str:
+    """Triton's name of a pointer to numbers of `dtype`."""
+    return _POINTERS[dtype]
+
+
+def current_arch(device: int) -> int:
+    """Compute capability of a CUDA device: 90 is 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+class KernelRegistry:
+    """The compiled kernels of one process, on all its devices.
+
+    With `arch` (90 is compute capability 9.0) it compiles for that one ahead of time instead of for
+    the current device, and loads and launches nothing: for a machine without a GPU.
+    """
+
+    def __init__(self, arch: int | None = None) -> None:
+        self._arch = arch
+        self._bodies: dict[tuple[Variant, int], Any] = {}
+        self._keys: dict[tuple[Variant, int], KernelKey] = {}
+        self._turns: dict[tuple[Variant, int], threading.Lock] = {}
+        # Held for counting and for looking up, never while something compiles.
+        self._lock = threading.Lock()
+        self._records: list[CompileRecord] = []
+        self._warmed: dict[tuple[Variant, int], KernelKey] | None = None
+        self._interpreted: set[Variant] = set()
+        self._counts: dict[str, Counter[str]] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def launch(
+        self, variant: Variant, grid: tuple[int, ...], *arguments: Tensor | int | float
+    ) -> None:
+        """Runs a kernel on the current stream of the current device. `arguments` are the runtime
+        arguments in order."""
+        constants = [value for _, value in variant.constants]
+        if knobs.runtime.interpret:
+            check_arguments(variant, arguments, device=-1)
+            self._interpreted.add(variant)
+            variant.function[grid](*arguments, *constants)
+            return
+        device = torch.cuda.current_device()
+        check_arguments(variant, arguments, device)
+        body = self.get_or_compile(variant)
+        full = (*grid, 1, 1)[:3]
+        stream = driver.active.get_current_stream(device)
+        body[full](*arguments, *constants, stream=stream)
+
+    def get_or_compile(self, variant: Variant) -> Any:
+        """The body of `variant`, loaded on the current device; counts a hit or a miss."""
+        device = self._device()
+        body = self._bodies.get((variant, device))
+        if body is None:
+            return self._compile(variant, device)
+        with self._lock:
+            self._counts[variant.name]["hits"] += 1
+        return body
+
+    def warm(self, variant: Variant) -> None:
+        """Compiles and loads `variant` for the current device, unless that was done. No hit."""
+        if knobs.runtime.interpret:
+            self._interpreted.add(variant)
+            return
+        device = self._device()
+        if (variant, device) not in self._bodies:
+            self._compile(variant, device)
+
+    def seal(self) -> None:
+        """Says that warm-up is over."""
+        with self._lock:
+            self._warmed = dict(self._keys)
+
+    def drain(self) -> list[CompileRecord]:
+        """The misses since the last call, in order."""
+        with self._lock:
+            records, self._records = self._records, []
+        return records
+
+    def summary(self) -> tuple[KernelCounts, ...]:
+        """The counts since the process began, by name of the kernel."""
+        with self._lock:
+            return tuple(
+                KernelCounts(
+                    kernel=name,
+                    hits=counts["hits"],
+                    misses=counts["misses"],
+                    disk_hits=counts["disk hits"],
+                    after_warm_up=counts["after warm-up"],
+                    seconds=self._seconds[name],
+                )
+                for name, counts in sorted(self._counts.items())
+            )
+
+    def requested(self) -> frozenset[Variant]:
+        """Every variant that was launched or warmed, compiled or interpreted."""
+        with self._lock:
+            return frozenset(self._interpreted) | {variant for variant, _ in self._bodies}
+
+    def _device(self) -> int:
+        return torch.cuda.current_device() if self._arch is None else 0
+
+    def _compile(self, variant: Variant, device: int) -> Any:
+        place = (variant, device)
+        with self._lock:
+            turn = self._turns.setdefault(place, threading.Lock())
+        with turn:
+            body = self._bodies.get(place)
+            if body is not None:
+                return body
+            arch = self._arch or current_arch(device)
+            begun = time.perf_counter()
+            body, disk_hit = compile_for(variant, arch)
+            if self._arch is None:
+                # Loads it: that allocates memory on the device, and one thread must do it.
+                body._init_handles()
+            seconds = time.perf_counter() - begun
+            self._note(place, key_for(variant, arch), seconds, disk_hit)
+            with self._lock:
+                self._bodies[place] = body
+            return body
+
+    def _note(
+        self, place: tuple[Variant, int], key: KernelKey, seconds: float, disk_hit: bool
+    ) -> None:
+        with self._lock:
+            self._keys[place] = key
+            late = self._warmed is not None
+            differs = _nearest(key, place[1], self._warmed or {})
+            counts = self._counts.setdefault(key.kernel, Counter())
+            counts["misses"] += 1
+            counts["disk hits"] += disk_hit
+            counts["after warm-up"] += late
+            self._seconds[key.kernel] += seconds
+            self._records.append(
+                CompileRecord(
+                    source="triton",
+                    kernel=key.kernel,
+                    key=str(key),
+                    digest=key.digest,
+                    seconds=seconds,
+                    disk_hit=disk_hit,
+                    after_warm_up=late,
+                    differs=differs,
+                    reason=(
+                        "no variant of this kernel was warmed" if late and not differs else None
+                    ),
+                )
+            )
+
+
+def _nearest(
+    key: KernelKey, device: int, warmed: dict[tuple[Variant, int], KernelKey]
+) -> tuple[tuple[str, str, str], ...]:
+    """How `key` differs from the warmed one of its kernel that is most like it; empty without one."""
+    differences = []
+    for (_, where), other in warmed.items():
+        if other.kernel == key.kernel:
+            here = (("device", str(device), str(where)),) if where != device else ()
+            differences.append((*key.differing(other), *here))
+    return min(differences, key=len, default=())
+
+
+def check_arguments(
+    variant: Variant, arguments: tuple[Tensor | int | float, ...], device: int
+) -> None:
+    """Raises InternalError where an argument is not what the variant was compiled for.
+
+    `device` is the index of the CUDA device, -1 for the CPU.
+    """
+    if len(arguments) != len(variant.types):
+        raise InternalError(
+            f"kernel {variant.name}: expected {len(variant.types)} arguments, found {len(arguments)}"
+        )
+    for place, (type_, argument) in enumerate(zip(variant.types, arguments, strict=True)):
+        if isinstance(argument, Tensor):
+            if (
+                _POINTERS.get(argument.dtype) == type_
+                and argument.data_ptr() % ALIGNMENT_BYTES == 0
+                and argument.get_device() == device
+            ):
+                continue
+            found = (
+                f"{argument.dtype} on {argument.device} at {argument.data_ptr() % ALIGNMENT_BYTES} "
+                f"past one"
+            )
+        elif type_ in _RANGES:
+            limit = _RANGES[type_]
+            if isinstance(argument, int) and -limit <= argument < limit:
+                continue
+            found = repr(argument)
+        elif type_.startswith("fp") and isinstance(argument, int | float):
+            continue
+        else:
+            found = repr(argument)
+        expected = (
+            f"{type_} on {'the CPU' if device < 0 else f'cuda:{device}'} at a multiple of "
+            f"{ALIGNMENT_BYTES} bytes"
+            if type_.startswith("*")
+            else type_
+        )
+        raise InternalError(
+            f"kernel {variant.name}: argument {variant.function.arg_names[place]} — "
+            f"expected {expected}, found {found}"
+        )
+
+
+REGISTRY = KernelRegistry()
+"""That of this process."""
+
+launch = REGISTRY.launch

@@ -1,0 +1,204 @@
+"""What the kernels for few rows of activations share: codes as floats, inputs in pairs, results.
+
+Codes come in words of 16 bits, because that is what a matrix unit takes: a lane of it holds two
+neighbouring 16-bit numbers in one register. Of such a pair of words, one shift and one operation on
+32 bits take a nibble each and put it into the low bits of a float whose other bits are fixed:
+
+    bf16   0x4300 | q   is 128 + q, exactly, for q < 128
+    fp16   0x6400 | q   is 1024 + q, exactly, for q < 1024
+
+so a code costs less than one instruction, and no conversion, which is slow. The constant is taken
+off afterwards, once for each sum of codes times inputs: sum (128 + q) x = sum q x + 128 sum x.
+
+Triton does not find those operations on pairs, so they are spelled in PTX. The plain form of the
+same is for float32 inputs and for the interpreter, and tests hold both to the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+# Shapes: R rows of W, K 16-bit words of a block, N columns of a product, M rows of x
+
+
+@triton.jit
+def _plain(low, high, LOW: tl.constexpr, DOWN: tl.constexpr, MASK: tl.constexpr):
+    """Codes as integers: bits LOW to LOW + 4 of each word of `low` and, unless MASK is 0, those bits
+    of `high`, shifted DOWN, that are in MASK."""
+    code = (low >> LOW) & 15
+    if MASK != 0:
+        code |= ((high >> DOWN) if DOWN >= 0 else (high << -DOWN)) & MASK
+    return code
+
+
+@triton.jit
+def codes(
+    low,
+    high,
+    LOW: tl.constexpr,
+    DOWN: tl.constexpr,
+    MASK: tl.constexpr,
+    DOT: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """The codes of `_plain` plus 128, or 1024 for fp16, in DOT."""
+    if DOT == tl.float32:
+        out = (_plain(low, high, LOW, DOWN, MASK) + 128).to(tl.float32)
+    elif PLAIN:
+        MAGIC: tl.constexpr = 0x6400 if DOT == tl.float16 else 0x4300
+        out = (_plain(low, high, LOW, DOWN, MASK) | MAGIC).to(DOT, bitcast=True)
+    else:
+        MAGICS: tl.constexpr = 0x64006400 if DOT == tl.float16 else 0x43004300
+        if MASK == 0:
+            bits = tl.inline_asm_elementwise(
+                f"{{ .reg .b32 t; shr.u32 t, $1, {LOW};"
+                f" lop3.b32 $0, t, 0x000F000F, {MAGICS}, 0xEA; }}",
+                "=r,r",
+                [low],
+                dtype=tl.int16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            MOVE: tl.constexpr = "shr" if DOWN >= 0 else "shl"
+            BY: tl.constexpr = DOWN if DOWN >= 0 else -DOWN
+            MASKS: tl.constexpr = MASK * 0x10001
+            bits = tl.inline_asm_elementwise(
+                f"{{ .reg .b32 t, s; shr.u32 t, $1, {LOW};"
+                f" lop3.b32 t, t, 0x000F000F, {MAGICS}, 0xEA;"
+                f" {MOVE}.b32 s, $2, {BY}; lop3.b32 $0, s, {MASKS}, t, 0xEA; }}",
+                "=r,r,r",
+                [low, high],
+                dtype=tl.int16,
+                is_pure=True,
+                pack=2,
+            )
+        out = bits.to(DOT, bitcast=True)
+    return out
+
+
+@triton.jit
+def floats(
+    low,
+    high,
+    LOW: tl.constexpr,
+    DOWN: tl.constexpr,
+    MASK: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """The codes of `_plain` plus 128 in float32, where 0x43000000 | q << 16 is 128 + q."""
+    if PLAIN:
+        out = (_plain(low, high, LOW, DOWN, MASK) + 128).to(tl.float32)
+    else:
+        # $0 belongs to the lower word of a pair, $1 to the upper one.
+        UP: tl.constexpr = 16 - LOW
+        FIRST: tl.constexpr = f"shl.b32 t, $2, {UP}; lop3.b32 $0, t, 0x000F0000, 0x43000000, 0xEA;"
+        SECOND: tl.constexpr = (
+            f"shr.u32 t, $2, {LOW}; lop3.b32 $1, t, 0x000F0000, 0x43000000, 0xEA;"
+        )
+        if MASK == 0:
+            bits = tl.inline_asm_elementwise(
+                f"{{ .reg .b32 t; {FIRST} {SECOND} }}",
+                "=&r,=&r,r",
+                [low],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            MOVE: tl.constexpr = "shr" if DOWN >= 0 else "shl"
+            BY: tl.constexpr = DOWN if DOWN >= 0 else -DOWN
+            HIGH_UP: tl.constexpr = 16 - DOWN
+            MASKS: tl.constexpr = MASK * 0x10000
+            bits = tl.inline_asm_elementwise(
+                f"{{ .reg .b32 t; {FIRST} {SECOND}"
+                f" shl.b32 t, $3, {HIGH_UP}; lop3.b32 $0, t, {MASKS}, $0, 0xEA;"
+                f" {MOVE}.b32 t, $3, {BY}; lop3.b32 $1, t, {MASKS}, $1, 0xEA; }}",
+                "=&r,=&r,r,r",
+                [low, high],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=2,
+            )
+        out = bits.to(tl.float32, bitcast=True)
+    return out
+
+
+@triton.jit
+def inputs(x_ptr, pair, there, DOT: tl.constexpr):
+    """Inputs 2 `pair` and 2 `pair` + 1, 0 where not `there`. Inputs of 16 bits are loaded as the
+    pairs they lie in: four neighbouring ones are a vector of 16 bytes, which can be copied ahead of
+    time."""
+    if DOT == tl.float32:
+        even = tl.load(x_ptr + 2 * pair, mask=there, other=0)
+        odd = tl.load(x_ptr + 2 * pair + 1, mask=there, other=0)
+    else:
+        both = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + pair, mask=there, other=0)
+        even = both.to(tl.int16).to(DOT, bitcast=True)
+        odd = (both >> 16).to(tl.int16).to(DOT, bitcast=True)
+    return even, odd
+
+
+@triton.jit
+def four_words(pointer_R):
+    """The 4 words of 32 bits at each pointer, which is a multiple of 16 bytes: one vector."""
+    words = tl.load(pointer_R[:, None] + tl.arange(0, 4)[None, :], eviction_policy="evict_first")
+    even, odd = tl.split(tl.reshape(words, [pointer_R.shape[0], 2, 2]))
+    first_R, third_R = tl.split(even)
+    second_R, fourth_R = tl.split(odd)
+    return first_R, second_R, third_R, fourth_R
+
+
+@triton.jit
+def turned(step, start, end):
+    """Where a program is at `step` of start to end. Each begins elsewhere and goes round: they run
+    at the same time, and would all want the same inputs from the same part of the L2 cache."""
+    at = step + tl.program_id(0) % (end - start)
+    return tl.where(at >= end, at - (end - start), at)
+
+
+@triton.jit
+def half(word, shift):
+    """The float16 in bits `shift` to `shift` + 16 of 32-bit words, as float32."""
+    return (word >> shift).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def store(y_RM, y_ptr, bias_ptr, first_row, rows, m, BIAS: tl.constexpr):
+    """Writes rows `first_row` and on of W times all rows of x into y of shape (splits, m, rows), at
+    the second number of this program."""
+    ROWS: tl.constexpr = y_RM.shape[0]
+    row_R = first_row + tl.arange(0, ROWS)
+    m_M = tl.arange(0, y_RM.shape[1])
+    if BIAS:
+        bias_R = tl.load(bias_ptr + row_R, mask=row_R < rows, other=0)
+        y_RM += bias_R.to(tl.float32)[:, None]
+    there = (row_R < rows)[:, None] & (m_M < m)[None, :]
+    at_M = (tl.program_id(1) * m + m_M).to(tl.int64) * rows
+    tl.store(y_ptr + at_M[None, :] + row_R[:, None], y_RM.to(y_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _add_splits(
+    parts_ptr,  # *fp32  (splits, m, rows)
+    bias_ptr,  # *       (rows)
+    y_ptr,  # *          (m, rows)
+    splits,
+    rows,
+    m,
+    BIAS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    row_E = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    there = row_E < rows
+    at_E = tl.program_id(1).to(tl.int64) * rows + row_E
+    y_E = tl.zeros([SIZE], tl.float32)
+    if BIAS:
+        y_E += tl.load(bias_ptr + row_E, mask=there, other=0).to(tl.float32)
+    # In this order every time, so that the same inputs give the same bits.
+    for split in range(splits):
+        y_E += tl.load(parts_ptr + split * m.to(tl.int64) * rows + at_E, mask=there, other=0)
+    tl.store(y_ptr + at_E, y_E.to(y_ptr.dtype.element_ty), mask=there)

@@ -1,0 +1,250 @@
+"""A quantized matrix in the order in which a GPU reads it fast: same bytes, same bits, other places.
+
+Threads of a GPU load 16 bytes at once, from addresses that are multiples of 16. Blocks of Q4_K (144
+bytes) and Q5_K (176) start at such addresses when the first one does, and stay as they are. Blocks
+of the other types do not (Q6_K has 210 bytes), and are taken apart into planes: all rows' low bits,
+then all rows' high bits, and so on. The fields keep their bytes and the order of their bits.
+
+    type        planes, each with the bytes of one block
+    Q4_K, Q5_K  blocks 144, 176
+    Q6_K        low 128     high 64    scales 16   d 2
+    Q8_0        low 32                             d 2
+    Q4_0        low 16                             d 2
+    Q5_0        low 16      high 4                 d 2
+    Q5_1        low 16      high 4                 d 2     second 2
+
+A plane holds the rows one after the other and starts at a multiple of 16 bytes, so the whole is
+longer than the blocks by less than 16 bytes a plane. `unpack(pack(w))` gives w's bytes back, hence a
+packed model can be written to a file again.
+
+Rows `first` to `first + count` of a plane start at a multiple of 16 bytes for every type and row
+length where `first` is a multiple of 16 (of 8, in fact): there a slice is as fast as the whole.
+
+Float types have no planes; what is stored as floats stays an ordinary tensor. Nothing here needs
+triton: this is also the dequantisation on machines that have none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from engine.quant.blocks import BlockType, QuantError, row_bytes
+from engine.quant.layout import LAYOUTS
+from engine.quant.reference import chunk_rows
+from engine.quant.tensor import QuantTensor
+
+# Shapes: R rows, N blocks of a row, B bytes of a field of a block, C elements of a row of a plane
+
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Bytes `start` to `start + count` of each block, which make one plane."""
+
+    name: str
+    start: int
+    count: int
+    dtype: torch.dtype = torch.uint8
+    """What a kernel reads the plane as."""
+
+
+@cache
+def _fields(type_: BlockType) -> tuple[Field, ...]:
+    layout = LAYOUTS[type_.name]
+    if type_.block_bytes % ALIGNMENT_BYTES == 0:
+        return (Field("blocks", 0, type_.block_bytes),)
+    codes = torch.int8 if layout.low.width == 8 else torch.uint8
+    found = [Field("low", layout.low.start, layout.low.count, codes)]
+    if layout.high is not None:
+        # In blocks of 32 values the high bits are one integer of 32 bits.
+        high = torch.int32 if layout.high.count == 4 else torch.uint8
+        found.append(Field("high", layout.high.start, layout.high.count, high))
+    if layout.scales is not None:
+        found.append(Field("scales", *layout.scales, torch.int8))
+    found.append(Field("d", layout.d, 2, torch.float16))
+    if layout.second is not None:
+        found.append(Field("second", layout.second, 2, torch.float16))
+    return tuple(found)
+
+
+def fields(type_: BlockType) -> tuple[Field, ...]:
+    """The planes of a type, in order; `QuantError` for a float type."""
+    if type_.name not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
+        raise QuantError.expected("packed matrix", "block type", f"one of {known}", type_.name)
+    return _fields(type_)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """A matrix of `rows` x `columns` values, of which `data` holds the planes.
+
+    Raises `QuantError` where the number of bytes is not that of the planes.
+    """
+
+    type: BlockType
+    rows: int
+    columns: int
+    data: Tensor = field(repr=False)
+    """uint8, one dimension, contiguous; starts at a multiple of 16 bytes."""
+    _whole: Mapping[str, Tensor] | None = field(init=False, repr=False, default=None)
+
+    def __post_init__(self) -> None:
+        expected = packed_bytes(self.type, self.rows, self.columns)
+        if self.data.dtype != torch.uint8 or tuple(self.data.shape) != (expected,):
+            raise QuantError.expected(
+                f"packed {self.type.name} matrix",
+                f"{self.rows} x {self.columns}",
+                f"uint8 bytes of shape ({expected},)",
+                f"{self.data.dtype} of shape {tuple(self.data.shape)}",
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks in a row."""
+        return self.columns // self.type.block_size
+
+    def planes(self, first: int = 0, count: int | None = None) -> Mapping[str, Tensor]:
+        """The planes of rows `first` to `first + count` (all, unless given) by name: contiguous
+        views of shape (count, elements of a row), in the dtypes that kernels read."""
+        count = self.rows - first if count is None else count
+        check_rows(self, first, count)
+        if count < self.rows:
+            return self._planes(first, count)
+        # Views are made once: a GPU needs little longer for a small matrix than Python for them.
+        if self._whole is None:
+            object.__setattr__(self, "_whole", self._planes(0, self.rows))
+        assert self._whole is not None
+        return self._whole
+
+    def _planes(self, first: int, count: int) -> Mapping[str, Tensor]:
+        found, start = {}, 0
+        for part in fields(self.type):
+            row = self.row_blocks * part.count
+            plane_RC = self.data[start + first * row : start + (first + count) * row]
+            found[part.name] = plane_RC.view(part.dtype).view(count, row // part.dtype.itemsize)
+            start += _aligned(self.rows * row)
+        return MappingProxyType(found)
+
+    def to(self, device: torch.device | str) -> PackedMatrix:
+        """The same bytes on `device`."""
+        return PackedMatrix(self.type, self.rows, self.columns, self.data.to(device))
+
+
+def packed_bytes(type_: BlockType, rows: int, columns: int) -> int:
+    """Bytes of a packed matrix; `QuantError` where blocks do not fill a row."""
+    row_bytes(type_, columns)  # refuses a row that blocks do not fill
+    blocks = rows * (columns // type_.block_size)
+    return sum(_aligned(blocks * part.count) for part in fields(type_))
+
+
+def pack(weight: QuantTensor) -> PackedMatrix:
+    """The planes of a matrix in blocks, on the same device, without another temporary.
+
+    Q4_K and Q5_K share the memory of `weight` if it lies as it has to.
+    """
+    if len(weight.shape) != 2:
+        raise QuantError.expected(
+            f"packed {weight.type.name} matrix", "shape", "rows x columns", str(weight.shape)
+        )
+    rows, columns = weight.shape
+    count = packed_bytes(weight.type, rows, columns)
+    blocks = weight.blocks
+    parts = fields(weight.type)
+    if len(parts) == 1 and blocks.is_contiguous() and blocks.data_ptr() % ALIGNMENT_BYTES == 0:
+        return PackedMatrix(weight.type, rows, columns, blocks.view(-1))
+    data = torch.zeros(count, dtype=torch.uint8, device=blocks.device)
+    packed = PackedMatrix(weight.type, rows, columns, data)
+    blocks_RNB = blocks.view(rows, packed.row_blocks, weight.type.block_bytes)
+    planes = packed.planes()
+    for part in parts:
+        plane_RNB = planes[part.name].view(torch.uint8).view(rows, packed.row_blocks, part.count)
+        plane_RNB.copy_(blocks_RNB[:, :, part.start : part.start + part.count])
+    return packed
+
+
+def unpack(packed: PackedMatrix, first: int = 0, count: int | None = None) -> QuantTensor:
+    """Rows `first` to `first + count` (all, unless given) as blocks again, in new memory."""
+    count = packed.rows - first if count is None else count
+    planes = packed.planes(first, count)
+    shape = (count, packed.row_blocks, packed.type.block_bytes)
+    blocks_RNB = torch.empty(shape, dtype=torch.uint8, device=packed.device)
+    for part in fields(packed.type):
+        plane = planes[part.name].view(torch.uint8).view(count, packed.row_blocks, part.count)
+        blocks_RNB[:, :, part.start : part.start + part.count] = plane
+    return QuantTensor(
+        blocks=blocks_RNB.flatten(1), type=packed.type, shape=(count, packed.columns)
+    )
+
+
+def take_rows(packed: PackedMatrix, rows: Tensor) -> PackedMatrix:
+    """The matrix of the rows numbered in `rows`, integers of shape (R,), in that order; still
+    packed. What an embedding looks up."""
+    planes = packed.planes()
+    count = packed_bytes(packed.type, len(rows), packed.columns)
+    data = torch.empty(count, dtype=torch.uint8, device=packed.device)
+    taken = PackedMatrix(packed.type, len(rows), packed.columns, data)
+    for name, plane_RC in taken.planes().items():
+        torch.index_select(planes[name], 0, rows, out=plane_RC)
+    return taken
+
+
+def dequantize_rows_reference(
+    packed: PackedMatrix, out_RC: Tensor, first: int = 0, count: int | None = None
+) -> None:
+    """Writes the values of rows `first` to `first + count` into `out_RC` of shape (count, columns):
+    the arithmetic of `engine.quant.reference`, on any device, in its chunks."""
+    count = packed.rows - first if count is None else count
+    check_rows(packed, first, count)
+    check_out(packed, out_RC, count)
+    step = chunk_rows(packed.columns, packed.device)
+    for start in range(0, count, step):
+        part_RC = out_RC[start : start + step]
+        blocks = unpack(packed, first + start, len(part_RC))
+        part_RC.copy_(blocks.dequantize(out_RC.dtype))
+
+
+def check_rows(packed: PackedMatrix, first: int, count: int) -> None:
+    """`QuantError` unless rows `first` to `first + count` are there."""
+    if first < 0 or count < 0 or first + count > packed.rows:
+        raise QuantError.expected(
+            f"packed {packed.type.name} matrix",
+            "rows",
+            f"some of {packed.rows}",
+            f"{count} from {first}",
+        )
+
+
+def check_out(packed: PackedMatrix, out_RC: Tensor, count: int) -> None:
+    """`QuantError` unless `count` rows of values fit `out_RC` exactly."""
+    if tuple(out_RC.shape) != (count, packed.columns) or out_RC.device != packed.device:
+        raise QuantError.expected(
+            f"values of a packed {packed.type.name} matrix",
+            "out",
+            f"shape ({count}, {packed.columns}) on {packed.device}",
+            f"{tuple(out_RC.shape)} on {out_RC.device}",
+        )
+
+
+def _aligned(count: int) -> int:
+    return math.ceil(count / ALIGNMENT_BYTES) * ALIGNMENT_BYTES

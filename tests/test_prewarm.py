@@ -1,0 +1,210 @@
+"""Forward passes on tensors that hold nothing (torch's meta device) and say that they are on a GPU:
+all of the code that chooses and prepares a launch runs, and the launch is noted instead of made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from engine.kernels import dequantize_triton, small_m
+from engine.kernels.key import Variant
+from engine.kernels.linear import Kernel, Scratch, packed_linear
+from engine.kernels.prewarm import Matrix, matrices_of, prewarm_variants
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.packed import PackedEmbedding, PackedLinear, head_of, reserve
+from engine.quant.blocks import BLOCK_TYPES, BlockType
+from engine.quant.planes import PackedMatrix, packed_bytes
+
+CUDA = torch.device("cuda", 0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TYPES = tuple(BLOCK_TYPES[name] for name in dequantize_triton.TUNINGS)
+
+
+class PretendedGpu(TorchFunctionMode):
+    """What is made on the GPU is made on the meta device, and says it is on the GPU."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return CUDA if func(*args).type == "meta" else func(*args)
+        if kwargs.get("device") == CUDA:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+class Launches:
+    """What was launched, with which types of arguments."""
+
+    def __init__(self) -> None:
+        self.variants: set[Variant] = set()
+
+    def __call__(self, variant: Variant, grid: tuple[int, ...], *arguments: Tensor | int) -> None:
+        types = [
+            dequantize_triton.pointer_type(argument.dtype) if isinstance(argument, Tensor) else "i"
+            for argument in arguments
+        ]
+        wanted = [type_ if type_.startswith("*") else "i" for type_ in variant.types]
+        assert types == wanted, f"{variant} launched with {types}"
+        self.variants.add(variant)
+
+
+@pytest.fixture(scope="module")
+def launches() -> Iterator[Launches]:
+    """The launches of tests, on a GPU of capability 9.0 that is not there."""
+    noted = Launches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        for module in (dequantize_triton, small_m):
+            patch.setattr(module, "launch", noted)
+        with PretendedGpu():
+            yield noted
+
+
+def fake(type_: BlockType, rows: int, columns: int) -> PackedMatrix:
+    data = torch.empty(packed_bytes(type_, rows, columns), dtype=torch.uint8, device=CUDA)
+    return PackedMatrix(type_, rows, columns, data)
+
+
+@given(
+    type_=st.sampled_from(TYPES),
+    rows=st.integers(1, 300),
+    row_blocks=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    biased=st.booleans(),
+    counts=st.lists(st.integers(1, 80) | st.integers(81, 5000), min_size=1, max_size=4),
+    kernel=st.sampled_from(["auto", "fused", "dequantize"]),
+    limit_rows=st.sampled_from([16, 48, 1000]),
+)
+def test_products_launch_nothing_that_was_not_warmed(
+    launches: Launches,
+    type_: BlockType,
+    rows: int,
+    row_blocks: int,
+    dtype: torch.dtype,
+    biased: bool,
+    counts: list[int],
+    kernel: Kernel,
+    limit_rows: int,
+) -> None:
+    columns = row_blocks * type_.block_size
+    launches.variants.clear()
+    weight = fake(type_, rows, columns)
+    limit = limit_rows * columns * dtype.itemsize
+    scratch = Scratch(CUDA, dtype, limit_bytes=limit)
+    reserve(scratch, weight, whole=True)
+    bias_N = torch.empty(rows, dtype=dtype, device=CUDA) if biased else None
+    for count in counts:
+        if kernel == "fused" and not small_m.takes(type_, count, CUDA):
+            continue
+        x = torch.empty(count, columns, dtype=dtype, device=CUDA)
+        assert packed_linear(x, weight, bias_N, scratch, kernel=kernel).shape == (count, rows)
+    matrix = Matrix(type_, rows, columns, dtype if biased else None)
+    warmed = prewarm_variants([matrix], [dtype], arch=90, row_counts=counts)
+    assert launches.variants <= set(warmed)
+
+
+CONFIG = ModelConfig(
+    family="qwen2",
+    vocab_size=700,
+    hidden_size=512,
+    intermediate_size=768,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+)
+
+
+def packed_decoder(config: ModelConfig, dtype: torch.dtype, kernel: Kernel) -> Decoder:
+    """A decoder with blocks of several types in it, as llama.cpp mixes them."""
+    with torch.device("meta"):
+        decoder = Decoder(config).to(dtype)
+    scratch = Scratch(CUDA, dtype)
+    mixed = ("Q4_K", "Q6_K", "Q5_K", "Q8_0")
+    linears = [name for name, part in decoder.named_modules() if isinstance(part, nn.Linear)]
+    for place, name in enumerate(linears):
+        dense = decoder.get_submodule(name)
+        assert isinstance(dense, nn.Linear)
+        weight = fake(BLOCK_TYPES[mixed[place % len(mixed)]], *dense.weight.shape)
+        reserve(scratch, weight, whole=name != "head")
+        packed = PackedLinear(weight, scratch, kernel=kernel)
+        packed.bias = None if dense.bias is None else dense.bias.detach()
+        parent, _, leaf = name.rpartition(".")
+        setattr(decoder.get_submodule(parent), leaf, packed)
+    embedding = fake(BLOCK_TYPES["Q4_0"], config.vocab_size, config.hidden_size)
+    reserve(scratch, embedding, whole=False)
+    decoder.embed = PackedEmbedding(embedding, scratch)
+    return decoder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", ["auto", "dequantize"])
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 7), (2, 20), (3, 128)])
+def test_a_forward_pass_launches_nothing_that_was_not_warmed(
+    launches: Launches, dtype: torch.dtype, kernel: Kernel, tokens: tuple[int, int]
+) -> None:
+    decoder = packed_decoder(CONFIG, dtype, kernel)
+    launches.variants.clear()
+    with torch.inference_mode():
+        ids = torch.zeros(tokens, dtype=torch.int64, device=CUDA)
+        hidden = decoder(ids)
+        for first, slice_RE in head_of(decoder).slices(600, torch.float32):
+            assert first >= 0 and slice_RE.shape[1] == CONFIG.hidden_size
+    warmed = prewarm_variants(
+        matrices_of(decoder), [dtype], arch=90, row_counts=[tokens[0] * tokens[1]]
+    )
+    assert hidden.shape[:2] == tokens
+    assert launches.variants <= set(warmed)
+    # The set is not merely large: each kind of matrix was really launched.
+    types = {matrix.type.name for matrix in matrices_of(decoder)}
+    assert types == {"Q4_K", "Q6_K", "Q5_K", "Q8_0", "Q4_0"}
+    assert len(launches.variants) >= len(types)
+
+
+def test_what_is_not_warmed_is_missed(launches: Launches) -> None:
+    decoder = packed_decoder(CONFIG, torch.bfloat16, "dequantize")
+    launches.variants.clear()
+    with torch.inference_mode():
+        decoder(torch.zeros((1, 128), dtype=torch.int64, device=CUDA))
+    without = [matrix for matrix in matrices_of(decoder) if matrix.type.name != "Q6_K"]
+    warmed = prewarm_variants(without, [torch.bfloat16], arch=90, row_counts=[128])
+    missed = launches.variants - set(warmed)
+    assert {variant.name for variant in missed} == {"dequantize_q6_k"}
+    wrong_dtype = prewarm_variants(matrices_of(decoder), [torch.float16], arch=90, row_counts=[128])
+    assert not launches.variants & set(wrong_dtype)
+
+
+def test_no_fused_kernel_is_warmed_for_many_rows() -> None:
+    matrix = Matrix(BLOCK_TYPES["Q4_K"], 64, 512)
+    many = prewarm_variants([matrix], [torch.bfloat16], arch=90, row_counts=[2048])
+    few = prewarm_variants([matrix], [torch.bfloat16], arch=90, row_counts=[2048, 1])
+    assert many == (dequantize_triton.variant(matrix.type, torch.bfloat16),)
+    assert len(few) > len(many)
+
+
+def test_the_same_matrix_twice_is_warmed_once() -> None:
+    matrix = Matrix(BLOCK_TYPES["Q6_K"], 64, 512)
+    once = prewarm_variants([matrix], DTYPES, arch=90, row_counts=[1, 4096])
+    again = prewarm_variants(
+        [matrix, replace(matrix)], [*DTYPES, *DTYPES], arch=90, row_counts=[1, 1, 4096]
+    )
+    assert once == again
