@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_events import numbered, opened
 
 from engine.device.host import Cgroup, Host, KillCounters, read_kill_counters
 from engine.device.reading import Reading, absent, measured
+from engine.runlog.events import HostSample
+from engine.runlog.view import RunView, fold
 from engine.supervise.attribution import (
     Certainty,
     ExitAttribution,
@@ -23,6 +26,7 @@ from engine.supervise.attribution import (
     exception_name,
     find_kernel_line,
 )
+from engine.supervise.last_memory import memory_words
 from engine.verdict import Level
 
 GROUP = Cgroup(version=2, directory=Path("/cg/run.scope"), mount=Path("/cg"))
@@ -506,3 +510,53 @@ def test_a_child_that_raises_failed_and_its_exception_is_named() -> None:
     found = end_of("raise KeyError('x')")[2]
     assert found.state is S.FAILED
     assert "KeyError" in found.sentence
+
+
+MEMORY = "In its last 60 s the least memory available was 1.2 GiB of 119.7 GiB."
+
+
+@pytest.mark.parametrize(
+    ("returncode", "vmstat", "memcg", "line", "said"),
+    [
+        (-9, 0, 0, None, True),
+        (-9, None, 0, None, True),
+        (-9, 1, 1, MEMCG_LINE, False),
+        (-9, 1, 0, None, False),
+        (-15, 0, 0, None, False),
+    ],
+)
+def test_what_is_known_of_memory_is_added_to_a_kill_that_was_not_proved_to_be_for_memory(
+    returncode: int, vmstat: int | None, memcg: int, line: str | None, said: bool
+) -> None:
+    after = counters(None if vmstat is None else 3 + vmstat, 1 + memcg)
+    before = counters(None if vmstat is None else 3)
+    found = attribute_exit(
+        returncode,
+        before,
+        after,
+        stop_requested=None,
+        kernel_line=line,
+        finished=False,
+        integrated_gpu=True,
+        memory=MEMORY,
+    )
+    assert (MEMORY in found.sentence) is said
+    if said:
+        assert "do not see CUDA memory" in found.sentence
+
+
+def test_memory_before_the_end_is_the_least_and_the_worst_of_the_last_minute() -> None:
+    samples = [
+        HostSample(
+            host_available_bytes=free * 2.0**30,
+            host_total_bytes=100 * 2.0**30,
+            psi_memory_full_avg10_pct=full,
+        )
+        for free, full in [(1.0, 90.0), *[(50.0, 0.0)] * 70, (4.0, 43.0), (60.0, 0.0)]
+    ]
+    view = fold(RunView(), "device", numbered([opened(1.0), *samples]))
+    assert memory_words(view) == (
+        "In its last 60 s the least memory available was 4.0 GiB of 100.0 GiB and the highest "
+        "memory pressure 43 %."
+    )
+    assert memory_words(RunView()) is None

@@ -23,6 +23,7 @@ from run_events import (
 
 from engine.decision import Decision
 from engine.runlog.events import (
+    AlertRaised,
     AnyEvent,
     CheckpointSaved,
     DecisionMade,
@@ -42,6 +43,8 @@ from engine.runlog.events import (
 )
 from engine.runlog.read import Liveness
 from engine.runlog.text import (
+    alert_lines,
+    alerts_text,
     clock_text,
     decision_lines,
     device_lines,
@@ -417,3 +420,46 @@ def test_every_kind_has_words_of_its_own() -> None:
     assert len(set(texts.values())) == len(KINDS)
     assert "None" not in " ".join(texts.values())
     assert texts[StepDone].startswith("step 1 ") and "opened" in texts[LogOpened]
+
+
+# Alerts.
+
+ALERT = AlertRaised(
+    id="gpu_idle",
+    severity="error",
+    title="GPU 0 was 0.3 % busy",
+    numbers=[("gpu_util_pct, mean", 0.3, "at most 5 is idle"), ("x", math.nan, "y\nz")],
+    first_step=3,
+    last_step=9,
+    from_unix_s=1.7e9,
+    to_unix_s=1.7e9 + 30,
+    meaning="the work is not on the GPU",
+    flip="--set teacher.backend=dequantized",
+)
+
+
+def test_an_alert_reads_with_its_numbers_its_window_and_its_flip() -> None:
+    begin, end = clock_text(1.7e9), clock_text(1.7e9 + 30)
+    assert alert_lines(ALERT) == [
+        "error: gpu_idle: GPU 0 was 0.3 % busy",
+        "  gpu_util_pct, mean 0.3 (at most 5 is idle)",
+        "  x NaN (y z)",
+        f"  seen in steps 3 to 9, {begin} to {end}",
+        "  means: the work is not on the GPU",
+        "  test it: --set teacher.backend=dequantized",
+    ]
+    assert event_text(ALERT) == "ALERT gpu_idle: GPU 0 was 0.3 % busy"
+
+
+def test_the_status_names_the_alerts_that_stand() -> None:
+    other = AlertRaised(id="data_wait", severity="warning", title="t")
+    view = fold(view_of(opened(1.0), started()), "watch", numbered([opened(1.0), ALERT, other]))
+    assert alerts_text(view) == "2 alerts: data_wait, gpu_idle"
+    assert "| 2 alerts: data_wait, gpu_idle" in status_text(view, ALIVE)
+    assert alerts_text(RunView()) == ""
+
+
+def test_counters_of_a_gpu_are_shown_where_it_has_them() -> None:
+    sample = GpuSample(index=0, gpu_util_pct=96.0, sm_util_pct=3.0, tensor_util_pct=0.2)
+    lines = device_lines(view_of(opened(1.0), sample, source="device"))
+    assert lines[2] == "       SM busy 3%  tensor 0%"

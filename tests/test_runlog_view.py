@@ -28,6 +28,8 @@ from run_events import (
 )
 
 from engine.runlog.events import (
+    AlertCleared,
+    AlertRaised,
     AnyEvent,
     CheckpointSaved,
     DecisionMade,
@@ -551,3 +553,35 @@ def test_many_events_of_a_rare_kind_do_not_take_quadratic_time() -> None:
     view = fold(RunView(), "events", events)
     assert len(view.non_finite) == len(view.notes) == 50_000
     assert time.perf_counter() - begin < 3.0
+
+
+# Alerts, stacks and signs of life.
+
+
+def test_alerts_stand_until_they_are_cleared_or_a_new_watcher_comes() -> None:
+    raised = AlertRaised(id="gpu_idle", severity="error", title="t")
+    other = AlertRaised(id="data_wait", severity="warning", title="t")
+    log: list[Event] = [opened(1.0), raised, other]
+    view = view_of(*log, source="watch")
+    assert set(view.alerts) == {"gpu_idle", "data_wait"} and view.alert_count == 2
+    log.append(AlertCleared(id="gpu_idle", stood_s=3.0))
+    assert set(view_of(*log, source="watch").alerts) == {"data_wait"}
+    view = view_of(*log, opened(100.0), source="watch")
+    assert view.alerts == {} and view.alert_count == 0 and view.stack_dump is None
+
+
+def test_the_heartbeat_is_the_newest_line_of_the_trainer_that_is_no_note() -> None:
+    log: list[Event] = [opened(10.0), Phase(name="training"), step(1), Note(level="info", text="x")]
+    view = view_of(*log)
+    assert view.heartbeat_unix_s == 12.0
+    assert view_of(*log, source="watch").heartbeat_unix_s is None
+    # In one batch or in many.
+    alone = fold(view, "events", [msgspec.structs.replace(log[3], seq=4, t_s=9.0)])  # type: ignore[list-item]
+    assert alone.heartbeat_unix_s == 12.0
+
+
+def test_whether_clocks_are_held_down_is_a_column() -> None:
+    words = ["none", "sw_power_cap", "sw_power_cap,hw_thermal_slowdown", None]
+    samples = [GpuSample(index=0, clock_event_reasons=w) for w in words]
+    view = view_of(opened(1.0), *samples, source="device")
+    assert view.gpu_tables[0].values("slowed") == [0.0, 0.0, 1.0, None]

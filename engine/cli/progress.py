@@ -14,9 +14,9 @@ import sys
 import time
 
 from engine.errors import EXIT_FAIL
-from engine.runlog.events import kind_of
+from engine.runlog.events import AlertRaised, AnyEvent, kind_of
 from engine.runlog.follow import Follower
-from engine.runlog.text import event_text, has_ended, result_lines, status_text
+from engine.runlog.text import alert_lines, event_text, has_ended, result_lines, status_text
 from engine.runlog.view import RunView
 from engine.supervise.launch import Launched
 
@@ -39,7 +39,8 @@ class _Progress:
         view = follower.view
         for line in follower.new_lines():
             if line.unix_s > self.since_unix_s and kind_of(line.event) not in QUIET:
-                self._print(event_text(line.event))
+                for text in _words(line.event):
+                    self._print(text)
         text = status_text(view, follower.alive)
         if self.redraw:
             width = shutil.get_terminal_size().columns - 1
@@ -59,6 +60,11 @@ class _Progress:
         if self.redraw and self.drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
+
+
+def _words(event: AnyEvent) -> list[str]:
+    """An alert with all that it knows; anything else on one line."""
+    return alert_lines(event) if isinstance(event, AlertRaised) else [event_text(event)]
 
 
 def _bar(view: RunView) -> str:

@@ -1,4 +1,4 @@
-"""Print what a run says about itself: state, losses, decisions, device, log.
+"""Print what a run says about itself: state, losses, alerts, decisions, device, log.
 
 engine tail RUN            what there is now
 engine tail -f RUN         and what comes, until the run ends
@@ -34,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.runlog.follow import Follower
     from engine.runlog.read import BrokenLog
     from engine.runlog.text import (
+        alert_lines,
         decision_lines,
         device_lines,
         has_ended,
@@ -56,6 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     for line in result_lines(view):
         print(line)
     for heading, lines in (
+        *(
+            [("alerts", [line for a in view.alerts.values() for line in alert_lines(a)])]
+            if view.alerts
+            else []
+        ),
         ("decisions", [line for d in view.decisions for line in decision_lines(d)]),
         ("device", device_lines(view)),
         (
@@ -121,6 +127,9 @@ def as_json(follower: Any) -> dict[str, Any]:
         "checkpoints": [plain(c) for c in view.checkpoints],
         "non_finite": [plain(e) for e in view.non_finite],
         "notes": [plain(n) for n in view.notes],
+        "alerts": [plain(a) for a in view.alerts.values()],
+        "alert_count": view.alert_count,
+        "stack_dump": plain(view.stack_dump),
         "student": plain(view.student),
         "finished": plain(view.finished),
         "exit": plain(view.exit),

@@ -5,7 +5,7 @@ A run has three logs, each with one writer:
 
     events.jsonl   the trainer     decisions, steps, evaluations, checkpoints, how it ended
     device.jsonl   the supervisor  GPU and host readings
-    watch.jsonl    the supervisor  the trainer process: started, stopped, killed
+    watch.jsonl    the supervisor  the trainer process: started, stopped, killed; alerts, stacks
 
 `t_s` is seconds on the monotonic clock since the writer opened its log; `log_opened` says what wall
 time that was, so durations never see a clock step and yet three files and several sessions (a
@@ -119,6 +119,83 @@ class ModelReady(Event, frozen=True, kw_only=True, tag="model"):
     sha256: str
 
 
+class MemoryPlanned(Event, frozen=True, kw_only=True, tag="memory_plan"):
+    """What the run is predicted to hold at its peak, before anything is uploaded."""
+
+    predicted_bytes: float
+    available_bytes: float | None
+    available_source: str
+    """Where the number comes from, or why there is none."""
+    peak_phase: str
+    items: list[tuple[str, float, str]] = []
+    """Each item with its bytes and the arithmetic behind them."""
+
+
+class MemoryMeasured(Event, frozen=True, kw_only=True, tag="memory_peak"):
+    """The peak that the allocator saw, beside the prediction."""
+
+    step: int
+    measured_bytes: float | None
+    predicted_bytes: float
+    source: str
+
+
+class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
+    """A kernel that this process had not compiled before."""
+
+    compiler: str
+    """`triton` for our own kernels, `inductor` for what torch.compile made."""
+    kernel: str
+    key: str
+    """Everything baked into its code, in words."""
+    digest: str
+    """A hash of the key; empty where the compiler gives none."""
+    compile_s: float | None
+    disk_hit: bool | None
+    """Whether a cache on disk had the code; absent where the compiler does not say."""
+    after_warm_up: bool = False
+    """True when a step had to wait for it."""
+    differs: list[str] = []
+    """What sets it apart from the nearest kernel that was compiled before."""
+
+
+class KernelCounts(Event, frozen=True, kw_only=True, tag="kernel_counts"):
+    """Hits and misses of the kernel caches of this process so far."""
+
+    step: int
+    hits: int
+    misses: int
+    disk_hits: int
+    by_kernel: dict[str, tuple[int, int]] = {}
+    """Hits and misses of each kernel."""
+
+
+class VocabularyCut(Event, frozen=True, kw_only=True, tag="vocabulary_cut"):
+    """The teacher's columns beyond the student's ids are cut before the softmax; what that drops."""
+
+    teacher_ids: int
+    student_ids: int
+    dropped_mass_mean: float | None
+    """Mean over tokens of the probability the teacher gives to the ids that are cut."""
+    dropped_mass_max: float | None
+    tokens: int
+    """Held-out tokens it was measured on."""
+
+
+class Checked(Event, frozen=True, kw_only=True, tag="check"):
+    """The answer of one first-minute check (`engine checks --list`)."""
+
+    id: str
+    level: str
+    """`pass`, `unknown` or `fail`."""
+    reason: str
+    numbers: dict[str, float] = {}
+    """What the answer was read from."""
+    cost_s: float | None
+    step: int
+    """Optimizer steps done when it was asked."""
+
+
 class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     """One optimizer step. Losses are means over the step's labelled tokens, in nats."""
 
@@ -208,27 +285,112 @@ class FactsRead(Event, frozen=True, kw_only=True, tag="device_facts"):
 class HostSample(Event, frozen=True, kw_only=True, tag="host"):
     host_available_bytes: float | None = None
     host_total_bytes: float | None = None
+    swap_free_bytes: float | None = None
     load1: float | None = None
+    psi_memory_some_avg10_pct: float | None = None
     psi_memory_full_avg10_pct: float | None = None
+    psi_cpu_some_avg10_pct: float | None = None
+    psi_io_full_avg10_pct: float | None = None
+    major_faults_per_s: float | None = None
+    """Pages that were read from a disk because a process touched them, of the whole machine."""
+    swap_in_pages_per_s: float | None = None
+    swap_out_pages_per_s: float | None = None
+    oom_kills: float | None = None
+    """Processes the kernel has killed for memory since the machine started."""
+    cgroup_memory_bytes: float | None = None
+    cgroup_memory_limit_bytes: float | None = None
     trainer_rss_bytes: float | None = None
     trainer_cpu_pct: float | None = None
     trainer_threads: float | None = None
     duty_s: float | None = None
+    """What taking this sample cost."""
+    duty_pct: float | None = None
+    """Share of the time that went into the last samples."""
+    tick_s: float | None = None
+    """Seconds to the next sample."""
     absent: dict[str, str] = {}
 
 
 class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
     index: int
     gpu_util_pct: float | None = None
+    """Share of the time in which any kernel ran, however small: not how much of the GPU worked."""
     gpu_mem_util_pct: float | None = None
     gpu_mem_used_bytes: float | None = None
     gpu_mem_total_bytes: float | None = None
     gpu_power_w: float | None = None
     gpu_power_limit_w: float | None = None
+    gpu_energy_j: float | None = None
+    """Since the driver was loaded."""
     gpu_temperature_c: float | None = None
     sm_clock_mhz: float | None = None
+    sm_util_pct: float | None = None
+    """Share of the multiprocessors that were busy."""
+    sm_occupancy_pct: float | None = None
+    tensor_util_pct: float | None = None
+    """Share of the time in which the tensor pipes worked, mean over all of them."""
+    dram_util_pct: float | None = None
     clock_event_reasons: str | None = None
     absent: dict[str, str] = {}
+
+    @property
+    def slowed(self) -> float | None:
+        """1 when heat or a power brake holds the clocks down, 0 when not, None when not known."""
+        if self.clock_event_reasons is None:
+            return None
+        return float(not SLOWED.isdisjoint(self.clock_event_reasons.split(",")))
+
+
+SLOWED = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake"})
+"""Reasons for low clocks that a healthy machine does not have. A power cap is not among them: a card
+under full load runs at its limit."""
+
+
+class AlertRaised(Event, frozen=True, kw_only=True, tag="alert"):
+    """Something is wrong, by the rule `id`; it stands until an `alert_cleared` of the same id."""
+
+    id: str
+    severity: str
+    """`warning` or `error`."""
+    title: str
+    """What is seen, in one sentence with its most telling number."""
+    numbers: list[tuple[str, float, str]] = []
+    """Each number with its unit in its name, its value, and what it is held against."""
+    first_step: int = 0
+    last_step: int = 0
+    from_unix_s: float = 0.0
+    to_unix_s: float = 0.0
+    """The steps and the time that the numbers were taken from."""
+    meaning: str = ""
+    flip: str = ""
+    """The argument that would test the suspicion: `--set knob=value`; empty where there is none."""
+    no_flip: str = ""
+    """Why there is none."""
+
+
+class AlertCleared(Event, frozen=True, kw_only=True, tag="alert_cleared"):
+    id: str
+    stood_s: float
+
+
+class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
+    """What the threads of a silent trainer were doing; the whole of it is in the file."""
+
+    path: str
+    """Relative to the run folder."""
+    state: str
+    """`computing`, `waiting for a lock`, `stopped by a signal`, ... of the main thread."""
+    summary: str
+    python_frame: str
+    """Innermost Python line of the main thread: `file:line in function`; empty when not known."""
+    native_frame: str
+    """Innermost C function, or the system call, of the main thread; empty when not known."""
+    python_stack: list[str] = []
+    """The main thread, innermost first."""
+    busy_threads: int | None = None
+    """Threads that computed when they were looked at, the main thread included."""
+    missing: list[str] = []
+    """What could not be had, each with the reason."""
 
 
 class TrainerStarted(Event, frozen=True, kw_only=True, tag="trainer_started"):
@@ -277,6 +439,12 @@ Known: TypeAlias = (
     | DecisionMade
     | DataReady
     | ModelReady
+    | MemoryPlanned
+    | MemoryMeasured
+    | Compiled
+    | KernelCounts
+    | VocabularyCut
+    | Checked
     | StepDone
     | Evaluated
     | NonFinite
@@ -292,6 +460,9 @@ Known: TypeAlias = (
     | TrainerExited
     | LauncherGone
     | StopForwarded
+    | AlertRaised
+    | AlertCleared
+    | StackDump
 )
 AnyEvent: TypeAlias = Known | Unrecognised
 

@@ -14,22 +14,30 @@ from typing import Any
 
 from engine.decision import Decision
 from engine.runlog.events import (
+    AlertCleared,
+    AlertRaised,
     AnyEvent,
+    Checked,
     CheckpointSaved,
+    Compiled,
     DataReady,
     DecisionMade,
     Evaluated,
     FactsRead,
     GpuSample,
     HostSample,
+    KernelCounts,
     LauncherGone,
     LogOpened,
+    MemoryMeasured,
+    MemoryPlanned,
     ModelReady,
     NonFinite,
     Note,
     Phase,
     RunFinished,
     RunStarted,
+    StackDump,
     StepDone,
     StopForwarded,
     StopRequested,
@@ -37,6 +45,7 @@ from engine.runlog.events import (
     TrainerExited,
     TrainerStarted,
     Unrecognised,
+    VocabularyCut,
 )
 from engine.runlog.read import Liveness
 from engine.runlog.view import LogLine, RunView
@@ -71,6 +80,29 @@ def decision_lines(decision: DecisionMade) -> list[str]:
     return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]
 
 
+def alert_lines(alert: AlertRaised) -> list[str]:
+    """An alert with its numbers, what it means, and what would test it."""
+    numbers = [f"{name} {_number(value, '.4g')} ({held})" for name, value, held in alert.numbers]
+    begin, end = clock_text(alert.from_unix_s), clock_text(alert.to_unix_s)
+    steps = f"steps {alert.first_step} to {alert.last_step}, " if alert.last_step else ""
+    lines = [
+        f"{alert.severity}: {alert.id}: {alert.title}",
+        *(f"  {text}" for text in numbers),
+        f"  seen in {steps}{begin} to {end}",
+        f"  means: {alert.meaning}",
+        f"  test it: {alert.flip}" if alert.flip else f"  no flip: {alert.no_flip}",
+    ]
+    return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]
+
+
+def alerts_text(view: RunView) -> str:
+    """The alerts that stand, in a word: `2 alerts: data_wait, gpu_idle`; empty when none does."""
+    names = sorted(view.alerts)
+    if not names:
+        return ""
+    return f"{len(names)} alert{'s' if len(names) > 1 else ''}: {', '.join(names)}"
+
+
 def event_text(event: AnyEvent) -> str:
     """One event on one line."""
     return one_line(_event_text(event))
@@ -102,6 +134,25 @@ def _event_text(event: AnyEvent) -> str:
                 f"{event.layers} layers x {event.hidden_size}, vocabulary {event.vocab_size}, "
                 f"{event.precision}, from {event.source} (sha256 {event.sha256[:12]})"
             )
+        case MemoryPlanned():
+            return _plan_text(event)
+        case MemoryMeasured():
+            return _peak_text(event)
+        case Compiled():
+            return _compiled_text(event)
+        case KernelCounts():
+            return (
+                f"kernels by step {event.step}: {event.hits} hits, {event.misses} misses, "
+                f"{event.disk_hits} of them from the cache on disk"
+            )
+        case VocabularyCut():
+            return (
+                f"vocabulary: the teacher's {event.teacher_ids} ids are cut to {event.student_ids}; "
+                f"dropped mass {_number(event.dropped_mass_mean, '.2e')} mean, "
+                f"{_number(event.dropped_mass_max, '.2e')} at most over {event.tokens} tokens"
+            )
+        case Checked():
+            return check_text(event)
         case StepDone():
             return step_text(event)
         case Evaluated():
@@ -137,6 +188,12 @@ def _event_text(event: AnyEvent) -> str:
             return f"launcher is gone ({event.how}); the run goes on by itself"
         case StopForwarded():
             return f"{event.signal} forwarded to the trainer"
+        case AlertRaised():
+            return f"ALERT {event.id}: {event.title}"
+        case AlertCleared():
+            return f"alert {event.id} is over; it stood for {format_seconds(event.stood_s)}"
+        case StackDump():
+            return f"stacks of the trainer in {event.path}: {event.summary}"
         case HostSample() | GpuSample():
             return sample_text(event)
         case Unrecognised():
@@ -151,6 +208,50 @@ def _started_text(event: RunStarted) -> str:
         f"T {_number(event.temperature, 'g')}, peak lr {_number(event.peak_lr, 'g')}, "
         f"{format_count(event.trainable_parameters)} trainable{again}"
     )
+
+
+def _plan_text(plan: MemoryPlanned) -> str:
+    room = f"available unknown: {plan.available_source}"
+    if plan.available_bytes is not None:
+        room = f"{format_bytes(plan.available_bytes)} available ({plan.available_source})"
+    return f"memory: {format_bytes(plan.predicted_bytes)} predicted at the peak, {plan.peak_phase}; {room}"
+
+
+def _peak_text(peak: MemoryMeasured) -> str:
+    if peak.measured_bytes is None:
+        return f"memory peak by step {peak.step}: {NOT_MEASURED} ({peak.source})"
+    text = f"memory peak by step {peak.step}: {format_bytes(peak.measured_bytes)} ({peak.source})"
+    if not peak.predicted_bytes:
+        return f"{text}, nothing was predicted"
+    return f"{text}, {_number(peak.measured_bytes / peak.predicted_bytes, '.0%')} of the prediction"
+
+
+def _compiled_text(event: Compiled) -> str:
+    how = {True: "from the cache on disk", False: "compiled", None: "compiled or from a cache"}
+    text = (
+        f"{event.compiler}: {event.key} {how[event.disk_hit]} in {format_seconds(event.compile_s)}"
+    )
+    if not event.after_warm_up:
+        return text
+    differs = (
+        f"; differs from one that was warmed in {', '.join(event.differs)}" if event.differs else ""
+    )
+    return f"COMPILE AFTER WARM-UP: {text}{differs}"
+
+
+def check_text(check: Checked) -> str:
+    """A check's answer with what it cost: a failure stands out, what is unknown is never a pass."""
+    level = {"pass": "pass", "fail": "FAIL"}.get(check.level, "unknown")
+    return f"check {check.id}: {level}: {check.reason} ({format_seconds(check.cost_s)})"
+
+
+def checks_failed_text(view: RunView) -> str:
+    """The checks that failed, in a word: `2 checks failed: shift_proof, loss_gradient`; empty when
+    none did."""
+    names = [name for name, check in view.checks.items() if check.level == "fail"]
+    if not names:
+        return ""
+    return f"{len(names)} check{'s' if len(names) > 1 else ''} failed: {', '.join(names)}"
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -213,6 +314,10 @@ def status_text(view: RunView, alive: Liveness) -> str:
         parts.append(f"step {view.last_step}/{view.total_steps}")
     if state == "starting" and view.phase is not None:
         parts.append(event_text(view.phase))
+    if failed := checks_failed_text(view):
+        parts.append(failed)
+    if view.alerts:
+        parts.append(alerts_text(view))
     if len(view.steps):
         parts.append(f"loss {format_value(view.steps.last('loss'))}")
     student = view.eval_of("student")
@@ -274,6 +379,12 @@ def device_lines(view: RunView) -> list[str]:
             f"       power {cell('gpu_power_w')}  sm clock {cell('sm_clock_mhz')}"
             f"  {cell('gpu_temperature_c')}",
         ]
+        counters = [
+            f"{words} {cell(name)}"
+            for words, name in _COUNTERS.items()
+            if getattr(gpu, name) is not None
+        ]
+        lines += [f"       {'  '.join(counters)}"] if counters else []
     if not view.gpus and view.facts is not None:
         reason = view.absent.get("gpu_count") or view.facts.get("nvml_absent") or NOT_MEASURED
         lines.append(f"GPU    {reason}")
@@ -286,6 +397,14 @@ def device_lines(view: RunView) -> list[str]:
         ]
     return lines or ["no reading yet"]
 
+
+# What the utilisation hides; only some GPUs have these counters, and `engine doctor` says why others do not.
+_COUNTERS = {
+    "SM busy": "sm_util_pct",
+    "occupancy": "sm_occupancy_pct",
+    "tensor": "tensor_util_pct",
+    "DRAM": "dram_util_pct",
+}
 
 _UNITS: dict[str, Callable[[float], str]] = {
     "bytes": format_bytes,

@@ -25,27 +25,36 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 import msgspec
 
 from engine.runlog.events import (
+    AlertCleared,
+    AlertRaised,
     AnyEvent,
+    Checked,
     CheckpointSaved,
+    Compiled,
     DataReady,
     DecisionMade,
     Evaluated,
     FactsRead,
     GpuSample,
     HostSample,
+    KernelCounts,
     LauncherGone,
     LogOpened,
+    MemoryMeasured,
+    MemoryPlanned,
     ModelReady,
     NonFinite,
     Note,
     Phase,
     RunFinished,
     RunStarted,
+    StackDump,
     StepDone,
     StopRequested,
     StudentSaved,
     TrainerExited,
     TrainerStarted,
+    VocabularyCut,
 )
 from engine.runlog.read import Liveness
 from engine.runlog.table import Column
@@ -62,11 +71,13 @@ STEP_FIELDS = (
     "agreement",
     "lr",
     "grad_norm",
+    "rows",
     "labelled",
     "tokens",
     "step_s",
     "data_s",
     "teacher_s",
+    "position",
     "unix_s",
 )
 HOST_FIELDS = (
@@ -75,6 +86,10 @@ HOST_FIELDS = (
     "trainer_rss_bytes",
     "trainer_cpu_pct",
     "load1",
+    "psi_memory_full_avg10_pct",
+    "psi_io_full_avg10_pct",
+    "major_faults_per_s",
+    "duty_pct",
 )
 GPU_FIELDS = (
     "unix_s",
@@ -84,6 +99,11 @@ GPU_FIELDS = (
     "gpu_power_w",
     "sm_clock_mhz",
     "gpu_temperature_c",
+    "sm_util_pct",
+    "sm_occupancy_pct",
+    "tensor_util_pct",
+    "dram_util_pct",
+    "slowed",
 )
 LOG_LINES_KEPT = 2000
 
@@ -128,9 +148,12 @@ class RunView:
     sessions: int = 0
     """How many trainers have worked on this run: 1, and one more for each resume."""
     started: RunStarted | None = None
+    started_unix_s: float | None = None
     session_unix_s: float | None = None
     phase: Phase | None = None
     phase_unix_s: float | None = None
+    heartbeat_unix_s: float | None = None
+    """When the trainer last got somewhere: its newest line of this session that is no note."""
     decisions: tuple[DecisionMade, ...] = ()
     data: DataReady | None = None
     models: dict[str, ModelReady] = field(default_factory=dict)
@@ -143,6 +166,15 @@ class RunView:
     notes: tuple[Note, ...] = ()
     note_keys: tuple[LineKey, ...] = ()
     """Where each note stands in time: notes come from more than one log."""
+    memory_plan: MemoryPlanned | None = None
+    memory_peak: MemoryMeasured | None = None
+    """The newest measurement of this session."""
+    compiles: tuple[Compiled, ...] = ()
+    """What this session had to compile, in order."""
+    kernel_counts: KernelCounts | None = None
+    vocabulary_cut: VocabularyCut | None = None
+    checks: dict[str, Checked] = field(default_factory=dict)
+    """The newest answer of each first-minute check of this session, by its id."""
     student: StudentSaved | None = None
     stop_requested: str | None = None
     finished: RunFinished | None = None
@@ -158,9 +190,17 @@ class RunView:
     """Why a reading is missing, by field (`gpu0.gpu_power_w`); kept from the sample that said so
     until there is a value."""
     trainer_pid: int | None = None
+    trainer_started_unix_s: float | None = None
     exit: TrainerExited | None = None
     exit_unix_s: float | None = None
     launcher_gone: str | None = None
+    alerts: dict[str, AlertRaised] = field(default_factory=dict)
+    """Those that stand, by id."""
+    alert_count: int = 0
+    """How often one was raised in this session."""
+    stack_dump: StackDump | None = None
+    """The newest of this session."""
+    stack_dump_unix_s: float | None = None
     lines: tuple[LogLine, ...] = ()
     """The newest LOG_LINES_KEPT events of all logs, readings left out, in the order of time."""
 
@@ -282,6 +322,8 @@ class _Batch:
         if isinstance(events[0], LogOpened):
             self.open_session(events[0])
         times = [self.unix_s(event) for event in events]
+        if self.source == "events":
+            self.hear(events, times)
         first, last = self.get("first_unix_s"), self.get("last_unix_s")
         earliest, latest = min(times), max(times)
         self.changes["first_unix_s"] = earliest if first is None else min(first, earliest)
@@ -299,6 +341,14 @@ class _Batch:
                 self.take(event, unix_s)
         self.flush()
 
+    def hear(self, events: Sequence[AnyEvent], times: list[float]) -> None:
+        """Note when the trainer last got somewhere. A note is no sign of that: a thread that only
+        watches may write one."""
+        for event, unix_s in zip(reversed(events), reversed(times), strict=True):
+            if type(event) is not Note:
+                self.changes["heartbeat_unix_s"] = unix_s
+                return
+
     def open_session(self, event: LogOpened) -> None:
         session = self.clock.session + 1 if self.clock else 1
         self.clock = Clock(unix_s=event.unix_s, pid=event.pid, session=session)
@@ -306,11 +356,17 @@ class _Batch:
         if self.source == "events":
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
             self.lists["decisions"] = []
+            self.lists["compiles"] = []
+            self.changes["checks"] = {}
+            self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
             self.forget_session()
         elif self.source == "device":
             self.changes |= {"host": None, "gpus": {}, "absent": {}}
         else:
-            self.changes |= {"trainer_pid": None, "launcher_gone": None}
+            self.changes |= {"trainer_pid": None, "trainer_started_unix_s": None}
+            self.changes["launcher_gone"] = None
+            self.changes |= {"alerts": {}, "alert_count": 0}
+            self.changes |= {"stack_dump": None, "stack_dump_unix_s": None}
             self.forget_exit()
 
     def forget_session(self) -> None:
@@ -320,6 +376,8 @@ class _Batch:
             "stop_requested": None,
             "phase": None,
             "phase_unix_s": None,
+            "heartbeat_unix_s": None,
+            "started_unix_s": None,
             "session_row": len(self.get("steps")),
         }
 
@@ -341,7 +399,7 @@ class _Batch:
         match event:
             case RunStarted():
                 self.flush()
-                self.changes["started"] = event
+                self.changes |= {"started": event, "started_unix_s": unix_s}
                 self.rewind(event.resumed_from or 0)
             case Phase():
                 self.changes |= {"phase": event, "phase_unix_s": unix_s}
@@ -351,6 +409,18 @@ class _Batch:
                 self.changes["data"] = event
             case ModelReady():
                 self.changes["models"] = {**self.get("models"), event.role: event}
+            case MemoryPlanned():
+                self.changes["memory_plan"] = event
+            case MemoryMeasured():
+                self.changes["memory_peak"] = event
+            case Compiled():
+                self.list_of("compiles").append(event)
+            case KernelCounts():
+                self.changes["kernel_counts"] = event
+            case VocabularyCut():
+                self.changes["vocabulary_cut"] = event
+            case Checked():
+                self.changes["checks"] = {**self.get("checks"), event.id: event}
             case Evaluated():
                 self.list_of("evals").append(event)
             case NonFinite():
@@ -369,11 +439,20 @@ class _Batch:
                 self.changes["facts"] = event.facts
             case TrainerStarted():
                 self.changes |= {"trainer_pid": event.trainer_pid, "launcher_gone": None}
+                self.changes["trainer_started_unix_s"] = unix_s
                 self.forget_exit()
             case TrainerExited():
                 self.changes |= {"exit": event, "exit_unix_s": unix_s}
             case LauncherGone():
                 self.changes["launcher_gone"] = event.how
+            case AlertRaised():
+                self.changes["alerts"] = {**self.get("alerts"), event.id: event}
+                self.changes["alert_count"] = self.get("alert_count") + 1
+            case AlertCleared():
+                standing = self.get("alerts")
+                self.changes["alerts"] = {n: a for n, a in standing.items() if n != event.id}
+            case StackDump():
+                self.changes |= {"stack_dump": event, "stack_dump_unix_s": unix_s}
             case _:
                 pass  # the others are log lines and no more
 
@@ -483,11 +562,13 @@ def _columns(steps: Sequence[StepDone], times: list[float]) -> dict[str, Column]
         "agreement": [step.agreement for step in steps],
         "lr": [step.lr for step in steps],
         "grad_norm": [step.grad_norm for step in steps],
+        "rows": [step.rows for step in steps],
         "labelled": [step.labelled for step in steps],
         "tokens": [step.tokens for step in steps],
         "step_s": [step.step_s for step in steps],
         "data_s": [step.data_s for step in steps],
         "teacher_s": [step.teacher_s for step in steps],
+        "position": [step.position for step in steps],
         "unix_s": times,
     }
 

@@ -30,9 +30,13 @@ SIGKILL is TERMINATED. Refinements, each toward saying less or toward quoting th
 - An unreadable group counter does not weaken "vmstat did not move": vmstat counts every group.
 - Exit 0 without the run's own record of its end is UNKNOWN, not COMPLETED.
 
+On an integrated GPU no cgroup counter sees CUDA memory, and a machine may hang without any kill record:
+there the sentence says that unmoved counters prove nothing. What is left as evidence, the least memory
+that was available and the pressure before the end, is added to every SIGKILL that is neither the OOM
+killer's nor asked for here.
+
 Not covered: userspace killers such as earlyoom and systemd-oomd are KILLED_EXTERNAL or TERMINATED
-here; only their own journals can name them. On an integrated GPU no cgroup counter sees CUDA
-memory, and a machine may hang without any kill record.
+here; only their own journals can name them.
 """
 
 from __future__ import annotations
@@ -130,13 +134,15 @@ def attribute_exit(
     finished: bool,
     exception: str | None = None,
     integrated_gpu: bool = False,
+    memory: str | None = None,
 ) -> ExitAttribution:
     """Attribute the end of a process by the table above.
 
     `returncode` as `subprocess` gives it, None when nobody saw the end. `stop_requested` says who
     asked the process to stop, if anyone did. `kernel_line` is what `find_kernel_line` found.
     `finished` says that the run recorded its own end. `exception` is the name of the exception that
-    ended it, from its log or `exception_name(stderr)`.
+    ended it, from its log or `exception_name(stderr)`. `memory` says what the sampler saw of the
+    machine's memory before the end.
     """
     boots = (before.boot_id.value, after.boot_id.value)
     if None not in boots and boots[0] != boots[1]:
@@ -150,6 +156,9 @@ def attribute_exit(
         return _exited(returncode, stop_requested, finished, exception)
     if number == signal.SIGKILL:
         found = _killed(before, after, stop_requested, kernel_line, integrated_gpu)
+        unexplained = found.state in (ExitState.KILLED_EXTERNAL, ExitState.UNKNOWN)
+        if memory is not None and unexplained:
+            found = replace(found, sentence=f"{found.sentence} {memory}")
     else:
         found = _signalled(number, returncode, stop_requested)
     if not finished:

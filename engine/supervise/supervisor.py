@@ -1,5 +1,5 @@
-"""The supervisor: a small process without torch that starts the trainer, samples the machine and
-records how the trainer ended.
+"""The supervisor: a small process without torch that starts the trainer, samples the machine, watches
+the run's logs and records how the trainer ended.
 
     launcher --(stdin pipe)--> supervisor --(keep-alive pipe)--> trainer
 
@@ -13,7 +13,7 @@ when the writer is gone, however it went, because the kernel closes a dead proce
   log, and stops: a run is never left to itself unseen.
 
 SIGTERM and SIGINT are passed to the trainer, which finishes its step and saves. A second one ends
-it at once.
+it at once. A run with `watch.on_stall = stop` gets the same when the watcher says that it has stalled.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ from engine.runlog.follow import Follower
 from engine.runlog.write import LogWriter
 from engine.spec import spec_from_dict
 from engine.supervise.attribution import attribute_exit, exception_name, find_kernel_line
+from engine.supervise.last_memory import memory_words
+from engine.supervise.watcher import Watcher
 
 TICK_S = 1.0
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
@@ -72,6 +74,7 @@ class _Supervisor:
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
         self.stop_signal: str | None = None
+        self.integrated_gpu = False
 
     def run_trainer(self, flags: list[str]) -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -90,21 +93,32 @@ class _Supervisor:
         self.watch.write(TrainerStarted(trainer_pid=trainer.pid, supervisor_pid=os.getpid()))
         self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
 
-        self._sample_until_exit(trainer, wake_read)
+        watcher = Watcher(
+            self.run,
+            trainer.pid,
+            self._write_watch,
+            lambda why, now: self._stop(trainer, why, now=now),
+        )
+        self._watch_until_exit(trainer, watcher, wake_read)
         returncode = trainer.wait()
         os.close(keep_alive)
-        self._record_exit(trainer.pid, returncode, before, begun_s)
+        self._record_exit(trainer.pid, returncode, before, begun_s, memory_words(watcher.view))
         return returncode if returncode >= 0 else 128 - returncode
 
-    def _sample_until_exit(self, trainer: subprocess.Popen[bytes], wake_read: int) -> None:
+    def _watch_until_exit(
+        self, trainer: subprocess.Popen[bytes], watcher: Watcher, wake_read: int
+    ) -> None:
         nvml = open_nvml()
-        self._write_device(FactsRead(facts=read_facts(nvml=nvml).as_event_fields()))
+        facts = read_facts(nvml=nvml)
+        self.integrated_gpu = facts.has_integrated_gpu is True
+        self._write_device(FactsRead(facts=facts.as_event_fields()))
         sampler = Sampler(lambda: trainer.pid, nvml=nvml)
-        next_tick = time.monotonic()
+        next_tick = next_sample = time.monotonic()
         while True:
-            for sample in sampler.sample():
-                kind = {"host": HostSample, "gpu": GpuSample}[sample.kind]
-                self._write_device(kind(**sample.fields, absent=sample.absent))
+            if time.monotonic() >= next_sample:
+                next_sample = max(next_sample + sampler.tick_s, time.monotonic())
+                self._sample(sampler)
+            watcher.tick()
             # Ticks that were missed (a suspended machine) are skipped, not made up for.
             next_tick = max(next_tick + TICK_S, time.monotonic())
             while (left := next_tick - time.monotonic()) > 0:
@@ -120,11 +134,23 @@ class _Supervisor:
                 while self.signals:
                     self._forward(trainer, self.signals.pop(0))
 
+    def _sample(self, sampler: Sampler) -> None:
+        for sample in sampler.sample():
+            kind = {"host": HostSample, "gpu": GpuSample}[sample.kind]
+            self._write_device(kind(**sample.fields, absent=sample.absent))
+        if (news := sampler.news()) is not None:
+            self._write_watch(Note(level="info", text=news))
+
     def _write_device(self, event: Event) -> None:
         # Readings may be lost to a full disk; the exit record may not, and the trainer stops by
         # itself when it cannot write.
         with contextlib.suppress(DiskFull):
             self.device.write(event)
+
+    def _write_watch(self, event: Event) -> None:
+        # What the watcher saw may be lost to a full disk too.
+        with contextlib.suppress(DiskFull):
+            self.watch.write(event)
 
     def _read_launcher(self) -> None:
         byte = os.read(sys.stdin.fileno(), 1)
@@ -137,7 +163,21 @@ class _Supervisor:
         self.watch.write(StopForwarded(signal=name))
         trainer.send_signal(number)
 
-    def _record_exit(self, pid: int, returncode: int, before: KillCounters, begun_s: float) -> None:
+    def _stop(self, trainer: subprocess.Popen[bytes], why: str, *, now: bool) -> None:
+        """What the watcher asks for when `watch.on_stall` is `stop`."""
+        number = signal.SIGKILL if now else signal.SIGTERM
+        self.stop_signal = f"{number.name}, watch.on_stall = stop"
+        self._write_watch(Note(level="warning", text=f"{number.name} to the trainer: {why}"))
+        trainer.send_signal(number)
+
+    def _record_exit(
+        self,
+        pid: int,
+        returncode: int,
+        before: KillCounters,
+        begun_s: float,
+        memory: str | None,
+    ) -> None:
         after = read_kill_counters(cgroup=before.cgroup)
         killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
         line, unreadable = (
@@ -151,6 +191,8 @@ class _Supervisor:
             kernel_line=line,
             finished=self._wrote_its_end(),
             exception=exception_name(_tail(self.run.stderr)),
+            integrated_gpu=self.integrated_gpu,
+            memory=memory,
         )
         self.watch.write(
             TrainerExited(

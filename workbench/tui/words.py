@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from engine.runlog.text import clock_text, decision_lines, device_lines, result_lines
+from engine.runlog.text import alert_lines, clock_text, decision_lines, device_lines, result_lines
 from engine.units import format_bytes, format_seconds
 from workbench.feed import Snapshot
 
@@ -47,6 +47,8 @@ def result_words(snapshot: Snapshot) -> list[str]:
             f"NON-FINITE: {first.field} is {first.value} at step {first.step}"
             + (f", and {len(view.non_finite) - 1} more" if len(view.non_finite) > 1 else "")
         )
+    for alert in view.alerts.values():
+        lines += alert_lines(alert)
     lines += result_lines(view) or ["no held-out loss was measured"]
     if view.checkpoints and view.student is None:
         newest = view.checkpoints[-1]

@@ -21,7 +21,15 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Input
 
-from engine.runlog.events import Evaluated, NonFinite, Note, StepDone, TrainerExited
+from engine.runlog.events import (
+    AlertRaised,
+    Evaluated,
+    NonFinite,
+    Note,
+    StackDump,
+    StepDone,
+    TrainerExited,
+)
 from engine.runlog.text import line_text
 from engine.runlog.view import LogLine
 from workbench.feed import Snapshot
@@ -30,7 +38,7 @@ from workbench.feed import Snapshot
 def role_of(line: LogLine) -> str:
     """What kind of line it is; the words say it too."""
     match line.event:
-        case NonFinite():
+        case NonFinite() | AlertRaised():
             return "log--bad"
         case Note(level="error" | "warning"):
             return "log--bad"
@@ -38,7 +46,7 @@ def role_of(line: LogLine) -> str:
             return "log--bad"
         case StepDone():
             return "log--step"
-        case Evaluated():
+        case Evaluated() | StackDump():
             return "log--key"
     return "log--plain"
 
