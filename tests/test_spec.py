@@ -73,7 +73,7 @@ def test_alpha_outside_zero_to_one_is_refused(tmp_path: Path, alpha: str) -> Non
 def test_unknown_value_of_a_knob_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
     found = problems(tmp_path, '[teacher]\nbackend = "realizar"\n[student]\nconfig="c.json"')
     assert (
-        'kd.toml:2: teacher.backend: expected one of auto, dequantized, none, found "realizar"'
+        'kd.toml:2: teacher.backend: expected one of auto, dequantized, quantized, none, found "realizar"'
         in found
     )
 
@@ -171,8 +171,9 @@ def test_list_of_settings_is_frozen() -> None:
     """A new setting is a deliberate change: add it here, in the README and in the changelog."""
     assert [option.key for option in options()] == [
         "run.name", "run.out",
-        "teacher.path", "teacher.backend", "teacher.precision",
+        "teacher.path", "teacher.backend", "teacher.precision", "teacher.kernel", "teacher.allow_identical",
         "student.path", "student.config", "student.precision", "student.save_as",
+        "vocab.align",
         "data.corpus", "data.tokenizer", "data.seq_len", "data.heldout_fraction",
         "data.include_tests", "data.max_bytes",
         "loss.alpha", "loss.temperature", "loss.chunk_rows",
@@ -180,6 +181,10 @@ def test_list_of_settings_is_frozen() -> None:
         "train.schedule", "train.final_lr_ratio", "train.weight_decay", "train.beta1", "train.beta2",
         "train.eps", "train.clip_norm", "train.seed", "train.on_non_finite",
         "eval.every", "eval.rows",
-        "checkpoint.every", "checkpoint.keep_last",
-        "compute.device", "compute.threads", "compute.thread_wait", "compute.deterministic",
+        "checkpoint.every", "checkpoint.keep_last", "checkpoint.at_end",
+        "compute.device", "compute.threads", "compute.thread_wait", "compute.slow_by",
+        "compute.deterministic",
+        "memory.allocator", "memory.budget", "kernels.prewarm",
+        "checks.enabled", "checks.skip", "checks.on_fail",
+        "watch.stall_seconds", "watch.on_stall",
     ]  # fmt: skip

@@ -1,0 +1,34 @@
+"""`RunSpec`: everything a run can be told, as one frozen tree read from TOML.
+
+Strict by design. An unknown key is refused with the nearest known one, a value of the wrong type or
+out of range is refused with what was expected, and all problems of a file are reported together
+with their line numbers, before anything is loaded. Nothing is read from the environment and nothing
+changes after loading.
+
+    spec = load_spec(Path("kd.toml"), sets=["loss.alpha=0.3"])
+
+Paths in a spec are relative to the folder of the file that names them. `alpha` is the weight of the
+cross entropy, everywhere: loss = alpha * CE + (1 - alpha) * T^2 * KL(teacher || student).
+"""
+
+from __future__ import annotations
+
+from engine.spec.build import build_spec, load_spec, spec_from_dict, spec_to_toml
+from engine.spec.problems import key_lines
+from engine.spec.sections import KEYS, LossSection, Option, RunSpec, TrainSection, options
+from engine.spec.values import parse_set
+
+__all__ = [
+    "KEYS",
+    "LossSection",
+    "Option",
+    "RunSpec",
+    "TrainSection",
+    "build_spec",
+    "key_lines",
+    "load_spec",
+    "options",
+    "parse_set",
+    "spec_from_dict",
+    "spec_to_toml",
+]

@@ -1,0 +1,47 @@
+"""Settings that the environment may give, under the names that users of earlier tools know.
+
+    MANAGED_MEMORY=1                             memory.allocator=managed      (0: native)
+    APR_DISTILL_TEACHER_BACKEND=cudatrainer      teacher.backend=dequantized   (realizar-q4k: quantized)
+
+Each becomes one `--set KEY=VALUE`, so that it is checked, logged and hashed as any other. An empty
+variable is not set. Any other value is refused with the allowed ones: a misspelt setting must not
+become a default unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.errors import SpecError
+
+ALIASES: dict[str, tuple[str, dict[str, str]]] = {
+    "MANAGED_MEMORY": ("memory.allocator", {"1": "managed", "0": "native"}),
+    "APR_DISTILL_TEACHER_BACKEND": (
+        "teacher.backend",
+        {"auto": "auto", "cudatrainer": "dequantized", "realizar-q4k": "quantized"},
+    ),
+}
+"""Variable -> (key of the RunSpec, value of the variable -> value of the key)."""
+
+
+def sets_from_environment(environ: Mapping[str, str]) -> list[str]:
+    """The settings in `environ` as `KEY=VALUE`, to be applied before those of the command line.
+
+    Raises SpecError with one line for each variable that has a value not listed.
+    """
+    sets: list[str] = []
+    problems: list[str] = []
+    for variable, (key, values) in ALIASES.items():
+        value = environ.get(variable, "")
+        if not value:
+            continue
+        if value in values:
+            sets.append(f"{key}={values[value]}")
+        else:
+            allowed = ", ".join(values)
+            problems.append(
+                f"{variable}: the environment — expected one of {allowed}, found {value!r}"
+            )
+    if problems:
+        raise SpecError(problems, hint="unset it, or choose with --set")
+    return sets

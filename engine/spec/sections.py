@@ -1,0 +1,326 @@
+"""The settings of a run: one frozen dataclass per section of the TOML file, each field with its
+default, its documentation and its range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    allowed: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    path: bool = False,
+) -> Any:
+    """A field with its documentation and its range: [low, high], or greater than `above`."""
+    metadata = dict(doc=doc, allowed=allowed, low=low, high=high, above=above, path=path)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    name: str = setting("", "Name of the run folder; empty means the spec's name and the time.")
+    out: str = setting(
+        "runs", "Folder that holds the run folders; relative to where the command is given."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSection:
+    path: str = setting(
+        "",
+        "Folder of the teacher (config.json, safetensors, tokenizer.json), GGUF or .apr file; empty means no teacher.",
+        path=True,
+    )
+    backend: str = setting(
+        "auto",
+        "How the teacher computes: dense weights (dequantized), weights that stay in their blocks (quantized), "
+        "or no teacher (none). auto is dequantized where that fits in memory.",
+        allowed=("auto", "dequantized", "quantized", "none"),
+    )
+    precision: str = setting(
+        "auto",
+        "Arithmetic of the teacher: auto is bf16 on a GPU that has it, else fp32. tf32 is fp32 with tf32 products.",
+        allowed=("auto", "fp32", "tf32", "bf16"),
+    )
+    kernel: str = setting(
+        "auto",
+        "How a quantized teacher multiplies: blocks inside the product (fused), or a dense scratch first (dequantize). "
+        "auto goes by the number of rows.",
+        allowed=("auto", "fused", "dequantize"),
+    )
+    allow_identical: bool = setting(
+        False, "Whether a student equal to its teacher may be trained; it has nothing to learn."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudentSection:
+    path: str = setting(
+        "",
+        "Folder of a student to start from; empty means fresh weights of the shape in student.config.",
+        path=True,
+    )
+    config: str = setting("", "A config.json with the shape of a fresh student.", path=True)
+    precision: str = setting(
+        "auto",
+        "Arithmetic of the student; its master weights are fp32 always.",
+        allowed=("auto", "fp32", "bf16"),
+    )
+    save_as: str = setting(
+        "fp32",
+        "Number format of the saved student; checkpoints are fp32 always.",
+        allowed=("fp32", "bf16"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VocabSection:
+    align: str = setting(
+        "truncate",
+        "When the teacher has more ids than the student: cut its columns before the softmax (truncate), or refuse.",
+        allowed=("truncate", "refuse"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSection:
+    corpus: str = setting(
+        "python-stdlib",
+        "python-stdlib (this interpreter's own library), a folder, a text file or a .jsonl with a text field.",
+    )
+    tokenizer: str = setting(
+        "",
+        "Folder or file of the tokenizer; empty means the teacher's, else the student's.",
+        path=True,
+    )
+    seq_len: int = setting(
+        256,
+        "Tokens in a row. Documents are packed into rows and never attend to each other.",
+        low=2,
+    )
+    heldout_fraction: float = setting(
+        0.08,
+        "Share of the documents, chosen by name, that is never trained on.",
+        above=0.0,
+        high=0.5,
+    )
+    include_tests: bool = setting(
+        False, "Whether python-stdlib includes the library's own test files."
+    )
+    max_bytes: int = setting(0, "At most so many bytes of training text; 0 means all.", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSection:
+    alpha: float = setting(
+        0.3,
+        "Weight of the cross entropy; 1 - alpha is the weight of T^2 * KL(teacher || student).",
+        low=0.0,
+        high=1.0,
+    )
+    temperature: float = setting(
+        2.0, "T: both models' logits are divided by it inside the KL.", above=0.0
+    )
+    chunk_rows: int = setting(0, "Tokens whose logits are held at a time; 0 chooses.", low=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSection:
+    steps: int = setting(1000, "Optimizer steps of the whole run.", low=1)
+    rows: int = setting(8, "Rows in one forward pass.", low=1)
+    accumulation: int = setting(1, "Forward passes in one optimizer step.", low=1)
+    lr: float = setting(3e-4, "Peak learning rate.", above=0.0)
+    warmup_steps: int = setting(20, "Steps of linear warm-up.", low=0)
+    schedule: str = setting(
+        "cosine", "Learning rate after warm-up.", allowed=("cosine", "constant")
+    )
+    final_lr_ratio: float = setting(
+        0.1, "Where cosine ends, as a share of the peak.", low=0.0, high=1.0
+    )
+    weight_decay: float = setting(0.1, "AdamW's decay, of matrices only.", low=0.0)
+    beta1: float = setting(0.9, "AdamW's first moment.", low=0.0, high=0.9999)
+    beta2: float = setting(0.95, "AdamW's second moment.", low=0.0, high=0.99999)
+    eps: float = setting(1e-8, "AdamW's epsilon.", above=0.0)
+    clip_norm: float = setting(
+        1.0, "Global gradient norm is clipped to this; 0 never clips.", low=0.0
+    )
+    seed: int = setting(0, "Seeds fresh weights and the order of the rows.", low=0)
+    on_non_finite: str = setting(
+        "stop",
+        "What to do at a NaN or infinite loss or gradient: stop, or skip that update.",
+        allowed=("stop", "skip"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSection:
+    every: int = setting(
+        50, "Steps between held-out evaluations; 0 means only before and after.", low=0
+    )
+    rows: int = setting(64, "Held-out rows in each evaluation.", low=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSection:
+    every: int = setting(200, "Steps between checkpoints; 0 means only at the end.", low=0)
+    keep_last: int = setting(2, "How many of the newest to keep, beside the best.", low=1)
+    at_end: bool = setting(
+        True,
+        "Save a checkpoint and the student at the end; an experiment that measures needs neither.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSection:
+    device: str = setting(
+        "auto",
+        "Where to train: auto is the first GPU, else the CPU.",
+        allowed=("auto", "cpu", "cuda"),
+    )
+    threads: int = setting(0, "CPU threads of torch; 0 means the CPUs this process may use.", low=0)
+    thread_wait: str = setting(
+        "auto",
+        "How waiting CPU threads wait: passive sleeps, active spins.",
+        allowed=("auto", "passive", "active"),
+    )
+    slow_by: float = setting(
+        0.0,
+        "Share by which each step is made longer by waiting: the positive control of an experiment.",
+        low=0.0,
+        high=10.0,
+    )
+    deterministic: bool = setting(
+        False, "Refuse operations without a deterministic form (always true of the CPU path)."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySection:
+    allocator: str = setting(
+        "auto",
+        "Where weights live: device memory (native) or CUDA managed memory (managed). auto is managed where "
+        "the GPU shares the host's memory.",
+        allowed=("auto", "native", "managed"),
+    )
+    budget: str = setting(
+        "enforce",
+        "A run predicted to need more memory than there is: refuse it before anything is uploaded (enforce), "
+        "or only say so (report).",
+        allowed=("enforce", "report"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsSection:
+    prewarm: bool = setting(
+        True,
+        "Compile every kernel of the run before its first step, so that no step waits for a compiler.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchSection:
+    stall_seconds: int = setting(
+        0,
+        "Seconds without a step after which the run counts as stalled; 0 goes by the median step.",
+        low=0,
+    )
+    on_stall: str = setting(
+        "report",
+        "What to do with a stalled run: report it with its stacks, or stop it after that.",
+        allowed=("report", "stop"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksSection:
+    enabled: bool = setting(
+        True, "Prove in the first minute that the run is what it says it is; costs are shown."
+    )
+    skip: str = setting(
+        "", "Ids of checks to leave out, separated by commas (`engine checks --list`)."
+    )
+    on_fail: str = setting(
+        "stop",
+        "What to do when a check fails that makes the run worthless: stop, or report it and go on.",
+        allowed=("stop", "report"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    run: RunSection = dataclasses.field(default_factory=RunSection)
+    teacher: TeacherSection = dataclasses.field(default_factory=TeacherSection)
+    student: StudentSection = dataclasses.field(default_factory=StudentSection)
+    vocab: VocabSection = dataclasses.field(default_factory=VocabSection)
+    data: DataSection = dataclasses.field(default_factory=DataSection)
+    loss: LossSection = dataclasses.field(default_factory=LossSection)
+    train: TrainSection = dataclasses.field(default_factory=TrainSection)
+    eval: EvalSection = dataclasses.field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
+    compute: ComputeSection = dataclasses.field(default_factory=ComputeSection)
+    memory: MemorySection = dataclasses.field(default_factory=MemorySection)
+    kernels: KernelsSection = dataclasses.field(default_factory=KernelsSection)
+    checks: ChecksSection = dataclasses.field(default_factory=ChecksSection)
+    watch: WatchSection = dataclasses.field(default_factory=WatchSection)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        return dataclasses.asdict(self)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of every setting except where the run is kept: equal hashes mean the same
+        experiment.
+        """
+        settings = self.to_dict()
+        del settings["run"]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.teacher.backend != "none" and bool(self.teacher.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One setting, for help texts and checks."""
+
+    key: str
+    type_name: str
+    default: Any
+    doc: str
+    allowed: tuple[str, ...] | None
+
+
+def options() -> Iterator[Option]:
+    """Every setting of a RunSpec, in the order of the file."""
+    for section in dataclasses.fields(RunSpec):
+        kind = section_type(section.name)
+        types_by_name = typing.get_type_hints(kind)
+        for item in dataclasses.fields(kind):
+            yield Option(
+                key=f"{section.name}.{item.name}",
+                type_name=types_by_name[item.name].__name__,
+                default=item.default,
+                doc=item.metadata["doc"],
+                allowed=item.metadata["allowed"],
+            )
+
+
+def section_type(name: str) -> Any:
+    return typing.get_type_hints(RunSpec)[name]
+
+
+KEYS = tuple(option.key for option in options())
