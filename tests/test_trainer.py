@@ -46,13 +46,15 @@ def test_every_trainable_tensor_moves_and_the_teacher_does_not(kit: Kit) -> None
     trainer = build(kit)
     assert isinstance(trainer.teacher, DequantizedTeacher)
     before = snapshot(trainer)
-    frozen = {n: p.clone() for n, p in trainer.teacher.decoder.named_parameters()}
+    held = dict(trainer.teacher.decoder.named_buffers())
+    frozen = {n: t.clone() for n, t in held.items()}
+    assert len(frozen) == len(before) and not list(trainer.teacher.decoder.parameters())
     next(iter(trainer.steps()))
     still = [n for n, p in trainer.student.named_parameters() if torch.equal(p, before[n])]
     assert still == []
-    for name, parameter in trainer.teacher.decoder.named_parameters():
-        assert not parameter.requires_grad and parameter.grad is None
-        assert torch.equal(parameter, frozen[name]), name
+    for name, tensor in held.items():
+        assert not tensor.requires_grad and tensor.grad is None
+        assert torch.equal(tensor, frozen[name]), name
 
 
 def test_the_logged_rate_is_the_one_the_optimizer_used(kit: Kit) -> None:

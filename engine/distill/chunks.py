@@ -1,7 +1,7 @@
 """The chunk loop of the distillation loss: logits in, sums and finished gradients out.
 
-Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary (the teacher is cut to it
-already), D student width, E teacher width.
+Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary (of the teacher's head no more
+rows are asked for), D student width, E teacher width.
 
 Each chunk of rows goes through: two matrix products (z / T and t / T), two softmaxes, the row sums,
 dz written over a softmax, two matrix products for dH and dW. At most four [C, V] buffers are alive,
@@ -18,13 +18,25 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.models.head import Slices, project
+from engine.models.product import multiply, operand_dtype, sum_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teaching:
+    """The teacher's side: what its logits are made of."""
+
+    hidden_ME: Tensor
+    slices: Slices
+    """Of its head, the student's V columns."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Everything the chunk loop needs that autograd need not see."""
 
     labels_M: Tensor
-    teacher_MVE: tuple[Tensor, Tensor] | None
+    teacher: Teaching | None
     alpha: float
     temperature: float
     chunk_rows: int
@@ -40,8 +52,9 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_MD: Tensor, head_VD: Tensor, job: Job) -> Any:
         device = hidden_MD.device
-        h_MD, w_VD = operands(hidden_MD, head_VD)
-        wide = torch.float64 if h_MD.dtype == torch.float64 else torch.float32
+        dtype = operand_dtype(hidden_MD)
+        h_MD, w_VD = hidden_MD.to(dtype), head_VD.to(dtype)
+        wide = sum_dtype(dtype)
         rows, vocabulary = h_MD.shape[0], w_VD.shape[0]
         chunk_rows = min(job.chunk_rows, max(rows, 1))
         dh_MD = torch.zeros(h_MD.shape, dtype=wide, device=device) if job.wants_hidden else None
@@ -51,7 +64,7 @@ class ChunkedLoss(torch.autograd.Function):
         ce, kl, agreeing = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         buffers = [
             torch.empty(chunk_rows, vocabulary, dtype=wide, device=device)
-            for _ in range(4 if job.teacher_MVE else 2)
+            for _ in range(4 if job.teacher else 2)
         ]
         # The operands already have their dtype; autocast would narrow the fp32 products and sums
         # below.
@@ -60,11 +73,11 @@ class ChunkedLoss(torch.autograd.Function):
                 chunk = slice(start, min(start + chunk_rows, rows))
                 views = [buffer[: chunk.stop - start] for buffer in buffers]
                 labels_C1 = job.labels_M[chunk].unsqueeze(1)
-                if job.teacher_MVE is None:
+                if job.teacher is None:
                     ce_C, dz_CV = _ce_chunk(views, h_MD[chunk], w_VD, labels_C1)
                 else:
                     ce_C, kl_C, agree_C, dz_CV = _kd_chunk(
-                        views, h_MD[chunk], w_VD, job.teacher_MVE, chunk, labels_C1, job
+                        views, h_MD[chunk], w_VD, job.teacher, chunk, labels_C1, job
                     )
                     kl += kl_C.sum(dtype=torch.float64)
                     agreeing += agree_C.sum()
@@ -73,12 +86,13 @@ class ChunkedLoss(torch.autograd.Function):
                     continue
                 narrow_CV = dz_CV.to(h_MD.dtype)
                 if dh_MD is not None:
-                    _multiply(dh_MD[chunk], narrow_CV, w_VD)
+                    multiply(dh_MD[chunk], narrow_CV, w_VD)
                 if dw_VD is not None:
-                    _multiply(dw_VD, narrow_CV.t(), h_MD[chunk], add=True)
+                    multiply(dw_VD, narrow_CV.t(), h_MD[chunk], add=True)
+                del narrow_CV  # or it would be beside the next chunk's
         ctx.save_for_backward(dh_MD, dw_VD)
         ctx.dtypes = (hidden_MD.dtype, head_VD.dtype)
-        if job.teacher_MVE is None:
+        if job.teacher is None:
             terms = [ce, ce, None, None]
         else:
             kd = job.temperature**2 * kl
@@ -105,7 +119,7 @@ def _ce_chunk(
 ) -> tuple[Tensor, Tensor]:
     """Cross entropy of each row and dz, for alpha = 1: without a teacher there is no other."""
     z_CV, q_CV = buffers
-    _multiply(z_CV, h_CD, w_VD.t())
+    multiply(z_CV, h_CD, w_VD.t())
     torch.softmax(z_CV, dim=1, out=q_CV)
     ce_C = (_log_sum_exp(z_CV, q_CV) - z_CV.gather(1, labels_C1)).squeeze(1)
     return ce_C, _minus_label(q_CV, labels_C1, 1.0)
@@ -115,7 +129,7 @@ def _kd_chunk(
     buffers: list[Tensor],
     h_CD: Tensor,
     w_VD: Tensor,
-    teacher_MVE: tuple[Tensor, Tensor],
+    teacher: Teaching,
     chunk: slice,
     labels_C1: Tensor,
     job: Job,
@@ -126,8 +140,8 @@ def _kd_chunk(
     z_CV, t_CV, q_CV, p_CV = buffers
     T = job.temperature
     # z / T and t / T: the division is free inside the product
-    _multiply(z_CV, h_CD, w_VD.t(), scale=1 / T)
-    _multiply(t_CV, teacher_MVE[0][chunk], teacher_MVE[1].t(), scale=1 / T)
+    multiply(z_CV, h_CD, w_VD.t(), scale=1 / T)
+    project(t_CV, teacher.hidden_ME[chunk], teacher.slices, scale=1 / T)
     torch.softmax(z_CV, dim=1, out=q_CV)
     torch.softmax(t_CV, dim=1, out=p_CV)
     log_s_C1 = _log_sum_exp(z_CV, q_CV)
@@ -163,31 +177,3 @@ def _log_sum_exp(x_CV: Tensor, softmax_CV: Tensor) -> Tensor:
 def _minus_label(dz_CV: Tensor, labels_C1: Tensor, alpha: float) -> Tensor:
     """dz - alpha * onehot(label), in place."""
     return dz_CV.scatter_add_(1, labels_C1, dz_CV.new_full((), -alpha).expand(labels_C1.shape))
-
-
-def _multiply(
-    out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, add: bool = False
-) -> None:
-    """out (+)= scale * left @ right, with the accumulator's own fp32 when `out` is wider than the
-    operands.
-    """
-    beta = 1.0 if add else 0.0
-    if out.dtype == left.dtype:
-        torch.addmm(out, left, right, beta=beta, alpha=scale, out=out)
-    else:
-        torch.addmm(out, left, right, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
-
-
-def operands(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Both operands of a logits product in one dtype: autocast's or the hidden states' on a GPU, at
-    least fp32 on a CPU.
-    """
-    device = hidden.device.type
-    dtype = hidden.dtype
-    if dtype != torch.float64:
-        if device == "cpu":
-            # a CPU has no product of narrow operands that returns its fp32 accumulator
-            dtype = torch.float32
-        elif torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-    return hidden.to(dtype), head.to(dtype)

@@ -1,7 +1,8 @@
 """The held-out loss: cross entropy in nats per token on documents nobody was trained on.
 
 The same rows every time, so two numbers differ because the models do. Student, untrained student
-and teacher are all judged here, by the same function.
+and teacher are all judged here, by the same function. Logits are fp32 sums whatever the hidden
+states are: rounded to bf16 they would lose more than the differences looked for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.data.batches import Batch
+from engine.models.head import Head, project
+from engine.models.product import operand_dtype, sum_dtype
 
 # Shapes: B rows, T tokens, N labelled tokens, D width, V vocabulary
 
@@ -23,7 +26,7 @@ CHUNK = 2048
 @torch.inference_mode()
 def heldout_loss(
     hidden: Callable[[Tensor, Tensor], Tensor],
-    head_VD: Tensor,
+    head: Head,
     batches: Sequence[Batch],
     device: torch.device,
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
@@ -31,20 +34,21 @@ def heldout_loss(
     """Mean cross entropy in nats over the labelled tokens of `batches`, and how many those are."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
-    # Products in fp32 whatever the head is kept in: rounding logits to bf16 costs more than the
-    # differences looked for.
-    head_VD = head_VD.float()
     for batch in batches:
         tokens_BT, documents_BT, labels_BT = batch.to_torch(device)
         with autocast():
             hidden_BTD = hidden(tokens_BT, documents_BT)
         labels_N = labels_BT.flatten()
         kept = (labels_N >= 0).nonzero().squeeze(1)
-        hidden_ND = hidden_BTD.flatten(0, 1)[kept].float()
+        dtype = operand_dtype(hidden_BTD)
+        hidden_ND = hidden_BTD.flatten(0, 1)[kept].to(dtype)
+        slices = head.slices(head.vocab_size, dtype)
         labels_N = labels_N[kept]
         count += len(kept)
         for start in range(0, len(kept), CHUNK):
-            logits_NV = hidden_ND[start : start + CHUNK] @ head_VD.T
+            chunk_ND = hidden_ND[start : start + CHUNK]
+            logits_NV = chunk_ND.new_empty(len(chunk_ND), head.vocab_size, dtype=sum_dtype(dtype))
+            project(logits_NV, chunk_ND, slices)
             total += F.cross_entropy(
                 logits_NV, labels_N[start : start + CHUNK], reduction="sum"
             ).double()

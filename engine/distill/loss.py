@@ -40,7 +40,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.distill.chunks import ChunkedLoss, Job, operands
+from engine.distill.chunks import ChunkedLoss, Job, Teaching
+from engine.models.head import DenseHead, Head
+from engine.models.product import operand_dtype
 
 IGNORE_LABEL = -100
 
@@ -114,7 +116,7 @@ def distillation_loss(
     student_hidden_ND: Tensor,
     student_head_VD: Tensor,
     teacher_hidden_NE: Tensor | None,
-    teacher_head_WE: Tensor | None,
+    teacher_head_WE: Head | Tensor | None,
     labels_N: Tensor,
     *,
     alpha: float,
@@ -129,7 +131,9 @@ def distillation_loss(
     memory nothing here waits for the device; labels on a GPU cost one sync, because the number of
     labelled rows must be known. `denominator` is the number of labelled tokens of the whole
     optimizer step over all ranks: a float, or a 0-d tensor that is never read on the host.
-    `student_head_VD` may be the embedding itself; its gradient is added to the embedding's own.
+    `student_head_VD` may be the embedding itself; its gradient is added to the embedding's own. The
+    teacher's head may be a matrix or anything that gives one out in slices; only its first V rows
+    are read.
 
     Matrix products run in the dtype of the hidden states, or of autocast where it is on, and give
     fp32 logits: on a CPU the operands are widened to fp32, on a GPU the fp32 accumulator is kept.
@@ -154,26 +158,31 @@ def distillation_loss(
     rows_M, labels_M = (index.to(device, non_blocking=True) for index in (rows_M, labels_M))
 
     hidden_MD = _take(student_hidden_ND, rows_M)
-    teacher_MVE: tuple[Tensor, Tensor] | None = None
+    teacher: Teaching | None = None
     if alpha != 1 and teacher_hidden_NE is not None:
         if teacher_head_WE is None:
             raise ValueError("teacher: expected a head with the hidden states, found none")
         _check_projection("teacher", teacher_hidden_NE, teacher_head_WE)
-        _check_widths(vocabulary, teacher_head_WE.shape[0])
+        head = (
+            DenseHead(teacher_head_WE) if isinstance(teacher_head_WE, Tensor) else teacher_head_WE
+        )
+        _check_widths(vocabulary, head.vocab_size)
         if teacher_hidden_NE.shape[0] != student_hidden_ND.shape[0]:
             raise ValueError(
                 f"teacher hidden states: expected {student_hidden_ND.shape[0]} rows,"
                 f" as the student has, found {teacher_hidden_NE.shape[0]}"
             )
+        dtype = operand_dtype(teacher_hidden_NE)
         with torch.no_grad():
-            teacher_MVE = operands(
-                _take(teacher_hidden_NE.detach(), rows_M), teacher_head_WE.detach()[:vocabulary]
+            teacher = Teaching(
+                hidden_ME=_take(teacher_hidden_NE.detach(), rows_M).to(dtype),
+                slices=head.slices(vocabulary, dtype),
             )
 
     wants_gradient = torch.is_grad_enabled()
     job = Job(
         labels_M=labels_M,
-        teacher_MVE=teacher_MVE,
+        teacher=teacher,
         alpha=alpha,
         temperature=temperature,
         chunk_rows=chunk_rows or default_chunk_rows(device, vocabulary),
@@ -226,11 +235,12 @@ def _check_widths(student_vocabulary: int, teacher_vocabulary: int) -> None:
         )
 
 
-def _check_projection(side: str, hidden: Tensor, head: Tensor) -> None:
-    if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1]:
+def _check_projection(side: str, hidden: Tensor, head: Tensor | Head) -> None:
+    shape = list(head.shape) if isinstance(head, Tensor) else [head.vocab_size, head.width]
+    if hidden.dim() != 2 or len(shape) != 2 or hidden.shape[1] != shape[1]:
         raise ValueError(
             f"{side}: expected hidden states [rows, width] and a head [vocabulary, width]"
-            f" of one width, found {list(hidden.shape)} and {list(head.shape)}"
+            f" of one width, found {list(hidden.shape)} and {shape}"
         )
 
 

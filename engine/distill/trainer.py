@@ -102,10 +102,12 @@ class Trainer:
         loss: LossSection,
         device: torch.device,
         precision: str,
+        slow_by: float = 0.0,
     ) -> None:
         self.student, self.teacher, self.batches = student, teacher, batches
         self.train, self.loss = train, loss
         self.device, self.dtype = device, torch_dtype(precision)
+        self.slow_by = slow_by
         self.optimizer = build_optimizer(student, train, device)
         self.parameters = [p for p in student.parameters() if p.requires_grad]
         self.step = 0
@@ -147,6 +149,8 @@ class Trainer:
             self.optimizer.step()
             lr = float(self.optimizer.param_groups[0]["lr"])
         self.step += 1
+        if self.slow_by:
+            self._wait((time.perf_counter() - begun) * self.slow_by)
         return Step(
             step=self.step,
             loss=loss,
@@ -164,6 +168,14 @@ class Trainer:
             position=self.position,
             updated=finite,
         )
+
+    def _wait(self, seconds: float) -> None:
+        """The control of an experiment: a step that is known to be slower, by the host's clock."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            pass
 
     def _take_batches(self) -> list[Batch]:
         taken = []
@@ -184,7 +196,7 @@ class Trainer:
         begun = time.perf_counter()
         if self.teaching and self.teacher is not None:
             teacher_hidden_NE = self.teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
-            teacher_head = self.teacher.head_weight()
+            teacher_head = self.teacher.head()
         teacher_s = time.perf_counter() - begun
         with self.autocast():
             hidden_BTD = self.student.hidden(tokens_BT, documents_BT)

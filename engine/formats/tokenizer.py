@@ -128,6 +128,11 @@ class Tokenizer:
             hint="use the tokenizer that belongs to the model",
         )
 
+    def tokens(self) -> dict[int, str]:
+        """Each id with its token, added tokens included; byte-level tokens in their own spelling."""
+        vocab = self._inner.get_vocab(with_added_tokens=True)
+        return {token_id: token for token, token_id in vocab.items()}
+
     def same_ids(self, other: Tokenizer) -> int | None:
         """The first id that is not the same token in both, or None when every id is.
 

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 
 from engine.errors import InternalError
 from engine.models.config import ModelConfig
-from engine.models.linear import MakeLinear, dense_linear
+from engine.models.linear import MakeLinear, dense_linear, project
 
 # Shapes: B rows, T tokens, D model width, V vocabulary, H query heads, K key/value heads,
 # E width of one head, R = E/2 its pairs, X = B with documents and 1 without
@@ -127,9 +127,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, sight: Sight) -> Tensor:
         heads = (-1, self.head_dim)
-        q_BTHE = self.q(x_BTD).unflatten(-1, heads)
-        k_BTKE = self.k(x_BTD).unflatten(-1, heads)
-        v_BTKE = self.v(x_BTD).unflatten(-1, heads)
+        q_BTD, k_BTD, v_BTD = project(x_BTD, (self.q, self.k, self.v))
+        q_BTHE = torch.unflatten(q_BTD, -1, heads)
+        k_BTKE = torch.unflatten(k_BTD, -1, heads)
+        v_BTKE = torch.unflatten(v_BTD, -1, heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE = rotate(q_BTHE, sight.cos_XT1R, sight.sin_XT1R)
@@ -146,7 +147,10 @@ class FeedForward(nn.Module):
         self.down = make_linear(config.intermediate_size, config.hidden_size, False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up))
+        open_BTF = F.silu(gate_BTF)
+        del gate_BTF  # without a graph, its memory is free for the product
+        y_BTD: Tensor = self.down(open_BTF * up_BTF)
         return y_BTD
 
 
@@ -168,7 +172,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Qwen2, Qwen3 or Llama decoder; `make_linear` is all that differs between backends.
+    """A Qwen2, Qwen3 or Llama decoder; only its layers with matrices differ between backends.
 
     A new one holds whatever torch puts in fresh layers: use `new_decoder` or `load_decoder`, or
     call `init_weights`.

@@ -73,29 +73,35 @@ def decoder_of(
 ) -> Decoder:
     """The decoder in an open weight file of any format. Raises `WeightsError`."""
     config = config_of(weights)
-    convention = weights.convention
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
+    state: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for ours, name, source in sources(weights, config):
+        state[ours] = as_floats(source, dtype, device)
+        problems.extend(non_finite(name, source, state[ours]))
+    refuse_non_finite(weights.path, problems)
+    decoder.load_state_dict(state, assign=True)
+    return decoder
+
+
+def sources(
+    weights: WeightFile, config: ModelConfig
+) -> Iterator[tuple[str, str, Tensor | QuantTensor]]:
+    """Our name, the file's name and the data of every tensor, in the order of the forward pass and
+    with its rows in ours; a tied head is left out.
+
+    Headers are checked before the first one. Raises `WeightsError`.
+    """
+    convention = weights.convention
     check_fits(config, weights, weights.path, convention)
     permuted = neighbours_turn(config, convention, weights.metadata, weights.path)
     check_tied(config, weights)
-    state: dict[str, Tensor] = {}
-    problems: list[str] = []
     for ours, name in names_for(convention, config).items():
         source = weights.get(name)
         if permuted and (heads := turned_heads(config, ours)):
             source = unpermute_rows(source, heads)
-        state[ours] = _placed(source, dtype, device)
-        problems.extend(_non_finite(name, source, state[ours]))
-    if problems:
-        listed = problems[:LISTED_PROBLEMS]
-        if len(problems) > LISTED_PROBLEMS:
-            listed.append(f"... and {len(problems) - LISTED_PROBLEMS} more")
-        raise WeightsError.expected(
-            "weights", weights.path, "finite numbers", "".join(f"\n  {line}" for line in listed)
-        )
-    decoder.load_state_dict(state, assign=True)
-    return decoder
+        yield ours, name, source
 
 
 def save_decoder(
@@ -157,7 +163,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # absent once renamed
 
 
-def _placed(source: Tensor | QuantTensor, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+def as_floats(
+    source: Tensor | QuantTensor, dtype: torch.dtype, device: str | torch.device
+) -> Tensor:
     """A copy of a tensor as floats of `dtype` on `device`."""
     if isinstance(source, Tensor):
         return source.to(device=device, dtype=dtype, copy=True)
@@ -173,7 +181,7 @@ def check_tied(config: ModelConfig, weights: WeightFile) -> None:
         return
     found, expected = weights.get(head), weights.get(embedding)
     if isinstance(found, QuantTensor) or isinstance(expected, QuantTensor):
-        found, expected = (_placed(t, torch.float32, "cpu") for t in (found, expected))
+        found, expected = (as_floats(t, torch.float32, "cpu") for t in (found, expected))
     if not torch.equal(found, expected):
         raise WeightsError.expected(
             "weights",
@@ -184,7 +192,19 @@ def check_tied(config: ModelConfig, weights: WeightFile) -> None:
         )
 
 
-def _non_finite(name: str, source: Tensor | QuantTensor, placed: Tensor) -> list[str]:
+def refuse_non_finite(where: Path, problems: list[str]) -> None:
+    """`WeightsError` with the first lines of `non_finite`, where there are any."""
+    if not problems:
+        return
+    listed = problems[:LISTED_PROBLEMS]
+    if len(problems) > LISTED_PROBLEMS:
+        listed.append(f"... and {len(problems) - LISTED_PROBLEMS} more")
+    raise WeightsError.expected(
+        "weights", where, "finite numbers", "".join(f"\n  {line}" for line in listed)
+    )
+
+
+def non_finite(name: str, source: Tensor | QuantTensor, placed: Tensor) -> list[str]:
     """What is wrong with a tensor's values, with the share. Synchronizes the device."""
     # Two numbers instead of a mask of every value: NaN and infinity come through min and max.
     if bool(torch.stack(placed.aminmax()).isfinite().all()):

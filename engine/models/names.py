@@ -100,6 +100,10 @@ class WeightNames(Protocol):
     def tensors(self) -> Mapping[str, TensorFacts]: ...
 
 
+TOGETHER = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
+"""Matrices of one layer that have the same input."""
+
+
 def names_for(convention: str, config: ModelConfig) -> dict[str, str]:
     """Our name -> name by `convention` of every tensor, in the order of the forward pass."""
     return {ours: name for ours, name, _ in _rows(config, convention)}

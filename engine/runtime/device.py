@@ -87,4 +87,5 @@ def choose_threads(wanted: int) -> Decision:
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    """What numbers are held in; tf32 is a way of multiplying fp32."""
+    return {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}[precision]

@@ -2,7 +2,15 @@
 them into logits.
 
 Logits are never part of the protocol. At a vocabulary of 152k they are the largest tensors of a
-step; the loss makes them in chunks from hidden states and heads, and drops them.
+step; the loss makes them in chunks from hidden states and heads, and drops them. Nor are weights:
+what has none cannot hand them to an optimizer.
+
+    backend       weights                                        file
+    dequantized   floats, all of them in memory                  dequantized.py
+    quantized     blocks, made floats one slice at a time        quantized.py
+    none          there is no teacher                            choose.py
+
+Both are the same `Decoder` under the same `FrozenDecoder`; `TruncatingTeacher` goes around either.
 """
 
 from __future__ import annotations
@@ -11,7 +19,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-# Shapes: B rows, T tokens, D teacher width, W teacher vocabulary
+from engine.models.head import Head
+
+# Shapes: B rows, T tokens, E teacher width
 
 
 class Teacher(Protocol):
@@ -21,11 +31,11 @@ class Teacher(Protocol):
     def vocab_size(self) -> int: ...
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """Final hidden states (B, T, D), after the last norm; a token sees only its own
+        """Final hidden states (B, T, E), after the last norm; a token sees only its own
         document.
         """
         ...
 
-    def head_weight(self) -> Tensor:
-        """The output matrix (W, D)."""
+    def head(self) -> Head:
+        """The output matrix, `vocab_size` rows of width E."""
         ...

@@ -1,0 +1,102 @@
+"""The checkpoints of one run: written, kept, deleted, and restored from.
+
+The newest `checkpoint.keep_last` and the best by held-out loss are kept. A checkpoint is said to
+exist only once it is safe, and what it replaces is deleted only after that.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from engine.distill import checkpoint, record, state
+from engine.distill.trainer import Trainer
+from engine.errors import CheckpointError
+from engine.runlog.events import CheckpointSaved, Note
+from engine.runlog.folder import RunFolder
+from engine.runlog.view import RunView
+from engine.runlog.write import LogWriter
+from engine.spec import RunSpec
+
+
+class Keeper:
+    def __init__(self, log: LogWriter, folder: RunFolder, spec: RunSpec) -> None:
+        self.log, self.folder, self.spec = log, folder, spec
+        self.saved_step = -1
+        self.best_loss: float | None = None
+        self.best_step: int | None = None
+
+    def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
+        """Publish a checkpoint, say so once it is safe, then delete what is no longer kept; returns
+        where it is."""
+        # One pass over the weights, far cheaper than writing them.
+        with torch.no_grad():
+            norm = float(nn.utils.get_total_norm(trainer.parameters))
+        if not math.isfinite(norm):
+            record.fail_at(self.log, trainer.step, "weight_norm", norm)
+        best = heldout_loss is not None and (
+            self.best_loss is None or heldout_loss < self.best_loss
+        )
+        if best:
+            self.best_loss, self.best_step = heldout_loss, trainer.step
+        captured = state.capture(
+            trainer.student,
+            trainer.optimizer,
+            step=trainer.step,
+            seed=self.spec.train.seed,
+            spec_sha256=self.spec.sha256,
+            position={"rows": trainer.position},
+            best_held_out_loss=self.best_loss,
+        )
+        saved = checkpoint.save(self.folder.checkpoints, trainer.step, state.pack(captured))
+        self.saved_step = trainer.step
+        self.log.write(
+            CheckpointSaved(
+                step=trainer.step,
+                path=str(saved.path),
+                size_bytes=saved.bytes,
+                save_s=saved.seconds,
+                manifest_sha256=saved.manifest_sha256,
+                best=best,
+            )
+        )
+        self.log.sync()
+        kept = {self.best_step} if self.best_step is not None else set()
+        checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
+        return saved.path
+
+    def restore(self, trainer: Trainer, before: RunView, allow_fallback: bool) -> dict[str, float]:
+        """Continue from the newest checkpoint; the trainer stays at step 0 when the run died before
+        its first. `before` is what the log says of the earlier sessions; returns the held-out losses
+        it knows up to the step restored."""
+        newest = (
+            checkpoint.newest(self.folder.checkpoints, allow_fallback)
+            if self.folder.checkpoints.is_dir()
+            else None
+        )
+        if newest is None:
+            text = "there is no checkpoint yet: starting again from step 0"
+            self.log.write(Note(level="warning", text=text))
+            return {}
+        for path, reason in newest.refused:
+            aside = checkpoint.set_aside(path)
+            text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
+            self.log.write(Note(level="error", text=text))
+        found = state.unpack(newest)
+        if found.spec_sha256 != self.spec.sha256:
+            raise CheckpointError(
+                f"checkpoint: {newest.path} — expected spec {self.spec.sha256[:12]}, "
+                f"found {found.spec_sha256[:12]}",
+                hint="a run continues with the settings it began with",
+            )
+        state.restore(found, trainer.student, trainer.optimizer)
+        trainer.step, trainer.position = found.step, found.position["rows"]
+        self.best_loss = found.best_held_out_loss
+        done = [c for c in before.checkpoints if c.best and c.step <= found.step]
+        self.best_step = done[-1].step if done else None
+        return {
+            e.subject: e.loss for e in before.evals if e.loss is not None and e.step <= found.step
+        }

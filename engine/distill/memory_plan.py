@@ -1,0 +1,82 @@
+"""What the need for memory depends on: settings, shapes, precisions and the device, and what follows
+from them at once. `engine.distill.memory_items` does the arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.distill.activations import Forward
+from engine.models.config import ModelConfig
+from engine.spec import RunSpec
+
+ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}
+"""Of one number, by the precision of the products; tf32 is fp32 in memory."""
+
+# What other modules use, here for where torch is not; a test holds each to its original.
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 640 * 2**20}
+SMALLEST_CHUNK_ROWS = 16
+EVAL_ROWS_AT_ONCE = 16
+EVAL_CHUNK_ROWS = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Everything the need for memory depends on."""
+
+    spec: RunSpec
+    teacher: ModelConfig | None
+    teacher_packed_bytes: int | None
+    quantized: bool
+    teacher_precision: str
+    student_precision: str
+    student: ModelConfig
+    device: str
+    shares_heads: bool
+
+    @property
+    def each(self) -> int:
+        """Bytes of a number in the student's products."""
+        return ITEM_BYTES[self.student_precision]
+
+    @property
+    def teacher_each(self) -> int:
+        return ITEM_BYTES[self.teacher_precision]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def teaching(self) -> ModelConfig | None:
+        """The teacher, when the objective asks it."""
+        return self.teacher if self.spec.loss.alpha < 1 else None
+
+    @property
+    def tokens(self) -> int:
+        return self.spec.train.rows * self.spec.data.seq_len
+
+    def student_pass(self, rows: int) -> Forward:
+        return self._pass(self.student, rows, self.each, 4)
+
+    def teacher_pass(self, config: ModelConfig, rows: int) -> Forward:
+        return self._pass(config, rows, self.teacher_each, self.teacher_each)
+
+    def _pass(self, config: ModelConfig, rows: int, products: int, residual: int) -> Forward:
+        return Forward(
+            config=config,
+            rows=rows,
+            seq_len=self.spec.data.seq_len,
+            product_bytes=products,
+            residual_bytes=residual,
+            fused_norms=self.on_gpu,
+            # In fp32 no CUDA kernel does, in bf16 some; the CPU's does.
+            shares_heads=not self.on_gpu or (products == 2 and self.shares_heads),
+        )
+
+    @property
+    def chunk_rows(self) -> int:
+        """Tokens whose logits are held at a time."""
+        most = CHUNK_BYTES[self.device] // (4 * self.student.vocab_size)
+        wanted = self.spec.loss.chunk_rows or max(most, SMALLEST_CHUNK_ROWS)
+        return min(wanted, self.tokens)

@@ -1,0 +1,65 @@
+"""The output matrix of a model, given out in slices of its rows, so that it need not be there whole.
+
+The head of a 7B model is 1.1 GB in bf16, and 0.45 GB in its blocks. Logits are made a chunk of
+tokens at a time anyway, so a head in blocks (`engine.models.packed.PackedHead`) turns one slice of
+its rows into floats, has it multiplied, and overwrites it with the next. A dense head is one slice,
+the tensor itself.
+
+    for first, weight_RE in head.slices(columns, dtype):
+        logits[:, first : first + len(weight_RE)] = hidden @ weight_RE^T
+
+Rows of the head are columns of the logits. Asking for fewer than there are is how a teacher's
+vocabulary is cut: the rows beyond are never read. No slice ever requires a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from engine.models.product import multiply
+
+# Shapes: N tokens, W vocabulary, V columns that are wanted, R rows of a slice, E width
+
+Slices: TypeAlias = Iterable[tuple[int, Tensor]]
+"""Pairs of a slice's first row and the slice (R, E), in order and without gaps; may be walked more
+than once. A slice is valid until the next one is asked for: they may share their memory."""
+
+
+class Head(Protocol):
+    """An output matrix (W, E)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
+        """Rows 0 to `columns`, at most `vocab_size`, as `dtype`."""
+        ...
+
+
+class DenseHead:
+    """A matrix of floats: one slice, and no copy of it where the dtype is the wanted one."""
+
+    def __init__(self, weight_WE: Tensor) -> None:
+        self._weight_WE = weight_WE.detach()
+
+    @property
+    def vocab_size(self) -> int:
+        return self._weight_WE.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self._weight_WE.shape[1]
+
+    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
+        return ((0, self._weight_WE[:columns].to(dtype)),)
+
+
+def project(out_NV: Tensor, hidden_NE: Tensor, slices: Slices, *, scale: float = 1.0) -> None:
+    """out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes."""
+    for first, weight_RE in slices:
+        multiply(out_NV[:, first : first + len(weight_RE)], hidden_NE, weight_RE.t(), scale=scale)

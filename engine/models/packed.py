@@ -1,0 +1,141 @@
+"""The layers of a decoder whose weights stay in their blocks.
+
+    PackedLinear      y = x W^T + b, W in blocks        in place of nn.Linear
+    PackedEmbedding   the rows that are looked up       in place of nn.Embedding
+    PackedHead        W in slices, for the loss         beside `engine.models.head.DenseHead`
+
+A weight becomes floats on its way into a product, in a scratch that all layers share
+(`engine.kernels.linear`), and is overwritten by the next. A tied model has one `PackedMatrix` in all
+three places.
+
+There is no `nn.Parameter` here: everything is a buffer, so an optimizer finds nothing, and an input
+that asks for a gradient is refused. What one learns from such a model is its answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.kernels.dequantize import dequantize_gathered, dequantize_rows
+from engine.kernels.linear import ROWS, Kernel, Scratch, packed_linear, packed_linear_many
+from engine.models.decoder import Decoder
+from engine.models.head import DenseHead, Head, Slices
+from engine.quant.planes import PackedMatrix
+
+# Shapes: W vocabulary, V columns that are wanted, E width, R rows of a slice
+
+
+class _Packed(nn.Module):
+    """A matrix in blocks, held as one buffer of bytes."""
+
+    def __init__(self, weight: PackedMatrix, scratch: Scratch) -> None:
+        super().__init__()
+        self._packed = weight
+        self.scratch = scratch
+        self.data: Tensor
+        self.register_buffer("data", weight.data)
+
+    @property
+    def packed(self) -> PackedMatrix:
+        # Made anew only when the module was moved: the matrix remembers where its planes lie.
+        if self._packed.data is not self.data:
+            self._packed = PackedMatrix(self._packed.type, *self._packed.shape, self.data)
+        return self._packed
+
+    def extra_repr(self) -> str:
+        return f"{self._packed.type.name}, {self._packed.rows} x {self._packed.columns}"
+
+
+class PackedLinear(_Packed):
+    """From (..., columns) to (..., rows) of `weight`, in the scratch's dtype. `kernel` says how
+    (`engine.kernels.linear`). Raises InternalError for an input that asks for a gradient.
+    """
+
+    def __init__(self, weight: PackedMatrix, scratch: Scratch, *, kernel: Kernel = "auto") -> None:
+        super().__init__(weight, scratch)
+        self.kernel = kernel
+        self.bias: Tensor | None
+        self.register_buffer("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return packed_linear(x, self.packed, self.bias, self.scratch, kernel=self.kernel)
+
+    def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
+        """This layer's output and those of `others`, which have the same input; one product where
+        all of them are packed and the scratch holds them.
+        """
+        layers = [self, *(layer for layer in others if isinstance(layer, PackedLinear))]
+        biases = [layer.bias for layer in layers]
+        known = [bias for bias in biases if bias is not None]
+        if len(layers) <= len(others) or len(known) not in (0, len(biases)):
+            return [self(x), *(layer(x) for layer in others)]
+        bias = torch.cat(known) if known else None
+        weights = [layer.packed for layer in layers]
+        return packed_linear_many(x, weights, bias, self.scratch, kernel=self.kernel)
+
+
+class PackedEmbedding(_Packed):
+    """From ids of any shape to rows of `weight`, in the scratch's dtype."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out = torch.empty(
+            ids.numel(), self.packed.columns, dtype=self.scratch.dtype, device=self.data.device
+        )
+        dequantize_gathered(self.packed, ids.flatten(), out)
+        return out.view(*ids.shape, -1)
+
+
+class PackedHead:
+    """A `Head` in blocks. Its values are those of the model: rounded to the scratch's dtype first,
+    whatever dtype a slice is asked for in.
+    """
+
+    def __init__(self, weight: PackedMatrix, scratch: Scratch) -> None:
+        self._weight, self._scratch = weight, scratch
+
+    @property
+    def vocab_size(self) -> int:
+        return self._weight.rows
+
+    @property
+    def width(self) -> int:
+        return self._weight.columns
+
+    def slices(self, columns: int, dtype: torch.dtype) -> Slices:
+        return _PackedSlices(self._weight, self._scratch, columns, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedSlices:
+    """Each walk dequantises anew."""
+
+    weight: PackedMatrix
+    scratch: Scratch
+    columns: int
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        step = self.scratch.fitting(self.columns, self.weight.columns)
+        for first in range(0, self.columns, step):
+            count = min(step, self.columns - first)
+            slice_RE = self.scratch.take(count, self.weight.columns)
+            dequantize_rows(self.weight, slice_RE, first, count)
+            yield first, slice_RE.to(self.dtype)
+
+
+def head_of(decoder: Decoder) -> Head:
+    """The head of a decoder, dense or in blocks."""
+    if isinstance(decoder.head, PackedLinear):
+        return PackedHead(decoder.head.packed, decoder.head.scratch)
+    return DenseHead(decoder.head_weight)
+
+
+def reserve(scratch: Scratch, weight: PackedMatrix, *, whole: bool) -> None:
+    """Room in `scratch` for a weight; not `whole`, for its thinnest slice: a head goes through in
+    as many slices as it takes.
+    """
+    scratch.reserve(weight.rows if whole else min(ROWS, weight.rows), weight.columns)

@@ -1,0 +1,162 @@
+"""A C file of this package as a shared library, compiled at first use and kept.
+
+The library lies in the user's cache (`$XDG_CACHE_HOME/apr-workbench/c`, else `~/.cache/...`) under
+a name that holds a hash of the source, the compiler's own words for its version, the flags and the
+machine: a change of any of them is another file. Its last 32 bytes are the SHA-256 of all before
+them, which a loader of ELF files does not look at, so a damaged or truncated library is known and
+compiled again, never loaded.
+
+It is written beside its place and renamed once. Of two processes that compile at the same time the
+later rename wins, and both files are the same library. Where the cache cannot be written, the
+library is compiled into a private folder that goes with the process.
+
+Nothing here loads torch or the library itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import BadInput, EngineError
+
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O2", "-shared", "-fPIC")
+# Before glibc 2.34 these were libraries of their own; since then they are empty.
+LIBRARIES = ("-ldl", "-lpthread")
+LONGEST_COMPILE_S = 120
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledLibrary:
+    """What was compiled, for the log; nothing was when `cached`."""
+
+    name: str
+    path: Path
+    compiler: str
+    """Its path and the first line of its version."""
+    seconds: float
+    """Finding and, unless cached, compiling the library."""
+    cached: bool
+    note: str
+    """Why it was compiled and where it was put; empty when cached."""
+
+
+def cache_folder() -> Path:
+    """The user's cache; a relative XDG_CACHE_HOME is not valid and not used, as XDG says."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "apr-workbench" / "c"
+
+
+def compiled_library(source: Path, folder: Path | None = None) -> CompiledLibrary:
+    """The library of `source`, compiled when `folder` (default: the user's cache) has none that is
+    whole. Raises BadInput without a compiler, EngineError when it fails.
+    """
+    begun_s = time.perf_counter()
+    compiler, version = _find_compiler(source.name)
+    text = source.read_bytes()
+    key = hashlib.sha256()
+    for part in (text, version.encode(), " ".join(FLAGS).encode(), platform.machine().encode()):
+        key.update(len(part).to_bytes(8, "little") + part)
+    folder = folder or cache_folder()
+    path = folder / f"{source.stem}-{key.hexdigest()[:20]}.so"
+    why = _what_is_wrong(path)
+    if why is not None:
+        library = _compile(compiler, text, source.name)
+        try:
+            _publish(library, path)
+            note = f"{why}, kept in {folder}"
+        except OSError as error:
+            private = Path(tempfile.mkdtemp(prefix="apr-workbench-"))
+            atexit.register(shutil.rmtree, private, ignore_errors=True)
+            path = private / path.name
+            path.write_bytes(library)
+            note = f"{why}, kept for this process alone: {folder}: {error.strerror or error}"
+    return CompiledLibrary(
+        name=source.stem,
+        path=path,
+        compiler=f"{compiler}: {version.splitlines()[0]}",
+        seconds=time.perf_counter() - begun_s,
+        cached=why is None,
+        note="" if why is None else note,
+    )
+
+
+def _find_compiler(name: str) -> tuple[str, str]:
+    """Path of the compiler and everything it says of its version."""
+    for command in COMPILERS:
+        found = shutil.which(command)
+        if found is None:
+            continue
+        asked = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+        if asked.returncode == 0 and asked.stdout.strip():
+            return found, asked.stdout
+    raise BadInput.expected(
+        "C compiler",
+        name,
+        f"one of {', '.join(COMPILERS)} on the PATH",
+        "none that answers",
+        hint="install one (Debian: apt-get install gcc libc6-dev), or set memory.allocator=native",
+    )
+
+
+def _what_is_wrong(path: Path) -> str | None:
+    """Why the kept library must not be loaded; None when it may."""
+    try:
+        owner, content = path.stat().st_uid, path.read_bytes()
+    except FileNotFoundError:
+        return "compiled at first use"
+    except OSError as error:
+        return f"compiled again, because the kept one is not readable ({error.strerror})"
+    # Loading a library runs it.
+    if owner != os.geteuid():
+        return f"compiled again, because the kept one belongs to user {owner}"
+    body, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    if hashlib.sha256(body).digest() != digest:
+        return "compiled again, because the kept one is damaged"
+    return None
+
+
+def _compile(compiler: str, text: bytes, name: str) -> bytes:
+    """The library's bytes with their digest."""
+    with tempfile.TemporaryDirectory(prefix="apr-workbench-") as folder:
+        target = Path(folder) / "library.so"
+        command = [compiler, *FLAGS, "-x", "c", "-", "-o", str(target), *LIBRARIES]
+        try:
+            done = subprocess.run(
+                command, input=text, capture_output=True, check=False, timeout=LONGEST_COMPILE_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise EngineError(
+                f"C compiler: {name} — expected an end within {LONGEST_COMPILE_S} s, found none"
+            ) from error
+        if done.returncode != 0:
+            said = done.stderr.decode(errors="replace").strip()
+            raise EngineError(
+                f"C compiler: {name} — expected exit code 0 of {' '.join(command)}, "
+                f"found {done.returncode}: {said[:2000]}",
+                hint="headers of the C library may be missing (Debian: apt-get install libc6-dev); "
+                "memory.allocator=native needs no compiler",
+            )
+        body = target.read_bytes()
+    return body + hashlib.sha256(body).digest()
+
+
+def _publish(library: bytes, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        partial.write_bytes(library)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)

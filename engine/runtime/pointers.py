@@ -1,0 +1,32 @@
+"""What the driver says of a tensor's memory: proof of where it lives, from outside torch."""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from engine.device.reading import Reading, absent, measured
+
+DRIVER = "libcuda.so.1"
+_IS_MANAGED = 8  # CU_POINTER_ATTRIBUTE_IS_MANAGED of cuda.h
+
+
+def is_managed(tensor: Tensor) -> Reading:
+    """1 when the tensor's memory is managed, 0 when it is not; absent for what is no CUDA memory."""
+    source = "cuPointerGetAttribute IS_MANAGED"
+    if not tensor.is_cuda:
+        return absent(f"the tensor is on {tensor.device.type}", source)
+    if tensor.numel() == 0:
+        return absent("the tensor is empty and has no memory", source)
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError as error:
+        return absent(str(error), source)
+    answer = ctypes.c_uint(0)
+    code = driver.cuPointerGetAttribute(
+        ctypes.byref(answer), ctypes.c_int(_IS_MANAGED), ctypes.c_uint64(tensor.data_ptr())
+    )
+    if code != 0:
+        return absent(f"the driver answered with error {code}", source)
+    return measured(int(answer.value != 0), source)

@@ -1,0 +1,124 @@
+"""Whether a student is its own teacher: the same values, whatever they are kept in.
+
+A student equal to its teacher has a KL of zero from the first step on, learns nothing from it, and
+every curve of the run looks healthy. The hashes of two files do not show it: one model may lie there
+in bf16 and here in fp32, or in one GGUF file that is dequantised for the student and stays packed
+for the teacher. So values are compared, rounded to bf16, the narrowest of the dtypes that hold them:
+
+    digest(tensor) = SHA-256 of its values as bf16, row by row
+
+fp32, fp16 and bf16 files, and blocks, all become the same bf16 numbers when they are rounded once,
+whichever dtype they were held in before. Blocks are dequantised by the oracle, never by a kernel,
+whose last bit may differ.
+
+Cost: tensors are hashed in the order of the forward pass until the first that differs, which for
+two models is the embedding: some tenths of a second. Different shapes cost nothing. Only a student
+that is its teacher is hashed whole, at one or two gigabytes a second. Beside the models this needs
+some 64 MiB.
+
+Two models whose weights differ by less than the rounding of bf16 everywhere are the same here. Not
+seen: a student with some rows of the vocabulary cut off, or a teacher quantised from the student.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.errors import BadInput
+from engine.formats.safetensors import tensor_bytes
+from engine.models.decoder import Decoder
+from engine.models.names import hf_names
+from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.quant.planes import PackedMatrix, dequantize_rows_reference
+
+PART_VALUES = 1 << 25
+"""Values of bf16 at once: 64 MiB."""
+
+
+def check_not_identical(
+    teacher: Decoder, student: Decoder, where: object, *, allowed: bool
+) -> str | None:
+    """Refuses a student with its teacher's values; where that is `allowed`, a note that says so.
+
+    `where` is the student's path. Raises BadInput.
+    """
+    digest = same_values(teacher, student)
+    if digest is None:
+        return None
+    if allowed:
+        return (
+            f"the student has its teacher's values (sha256 {digest[:12]} in bf16), as "
+            "teacher.allow_identical says it may: the KL begins at zero and teaches nothing"
+        )
+    raise BadInput.expected(
+        "student.path",
+        where,
+        "other weights than the teacher's",
+        f"the same values (sha256 {digest[:12]} in bf16)",
+        hint="a student equal to its teacher has nothing to learn from it; "
+        "teacher.allow_identical=true trains it all the same",
+    )
+
+
+def same_values(one: Decoder, other: Decoder) -> str | None:
+    """A digest of all values when both decoders have the same ones; None at the first tensor that
+    differs.
+    """
+    names = [n for n in hf_names(one.config) if n != "head.weight"]
+    if names != [n for n in hf_names(other.config) if n != "head.weight"]:
+        return None
+    names.append("head.weight")
+    if any(_shape(one, name) != _shape(other, name) for name in names):
+        return None
+    whole = hashlib.sha256()
+    for name in names:
+        digest = value_digest(one, name)
+        if digest != value_digest(other, name):
+            return None
+        whole.update(json.dumps([name, digest]).encode() + b"\n")
+    return whole.hexdigest()
+
+
+@torch.no_grad()
+def value_digest(decoder: Decoder, name: str) -> str:
+    """SHA-256 of the bf16 values of the tensor `name`, one of ours, dense or in blocks. The head of
+    a tied decoder is its embedding.
+    """
+    digest = hashlib.sha256()
+    for part in _parts(_held(decoder, name)):
+        digest.update(tensor_bytes(part, torch.bfloat16))
+    return digest.hexdigest()
+
+
+def _held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
+    path, _, leaf = name.rpartition(".")
+    if name == "head.weight" and decoder.head is None:
+        path = "embed"
+    owner = decoder.get_submodule(path)
+    if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
+        return owner.packed
+    tensor = getattr(owner, leaf)
+    assert isinstance(tensor, Tensor), name
+    return tensor
+
+
+def _shape(decoder: Decoder, name: str) -> tuple[int, ...]:
+    return tuple(_held(decoder, name).shape)
+
+
+def _parts(held: Tensor | PackedMatrix) -> Iterator[Tensor]:
+    """The values in order, some rows at a time."""
+    rows = max(1, PART_VALUES // held.shape[-1])
+    if isinstance(held, Tensor):
+        yield from torch.split(held, rows)
+        return
+    for first in range(0, held.rows, rows):
+        count = min(rows, held.rows - first)
+        part = torch.empty(count, held.columns, dtype=torch.bfloat16, device=held.device)
+        dequantize_rows_reference(held, part, first, count)
+        yield part
