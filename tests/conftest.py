@@ -6,11 +6,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from engine.data.corpus import Document
+    from engine.formats.tokenizer import Tokenizer
+    from engine.models.decoder import Decoder
 
 # A busy machine is not a fault of what is tested; hangs are pytest-timeout's business.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -93,12 +100,37 @@ def tiny_config(**changes: object) -> dict[str, object]:
     return config | changes
 
 
+def _taught(decoder: Decoder, documents: Sequence[Document], tokenizer: Tokenizer) -> Decoder:
+    """A second of training on the text: a run refuses a teacher that knows nothing of it."""
+    import torch
+
+    from engine.data.batches import Batches
+    from engine.data.tokens import tokenize
+    from engine.distill.trainer import Trainer
+    from engine.spec import LossSection, TrainSection
+
+    train = TrainSection(steps=60, rows=8, lr=1e-2, warmup_steps=4)
+    trainer = Trainer(
+        student=decoder,
+        teacher=None,
+        batches=Batches(tokenize(documents, tokenizer), seq_len=32, rows_per_batch=8, seed=1),
+        train=train,
+        loss=LossSection(alpha=1.0),
+        device=torch.device("cpu"),
+        precision="fp32",
+    )
+    for _ in trainer.steps():
+        pass
+    return decoder
+
+
 @pytest.fixture(scope="session")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     import torch
 
     from engine.data.corpus import Document
     from engine.demo.train_tokenizer import train_bpe
+    from engine.formats.tokenizer import open_tokenizer
     from engine.models.config import ModelConfig
     from engine.models.load import new_decoder, save_decoder
 
@@ -113,7 +145,8 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     tokenizer.write_text(train_bpe(documents, 300))
     config = ModelConfig.from_dict(tiny_config(hidden_size=48), "kit")
     teacher = root / "teacher"
-    save_decoder(new_decoder(config, seed=7), teacher, torch.float32, extra_files=[tokenizer])
+    decoder = _taught(new_decoder(config, seed=7), documents, open_tokenizer(tokenizer))
+    save_decoder(decoder, teacher, torch.float32, extra_files=[tokenizer])
     student = root / "student.json"
     student.write_text(json.dumps(tiny_config()))
     return Kit(teacher=teacher, student=student, corpus=corpus)

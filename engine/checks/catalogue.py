@@ -1,0 +1,245 @@
+"""Every check in words: what it asks, what a failure means, what to do. No torch, so that
+`checks.skip` is validated before a run exists and `engine checks --list` is instant.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+from engine.checks.check import About, When
+from engine.errors import SpecError
+
+CATALOGUE: tuple[About, ...] = (
+    About(
+        id="vocabulary_by_bytes",
+        question="Is every id the same token to the teacher, to the student and in the training text?",
+        means="Probabilities are compared id by id, so the student is taught another word than the teacher meant.",
+        remedy="Take teacher and student of one family, and the tokenizer that belongs to them.",
+        when=When.BEFORE,
+        stops=True,
+    ),
+    About(
+        id="labels_are_next_tokens",
+        question="Is every label the next token of the same document, and is there none across its end?",
+        means="The student learns to repeat its input, to skip a token, or to predict an unrelated document.",
+        remedy="Shift labels exactly once, where the rows are made (engine.data.batches).",
+        when=When.BEFORE,
+        stops=True,
+    ),
+    About(
+        id="batch_not_degenerate",
+        question="Does a step hold different rows of varied text?",
+        means="There is nothing to learn from the batch, however well its loss falls.",
+        remedy="Look at the rows; point data.corpus at text, and see that the loader moves on.",
+        when=When.BEFORE,
+        stops=True,
+    ),
+    About(
+        id="padding_not_trained",
+        question="Are rows free of labels on padding?",
+        means="Part of the loss is the easy prediction of padding, and the student learns to answer with it.",
+        remedy="Give padding the label -100, or pack documents instead of padding them.",
+        when=When.BEFORE,
+        stops=True,
+    ),
+    About(
+        id="split_disjoint",
+        question="Is held-out text absent from the text that is trained on?",
+        means="The held-out loss measures memory of the training text and says nothing about new text.",
+        remedy="Remove copies from the corpus, or split by document.",
+        when=When.BEFORE,
+        stops=False,
+    ),
+    About(
+        id="effective_settings",
+        question="Do loader and optimizer hold the rows, length, steps and AdamW settings that the spec asks for?",
+        means="The run is another experiment than the one that was asked for and will be reported.",
+        remedy="Find where the setting is lost between the spec and the object that holds it.",
+        when=When.BEFORE,
+        stops=True,
+    ),
+    About(
+        id="resume_continues",
+        question="Does a resumed run have its optimizer's moments and its place in the data?",
+        means="AdamW starts cold, or rows are met twice: the curve breaks where the run was resumed.",
+        remedy="Resume from a checkpoint that holds both, or start a new run.",
+        when=When.BEFORE,
+        stops=True,
+    ),
+    About(
+        id="weights_alive",
+        question="Are the matrices of both models finite and not constant, and was the teacher ever trained?",
+        means="A model was left as it was allocated or initialised; its file was not read into it.",
+        remedy="Load the file again and compare with `engine inspect --values`.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="causal_mask",
+        question="Are a token's hidden states independent of the tokens after it?",
+        means="The answer is visible in the question: training loss falls and nothing is learnt.",
+        remedy="Mask the future in attention.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="documents_isolated",
+        question="Are a document's hidden states independent of what shares its row?",
+        means="Documents attend to unrelated neighbours, or their positions start in the middle.",
+        remedy="Pass document numbers to the forward pass and mask by them.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="positions_matter",
+        question="Does the order of earlier tokens change what attention answers?",
+        means="Rotary positions have no effect: the model sees a bag of words.",
+        remedy="Turn q and k by their positions.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="forward_is_the_model",
+        question="Does the forward pass equal a plain one, written for reading, with the same weights and config?",
+        means="It computes another model: neighbouring rotary pairs, a missing bias, another eps, a wrong kernel.",
+        remedy="`engine inspect` and the numbers here say which side; bisect by layer.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="teacher_knows_text",
+        question="Does the teacher predict held-out text better than token frequencies do?",
+        means="Its weights are random or its tokenizer or forward pass is wrong: it teaches noise.",
+        remedy="Check the file, the tokenizer and the family; a good teacher is far below ln V.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="eval_baseline",
+        question="Does the evaluation give a model that knows nothing no better than token frequencies?",
+        means="The evaluation praises anything, so no held-out loss of this run means something.",
+        remedy="Look at the labels and the mean in the evaluation.",
+        when=When.AT_START,
+        stops=False,
+    ),
+    About(
+        id="shift_proof",
+        question="Do the teacher's logits fit the labels best where they stand, and not one place beside?",
+        means="Labels are not what logits predict: unshifted or shifted twice.",
+        remedy="Shift exactly once, between rows and loss.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="teacher_not_student",
+        question="Are teacher and student different models, with a KL above zero at the start?",
+        means="The student has nothing to learn: the KL is zero from the first step on and stays there.",
+        remedy="Give student.path other weights.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="nan_not_masked",
+        question="Does a NaN in either model's hidden states make the loss NaN?",
+        means="Broken weights would train to a finite loss, for example ln V, and nobody would know.",
+        remedy="Remove the guard that replaces NaN in the softmax or the loss.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="ignored_rows_have_no_part",
+        question="Do rows without a label leave the loss as it is and get no gradient?",
+        means="Padding, prompts or the ends of documents are trained on.",
+        remedy="Drop rows labelled -100 before any arithmetic.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="loss_invariants",
+        question="Is the KL at least zero, zero for a model and itself, and unmoved by a constant on all logits?",
+        means="The logged loss is not the objective: an entropy is missing, ids are padded, or a sum is too narrow.",
+        remedy="Compare the loss with engine.distill.loss.reference_loss.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="loss_gradient",
+        question="Is the gradient that of the logged loss, by finite differences?",
+        means="The run descends another objective than the one it logs: T^2 or a denominator is missing.",
+        remedy="Compare the gradient with that of engine.distill.loss.reference_loss.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="rows_in_update",
+        question="Is the gradient of a step the weighted mean of the gradients of its rows, as its loss is?",
+        means="Rows are counted in the loss and not trained on, or passes are weighted wrongly.",
+        remedy="Use one denominator, the labelled tokens of the whole step, and train on every row.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
+        id="tensors_moved",
+        question="Did the first updates move every tensor of the student, and none of the teacher?",
+        means="Part of the student is frozen or forgotten by the optimizer, or the teacher is being trained.",
+        remedy="Give the optimizer every parameter, and nothing of the teacher.",
+        when=When.FIRST_STEPS,
+        stops=True,
+    ),
+    About(
+        id="effective_learning_rate",
+        question="Is the learning rate in the optimizer, and in the size of its updates, the spec's?",
+        means="The recorded rate is not the one that trains; results cannot be compared or repeated.",
+        remedy="Set the rate on the optimizer's own groups at every step.",
+        when=When.FIRST_STEPS,
+        stops=True,
+    ),
+    About(
+        id="memory_as_planned",
+        question="Is the measured peak of memory near the one that was planned?",
+        means="The plan cannot be trusted to refuse a run that does not fit.",
+        remedy="Compare the plan item by item with what is allocated.",
+        when=When.FIRST_STEPS,
+        stops=False,
+    ),
+    About(
+        id="no_late_compile",
+        question="Was every kernel compiled before the steps that are timed?",
+        means="A step waited for a compiler; a key may change with every step.",
+        remedy="`engine tail RUN` names the kernel and what changed: warm it up, or do not specialise on it.",
+        when=When.ALWAYS,
+        stops=False,
+    ),
+    About(
+        id="checkpoint_reloads",
+        question="Does the first checkpoint, read back, give the same logits bit for bit?",
+        means="The run leaves nothing behind that could be used or resumed from.",
+        remedy="Stop now: everything until the next good checkpoint would be lost.",
+        when=When.AT_CHECKPOINT,
+        stops=True,
+    ),
+    About(
+        id="student_shift",
+        question="Does the student predict the next token, and not the current or the one after next?",
+        means="It learns to copy its input or to skip a token: labels are shifted wrongly.",
+        remedy="Shift labels exactly once.",
+        when=When.AT_CHECKPOINT,
+        stops=True,
+    ),
+)
+
+ABOUT = {about.id: about for about in CATALOGUE}
+
+
+def skipped_ids(text: str) -> frozenset[str]:
+    """The ids in a `checks.skip` setting. Raises SpecError for one that is no check's."""
+    ids = [part.strip() for part in text.split(",") if part.strip()]
+    problems = []
+    for name in ids:
+        if name not in ABOUT:
+            near = difflib.get_close_matches(name, ABOUT, n=1)
+            did_you_mean = f"; did you mean {near[0]}?" if near else ""
+            problems.append(f"checks.skip: expected ids of checks, found {name!r}{did_you_mean}")
+    if problems:
+        raise SpecError(problems, hint="`engine checks --list` has the ids")
+    return frozenset(ids)

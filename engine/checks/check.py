@@ -1,0 +1,88 @@
+"""What a check is, and what it answers. No torch.
+
+A check's answer is a Verdict with the numbers it was read from. It is UNKNOWN, never PASS, when the
+check was skipped, could not be made, or found nothing to judge.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.verdict import Level, Verdict
+
+
+class When(Enum):
+    """When a check is asked."""
+
+    BEFORE = "before"
+    """Before a model is asked: settings and data."""
+    AT_START = "at_start"
+    """Before the first step of a session."""
+    FIRST_STEPS = "first_steps"
+    """After one of the first steps, as soon as it can tell."""
+    AT_CHECKPOINT = "at_checkpoint"
+    """When the first checkpoint of a session is there."""
+    ALWAYS = "always"
+    """After the first steps, and again whenever it no longer holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """A check in words."""
+
+    id: str
+    question: str
+    means: str
+    """What a failure means."""
+    remedy: str
+    """What to do about one."""
+    when: When
+    stops: bool
+    """Whether a failure makes the run worthless: it is stopped then, unless checks.on_fail is
+    report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    verdict: Verdict
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+def passed(reason: str, **numbers: float) -> Answer:
+    return Answer(Verdict(Level.PASS, reason), _floats(numbers))
+
+
+def unknown(reason: str, **numbers: float) -> Answer:
+    return Answer(Verdict(Level.UNKNOWN, reason), _floats(numbers))
+
+
+def failed(reason: str, **numbers: float) -> Answer:
+    return Answer(Verdict(Level.FAIL, reason), _floats(numbers))
+
+
+def _floats(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in numbers.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One answer of one check, as it is logged."""
+
+    about: About
+    verdict: Verdict
+    numbers: dict[str, float]
+    cost_s: float
+    step: int
+    """Optimizer steps done when it was asked."""
+
+    @property
+    def id(self) -> str:
+        return self.about.id
+
+    @property
+    def failed(self) -> bool:
+        return self.verdict.level is Level.FAIL
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.verdict}"

@@ -1,0 +1,229 @@
+"""Checks of rows and splits. No model is asked: numpy on the rows that the next steps will train on.
+
+LOOKED_AT steps are taken from where training stands, as the trainer will take them.
+"""
+
+# Shapes: B rows, T tokens of a row
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checks.check import Answer, failed, passed
+from engine.checks.context import Context
+from engine.data.batches import IGNORED, Batch
+from engine.data.tokens import TokenStream
+
+LOOKED_AT = 4
+"""Steps whose rows are looked at."""
+
+SMALLEST_DISTINCT = 8
+SMALLEST_ENTROPY = 1.0
+"""Nats. Python source in 300 ids has some 4.5, in 150k ids some 7; one token repeated has 0."""
+
+PADDING_RUN = 8
+"""Equal tokens at the end of a row that look like padding and not like text."""
+PADDING_SHARE = 0.02
+"""Of the labels: rows of text do end in a run of spaces or dashes now and then."""
+
+WINDOW = 64
+"""Tokens that are the same in two documents only when one was copied; boilerplate, such as a
+licence, is found too."""
+SHARED_SHARE = 0.5
+"""Of held-out windows that may be found in the training text before it counts as leaked. Source code
+repeats itself: of Python's library, split by file, a quarter is found, tables of character codes above
+all. Leaked text is found whole."""
+MOST_TOKENS = 1 << 26
+"""Of the training text that is searched for held-out windows: about two seconds."""
+MOST_WINDOWS = 1 << 16
+MOST_ROWS = 512
+"""Of the next steps that are looked at, however many of them are one step."""
+
+
+def next_rows(context: Context, steps: int = LOOKED_AT) -> Batch:
+    """The rows of the next steps as one batch."""
+    train = context.spec.train
+    rows = steps * train.rows * train.accumulation
+    return context.batches.take(context.position, min(rows, max(MOST_ROWS, train.rows)))
+
+
+def labels_are_next_tokens(context: Context) -> Answer:
+    batch = next_rows(context)
+    tokens_BT, labels_BT = batch.tokens_BT[:, :-1], batch.labels_BT[:, :-1]
+    next_BT = batch.tokens_BT[:, 1:]
+    inside_BT = batch.documents_BT[:, :-1] == batch.documents_BT[:, 1:]
+    labelled_BT = labels_BT != IGNORED
+    wrong = int((labelled_BT & inside_BT & (labels_BT != next_BT)).sum())
+    crossing = int((labelled_BT & ~inside_BT).sum())
+    left_out = int((~labelled_BT & inside_BT).sum())
+    labelled = int(labelled_BT.sum())
+    copies = int((labelled_BT & (labels_BT == tokens_BT)).sum())
+    numbers = dict(labelled=labelled, wrong=wrong, crossing=crossing, left_out=left_out)
+    if wrong:
+        copied = (
+            f"; {copies / labelled:.0%} are the token itself: not shifted"
+            if copies > labelled / 2
+            else ""
+        )
+        return failed(f"{wrong:,} of {labelled:,} labels are not the next token{copied}", **numbers)
+    if crossing:
+        return failed(
+            f"{crossing:,} labels stand across the end of a document and predict another's first token",
+            **numbers,
+        )
+    if not labelled:
+        return failed("no row has a label: there is nothing to train on", **numbers)
+    return passed(f"{labelled:,} labels are the next token of their document", **numbers)
+
+
+def batch_not_degenerate(context: Context) -> Answer:
+    batch = next_rows(context)
+    tokens_BT = batch.tokens_BT
+    _, counts = np.unique(tokens_BT, return_counts=True)
+    share = counts / counts.sum()
+    entropy = float(-(share * np.log(share)).sum())
+    repeated = len(tokens_BT) - len(np.unique(tokens_BT, axis=0))
+    # A short corpus comes round again within these steps: those repetitions are in order.
+    expected = len(batch.row_ids) - len(np.unique(batch.row_ids))
+    numbers = dict(
+        distinct=len(counts), entropy=entropy, rows=len(tokens_BT), repeated=repeated - expected
+    )
+    if repeated - expected > len(tokens_BT) // 2:
+        return failed(
+            f"{repeated} of {len(tokens_BT)} rows are copies of others in the batch", **numbers
+        )
+    if len(counts) < SMALLEST_DISTINCT or entropy < SMALLEST_ENTROPY:
+        return failed(
+            f"{len(counts)} distinct tokens in {tokens_BT.size:,} places, {entropy:.2f} nats of "
+            "entropy: hardly any text",
+            **numbers,
+        )
+    return passed(
+        f"{len(counts):,} distinct tokens, {entropy:.1f} nats, {repeated - expected} rows repeated",
+        **numbers,
+    )
+
+
+def padding_not_trained(context: Context) -> Answer:
+    """Padding is a run of one token to the end of a row; what matters is whether it has labels."""
+    batch = next_rows(context)
+    same_BT = batch.tokens_BT == batch.tokens_BT[:, -1:]
+    # Places from the end of each row that hold its last token, without a gap.
+    run_B = np.where(same_BT.all(1), same_BT.shape[1], np.argmin(same_BT[:, ::-1], axis=1))
+    place_T = np.arange(same_BT.shape[1])[::-1]
+    padding_BT = (place_T < run_B[:, None]) & (run_B[:, None] >= PADDING_RUN)
+    labelled_BT = batch.labels_BT != IGNORED
+    trained, labelled = int((padding_BT & labelled_BT).sum()), int(labelled_BT.sum())
+    numbers = dict(padding=int(padding_BT.sum()), padding_labelled=trained, labelled=labelled)
+    if trained > PADDING_SHARE * labelled:
+        ids = np.unique(batch.tokens_BT[:, -1][run_B >= PADDING_RUN])
+        listed = ", ".join(str(int(token)) for token in ids[:3])
+        return failed(
+            f"{trained / labelled:.0%} of the labels stand on runs of one token at the end of rows "
+            f"(id {listed}): padding is trained on",
+            **numbers,
+        )
+    return passed(f"{trained:,} of {labelled:,} labels stand on what could be padding", **numbers)
+
+
+def split_disjoint(context: Context) -> Answer:
+    train, held = context.train_stream, context.heldout_stream
+    held_lengths = _lengths(held)
+    train_lengths = _lengths(train)
+    wanted = _digests(held, held_lengths, np.ones(len(held_lengths), dtype=bool))
+    # Only documents as long as a held-out one can be copies of it.
+    candidates = np.isin(train_lengths, held_lengths)
+    copies = len(wanted & _digests(train, train_lengths, candidates))
+    looked_at = min(len(train), MOST_TOKENS)
+    shared, windows = shared_windows(train.tokens[:looked_at], held.tokens)
+    share = shared / windows if windows else 0.0
+    numbers = dict(
+        copied_documents=copies, shared_windows=shared, windows=windows, searched_tokens=looked_at
+    )
+    if copies:
+        return failed(
+            f"{copies} held-out document{'s are' if copies > 1 else ' is'} trained on, token by token",
+            **numbers,
+        )
+    if share > SHARED_SHARE:
+        return failed(
+            f"{share:.0%} of held-out stretches of {WINDOW} tokens are in the training text too",
+            **numbers,
+        )
+    searched = "" if looked_at == len(train) else f", of which {looked_at:,} tokens were searched"
+    return passed(
+        f"no held-out document is trained on; {share:.1%} of held-out stretches of {WINDOW} tokens "
+        f"are in the training text{searched}",
+        **numbers,
+    )
+
+
+def _lengths(stream: TokenStream) -> NDArray[np.int64]:
+    """Tokens of each document, in order."""
+    return np.bincount(stream.documents).astype(np.int64)
+
+
+def _digests(
+    stream: TokenStream, lengths: NDArray[np.int64], wanted: NDArray[np.bool_]
+) -> set[bytes]:
+    """A digest of the tokens of each document that is wanted."""
+    ends = np.cumsum(lengths)
+    found = set()
+    for index in np.flatnonzero(wanted):
+        tokens = stream.tokens[ends[index] - lengths[index] : ends[index]]
+        # An empty document is its end-of-text token alone, and no leak.
+        if len(tokens) > 1:
+            found.add(hashlib.sha256(np.ascontiguousarray(tokens, dtype="<u4").data).digest())
+    return found
+
+
+def shared_windows(
+    train: NDArray[np.generic], held: NDArray[np.generic], window: int = WINDOW
+) -> tuple[int, int]:
+    """How many of the windows of `held`, one at every quarter of a window, are anywhere in `train`,
+    and how many windows there are.
+
+    By a hash of each window that rolls: with r(t) a random 64-bit number of token t and an odd base
+    b, h(i) = b^-i * sum_{j < window} r(t_{i+j}) b^{i+j}, everything modulo 2^64. A false match has a
+    chance of about (windows * places) / 2^64.
+    """
+    starts = np.arange(0, len(held) - window + 1, max(window // 4, 1))
+    if len(starts) > MOST_WINDOWS:
+        starts = starts[np.linspace(0, len(starts) - 1, MOST_WINDOWS).astype(np.int64)]
+    if len(starts) == 0 or len(train) < window:
+        return 0, len(starts)
+    wanted = np.unique(_rolling(held, window)[starts])
+    found = np.zeros(len(wanted), dtype=bool)
+    step = 1 << 22
+    for first in range(0, len(train) - window + 1, step):
+        here = _rolling(train[first : first + step + window - 1], window)
+        places = np.minimum(np.searchsorted(wanted, here), len(wanted) - 1)
+        found[places[wanted[places] == here]] = True
+    hashes = _rolling(held, window)[starts]
+    return int(found[np.searchsorted(wanted, hashes)].sum()), len(starts)
+
+
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 1 << 64)
+
+
+def _rolling(tokens: NDArray[np.generic], window: int) -> NDArray[np.uint64]:
+    """The hash of each window of `tokens`."""
+    # splitmix64: neighbouring ids become unrelated numbers.
+    mixed = tokens.astype(np.uint64) + np.uint64(_BASE)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    count = len(tokens)
+    powers = np.full(count, _BASE, dtype=np.uint64)
+    inverses = np.full(count, _INVERSE, dtype=np.uint64)
+    powers[0] = inverses[0] = 1
+    np.multiply.accumulate(powers, out=powers)
+    np.multiply.accumulate(inverses, out=inverses)
+    sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed * powers)])
+    places = count - window + 1
+    hashes: NDArray[np.uint64] = (sums[window:] - sums[:places]) * inverses[:places]
+    return hashes

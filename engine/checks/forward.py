@@ -1,0 +1,232 @@
+"""Checks of the forward pass: what a token may see, and whether it is the model that config.json
+describes.
+
+The student is asked in its fp32 master weights, outside of autocast: what is looked for is a wrong
+formula, and rounding would only hide it. A teacher is asked as it teaches.
+"""
+
+# Shapes: B rows, T tokens, N tokens, V vocabulary, D width
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.checks.check import Answer, failed, passed
+from engine.checks.context import Context
+from engine.checks.logits import Hidden, logits_of
+from engine.checks.reference import reference_logits
+from engine.models.decoder import Decoder, RMSNorm
+from engine.models.head import Head
+from engine.models.packed import head_of
+
+ROWS, LENGTH = 2, 24
+LEAK = 1e-4
+"""Of the change where a token was changed. Masked tokens have a weight of exactly 0, and the same
+shapes give the same sums, so a sound model has no leak at all."""
+
+# One rounding of each arithmetic, and the change of attention that counts as none.
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
+NO_CHANGE = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float64: 1e-12}
+TF32_ROUNDING = 2.0**-11
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    whose: str
+    decoder: Decoder
+    hidden: Hidden
+    head: Head
+    rounding: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.decoder.norm.weight.dtype
+
+
+def sides(context: Context) -> Iterator[Side]:
+    student = context.student
+    yield Side("student", student, student.hidden, head_of(student), ROUNDING[torch.float32])
+    teacher, decoder = context.teacher, context.teacher_decoder
+    if teacher is not None and decoder is not None:
+        rounding = ROUNDING[decoder.norm.weight.dtype]
+        if context.spec.teacher.precision == "tf32":
+            rounding = TF32_ROUNDING
+        yield Side("teacher", decoder, teacher.hidden, head_of(decoder), rounding)
+
+
+def _probe(context: Context) -> tuple[Tensor, Tensor]:
+    """Some rows of held-out text, (B, T), and two documents in each, one of 1/3 and one of 2/3."""
+    batch = context.heldout[0]
+    tokens_BT = torch.from_numpy(batch.tokens_BT[:ROWS, :LENGTH]).to(context.device)
+    documents_BT = torch.zeros_like(tokens_BT)
+    documents_BT[:, max(1, tokens_BT.shape[1] // 3) :] = 1
+    return tokens_BT, documents_BT
+
+
+def _other(tokens: Tensor, vocabulary: int) -> Tensor:
+    """Another id in each place, away from the special ones at the ends."""
+    return (tokens + vocabulary // 2) % vocabulary
+
+
+@torch.no_grad()
+def causal_mask(context: Context) -> Answer:
+    tokens_BT, _ = _probe(context)
+    middle = tokens_BT.shape[1] // 2
+    changed_BT = tokens_BT.clone()
+    changed_BT[:, middle] = _other(tokens_BT[:, middle], context.student.config.vocab_size)
+    one_document_BT = torch.zeros_like(tokens_BT)
+    numbers: dict[str, float] = {}
+    for side in sides(context):
+        before_BTD = side.hidden(tokens_BT, one_document_BT)
+        moved_BT = (side.hidden(changed_BT, one_document_BT) - before_BTD).float().norm(dim=2)
+        here = float(moved_BT[:, middle:].norm())
+        leak = float(moved_BT[:, :middle].norm()) / here if here else math.inf
+        numbers[f"{side.whose}_leak"] = leak
+        if not leak <= LEAK:
+            text = (
+                f"tokens before a changed one move by {leak:.1e} of what it moves"
+                if here
+                else "a changed token changes nothing"
+            )
+            return failed(f"{side.whose}: {text}", **numbers)
+    return passed("a changed token moves none before it", **numbers)
+
+
+@torch.no_grad()
+def documents_isolated(context: Context) -> Answer:
+    tokens_BT, documents_BT = _probe(context)
+    vocabulary = context.student.config.vocab_size
+    changed_BT = torch.where(documents_BT == 0, _other(tokens_BT, vocabulary), tokens_BT)
+    numbers: dict[str, float] = {}
+    for side in sides(context):
+        before_BTD = side.hidden(tokens_BT, documents_BT)
+        moved_BT = (side.hidden(changed_BT, documents_BT) - before_BTD).float().norm(dim=2)
+        inside = float(moved_BT[documents_BT == 0].norm())
+        leak = float(moved_BT[documents_BT == 1].norm()) / inside if inside else math.inf
+        numbers[f"{side.whose}_leak"] = leak
+        if not leak <= LEAK:
+            return failed(
+                f"{side.whose}: another document in the row moves a token by {leak:.1e} of its own "
+                "change",
+                **numbers,
+            )
+    return passed("another document in the row changes nothing", **numbers)
+
+
+@torch.no_grad()
+def positions_matter(context: Context) -> Answer:
+    """The last of four tokens attends to the first two in their order and exchanged. The first
+    layer's attention alone is looked at: after it, even a model without positions knows an order,
+    from what its tokens could see."""
+    row_T = torch.from_numpy(context.heldout[0].tokens_BT[:1].ravel()).to(context.device)
+    distinct = torch.unique(row_T)
+    count = len(distinct) // 4
+    if count == 0:
+        return failed("a held-out row has fewer than four distinct tokens", distinct=len(distinct))
+    tokens_B4 = distinct[: 4 * count].view(count, 4)
+    exchanged_B4 = tokens_B4[:, [1, 0, 2, 3]]
+    documents_B4 = torch.zeros_like(tokens_B4)
+    numbers: dict[str, float] = {}
+    for side in sides(context):
+        answers: list[Tensor] = []
+
+        def keep(
+            _module: object, _inputs: object, output: Tensor, into: list[Tensor] = answers
+        ) -> None:
+            into.append(output[:, -1].float())
+
+        handle = side.decoder.layers[0].attention.register_forward_hook(keep)  # type: ignore[union-attr]
+        try:
+            side.hidden(tokens_B4, documents_B4)
+            side.hidden(exchanged_B4, documents_B4)
+        finally:
+            handle.remove()
+        one_BD, other_BD = answers
+        change = float((one_BD - other_BD).norm() / one_BD.norm())
+        numbers[f"{side.whose}_change"] = change
+        if not change > NO_CHANGE[side.dtype]:
+            return failed(
+                f"{side.whose}: exchanging two earlier tokens changes attention by {change:.1e}",
+                **numbers,
+            )
+    return passed("exchanging two earlier tokens changes what attention answers", **numbers)
+
+
+@torch.no_grad()
+def forward_is_the_model(context: Context) -> Answer:
+    tokens_BT, documents_BT = _probe(context)
+    numbers: dict[str, float] = {}
+    for side in sides(context):
+        config = side.decoder.config
+        eps = _worst_eps(side.decoder)
+        numbers[f"{side.whose}_eps"] = eps
+        if not 0.9 < eps / config.rms_norm_eps < 1.1:
+            return failed(
+                f"{side.whose}: a norm behaves as with eps {eps:.1e}, config.json says "
+                f"{config.rms_norm_eps:.1e}",
+                **numbers,
+            )
+        hidden_ND = side.hidden(tokens_BT, documents_BT).flatten(0, 1)
+        logits_NV = logits_of(hidden_ND, side.head, config.vocab_size).float()
+        wanted_NV = reference_logits(side.decoder, tokens_BT, documents_BT).flatten(0, 1)
+        # A constant added to all logits of a token is no difference.
+        logits_NV -= logits_NV.mean(dim=1, keepdim=True)
+        wanted_NV -= wanted_NV.mean(dim=1, keepdim=True)
+        error_N = (logits_NV - wanted_NV).norm(dim=1) / wanted_NV.norm(dim=1)
+        error = float((logits_NV - wanted_NV).norm() / wanted_NV.norm())
+        agreement = float((logits_NV.argmax(1) == wanted_NV.argmax(1)).float().mean())
+        # Each layer adds two rounded branches to the residual, and roundings add up like a walk.
+        allowed = max(2e-4, 4 * side.rounding * math.sqrt(2 * config.num_hidden_layers))
+        numbers |= {
+            f"{side.whose}_error": error,
+            f"{side.whose}_allowed": allowed,
+            f"{side.whose}_agreement": agreement,
+        }
+        if not error <= allowed:
+            first = (
+                int((error_N > allowed).nonzero()[0]) % tokens_BT.shape[1]
+                if (error_N > allowed).any()
+                else -1
+            )
+            return failed(
+                f"{side.whose}: logits are {error:.2g} (relative) from a plain forward pass, "
+                f"{allowed:.1g} is allowed; first at position {first} of a row, {agreement:.0%} "
+                "agreement",
+                **numbers,
+            )
+    return passed(
+        "logits are those of a plain forward pass: "
+        + ", ".join(
+            f"{whose} within {numbers[f'{whose}_error']:.1e}"
+            for whose in ("student", "teacher")
+            if f"{whose}_error" in numbers
+        ),
+        **numbers,
+    )
+
+
+def _worst_eps(decoder: Decoder) -> float:
+    """The eps that a norm of the decoder behaves as if it had: of all norms, the one furthest from
+    the config's.
+
+    A row whose mean square is eps makes it half of the sum under the root: y = w / sqrt(2).
+    """
+    wanted = decoder.config.rms_norm_eps
+    worst = wanted
+    for module in decoder.modules():
+        if not isinstance(module, RMSNorm):
+            continue
+        weight_D = module.weight
+        row_D = torch.full_like(weight_D, math.sqrt(wanted))[None, None, None]
+        answer_D = module(row_D).float().flatten()
+        share = float((answer_D * weight_D.float()).sum() / weight_D.float().square().sum())
+        # y = x / sqrt(x^2 + eps) with x^2 = wanted
+        found = wanted * (1 / share**2 - 1) if share > 0 else math.inf
+        if abs(math.log(max(found, 1e-30) / wanted)) > abs(math.log(worst / wanted)):
+            worst = found
+    return worst

@@ -1,0 +1,254 @@
+"""Checks of the step: the gradient that the trainer leaves in the student, against the loss that it
+logs.
+
+The step is asked whole, by `Context.gradients`: batches in, the logged loss and the gradients out.
+Two micro-batches of different size stand for an accumulated step.
+
+    rows        L(all) = sum_r n_r/n L(r)   and   g(all) = sum_r n_r/n g(r),   n_r the labels of row r
+    loss        L(x + h u) - L(x - h u) = 2 h |g|  for u = g / |g|
+
+Gradients are compared along random directions, so that none need be kept. The finite difference
+moves at most MOVED weights, those with the densest gradient, and puts them back bit for bit.
+"""
+
+# Shapes: B rows, T tokens, D student width
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.context import Context
+from engine.checks.objective import function_gradient
+from engine.data.batches import IGNORED, Batch
+from engine.verdict import Level
+
+ROWS = 3
+LENGTH = {True: 64, False: 256}
+"""Tokens of a row that are looked at, by whether products are fp32: more, where each is less exact."""
+DIRECTIONS = 2
+MOVED = 1 << 24
+"""Weights that the finite difference moves."""
+
+SAME_ROWS = {True: 1e-3, False: 5e-2}
+"""By whether products are fp32: how far the sum over rows may be from the step, of its size. Rows
+asked alone have other shapes, so their products are rounded otherwise; one row that is missing is a
+third."""
+SAME_LOSS = {True: 2e-2, False: 0.25}
+"""Of |g|. With bf16 products a loss is known to some 1e-3, and the difference is 2e-2 of it; T^2
+missing changes |g| by a half at least where the KL has any weight."""
+LOSS_STEP = {True: 5e-3, False: 1e-2}
+"""Of the loss, by which each side of the finite difference should change it."""
+
+
+def _is_fp32(context: Context) -> bool:
+    with context.autocast():
+        return not torch.is_autocast_enabled(context.device.type)
+
+
+def _split(context: Context) -> list[Batch]:
+    """One row and two more, as two micro-batches with unequal numbers of labels."""
+    batch = context.batches.take(context.position, ROWS)
+    length = LENGTH[_is_fp32(context)]
+    labels_BT = batch.labels_BT[:, :length].copy()
+    labels_BT[0, labels_BT.shape[1] // 2 :] = IGNORED
+    return [
+        Batch(
+            tokens_BT=batch.tokens_BT[part, :length],
+            documents_BT=batch.documents_BT[part, :length],
+            labels_BT=labels_BT[part],
+            row_ids=batch.row_ids[part],
+        )
+        for part in (slice(0, 1), slice(1, ROWS))
+    ]
+
+
+def _projections(context: Context) -> list[float]:
+    """The gradients in `.grad` along DIRECTIONS random directions, the same at every call."""
+    found = []
+    for direction in range(DIRECTIONS):
+        total = 0.0
+        for index, parameter in enumerate(context.student.parameters()):
+            if parameter.grad is None:
+                continue
+            generator = torch.Generator(parameter.device)
+            generator.manual_seed(1000 * direction + index)
+            random = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+            total += float((random * parameter.grad).sum(dtype=torch.float64))
+        found.append(total)
+    return found
+
+
+@contextmanager
+def _hidden_gradients(context: Context) -> Iterator[list[Tensor]]:
+    """Collects the gradient of the last hidden states, (B, T, D), of each forward pass."""
+    collected: list[Tensor] = []
+
+    def keep(_module: object, _inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(collected.append)  # type: ignore[no-untyped-call]
+
+    handle = context.student.norm.register_forward_hook(keep)
+    try:
+        yield collected
+    finally:
+        handle.remove()
+
+
+def rows_in_update(context: Context) -> Answer:
+    parts = _split(context)
+    with _hidden_gradients(context) as hidden:
+        whole_loss = context.gradients(parts)
+    whole = _projections(context)
+    labelled = [int(n) for part in parts for n in (part.labels_BT != IGNORED).sum(1)]
+    total = sum(labelled)
+    if not total or not math.isfinite(whole_loss):
+        return unknown(f"the step's loss is {whole_loss} with {total} labels", loss=whole_loss)
+    idle, leaking = _count(hidden, parts)
+    numbers: dict[str, float] = dict(labelled=total, idle=idle, leaking=leaking, loss=whole_loss)
+    if idle or leaking:
+        return failed(
+            f"{idle} of {total} labelled tokens get no gradient, and {leaking} without a label get one",
+            **numbers,
+        )
+    losses, projected = [], []
+    for part in parts:
+        for row in part.split(1):
+            losses.append(context.gradients([row]))
+            projected.append(_projections(context))
+    weights = [count / total for count in labelled]
+    summed = [
+        [weight * one[direction] for weight, one in zip(weights, projected, strict=True)]
+        for direction in range(DIRECTIONS)
+    ]
+    expected = sum(w * loss for w, loss in zip(weights, losses, strict=True))
+    size = math.sqrt(sum(x * x for terms in summed for x in terms))
+    error = math.dist(whole, [sum(terms) for terms in summed]) / max(size, 1e-300)
+    loss_error = abs(whole_loss - expected) / max(abs(expected), 1e-300)
+    numbers |= dict(rows=len(losses), gradient_error=error, loss_error=loss_error)
+    allowed = SAME_ROWS[_is_fp32(context)]
+    if not loss_error <= allowed:
+        return failed(
+            f"the loss of a step of {len(losses)} rows is {whole_loss:.5g}, the mean over its rows "
+            f"{expected:.5g}",
+            **numbers,
+        )
+    if not error <= allowed:
+        return failed(
+            f"the gradient of a step of {len(losses)} rows in two passes is off the mean over its "
+            f"rows by {error:.0%}: rows are left out, or passes weighted wrongly",
+            **numbers,
+        )
+    return passed(
+        f"loss and gradient of {len(losses)} rows in two passes are the mean over rows, and all "
+        f"{total} labels take part",
+        **numbers,
+    )
+
+
+def _count(hidden: Sequence[Tensor], parts: Sequence[Batch]) -> tuple[int, int]:
+    """Labelled tokens without a gradient, and tokens without a label that have one."""
+    idle = leaking = 0
+    # backward follows each forward, in order
+    for gradient_BTD, part in zip(hidden, parts, strict=True):
+        moved_BT = np.asarray((gradient_BTD.float().abs().sum(2) > 0).cpu())
+        labelled_BT = part.labels_BT != IGNORED
+        idle += int((labelled_BT & ~moved_BT).sum())
+        leaking += int((~labelled_BT & moved_BT).sum())
+    return idle, leaking
+
+
+def loss_gradient(context: Context) -> Answer:
+    """First the loss function by itself, then the whole step."""
+    function = function_gradient(context)
+    if function.verdict.level is not Level.PASS:
+        return function
+    parts = _split(context)
+    loss = context.gradients(parts)
+    moved = _densest(context)
+    norm = math.sqrt(sum(float(g.double().square().sum()) for _, g in moved))
+    numbers = function.numbers | dict(step_loss=loss, step_norm=norm)
+    if not math.isfinite(loss) or not norm > 0:
+        return failed(f"the step's loss is {loss} and its gradient {norm:g}", **numbers)
+    fp32 = _is_fp32(context)
+    step = LOSS_STEP[fp32] * loss / norm
+    with _put_back([parameter for parameter, _ in moved]) as originals:
+        ends = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for (parameter, gradient), original in zip(moved, originals, strict=True):
+                    parameter.copy_(original + sign * step / norm * gradient)
+            ends.append(context.gradients(parts))
+    measured = (ends[0] - ends[1]) / (2 * step)
+    error = abs(measured - norm) / norm
+    numbers |= dict(step_measured=measured, step_error=error)
+    if not error <= SAME_LOSS[fp32]:
+        return failed(
+            f"along its gradient the logged loss changes by {measured:.4g}, and by the gradient "
+            f"{norm:.4g}",
+            **numbers,
+        )
+    return passed(
+        f"the gradient is the logged loss's: {measured:.4g} measured, {norm:.4g} claimed", **numbers
+    )
+
+
+def _densest(context: Context) -> list[tuple[Tensor, Tensor]]:
+    """Tensors and copies of their gradients, densest gradient first, MOVED numbers at most."""
+    having = [(p, p.grad) for p in context.student.parameters() if p.grad is not None]
+    having.sort(key=lambda pair: -float(pair[1].norm()) / math.sqrt(pair[1].numel()))
+    found: list[tuple[Tensor, Tensor]] = []
+    room = MOVED
+    for parameter, gradient in having:
+        if parameter.numel() <= room:
+            found.append((parameter, gradient.clone()))
+            room -= parameter.numel()
+    return found
+
+
+@contextmanager
+def _put_back(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    originals = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield originals
+    finally:
+        with torch.no_grad():
+            for tensor, original in zip(tensors, originals, strict=True):
+                tensor.copy_(original)
+
+
+def nan_not_masked(context: Context) -> Answer:
+    """A NaN in the last hidden states of either model, through the whole step."""
+    first = _split(context)[:1]
+    loss = context.gradients(first)
+    numbers: dict[str, float] = dict(loss=loss)
+    if not math.isfinite(loss):
+        return unknown(f"the loss is {loss} without a NaN put in", **numbers)
+    models = {"student": context.student}
+    if context.teacher is not None and context.teacher_decoder is not None:
+        models["teacher"] = context.teacher_decoder
+    for whose, decoder in models.items():
+
+        def spoil(_module: object, _inputs: object, output: Tensor) -> Tensor:
+            spoilt = output.clone()
+            spoilt[:, 0] = math.nan
+            return spoilt
+
+        handle = decoder.norm.register_forward_hook(spoil)
+        try:
+            found = context.gradients(first)
+        finally:
+            handle.remove()
+        numbers[f"with_{whose}_nan"] = found
+        if math.isfinite(found):
+            return failed(
+                f"with NaN in the {whose}'s hidden states the loss is {found:.4g} and not NaN",
+                **numbers,
+            )
+    return passed(f"a NaN in the {' or the '.join(models)} makes the loss NaN", **numbers)

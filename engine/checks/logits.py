@@ -1,0 +1,134 @@
+"""Logits of a few tokens, and what is read from them: cross entropies and KL at offsets.
+
+Logits are made CHUNK tokens at a time: at 152k ids a chunk is 150 MiB in fp32.
+"""
+
+# Shapes: B rows, T tokens, N tokens, V vocabulary, D width
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.checks.context import Context
+from engine.data.batches import Batch
+from engine.data.tokens import TokenStream
+from engine.models.head import Head, project
+from engine.models.packed import head_of
+from engine.models.product import operand_dtype, sum_dtype
+
+CHUNK = 256
+TOKENS = 512
+"""Tokens that models are judged on: the standard error of a mean of 2 nats is then some 0.1."""
+
+COUNTED = 1 << 25
+"""Of the training text, for frequencies."""
+
+OFFSETS = (-1, 0, 1)
+
+Hidden = Callable[[Tensor, Tensor], Tensor]
+
+
+def few_rows(batch: Batch, tokens: int = TOKENS) -> Batch:
+    """The first rows of a batch that make up about `tokens` tokens, one row at least."""
+    return next(batch.split(max(1, tokens // batch.tokens_BT.shape[1])))
+
+
+def student_hidden(context: Context) -> Hidden:
+    def hidden(tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        with torch.no_grad(), context.autocast():
+            return context.student.hidden(tokens_BT, documents_BT)
+
+    return hidden
+
+
+def student_head(context: Context) -> Head:
+    return head_of(context.student)
+
+
+def hidden_of(hidden: Hidden, batch: Batch, device: torch.device) -> Tensor:
+    """Hidden states (B, T, D) of a batch."""
+    tokens_BT, documents_BT, _ = batch.to_torch(device)
+    return hidden(tokens_BT, documents_BT)
+
+
+@torch.no_grad()
+def logits_of(hidden_ND: Tensor, head: Head, columns: int) -> Tensor:
+    """(N, V) in fp32, of the first `columns` ids."""
+    dtype = operand_dtype(hidden_ND)
+    out_NV = torch.empty(len(hidden_ND), columns, dtype=sum_dtype(dtype), device=hidden_ND.device)
+    project(out_NV, hidden_ND.to(dtype), head.slices(columns, dtype))
+    return out_NV
+
+
+@torch.no_grad()
+def cross_entropies(
+    hidden_ND: Tensor, head: Head, columns: int, targets: Sequence[Tensor]
+) -> list[float]:
+    """The mean cross entropy, in nats, of each list of N targets; a negative target is left out."""
+    totals = torch.zeros(len(targets), dtype=torch.float64, device=hidden_ND.device)
+    for first in range(0, len(hidden_ND), CHUNK):
+        logits_NV = logits_of(hidden_ND[first : first + CHUNK], head, columns)
+        for index, target_N in enumerate(targets):
+            part_N = target_N[first : first + CHUNK].to(logits_NV.device)
+            totals[index] += F.cross_entropy(
+                logits_NV, part_N.clamp(min=-1), ignore_index=-1, reduction="sum"
+            )
+    counts = [int((target_N >= 0).sum()) for target_N in targets]
+    return [
+        total / count if count else math.nan
+        for total, count in zip(totals.tolist(), counts, strict=True)
+    ]
+
+
+@torch.no_grad()
+def divergence(
+    teacher_NE: Tensor, teacher_head: Head, student_ND: Tensor, head: Head, columns: int
+) -> tuple[float, float]:
+    """Mean KL(teacher || student) at temperature 1, in nats, and the share of tokens on which both
+    rank the same id first."""
+    kl = agree = 0.0
+    for first in range(0, len(teacher_NE), CHUNK):
+        part = slice(first, first + CHUNK)
+        teacher_NV = logits_of(teacher_NE[part], teacher_head, columns).log_softmax(1)
+        student_NV = logits_of(student_ND[part], head, columns).log_softmax(1)
+        kl += float((teacher_NV.exp() * (teacher_NV - student_NV)).sum(dtype=torch.float64))
+        agree += int((teacher_NV.argmax(1) == student_NV.argmax(1)).sum())
+    return kl / len(teacher_NE), agree / len(teacher_NE)
+
+
+def token_frequencies(train: TokenStream, targets_N: Tensor, columns: int) -> float:
+    """The cross entropy, in nats, of guessing each target by how often it is in the training text,
+    with one more of each id: what can be had without a model.
+    """
+    counts_V = torch.zeros(columns, dtype=torch.float64)
+    for first in range(0, min(len(train), COUNTED), 1 << 22):
+        part = torch.from_numpy(train.tokens[first : first + (1 << 22)].astype("int64"))
+        counts_V += torch.bincount(part, minlength=columns)[:columns]
+    counts_V += 1
+    log_share_V = (counts_V / counts_V.sum()).log()
+    targets_N = targets_N[targets_N >= 0].cpu()
+    return float(-log_share_V[targets_N].mean()) if len(targets_N) else math.nan
+
+
+def shifted_labels(batch: Batch) -> list[Tensor]:
+    """For each of OFFSETS the labels that stand so many places further, (N,); only places where all
+    three have one of the same document.
+    """
+    labels_BT = torch.from_numpy(batch.labels_BT)
+    documents_BT = torch.from_numpy(batch.documents_BT)
+    found, usable_BT = [], torch.ones_like(labels_BT, dtype=torch.bool)
+    length = labels_BT.shape[1]
+    for offset in OFFSETS:
+        here = slice(max(0, -offset), length - max(0, offset))
+        there = slice(max(0, offset), length - max(0, -offset))
+        moved_BT = torch.full_like(labels_BT, -1)
+        same_BT = documents_BT[:, here] == documents_BT[:, there]
+        moved_BT[:, here] = torch.where(same_BT, labels_BT[:, there], -1)
+        usable_BT &= moved_BT >= 0
+        found.append(moved_BT)
+    return [torch.where(usable_BT, moved_BT, -1).flatten() for moved_BT in found]

@@ -1,0 +1,228 @@
+"""Checks of the loss function itself, on real hidden states: what must leave it unchanged, what must
+not, and whether its gradient is its own.
+
+The function is the run's, with its alpha and temperature. It is asked in float64 where the models
+are small, and with the student in fp32 otherwise: in float64 the heads of a 7B run would take six
+gigabytes.
+
+Finite differences: with d a direction and h a step,
+
+    (L(x + h d) - L(x - h d)) / 2h  =  <dL/dx, d> + O(h^2)
+
+for a random d, because a direction made of the gradient itself would not see the rows it forgot.
+d is as long as x, row by row, so h is relative. The two sides are held against |g| |d| / sqrt(n), which
+is what <g, d> is for a random d in n dimensions: a <g, d> that happens to be small proves nothing.
+"""
+
+# Shapes: N tokens, D student width, E teacher width, V vocabulary
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.context import Context, Terms
+from engine.checks.data import next_rows
+from engine.checks.logits import few_rows, hidden_of, student_hidden
+from engine.data.batches import IGNORED
+from engine.models.head import DenseHead, Head
+
+TOKENS = 64
+WIDE_NUMBERS = 1 << 24
+"""Numbers in both heads up to which float64 is affordable."""
+
+STEP = {torch.float64: 1e-4, torch.float32: 2e-2}
+GRADIENT_TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-2}
+"""Of the typical <g, d>. In fp32 a loss of 10 nats is known to 1e-6, so a difference over 2h to 3e-5,
+where <g, d> is some 5e-2 over 64 tokens; the rest is the curve of the loss over h."""
+SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""Nats, relative to 1 + loss, for what must not change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Tokens of the next step with their hidden states; a quarter of them without a label."""
+
+    hidden_ND: Tensor
+    head_VD: Tensor
+    teacher_hidden_NE: Tensor | None
+    teacher_head: Head | None
+    labels_N: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden_ND.dtype
+
+    @property
+    def labelled(self) -> int:
+        return int((self.labels_N != IGNORED).sum())
+
+
+def take_sample(context: Context) -> Sample:
+    batch = few_rows(next_rows(context), TOKENS)
+    labels_N = torch.from_numpy(batch.labels_BT).flatten()[:TOKENS].clone()
+    labels_N[::4] = IGNORED
+    hidden_ND = hidden_of(student_hidden(context), batch, context.device).flatten(0, 1)[:TOKENS]
+    head_VD = context.student.head_weight.detach()
+    numbers, teacher = head_VD.numel(), context.teacher
+    teacher_hidden_NE = teacher_head = None
+    if teacher is not None:
+        teacher_hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
+        # Out of inference mode, so that it may take part in anything.
+        teacher_hidden_NE = teacher_hidden_NE[:TOKENS].clone()
+        teacher_head = teacher.head()
+        numbers += teacher_head.vocab_size * teacher_head.width
+    dtype = torch.float64 if numbers <= WIDE_NUMBERS else torch.float32
+    if teacher_hidden_NE is not None and dtype == torch.float64:
+        teacher_hidden_NE = teacher_hidden_NE.double()
+    return Sample(hidden_ND.to(dtype), head_VD.to(dtype), teacher_hidden_NE, teacher_head, labels_N)
+
+
+def ask(context: Context, sample: Sample) -> Terms:
+    return context.objective(
+        sample.hidden_ND,
+        sample.head_VD,
+        sample.teacher_hidden_NE,
+        sample.teacher_head,
+        sample.labels_N,
+        denominator=float(max(sample.labelled, 1)),
+    )
+
+
+@torch.no_grad()
+def value(context: Context, sample: Sample) -> float:
+    return float(ask(context, sample).loss)
+
+
+def ignored_rows_have_no_part(context: Context) -> Answer:
+    sample = take_sample(context)
+    ignored_N = sample.labels_N == IGNORED
+    before = value(context, sample)
+    noisy_ND = sample.hidden_ND.clone()
+    noisy_ND[ignored_N.to(noisy_ND.device)] *= -100
+    after = value(context, replace(sample, hidden_ND=noisy_ND))
+    hidden_ND = sample.hidden_ND.clone().requires_grad_()
+    with torch.enable_grad():
+        torch.autograd.backward(ask(context, replace(sample, hidden_ND=hidden_ND)).loss)
+    assert hidden_ND.grad is not None
+    moved_N = hidden_ND.grad.abs().sum(1).cpu() > 0
+    leaking = int((moved_N & ignored_N).sum())
+    idle = int((~moved_N & ~ignored_N).sum())
+    numbers = dict(
+        ignored=float(ignored_N.sum()),
+        labelled=sample.labelled,
+        leaking=leaking,
+        idle=idle,
+        change=after - before,
+    )
+    if after != before:
+        return failed(
+            f"rows without a label change the loss by {after - before:.2e} nats", **numbers
+        )
+    if leaking:
+        return failed(f"{leaking} rows without a label get a gradient", **numbers)
+    if idle:
+        return failed(f"{idle} of {sample.labelled} labelled rows get no gradient", **numbers)
+    return passed(
+        f"{sample.labelled} labelled rows have a gradient, {int(ignored_N.sum())} others no part",
+        **numbers,
+    )
+
+
+@torch.no_grad()
+def loss_invariants(context: Context) -> Answer:
+    sample = take_sample(context)
+    terms = ask(context, sample)
+    loss, ce = float(terms.loss), float(terms.ce)
+    numbers = dict(loss=loss, ce=ce)
+    close = SAME[sample.dtype] * (1 + abs(loss))
+    # h . c is the same number for all ids, and of the size of a logit.
+    mean_D = sample.hidden_ND.mean(0)
+    shift_D = 5 * mean_D / mean_D.square().sum().clamp(min=1e-6).sqrt()
+    shifted = value(context, replace(sample, head_VD=sample.head_VD + shift_D))
+    numbers["shifted"] = shifted
+    if not abs(shifted - loss) <= close:
+        return failed(
+            f"a constant on all of the student's logits moves the loss from {loss:.6g} to {shifted:.6g}",
+            **numbers,
+        )
+    alpha = context.spec.loss.alpha
+    if terms.kd is None:
+        if alpha < 1 and context.teacher is not None:
+            return failed("a teacher is in the objective, and the loss has no KL", **numbers)
+        return passed("a constant on all logits leaves the loss as it is", **numbers)
+    kd = float(terms.kd)
+    itself = ask(
+        context,
+        replace(
+            sample,
+            teacher_hidden_NE=sample.hidden_ND,
+            teacher_head=DenseHead(sample.head_VD),
+        ),
+    )
+    own = float(itself.kd) if itself.kd is not None else math.nan
+    numbers |= dict(kd=kd, kd_with_itself=own)
+    if not kd >= -close:
+        return failed(f"T^2 KL is {kd:.3g}, and no KL is negative", **numbers)
+    if not abs(own) <= close:
+        return failed(f"T^2 KL of the student with itself is {own:.3g}, and is 0", **numbers)
+    parts = alpha * ce + (1 - alpha) * kd
+    if not abs(parts - loss) <= close:
+        return failed(
+            f"the loss is {loss:.6g}, alpha CE + (1 - alpha) T^2 KL is {parts:.6g}", **numbers
+        )
+    return passed("KL is at least 0, is 0 with itself, and ignores constants", **numbers)
+
+
+def function_gradient(context: Context) -> Answer:
+    """Random directions of hidden states and head, through the loss function alone."""
+    sample = take_sample(context)
+    if not sample.labelled:
+        return unknown("the next rows have no label")
+    hidden_ND = sample.hidden_ND.clone().requires_grad_()
+    head_VD = sample.head_VD.clone().requires_grad_()
+    with torch.enable_grad():
+        terms = ask(context, replace(sample, hidden_ND=hidden_ND, head_VD=head_VD))
+        torch.autograd.backward(terms.loss)
+    numbers = dict(loss=float(terms.loss.detach()))
+    for what, leaf in (("hidden", hidden_ND), ("head", head_VD)):
+        gradient = leaf.grad
+        if gradient is None or not bool(gradient.any()):
+            return failed(f"the loss has no gradient for the {what}", **numbers)
+        generator = torch.Generator(leaf.device).manual_seed(1)
+        direction = torch.randn(
+            leaf.shape, generator=generator, device=leaf.device, dtype=leaf.dtype
+        )
+        direction *= leaf.detach().norm(dim=1, keepdim=True) / direction.norm(dim=1, keepdim=True)
+        step = STEP[sample.dtype]
+        ends = []
+        for sign in (1, -1):
+            moved = leaf.detach() + sign * step * direction
+            changed = (
+                replace(sample, hidden_ND=moved)
+                if what == "hidden"
+                else replace(sample, head_VD=moved)
+            )
+            ends.append(value(context, changed))
+        measured = (ends[0] - ends[1]) / (2 * step)
+        claimed = float((gradient * direction).sum(dtype=torch.float64))
+        # |g| |d| / sqrt(n), row by row: rows differ in both.
+        rows = (gradient.norm(dim=1) * direction.norm(dim=1)).double()
+        typical = float(rows.norm()) / math.sqrt(leaf.shape[1])
+        error = abs(measured - claimed) / max(typical, abs(measured), 1e-300)
+        numbers |= {
+            f"{what}_measured": measured,
+            f"{what}_claimed": claimed,
+            f"{what}_error": error,
+        }
+        if not error <= GRADIENT_TOLERANCE[sample.dtype]:
+            return failed(
+                f"along a random direction of the {what} the loss changes by {measured:.4g}, its "
+                f"gradient says {claimed:.4g}",
+                **numbers,
+            )
+    return passed("the loss function's gradient is its own", **numbers)

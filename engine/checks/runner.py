@@ -1,0 +1,209 @@
+"""When each check is asked, and that the run is not changed by it.
+
+    checks = Checks(spec)
+    for result in checks.before_training(context): ...     before the first step of a session
+    for result in checks.after_step(step): ...             after each step; soon there is nothing left
+    for result in checks.at_checkpoint(path, step): ...    after each save; the first is looked at
+    checks.ends_run(result)                                whether to stop
+
+A check that was skipped, or that broke, is UNKNOWN with the reason: one that raises must not end a
+run that it only looks at, and must not count as passed.
+
+Invariant: weights, gradients, the optimizer, the modes of the models and the random numbers are the
+same before and after; data is read at positions and never advanced. `undisturbed` puts back what a
+check uses, and tests compare runs with and without checks bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
+from engine.checks.check import About, Answer, Result, When, unknown
+from engine.checks.checkpoint import CheckpointReloads
+from engine.checks.context import Context, StepNumbers
+from engine.checks.data import (
+    batch_not_degenerate,
+    labels_are_next_tokens,
+    padding_not_trained,
+    split_disjoint,
+)
+from engine.checks.forward import (
+    causal_mask,
+    documents_isolated,
+    forward_is_the_model,
+    positions_matter,
+)
+from engine.checks.gradients import loss_gradient, nan_not_masked, rows_in_update
+from engine.checks.objective import ignored_rows_have_no_part, loss_invariants
+from engine.checks.resources import MemoryAsPlanned, NoLateCompile
+from engine.checks.settings import effective_settings, resume_continues
+from engine.checks.teacher import (
+    StudentShift,
+    eval_baseline,
+    shift_proof,
+    teacher_knows_text,
+    teacher_not_student,
+)
+from engine.checks.updates import EffectiveLearningRate, TensorsMoved
+from engine.checks.vocabulary import vocabulary_by_bytes
+from engine.checks.weights import weights_alive
+from engine.spec import RunSpec
+
+
+class Watch(Protocol):
+    """A check that is asked after each step until it answers; None asks again."""
+
+    def after(self, context: Context, step: StepNumbers) -> Answer | None: ...
+
+
+class Reread(Protocol):
+    """A check of a checkpoint."""
+
+    def at_checkpoint(self, context: Context, path: Path) -> Answer: ...
+
+
+AT_ONCE: dict[str, Callable[[Context], Answer]] = {
+    "vocabulary_by_bytes": vocabulary_by_bytes,
+    "labels_are_next_tokens": labels_are_next_tokens,
+    "batch_not_degenerate": batch_not_degenerate,
+    "padding_not_trained": padding_not_trained,
+    "split_disjoint": split_disjoint,
+    "effective_settings": effective_settings,
+    "resume_continues": resume_continues,
+    "weights_alive": weights_alive,
+    "causal_mask": causal_mask,
+    "documents_isolated": documents_isolated,
+    "positions_matter": positions_matter,
+    "forward_is_the_model": forward_is_the_model,
+    "teacher_knows_text": teacher_knows_text,
+    "eval_baseline": eval_baseline,
+    "shift_proof": shift_proof,
+    "teacher_not_student": teacher_not_student,
+    "nan_not_masked": nan_not_masked,
+    "ignored_rows_have_no_part": ignored_rows_have_no_part,
+    "loss_invariants": loss_invariants,
+    "loss_gradient": loss_gradient,
+    "rows_in_update": rows_in_update,
+}
+WATCHES: dict[str, Callable[[Context], Watch]] = {
+    "tensors_moved": TensorsMoved,
+    "effective_learning_rate": EffectiveLearningRate,
+    "memory_as_planned": MemoryAsPlanned,
+    "no_late_compile": NoLateCompile,
+}
+REREADS: dict[str, Callable[[Context], Reread]] = {
+    "checkpoint_reloads": CheckpointReloads,
+    "student_shift": StudentShift,
+}
+
+
+class Checks:
+    """The checks of one session. Raises SpecError for a `checks.skip` that names none."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec.checks
+        self._skipped = skipped_ids(spec.checks.skip)
+        self._context: Context | None = None
+        self._watches: dict[str, Watch] = {}
+        self._rereads: dict[str, Reread] = {}
+
+    def before_training(self, context: Context) -> Iterator[Result]:
+        """Everything that can be asked before the session's first step, cheapest first."""
+        self._context = context
+        for about in CATALOGUE:
+            if not self.spec.enabled or about.id in self._skipped:
+                why = "checks.skip" if self.spec.enabled else "checks.enabled=false"
+                yield _result(about, unknown(f"skipped by {why}"), 0.0, context.step)
+            elif about.id in AT_ONCE:
+                yield from self._ask(about, context.step, AT_ONCE[about.id])
+            else:
+                yield from self._prepare(about, context)
+
+    def after_step(self, step: StepNumbers) -> Iterator[Result]:
+        """What can be told now that `step` is done. Free once every check has answered."""
+        for name in list(self._watches):
+            watch, about = self._watches[name], ABOUT[name]
+            for result in self._ask(about, step.step, partial(_after, watch, step)):
+                if about.when is not When.ALWAYS:
+                    self._watches.pop(name, None)
+                yield result
+
+    def at_checkpoint(self, path: Path, step: int) -> Iterator[Result]:
+        """What the first checkpoint of a session shows, once it is safe in `path`."""
+        for name in list(self._rereads):
+            reread = self._rereads.pop(name)
+            yield from self._ask(ABOUT[name], step, partial(_at_checkpoint, reread, path, step))
+
+    def ends_run(self, result: Result) -> bool:
+        """Whether this failure makes the run worthless and the spec wants it stopped."""
+        return result.failed and result.about.stops and self.spec.on_fail == "stop"
+
+    def _prepare(self, about: About, context: Context) -> Iterator[Result]:
+        """Let a later check look at the run as it begins."""
+
+        def prepare(context: Context) -> None:
+            if about.id in WATCHES:
+                self._watches[about.id] = WATCHES[about.id](context)
+            else:
+                self._rereads[about.id] = REREADS[about.id](context)
+
+        return self._ask(about, context.step, prepare)
+
+    def _ask(
+        self, about: About, step: int, question: Callable[[Context], Answer | None]
+    ) -> Iterator[Result]:
+        assert self._context is not None, "before_training comes first"
+        begun = time.perf_counter()
+        try:
+            # One that is asked after every step looks at no model.
+            always = about.when is When.ALWAYS
+            with contextlib.nullcontext() if always else undisturbed(self._context):
+                answer = question(self._context)
+        except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run
+            answer = unknown(f"the check broke: {type(error).__name__}: {error}")
+            self._watches.pop(about.id, None)
+        if answer is not None:
+            yield _result(about, answer, time.perf_counter() - begun, step)
+
+
+def _after(watch: Watch, step: StepNumbers, context: Context) -> Answer | None:
+    return watch.after(context, step)
+
+
+def _at_checkpoint(reread: Reread, path: Path, step: int, context: Context) -> Answer:
+    return reread.at_checkpoint(dataclasses.replace(context, step=step), path)
+
+
+def _result(about: About, answer: Answer, cost_s: float, step: int) -> Result:
+    return Result(
+        about=about, verdict=answer.verdict, numbers=answer.numbers, cost_s=cost_s, step=step
+    )
+
+
+@contextlib.contextmanager
+def undisturbed(context: Context) -> Iterator[None]:
+    """Puts back random numbers, gradients, and the modes of the models."""
+    models = [model for model in (context.student, context.teacher_decoder) if model is not None]
+    modes = {module: module.training for model in models for module in model.modules()}
+    parameters = list(context.student.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    devices = [context.device] if context.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for module, training in modes.items():
+            module.training = training

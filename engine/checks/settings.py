@@ -1,0 +1,117 @@
+"""Checks that what was asked for is what is there: read back from loader and optimizer.
+
+A spec that is echoed into a log proves nothing. A run whose manifest said a batch of 4 and a
+learning rate of 1.5e-5 trained on 32 rows at 1e-3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.context import Context
+
+LISTED = 4
+
+
+def effective_settings(context: Context) -> Answer:
+    spec = context.spec
+    taken = context.micro_batches()
+    shapes = {batch.tokens_BT.shape for batch in taken}
+    wanted = (spec.train.rows, spec.data.seq_len)
+    problems = [
+        f"rows x length: expected {wanted[0]} x {wanted[1]}, found {shape[0]} x {shape[1]}"
+        for shape in shapes
+        if shape != wanted
+    ]
+    groups = context.optimizer.param_groups
+    held = [parameter for group in groups for parameter in group["params"]]
+    owned = list(context.student.parameters())
+    missing = {id(p) for p in owned} - {id(p) for p in held}
+    strangers = {id(p) for p in held} - {id(p) for p in owned}
+    if missing:
+        problems.append(f"optimizer: expected all {len(owned)} tensors, {len(missing)} are missing")
+    if strangers:
+        problems.append(f"optimizer: holds {len(strangers)} tensors that are not the student's")
+    if len(held) != len({id(p) for p in held}):
+        problems.append("optimizer: holds a tensor twice")
+    for group in groups:
+        problems += _group_problems(context, group)
+    last = context.learning_rate(spec.train.steps - 1)
+    if not 0 <= last <= spec.train.lr:
+        problems.append(f"learning rate of the last step: expected 0 to the peak, found {last:g}")
+    numbers = dict(
+        rows=taken[0].tokens_BT.shape[0] * spec.train.accumulation,
+        seq_len=taken[0].tokens_BT.shape[1],
+        steps=spec.train.steps,
+        peak_lr=spec.train.lr,
+        tensors=len(held),
+    )
+    if problems:
+        return failed("; ".join(problems[:LISTED]), **numbers)
+    return passed(
+        f"{numbers['rows']:.0f} x {numbers['seq_len']:.0f} tokens a step and {len(held)} tensors in "
+        "AdamW, as the spec says",
+        **numbers,
+    )
+
+
+def _group_problems(context: Context, group: dict[str, object]) -> list[str]:
+    train = context.spec.train
+    parameters = group["params"]
+    assert isinstance(parameters, list)
+    matrices = any(p.ndim >= 2 for p in parameters)
+    wanted: dict[str, object] = {
+        "betas": (train.beta1, train.beta2),
+        "eps": train.eps,
+        "weight_decay": train.weight_decay if matrices else 0.0,
+    }
+    return [
+        f"optimizer {name}: expected {value}, found {group.get(name)}"
+        for name, value in wanted.items()
+        if group.get(name) != value
+    ]
+
+
+@torch.no_grad()
+def resume_continues(context: Context) -> Answer:
+    if context.step == 0:
+        return passed("the run begins at step 0: there is nothing to continue", step=0)
+    train = context.spec.train
+    rows = train.rows * train.accumulation
+    numbers = dict(step=context.step, position=context.position, expected=context.step * rows)
+    if context.position != context.step * rows:
+        return failed(
+            f"{context.step} steps of {rows} rows are {context.step * rows} rows, the data stands at "
+            f"{context.position}: rows are met twice or left out",
+            **numbers,
+        )
+    state = context.optimizer.state
+    trained = [p for group in context.optimizer.param_groups for p in group["params"]]
+    cold = [p for p in trained if not state.get(p)]
+    if cold:
+        return failed(
+            f"{len(cold)} of {len(trained)} tensors have no moments after {context.step} steps: "
+            "AdamW starts cold",
+            cold=len(cold),
+            **numbers,
+        )
+    # A skipped update counts as a step of the run and not of AdamW.
+    updates = {int(state[p]["step"]) for p in trained}
+    numbers |= dict(updates_min=min(updates), updates_max=max(updates))
+    if max(updates) > context.step or min(updates) == 0:
+        return failed(
+            f"AdamW counts {min(updates)} to {max(updates)} updates after {context.step} steps",
+            **numbers,
+        )
+    if not any(bool(state[p]["exp_avg_sq"].any()) for p in trained):
+        return failed("every second moment of AdamW is zero", **numbers)
+    if max(updates) < context.step:
+        text = f"AdamW counts {max(updates)} updates in {context.step} steps"
+        if train.on_non_finite == "stop":
+            return failed(f"{text}, and the spec lets no update be skipped", **numbers)
+        return unknown(f"{text}: updates were skipped, or moments are older", **numbers)
+    return passed(
+        f"step {context.step}, row {context.position} and {max(updates)} updates belong together",
+        **numbers,
+    )

@@ -1,0 +1,199 @@
+"""Checks of what the models know: the teacher, the evaluation, and where labels stand.
+
+The yardstick is the cross entropy of token frequencies, counted on the training text, on the same
+tokens: lower than ln V, and within reach of a table. What is not better knows nothing of this text.
+"""
+
+# Shapes: B rows, T tokens, N tokens, V vocabulary, D student width
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.context import Context
+from engine.checks.data import next_rows
+from engine.checks.logits import (
+    OFFSETS,
+    cross_entropies,
+    divergence,
+    few_rows,
+    hidden_of,
+    shifted_labels,
+    student_head,
+    student_hidden,
+    token_frequencies,
+)
+from engine.teachers.identity import same_values
+
+SMALLEST_KL = 1e-5
+"""Nats at the start. Two roundings of one model differ by more, which is why values are compared
+too; the same values in the same arithmetic give 1e-7."""
+CLEAR = 0.1
+"""Nats by which one offset must beat another to say so."""
+NO_TEACHER = "there is no teacher in the objective"
+
+
+def teacher_knows_text(context: Context) -> Answer:
+    teacher = context.teacher
+    if teacher is None:
+        return unknown(NO_TEACHER)
+    batch = few_rows(context.heldout[0])
+    labels_N = torch.from_numpy(batch.labels_BT).flatten()
+    columns = context.student.config.vocab_size
+    hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
+    (ce,) = cross_entropies(hidden_NE, teacher.head(), columns, [labels_N])
+    frequencies = token_frequencies(context.train_stream, labels_N, columns)
+    ln_v = math.log(columns)
+    numbers = dict(
+        ce=ce, ln_vocabulary=ln_v, frequencies=frequencies, tokens=float((labels_N >= 0).sum())
+    )
+    if not math.isfinite(ce):
+        return failed(f"the teacher's cross entropy on held-out text is {ce}", **numbers)
+    if ce >= ln_v:
+        return failed(
+            f"cross entropy {ce:.2f} nats on held-out text, guessing at random has {ln_v:.2f}",
+            **numbers,
+        )
+    if ce >= frequencies:
+        return failed(
+            f"cross entropy {ce:.2f} nats on held-out text, token frequencies alone have "
+            f"{frequencies:.2f}",
+            **numbers,
+        )
+    return passed(
+        f"cross entropy {ce:.2f} nats on held-out text; frequencies {frequencies:.2f}, ln V {ln_v:.2f}",
+        **numbers,
+    )
+
+
+def eval_baseline(context: Context) -> Answer:
+    """The evaluation of hidden states that are noise, with the student's own head."""
+    batch = few_rows(context.heldout[0])
+    width, columns = context.student.config.hidden_size, context.student.config.vocab_size
+
+    def noise(tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        generator = torch.Generator(tokens_BT.device).manual_seed(0)
+        return torch.randn(*tokens_BT.shape, width, generator=generator, device=tokens_BT.device)
+
+    loss = context.evaluate(noise, student_head(context), [batch])
+    labels_N = torch.from_numpy(batch.labels_BT).flatten()
+    frequencies = token_frequencies(context.train_stream, labels_N, columns)
+    ln_v = math.log(columns)
+    numbers = dict(noise=loss, frequencies=frequencies, ln_vocabulary=ln_v)
+    text = f"noise is evaluated at {loss:.2f} nats; token frequencies have {frequencies:.2f}"
+    # Frequencies of another text may be worse than guessing.
+    if not loss >= min(frequencies, ln_v - CLEAR):
+        return failed(text, **numbers)
+    return passed(text, **numbers)
+
+
+def shift_proof(context: Context) -> Answer:
+    """The teacher knows which token comes next, so its logits say where the labels stand."""
+    teacher = context.teacher
+    if teacher is None:
+        return unknown(NO_TEACHER)
+    batch = few_rows(next_rows(context))
+    columns = context.student.config.vocab_size
+    targets = shifted_labels(batch)
+    hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
+    found = cross_entropies(hidden_NE, teacher.head(), columns, targets)
+    frequencies = token_frequencies(context.train_stream, targets[1], columns)
+    numbers = {f"ce_at_{offset:+d}": ce for offset, ce in zip(OFFSETS, found, strict=True)}
+    numbers |= dict(frequencies=frequencies, tokens=float((targets[1] >= 0).sum()))
+    best = min(range(len(OFFSETS)), key=lambda index: found[index])
+    if not all(map(math.isfinite, found)):
+        return unknown(
+            "the teacher's cross entropy is not finite or no token has labels", **numbers
+        )
+    if found[best] >= frequencies:
+        return unknown("the teacher knows nothing of this text, so it cannot tell", **numbers)
+    listed = ", ".join(
+        f"{ce:.2f} at {offset:+d}" for offset, ce in zip(OFFSETS, found, strict=True)
+    )
+    if OFFSETS[best] != 0:
+        how = "not shifted" if OFFSETS[best] > 0 else "shifted twice"
+        return failed(f"the teacher's cross entropy is {listed}: labels are {how}", **numbers)
+    return passed(f"the teacher's cross entropy is {listed}", **numbers)
+
+
+class StudentShift:
+    """The same of the student, once it has learnt: the offset at which it has improved."""
+
+    def __init__(self, context: Context) -> None:
+        self.begun = self._measure(context)
+
+    @staticmethod
+    def _measure(context: Context) -> list[float]:
+        batch = few_rows(context.heldout[0])
+        tokens_BT = torch.from_numpy(batch.tokens_BT)
+        documents_BT = torch.from_numpy(batch.documents_BT)
+        # The tokens themselves, not the labels, which may be what is wrong: targets one, two and no
+        # places further, where the next two tokens are of the same document.
+        length = tokens_BT.shape[1] - 2
+        same_BT = (documents_BT[:, :-2] == documents_BT[:, 2:]).flatten()
+        targets = [
+            torch.where(same_BT, tokens_BT[:, 1 + o : 1 + o + length].flatten(), -1)
+            for o in OFFSETS
+        ]
+        hidden_BTD = hidden_of(student_hidden(context), batch, context.device)[:, :length]
+        return cross_entropies(
+            hidden_BTD.flatten(0, 1),
+            student_head(context),
+            context.student.config.vocab_size,
+            targets,
+        )
+
+    def at_checkpoint(self, context: Context, path: Path) -> Answer:
+        now = self._measure(context)
+        gained = [before - after for before, after in zip(self.begun, now, strict=True)]
+        numbers = {f"ce_at_{offset:+d}": ce for offset, ce in zip(OFFSETS, now, strict=True)}
+        numbers |= {f"gained_at_{o:+d}": gain for o, gain in zip(OFFSETS, gained, strict=True)}
+        for offset, ce, gain in zip(OFFSETS, now, gained, strict=True):
+            if offset and gain > max(gained[1], 0) + CLEAR and ce < now[1] - CLEAR:
+                what = "the token it was given" if offset < 0 else "the token after the next"
+                return failed(
+                    f"since the start it has learnt to predict {what}: cross entropy {ce:.2f} nats, "
+                    f"for the next token {now[1]:.2f}",
+                    **numbers,
+                )
+        if not gained[1] >= CLEAR:
+            return unknown(
+                f"the student has gained {gained[1]:.2f} nats since the start: too little to tell",
+                **numbers,
+            )
+        return passed(
+            f"it predicts the next token, {gained[1]:.2f} nats better than at the start", **numbers
+        )
+
+
+def teacher_not_student(context: Context) -> Answer:
+    teacher, decoder = context.teacher, context.teacher_decoder
+    if teacher is None or decoder is None:
+        return unknown(NO_TEACHER)
+    batch = few_rows(next_rows(context))
+    columns = context.student.config.vocab_size
+    kl, agreement = divergence(
+        hidden_of(teacher.hidden, batch, context.device).flatten(0, 1),
+        teacher.head(),
+        hidden_of(student_hidden(context), batch, context.device).flatten(0, 1),
+        student_head(context),
+        columns,
+    )
+    digest = same_values(decoder, context.student)
+    numbers = dict(kl=kl, agreement=agreement, same_values=float(digest is not None))
+    if digest is not None or kl < SMALLEST_KL:
+        found = (
+            f"the same values (sha256 {digest[:12]} in bf16)" if digest else "the same distribution"
+        )
+        text = f"teacher and student have {found}, KL {kl:.1e} nats"
+        if context.spec.teacher.allow_identical:
+            return unknown(f"{text}, as teacher.allow_identical says they may", **numbers)
+        return failed(text, **numbers)
+    if not math.isfinite(kl):
+        return unknown(f"the KL is {kl}", **numbers)
+    return passed(f"other values, KL {kl:.3g} nats, {agreement:.0%} agreement", **numbers)

@@ -1,0 +1,203 @@
+"""Checks of what an update changed, on a sample of every tensor that is taken before it.
+
+AdamW moves a weight by
+
+    delta = -lr (m / (sqrt(v) + eps) + decay w),   m, v the moments without their bias
+
+so, with the moments read from the optimizer, the rate that was really used can be read from the
+weights. A weight does not move when lr is below its last bit: fp32 near 1 has steps of 1.2e-7, so that
+is waited for, and never called frozen.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.context import Context, StepNumbers
+from engine.models.decoder import Decoder
+
+SAMPLED = 1024
+LISTED = 3
+PATIENCE = 10
+"""Steps after which what is not known stays so."""
+RATE_TOLERANCE = 0.02
+
+
+class Sample:
+    """Places of a tensor and the values they had."""
+
+    def __init__(self, tensor: Tensor, rows: Tensor | None = None) -> None:
+        count = tensor.numel()
+        if rows is None:
+            places = torch.arange(0, count, max(1, count // SAMPLED), device=tensor.device)
+        else:
+            width = tensor.shape[1]
+            columns = torch.arange(0, width, max(1, width // 16), device=tensor.device)
+            places = (rows[:, None] * width + columns).flatten()
+        self.places = places
+        self.before = self.now(tensor)
+
+    def now(self, tensor: Tensor) -> Tensor:
+        return self.of(tensor).clone()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().reshape(-1)[self.places]
+
+
+def _samples(context: Context) -> dict[str, Sample]:
+    """A sample of each tensor of the student; of the embedding, rows that the next step meets."""
+    tokens = torch.from_numpy(np.unique(context.micro_batches()[0].tokens_BT)[:64])
+    found = {}
+    for name, parameter in context.student.named_parameters():
+        rows = tokens.to(parameter.device) if name == "embed.weight" else None
+        found[name] = Sample(parameter, rows)
+    return found
+
+
+def _tensors(decoder: Decoder) -> dict[str, Tensor]:
+    return dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+
+
+class TensorsMoved:
+    def __init__(self, context: Context) -> None:
+        self.student = _samples(context)
+        self.teacher: dict[str, Sample] = {}
+        if context.teacher_decoder is not None:
+            tensors = _tensors(context.teacher_decoder)
+            self.teacher = {name: Sample(tensor) for name, tensor in tensors.items()}
+        self.updates = 0
+
+    @torch.no_grad()
+    def after(self, context: Context, step: StepNumbers) -> Answer | None:
+        parameters = dict(context.student.named_parameters())
+        frozen = [name for name, p in parameters.items() if not p.requires_grad]
+        if frozen:
+            return failed(
+                f"{_list(frozen)} frozen, and nothing in the spec says so", frozen=len(frozen)
+            )
+        if not step.updated:
+            return None
+        self.updates += 1
+        if context.teacher_decoder is not None:
+            now = _tensors(context.teacher_decoder)
+            learnt = [n for n, s in self.teacher.items() if not torch.equal(s.of(now[n]), s.before)]
+            if learnt:
+                return failed(f"the teacher's {_list(learnt)} changed", teacher_changed=len(learnt))
+        rate = context.learning_rate(step.step - 1)
+        still: list[str] = []
+        too_small: list[str] = []
+        for name, sample in self.student.items():
+            if torch.equal(sample.of(parameters[name]), sample.before):
+                visible = rate > 2 * _last_bit(sample.before)
+                (still if visible else too_small).append(name)
+        numbers = dict(
+            tensors=len(self.student),
+            still=len(still),
+            too_small=len(too_small),
+            lr=rate,
+            teacher_tensors=len(self.teacher),
+        )
+        if still:
+            return failed(
+                f"of {len(self.student)} tensors these did not move at a rate of {rate:.1e}: "
+                f"{_list(still)}",
+                **numbers,
+            )
+        if too_small:
+            if self.updates < PATIENCE:
+                return None
+            return unknown(
+                f"a rate of {rate:.1e} is below the last bit of {_list(too_small)}: "
+                f"{self.updates} updates cannot be seen",
+                **numbers,
+            )
+        return passed(
+            f"all {len(self.student)} tensors of the student moved, none of {len(self.teacher)} of "
+            "the teacher",
+            **numbers,
+        )
+
+
+class EffectiveLearningRate:
+    def __init__(self, context: Context) -> None:
+        self.samples = _samples(context)
+
+    @torch.no_grad()
+    def after(self, context: Context, step: StepNumbers) -> Answer | None:
+        wanted = context.learning_rate(step.step - 1)
+        groups = context.optimizer.param_groups
+        held = {float(group["lr"]) for group in groups}
+        numbers = dict(step=step.step, wanted=wanted, logged=step.lr, held=max(held))
+        if held != {wanted} or step.lr != wanted:
+            return failed(
+                f"step {step.step}: the spec's rate is {wanted:.3e}, the optimizer holds "
+                f"{', '.join(f'{rate:.3e}' for rate in sorted(held))}, {step.lr:.3e} is logged",
+                **numbers,
+            )
+        if not step.updated:
+            return None
+        used = self._used(context)
+        if used is None:
+            if step.step < PATIENCE:
+                self.samples = _samples(context)
+                return None
+            return unknown(
+                f"a rate of {wanted:.1e} is below the last bit of the weights", **numbers
+            )
+        numbers["used"] = used
+        if not abs(used / wanted - 1) <= RATE_TOLERANCE:
+            return failed(
+                f"step {step.step}: the weights moved as at a rate of {used:.3e}, the spec's is "
+                f"{wanted:.3e}",
+                **numbers,
+            )
+        return passed(
+            f"{wanted:.3e} at step {step.step}: in the spec, in the optimizer and in the weights",
+            **numbers,
+        )
+
+    def _used(self, context: Context) -> float | None:
+        """The rate at which the weights moved; None where it is too small to be seen."""
+        decay = {
+            id(p): group["weight_decay"]
+            for group in context.optimizer.param_groups
+            for p in group["params"]
+        }
+        train = context.spec.train
+        along = size = 0.0
+        for name, parameter in context.student.named_parameters():
+            state = context.optimizer.state.get(parameter)
+            if not state or parameter.dtype != torch.float32:
+                continue
+            sample = self.samples[name]
+            count = float(state["step"])
+            mean = sample.of(state["exp_avg"]).double() / (1 - train.beta1**count)
+            square = sample.of(state["exp_avg_sq"]).double() / (1 - train.beta2**count)
+            before = sample.before.double()
+            direction = -(mean / (square.sqrt() + train.eps)) - decay[id(parameter)] * before
+            delta = sample.of(parameter).double() - before
+            # Only where the rounding of the weight is small beside the update.
+            seen = direction.abs() * context.optimizer.param_groups[0]["lr"] > 8 * _bits(before)
+            along += float((direction * delta)[seen].sum())
+            size += float(direction[seen].square().sum())
+        return along / size if size else None
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The distance between neighbouring fp32 numbers at each value."""
+    return values.double().abs().clamp(min=2.0**-126) * 2.0**-23
+
+
+def _last_bit(values: Tensor) -> float:
+    """Of the smallest value: where one can move, the tensor can."""
+    return float(_bits(values).min()) if values.numel() else math.inf
+
+
+def _list(found: list[str]) -> str:
+    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
+    return ", ".join(found[:LISTED]) + more

@@ -1,0 +1,48 @@
+"""Whether an id is the same token to everybody; the comparison is `engine.teachers.vocabulary`'s.
+
+Equal widths prove nothing: two tokenizers of one size may share no id.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.context import Context
+from engine.teachers.vocabulary import compare
+
+
+def vocabulary_by_bytes(context: Context) -> Answer:
+    known = {whose: one for whose, one in context.tokenizers.items() if one is not None}
+    nameless = [whose for whose, one in context.tokenizers.items() if one is None]
+    ids = context.student.config.vocab_size
+    differing = one_sided = 0
+    for (whose, one), (other, another) in combinations(known.items(), 2):
+        if one.sha256 == another.sha256:
+            continue
+        found = compare(one, another, ids)
+        differing += len(found.differing)
+        one_sided += found.one_sided
+        if found.differing:
+            id_, here, there = found.differing[0]
+            return failed(
+                f"{len(found.differing):,} of {ids:,} ids differ: id {id_} is {here!r} in {whose} "
+                f"and {there!r} in {other}",
+                ids=ids,
+                differing=len(found.differing),
+                shared=found.shared,
+            )
+    numbers = dict(ids=ids, differing=differing, one_sided=one_sided, compared=len(known))
+    if not known:
+        return unknown("no tokenizer is known, so nothing was compared", **numbers)
+    if nameless:
+        return unknown(
+            f"the tokenizer of {', '.join(nameless)} is not known, so its ids were not compared",
+            **numbers,
+        )
+    if len(known) == 1:
+        whose = next(iter(known))
+        return passed(
+            f"there is one tokenizer, the {whose}'s: the text is made of its ids", **numbers
+        )
+    return passed(f"no id below {ids:,} is another token in {', '.join(known)}", **numbers)

@@ -1,0 +1,105 @@
+"""The tensors of a decoder as numbers, whatever they are kept in, and the check that they are alive."""
+
+# Shapes: D, E widths; R sampled rows
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.context import Context
+from engine.models.decoder import Decoder
+from engine.models.names import hf_names
+from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.quant.planes import PackedMatrix, dequantize_rows_reference
+
+SAMPLED_ROWS = 64
+LISTED = 3
+
+
+def names(decoder: Decoder) -> list[str]:
+    """Our names of the decoder's tensors; a tied head is its embedding and is not listed."""
+    return list(hf_names(decoder.config))
+
+
+def held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
+    """The tensor `name`, dense or in blocks; the head of a tied decoder is its embedding."""
+    path, _, leaf = name.rpartition(".")
+    if name == "head.weight" and decoder.head is None:
+        path = "embed"
+    owner = decoder.get_submodule(path)
+    if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
+        return owner.packed
+    tensor = getattr(owner, leaf)
+    assert isinstance(tensor, Tensor), name
+    return tensor
+
+
+def rows_of(stored: Tensor | PackedMatrix, first: int, count: int) -> Tensor:
+    """Some rows in fp32. Blocks go through the oracle, never through a kernel."""
+    if isinstance(stored, Tensor):
+        return stored.detach()[first : first + count].float()
+    out = torch.empty(count, stored.columns, dtype=torch.float32, device=stored.device)
+    dequantize_rows_reference(stored, out, first, count)
+    return out
+
+
+def whole(decoder: Decoder, name: str) -> Tensor:
+    """A tensor in fp32."""
+    stored = held(decoder, name)
+    return rows_of(stored, 0, stored.shape[0])
+
+
+def sampled(decoder: Decoder, name: str) -> Tensor:
+    """At most SAMPLED_ROWS rows of a tensor, spread over it, in fp32."""
+    stored = held(decoder, name)
+    count = stored.shape[0]
+    if count <= SAMPLED_ROWS or len(stored.shape) == 1:
+        return rows_of(stored, 0, count)
+    starts = [int(i * count / 8) for i in range(8)]
+    return torch.cat([rows_of(stored, s, min(SAMPLED_ROWS // 8, count - s)) for s in starts])
+
+
+def _faults(decoder: Decoder, whose: str) -> Iterator[str]:
+    for name in names(decoder):
+        rows = sampled(decoder, name)
+        low, high = (float(value) for value in torch.aminmax(rows))
+        if not bool(rows.isfinite().all()):
+            yield f"{whose}: {name} has NaN or infinity"
+        # A norm of ones and a bias of zeros are how every model starts; a matrix is never constant.
+        elif rows.ndim == 2 and low == high:
+            yield f"{whose}: {name} is {low:g} everywhere"
+
+
+@torch.no_grad()
+def weights_alive(context: Context) -> Answer:
+    models = {"student": context.student}
+    if context.teacher_decoder is not None:
+        models["teacher"] = context.teacher_decoder
+    faults = [fault for whose, decoder in models.items() for fault in _faults(decoder, whose)]
+    tensors = sum(len(names(decoder)) for decoder in models.values())
+    numbers: dict[str, float] = {"tensors": tensors, "faults": len(faults)}
+    if faults:
+        more = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
+        return failed("; ".join(faults[:LISTED]) + more, **numbers)
+    teacher = context.teacher_decoder
+    if teacher is not None and _is_fresh(teacher):
+        return unknown(
+            "every norm of the teacher is exactly 1 and every bias 0, as in a model that was never trained",
+            **numbers,
+        )
+    return passed(
+        f"{tensors} tensors are finite and no matrix is constant, by up to {SAMPLED_ROWS} rows of each",
+        **numbers,
+    )
+
+
+def _is_fresh(decoder: Decoder) -> bool:
+    vectors = [name for name in names(decoder) if len(held(decoder, name).shape) == 1]
+    return all(
+        bool((whole(decoder, name) == (0.0 if name.endswith("bias") else 1.0)).all())
+        for name in vectors
+    )
