@@ -7,6 +7,9 @@
 
 The run belongs to a supervisor in a session of its own: closing the terminal does not end it,
 Ctrl-C asks it to finish its step, save and stop, and a second Ctrl-C ends it at once.
+
+MANAGED_MEMORY=1|0 and APR_DISTILL_TEACHER_BACKEND=auto|cudatrainer|realizar-q4k are read from the
+environment as settings of memory.allocator and teacher.backend; --set goes before them.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -78,9 +82,11 @@ def _start(arguments: argparse.Namespace) -> Any:
     from engine.distill.inputs import check_inputs
     from engine.runlog.folder import create_run
     from engine.spec import load_spec
+    from engine.spec.environment import sets_from_environment
     from engine.version import VERSION
 
-    spec, text = load_spec(arguments.spec, arguments.set)
+    sets = sets_from_environment(os.environ) + arguments.set
+    spec, text = load_spec(arguments.spec, sets)
     name = spec.run.name or f"{arguments.spec.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = (arguments.out or Path(spec.run.out) / name).absolute()
     if path.exists():
@@ -102,7 +108,7 @@ def _start(arguments: argparse.Namespace) -> Any:
     effective = {
         "engine": VERSION,
         "spec_file": str(arguments.spec.absolute()),
-        "sets": arguments.set,
+        "sets": sets,
         "spec": spec.to_dict(),
         "spec_sha256": spec.sha256,
     }

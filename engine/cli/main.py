@@ -13,11 +13,43 @@ import os
 import sys
 from typing import NoReturn
 
-from engine.cli import convert, distill, inspect, runs, spec, stop, tail
+from engine.cli import (
+    bench,
+    checks,
+    convert,
+    diagnose,
+    distill,
+    doctor,
+    evidence,
+    flip,
+    flips,
+    inspect,
+    runs,
+    spec,
+    stop,
+    tail,
+    why,
+)
 from engine.errors import EngineError, UsageError
 from engine.version import VERSION
 
-COMMANDS = (distill, tail, runs, stop, spec, inspect, convert)
+COMMANDS = (
+    distill,
+    tail,
+    diagnose,
+    checks,
+    runs,
+    stop,
+    flip,
+    flips,
+    why,
+    evidence,
+    spec,
+    inspect,
+    convert,
+    doctor,
+    bench,
+)
 
 EPILOG = (
     "exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 internal, "

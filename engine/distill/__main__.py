@@ -15,6 +15,10 @@ def main() -> int:
     parser.add_argument("--keep-alive-fd", type=int)
     arguments = parser.parse_args()
 
+    from engine.supervise.stacks import register
+
+    # First of all: importing torch may hang too.
+    register(arguments.run)
     from engine.distill.run import run
 
     return run(

@@ -4,6 +4,7 @@ was really done.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
@@ -12,14 +13,20 @@ from typing import Any
 
 import torch
 
+from engine.data.batches import epoch_order
 from engine.distill.inputs import Inputs
+from engine.evidence.context import view_of
+from engine.evidence.form import now_utc
+from engine.evidence.receipt import digest_files, facts_of
+from engine.evidence.redact import Redactor
+from engine.evidence.source import allowed_environment, engine_source, package_versions
 from engine.formats.safetensors import tensors_sha256
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.models.decoder import Decoder
 from engine.models.load import save_decoder
 from engine.runlog.events import DataReady, StudentSaved
 from engine.runlog.folder import RunFolder, write_whole
-from engine.runlog.write import LogWriter
+from engine.runlog.write import LogWriter, read_boot_id
 from engine.runtime.device import torch_dtype
 from engine.spec import RunSpec
 from engine.version import VERSION
@@ -63,26 +70,77 @@ class Outcome:
 
 
 def write_receipt(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
-    """Write receipt.json, whole or not at all; returns what it holds."""
-    losses = outcome.heldout_losses
+    """Write receipt.json, whole or not at all; returns what it holds.
+
+    What tells the run from any other comes first, then what was done and measured. Everything but the
+    outcome's own fields is read back from the run folder: logs, settings, files.
+    """
+    facts = facts_of(folder, view_of(folder))
+    spec = outcome.spec
+    ended_unix_s, ended_monotonic_s = time.time(), time.monotonic()
+    begun_unix_s = ended_unix_s - outcome.session_s
     receipt: dict[str, Any] = {
         "run": folder.name,
         "engine": VERSION,
+        "tool": engine_source(begun_unix_s),
+        "config": facts["config"],
+        "seeds": {
+            "train.seed": spec.train.seed,
+            "torch.manual_seed": spec.train.seed,
+            "philox_key_of_the_order": [spec.train.seed, "epoch"],
+        },
+        "data": (facts["data"] or {}) | {"order_sha256": order_sha256(outcome)},
+        "weights": facts["weights"],
+        "device_facts": facts["device"],
+        "environment": allowed_environment(),
+        "times": facts["times"]
+        | {
+            "session_started": now_utc(begun_unix_s),
+            "session_ended": now_utc(ended_unix_s),
+            "session_started_monotonic_s": round(ended_monotonic_s - outcome.session_s, 6),
+            "session_ended_monotonic_s": round(ended_monotonic_s, 6),
+            "boot_id": read_boot_id(),
+        },
+        "outcome": "completed",
+        "packages": package_versions() | {"torch": str(torch.__version__)},
+        "decisions": facts["decisions"],
+        "differences": facts["differences"],
+        "rows": facts["rows"] | {"position": outcome.rows},
+        "lineage": facts["lineage"],
+        "eval_seal": {"sha256": None, "why": "no sealed evaluation takes part in a run"},
+        "logs": facts["logs"],
+        "student_files": digest_files(folder.student),
         "torch": str(torch.__version__),
         "device": outcome.device,
-        "spec": outcome.spec.to_dict(),
-        "spec_sha256": outcome.spec.sha256,
+        "spec": spec.to_dict(),
+        "spec_sha256": spec.sha256,
         "train_sha256": outcome.data.train_sha256,
         "heldout_sha256": outcome.data.heldout_sha256,
         "model_sha256": outcome.model_sha256,
         "steps": outcome.steps,
-        "rows_trained": outcome.rows,
-        "tokens_trained": outcome.rows * outcome.spec.data.seq_len,
-        "heldout_loss_nats": losses,
+        "rows_trained": facts["rows"]["rows_trained"],
+        "tokens_trained": facts["rows"]["rows_trained"] * spec.data.seq_len,
+        "heldout_loss_nats": outcome.heldout_losses,
         "best_step": outcome.best_step,
         "student": str(folder.student),
         "last_session_s": round(outcome.session_s, 3),
-        "finished_unix_s": time.time(),
+        "finished_unix_s": ended_unix_s,
     }
-    write_whole(folder.receipt, json.dumps(receipt, indent=2, sort_keys=True) + "\n")
+    kept, redacted = Redactor().bytes((json.dumps(receipt, indent=2) + "\n").encode())
+    if redacted:
+        receipt = json.loads(kept) | {"redacted": redacted}
+    write_whole(folder.receipt, json.dumps(receipt, indent=2) + "\n")
     return receipt
+
+
+def order_sha256(outcome: Outcome) -> str:
+    """Hash of the ids of the rows in the order in which training met them, as little-endian 64-bit
+    integers: with the hash of the tokens it says which data was seen, and when."""
+    digest = hashlib.sha256()
+    rows, seed, left = outcome.data.epoch_rows, outcome.spec.train.seed, outcome.rows
+    epoch = 0
+    while left > 0:
+        part = epoch_order(rows, seed, epoch)[:left]
+        digest.update(part.astype("<i8").tobytes())
+        left, epoch = left - len(part), epoch + 1
+    return digest.hexdigest()

@@ -6,27 +6,39 @@ Lower layers return Decisions, Steps and models; this is the only place that tur
 from __future__ import annotations
 
 import platform
+from typing import NoReturn
 
 import torch
 
+from engine.checks.check import Result
 from engine.data.corpus import Corpus
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
+from engine.distill.budget import MemoryBudget
 from engine.distill.trainer import Step, Trainer
+from engine.errors import TrainingFailed
 from engine.formats.safetensors import tensors_sha256
+from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.runlog.events import (
+    Checked,
+    Compiled,
     DataReady,
     DecisionMade,
+    MemoryMeasured,
+    MemoryPlanned,
     ModelReady,
     NonFinite,
     Phase,
     RunStarted,
     StepDone,
+    VocabularyCut,
     name_of_non_finite,
 )
 from engine.runlog.write import LogWriter
+from engine.runtime.c_library import CompiledLibrary
 from engine.spec import RunSpec
+from engine.teachers.truncating import DroppedMass
 from engine.version import VERSION
 
 
@@ -69,13 +81,14 @@ def data(
 
 
 def model(log: LogWriter, role: str, source: str, decoder: Decoder, precision: str) -> str:
-    """Log a model as it is in memory; returns the sha256 of its tensors."""
-    sha256 = tensors_sha256(dict(decoder.named_parameters()))
+    """Log a model as it is in memory; returns the sha256 of its tensors, of weights in blocks those of
+    the blocks."""
+    sha256 = tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
     log.write(
         ModelReady(
             role=role,
             source=source,
-            parameters=sum(p.numel() for p in decoder.parameters()),
+            parameters=count_parameters(decoder.config),
             layers=decoder.config.num_hidden_layers,
             hidden_size=decoder.config.hidden_size,
             vocab_size=decoder.config.vocab_size,
@@ -84,6 +97,79 @@ def model(log: LogWriter, role: str, source: str, decoder: Decoder, precision: s
         )
     )
     return sha256
+
+
+def memory_plan(log: LogWriter, budget: MemoryBudget) -> None:
+    available = budget.available
+    log.write(
+        MemoryPlanned(
+            predicted_bytes=budget.total_bytes,
+            available_bytes=available.number,
+            available_source=available.absent or available.source,
+            peak_phase=budget.peak_phase,
+            items=[(item.name, float(item.bytes), item.how) for item in budget.items],
+        )
+    )
+
+
+def peak_of(device: torch.device) -> tuple[float | None, str]:
+    """The allocator's peak so far in bytes, and who says so; torch keeps none for a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)), "torch.cuda.max_memory_allocated"
+    return None, "torch keeps no peak of CPU memory"
+
+
+def memory_peak(log: LogWriter, step: int, budget: MemoryBudget, device: torch.device) -> None:
+    """The allocator's peak so far."""
+    measured, source = peak_of(device)
+    log.write(
+        MemoryMeasured(
+            step=step,
+            measured_bytes=measured,
+            predicted_bytes=budget.total_bytes,
+            source=source,
+        )
+    )
+
+
+def compiled_library(log: LogWriter, library: CompiledLibrary) -> None:
+    log.write(
+        Compiled(
+            compiler=library.compiler,
+            kernel=library.name,
+            key=str(library.path),
+            digest="",
+            compile_s=library.seconds,
+            disk_hit=library.cached,
+        )
+    )
+
+
+def vocabulary_cut(
+    log: LogWriter, teacher_ids: int, student_ids: int, dropped: DroppedMass
+) -> None:
+    log.write(
+        VocabularyCut(
+            teacher_ids=teacher_ids,
+            student_ids=student_ids,
+            dropped_mass_mean=dropped.mean,
+            dropped_mass_max=dropped.largest,
+            tokens=dropped.tokens,
+        )
+    )
+
+
+def checked(log: LogWriter, result: Result) -> None:
+    log.write(
+        Checked(
+            id=result.id,
+            level=result.verdict.level.name.lower(),
+            reason=result.verdict.reason,
+            numbers=result.numbers,
+            cost_s=result.cost_s,
+            step=result.step,
+        )
+    )
 
 
 def start(
@@ -130,4 +216,14 @@ def step(log: LogWriter, done: Step) -> None:
             teacher_s=done.teacher_s,
             position=done.position,
         )
+    )
+
+
+def fail_at(log: LogWriter, step: int, name: str, value: float) -> NoReturn:
+    """End a run whose weights give NaN or infinity, before a checkpoint could hold them."""
+    found = name_of_non_finite(value)
+    log.write(NonFinite(step=step, field=name, value=found))
+    raise TrainingFailed(
+        f"{name} is {found} at step {step}: the weights are no longer usable, and no checkpoint holds them",
+        hint="resume from the last checkpoint with a lower learning rate in a new run",
     )

@@ -12,59 +12,49 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from engine.data.batches import Batch, Batches, heldout_rows
-from engine.data.corpus import open_corpus
-from engine.data.tokens import TokenStream, tokenize
-from engine.device.threads import choose_thread_wait
-from engine.distill import checkpoint, record, state
+from engine.checks.check import Result
+from engine.checks.context import Memory
+from engine.checks.runner import Checks
+from engine.data.batches import Batches
+from engine.distill import record
+from engine.distill.checking import context_of
+from engine.distill.compiles import Compiles
 from engine.distill.heldout import heldout_loss
 from engine.distill.inputs import Inputs, check_inputs
+from engine.distill.keep import Keeper
 from engine.distill.receipt import Outcome, save_student, write_receipt
+from engine.distill.setup import choose_arithmetic, kernel_for, plan_memory, prepare_data
 from engine.distill.stopping import StopRequest
 from engine.distill.trainer import Trainer
-from engine.errors import (
-    EXIT_FAIL,
-    BadInput,
-    CheckpointError,
-    CorpusError,
-    DiskFull,
-    EngineError,
-    TrainingFailed,
-)
+from engine.errors import EXIT_FAIL, DiskFull, EngineError, TrainingFailed
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.head import DenseHead, Head
 from engine.models.load import load_decoder, new_decoder
-from engine.runlog.events import (
-    CheckpointSaved,
-    DataReady,
-    Evaluated,
-    NonFinite,
-    Note,
-    RunFinished,
-    StopRequested,
-    name_of_non_finite,
-)
+from engine.runlog.events import Evaluated, Note, RunFinished, StopRequested, name_of_non_finite
 from engine.runlog.folder import RunFolder, open_run
 from engine.runlog.follow import Follower
 from engine.runlog.view import RunView
 from engine.runlog.write import LogWriter
-from engine.runtime.device import choose_device, choose_precision, choose_threads, torch_dtype
+from engine.runtime.device import choose_precision
 from engine.spec import RunSpec, spec_from_dict
-from engine.teachers.choose import choose_backend
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.build import build_teacher
+from engine.teachers.choose import choose_teacher_precision
+from engine.teachers.identity import check_not_identical
+from engine.teachers.protocol import Teacher
+from engine.teachers.truncating import TruncatingTeacher
 
-EVAL_ROWS_AT_ONCE = 16
+MEMORY_SETTLED_AFTER = 3
+"""Steps after which the allocator has seen every phase of a step."""
 
 
 def run(path: Path, *, resume: bool, allow_fallback: bool, keep_alive_fd: int | None) -> int:
@@ -120,11 +110,12 @@ class _Job:
         """What the log of a resumed run says of its earlier sessions."""
         self.begun_s = time.monotonic()
         self.step = 0
-        self.saved_step = -1
-        self.best_loss: float | None = None
-        self.best_step: int | None = None
+        self.keeper = Keeper(log, folder, spec)
         self.heldout_losses: dict[str, float] = {}
         self.sha256: dict[str, str] = {}
+        self.teacher_decoder: Decoder | None = None
+        self.compiles = Compiles(log)
+        self.checks = Checks(spec)
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=self.step)
@@ -132,92 +123,94 @@ class _Job:
     def carry_out(self, *, allow_fallback: bool) -> RunFinished:
         spec = self.spec
         inputs = check_inputs(spec, self.folder.path)
-        self._choose_arithmetic()
-        stream, self.heldout, self.data = self._prepare_data(inputs)
-        teacher = self._load_teacher(inputs.teacher)
-        student = self._make_student(inputs.student)
-        trainer = Trainer(
-            student=student,
-            teacher=teacher,
-            batches=Batches(
-                stream,
-                seq_len=spec.data.seq_len,
-                rows_per_batch=spec.train.rows,
-                seed=spec.train.seed,
-            ),
-            train=spec.train,
-            loss=spec.loss,
-            device=self.device,
-            precision=self.precision,
-        )
-        resumed_from = self._restore(trainer, allow_fallback) if self.before else None
+        for note in inputs.notes:
+            self.log.write(Note(level="warning", text=note))
+        self.arithmetic = arithmetic = choose_arithmetic(self.log, spec)
+        self.device = arithmetic.device
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self.data = prepare_data(self.log, spec, inputs, self.before.data if self.before else None)
+        with arithmetic.memory.use():
+            teacher = self._load_teacher(inputs)
+            student = self._make_student(inputs.student)
+            trainer = Trainer(
+                student=student,
+                teacher=teacher,
+                batches=Batches(
+                    self.data.stream,
+                    seq_len=spec.data.seq_len,
+                    rows_per_batch=spec.train.rows,
+                    seed=spec.train.seed,
+                ),
+                train=spec.train,
+                loss=spec.loss,
+                device=self.device,
+                precision=arithmetic.precision,
+                slow_by=spec.compute.slow_by,
+            )
+        resumed_from = None
+        if self.before is not None:
+            self.heldout_losses |= self.keeper.restore(trainer, self.before, allow_fallback)
+            resumed_from = trainer.step
         record.start(self.log, self.folder.name, spec, trainer, resumed_from)
         if trainer.step == 0:
             if teacher is not None:
-                self._evaluate("teacher", teacher.hidden, teacher.head_weight(), trainer)
-            self._evaluate("untrained", student.hidden, student.head_weight, trainer)
-        if (ended_early := self._train(trainer)) is not None:
+                self._evaluate("teacher", teacher.hidden, teacher.head(), trainer)
+            self._evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
+        self._check(trainer, inputs)
+        with arithmetic.memory.use():  # AdamW makes its moments in the first step
+            ended_early = self._train(trainer)
+        self.compiles.write_counts(self.step)
+        if ended_early is not None:
             return ended_early
-        self._leave_results(trainer, inputs)
+        if spec.checkpoint.at_end:
+            self._leave_results(trainer, inputs)
         return RunFinished(
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
 
-    def _choose_arithmetic(self) -> None:
-        spec = self.spec
-        self.device = torch.device(record.decide(self.log, choose_device(spec.compute.device)))
-        self.precision = record.decide(
-            self.log,
-            choose_precision("student.precision", spec.student.precision, self.device.type),
-        )
-        threads = record.decide(self.log, choose_threads(spec.compute.threads))
-        torch.set_num_threads(int(threads))
-        # Set by the supervisor: OpenMP has read its environment before this line can run.
-        record.decide(self.log, choose_thread_wait(spec.compute.thread_wait, os.environ))
-        torch.use_deterministic_algorithms(spec.compute.deterministic)
-        torch.manual_seed(spec.train.seed)
-
-    def _prepare_data(self, inputs: Inputs) -> tuple[TokenStream, list[Batch], DataReady]:
-        data = self.spec.data
-        record.phase(self.log, "reading the corpus", data.corpus)
-        corpus = open_corpus(
-            data.corpus,
-            heldout_fraction=data.heldout_fraction,
-            include_tests=data.include_tests,
-            max_bytes=data.max_bytes or None,
-        )
-        count = corpus.train.document_count + corpus.heldout.document_count
-        record.phase(self.log, "tokenizing", f"{count} documents")
-        train = tokenize(corpus.train.documents, inputs.tokenizer)
-        held = tokenize(corpus.heldout.documents, inputs.tokenizer)
-        rows = heldout_rows(held, data.seq_len, self.spec.eval.rows)
-        ready = record.data(self.log, corpus, train, held, data.seq_len)
-        seen = self.before.data if self.before else None
-        if seen is not None and seen.train_sha256 != ready.train_sha256:
-            raise CorpusError(
-                f"corpus: {data.corpus} — expected the tokens this run began with "
-                f"(sha256 {seen.train_sha256[:12]}), found others ({ready.train_sha256[:12]})",
-                hint="restore the files as they were, or start a new run",
-            )
-        return train, list(rows.split(EVAL_ROWS_AT_ONCE)), ready
-
-    def _load_teacher(self, config: ModelConfig | None) -> DequantizedTeacher | None:
-        spec = self.spec.teacher
-        used = config if self.spec.has_teacher else None
+    def _load_teacher(self, inputs: Inputs) -> Teacher | None:
+        spec, log = self.spec.teacher, self.log
         precision = "fp32"
-        if used is not None:
-            choice = choose_precision("teacher.precision", spec.precision, self.device.type)
-            precision = record.decide(self.log, choice)
-        dtype = torch_dtype(precision)
-        record.decide(
-            self.log, choose_backend(spec.backend, config=used, bytes_per_weight=dtype.itemsize)
-        )
-        if used is None:
+        if self.spec.has_teacher:
+            choice = choose_teacher_precision(
+                spec.precision, device=self.device.type, capability=self.arithmetic.capability
+            ) or choose_precision("teacher.precision", spec.precision, self.device.type)
+            precision = record.decide(log, choice)
+        backend, self.budget = plan_memory(log, self.spec, inputs, self.arithmetic, precision)
+        if backend == "none":
             return None
-        record.phase(self.log, "loading the teacher", spec.path)
-        decoder = load_decoder(Path(spec.path), dtype=dtype, device=self.device)
-        self.sha256["teacher"] = record.model(self.log, "teacher", spec.path, decoder, precision)
-        return DequantizedTeacher(decoder)
+        if backend == "quantized" and inputs.teacher is not None:
+            tokens = self.spec.train.rows * self.spec.data.seq_len
+            record.decide(
+                log, kernel_for(spec.kernel, inputs.teacher, tokens, self.arithmetic.capability)
+            )
+        record.phase(log, "loading the teacher", spec.path)
+        teacher, self.teacher_decoder = build_teacher(
+            spec.path,
+            backend=backend,
+            precision=precision,
+            kernel=spec.kernel,
+            device=self.device,
+            student_vocab=inputs.student.vocab_size,
+        )
+        self._warm_up(self.teacher_decoder)
+        self.sha256["teacher"] = record.model(
+            log, "teacher", spec.path, self.teacher_decoder, precision
+        )
+        if isinstance(teacher, TruncatingTeacher):
+            record.phase(log, "measuring what the cut of the vocabulary drops")
+            dropped = teacher.dropped_mass(
+                self.data.heldout[:1], self.device, temperature=self.spec.loss.temperature
+            )
+            record.vocabulary_cut(log, teacher.inner.vocab_size, teacher.vocab_size, dropped)
+        return teacher
+
+    def _warm_up(self, decoder: Decoder) -> None:
+        if self.spec.kernels.prewarm:
+            rows = {self.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
+            tokens = {count * self.spec.data.seq_len for count in rows}
+            self.compiles.warm_up(decoder, tokens, self.device)
 
     def _make_student(self, config: ModelConfig) -> Decoder:
         spec, seed = self.spec.student, self.spec.train.seed
@@ -228,24 +221,64 @@ class _Job:
             record.phase(self.log, "making the student", f"fresh weights, seed {seed}")
             student = new_decoder(config, seed=seed).to(self.device)
         source = spec.path or f"fresh weights of {spec.config}"
-        sha256 = record.model(self.log, "student", source, student, self.precision)
-        self.sha256["student_start"] = sha256
-        if sha256 == self.sha256.get("teacher"):
-            raise BadInput(
-                f"student.path: {spec.path} — expected other weights than the teacher's, "
-                f"found the same tensors (sha256 {sha256[:12]})",
-                hint="a student equal to its teacher has nothing to learn from it",
-            )
+        self.sha256["student_start"] = record.model(
+            self.log, "student", source, student, self.arithmetic.precision
+        )
+        if self.teacher_decoder is not None:
+            allowed = self.spec.teacher.allow_identical
+            note = check_not_identical(self.teacher_decoder, student, source, allowed=allowed)
+            if note is not None:
+                self.log.write(Note(level="warning", text=note))
         return student
+
+    def _check(self, trainer: Trainer, inputs: Inputs) -> None:
+        """First-minute checks; whatever fails, all are asked before the run is stopped."""
+        record.phase(self.log, "checking")
+        context = context_of(
+            trainer,
+            self.spec,
+            teacher_decoder=self.teacher_decoder,
+            train_stream=self.data.stream,
+            heldout_stream=self.data.heldout_stream,
+            heldout=self.data.heldout,
+            tokenizers=inputs.tokenizers,
+            memory=self._memory,
+            late_compiles=lambda: self.compiles.late,
+        )
+        self._answer(self.checks.before_training(context))
+
+    def _memory(self) -> Memory:
+        measured, source = record.peak_of(self.device)
+        return Memory(
+            predicted_bytes=self.budget.total_bytes, measured_bytes=measured, source=source
+        )
+
+    def _answer(self, results: Iterator[Result]) -> None:
+        """Logs what checks say; TrainingFailed, once all are logged, when one ends the run."""
+        worthless = []
+        for result in results:
+            record.checked(self.log, result)
+            if self.checks.ends_run(result):
+                worthless.append(result)
+        if worthless:
+            raise TrainingFailed(
+                "\n".join(f"check {result}" for result in worthless),
+                hint=f"{worthless[0].about.remedy} checks.on_fail=report would go on past it",
+            )
 
     def _train(self, trainer: Trainer) -> RunFinished | None:
         """Every step that is left. None when all are done, else how the run ended before that."""
         spec = self.spec
-        self.step = self.saved_step = trainer.step
+        self.step = self.keeper.saved_step = begun_at = trainer.step
         record.phase(self.log, "training", f"from step {trainer.step} to {spec.train.steps}")
         for step in trainer.steps():
             self.step = step.step
             record.step(self.log, step)
+            self.compiles.write()
+            self._answer(self.checks.after_step(step))
+            if step.step == begun_at + 1:
+                # Whatever torch compiles for itself it has compiled by now.
+                self.compiles.seal()
             if not step.updated and spec.train.on_non_finite == "stop":
                 names = ", ".join(f"{n} is {name_of_non_finite(v)}" for n, v in step.non_finite())
                 raise TrainingFailed(
@@ -253,12 +286,20 @@ class _Job:
                     hint="look at the steps before it; train.on_non_finite=skip would go on past it",
                 )
             last = step.step == spec.train.steps
-            save = last or _due(step.step, spec.checkpoint.every)
-            if save or _due(step.step, spec.eval.every):
+            if last or step.step == begun_at + MEMORY_SETTLED_AFTER:
+                record.memory_peak(self.log, step.step, self.budget, self.device)
+            save = (last and spec.checkpoint.at_end) or _due(step.step, spec.checkpoint.every)
+            pause = last or save or _due(step.step, spec.eval.every)
+            if pause:
+                record.phase(self.log, "evaluating")
                 student = trainer.student
-                self._evaluate("student", student.hidden, student.head_weight, trainer)
+                self._evaluate("student", student.hidden, DenseHead(student.head_weight), trainer)
             if save:
-                self._save_checkpoint(trainer)
+                record.phase(self.log, "saving a checkpoint")
+                saved = self.keeper.save(trainer, self.heldout_losses.get("student"))
+                self._answer(self.checks.at_checkpoint(saved, step.step))
+            if pause and not last:
+                record.phase(self.log, "training")
             if self.stop.reason is not None and not last:
                 return self._stop_as_asked(trainer)
         return None
@@ -267,8 +308,8 @@ class _Job:
         self.stop.answered()
         reason = str(self.stop.reason)
         self.log.write(StopRequested(reason=reason, step=self.step))
-        if self.saved_step != self.step:
-            self._save_checkpoint(trainer)
+        if self.keeper.saved_step != self.step:
+            self.keeper.save(trainer, self.heldout_losses.get("student"))
         return RunFinished(
             state="stopped",
             reason=f"{reason}: the step was finished and saved",
@@ -280,11 +321,13 @@ class _Job:
         self,
         subject: str,
         hidden: Callable[[Tensor, Tensor], Tensor],
-        head_VD: Tensor,
+        head: Head,
         trainer: Trainer,
     ) -> None:
         begun_s = time.perf_counter()
-        loss, labelled = heldout_loss(hidden, head_VD, self.heldout, self.device, trainer.autocast)
+        loss, labelled = heldout_loss(
+            hidden, head, self.data.heldout, self.device, trainer.autocast
+        )
         self.heldout_losses[subject] = loss
         self.log.write(
             Evaluated(
@@ -296,89 +339,7 @@ class _Job:
             )
         )
         if not math.isfinite(loss):
-            self._fail_at("heldout_loss", loss)
-
-    def _fail_at(self, name: str, value: float) -> NoReturn:
-        """End a run whose weights give NaN or infinity, before a checkpoint could hold them."""
-        found = name_of_non_finite(value)
-        self.log.write(NonFinite(step=self.step, field=name, value=found))
-        raise TrainingFailed(
-            f"{name} is {found} at step {self.step}: the weights are no longer usable, and no checkpoint holds them",
-            hint="resume from the last checkpoint with a lower learning rate in a new run",
-        )
-
-    def _save_checkpoint(self, trainer: Trainer) -> None:
-        """Publish a checkpoint, say so once it is safe, then delete what is no longer kept."""
-        # One pass over the weights, far cheaper than writing them.
-        with torch.no_grad():
-            norm = float(nn.utils.get_total_norm(trainer.parameters))
-        if not math.isfinite(norm):
-            self._fail_at("weight_norm", norm)
-        loss = self.heldout_losses.get("student")
-        best = loss is not None and (self.best_loss is None or loss < self.best_loss)
-        if best:
-            self.best_loss, self.best_step = loss, trainer.step
-        captured = state.capture(
-            trainer.student,
-            trainer.optimizer,
-            step=trainer.step,
-            seed=self.spec.train.seed,
-            spec_sha256=self.spec.sha256,
-            position={"rows": trainer.position},
-            best_held_out_loss=self.best_loss,
-        )
-        saved = checkpoint.save(self.folder.checkpoints, trainer.step, state.pack(captured))
-        self.saved_step = trainer.step
-        self.log.write(
-            CheckpointSaved(
-                step=trainer.step,
-                path=str(saved.path),
-                size_bytes=saved.bytes,
-                save_s=saved.seconds,
-                manifest_sha256=saved.manifest_sha256,
-                best=best,
-            )
-        )
-        self.log.sync()
-        kept = {self.best_step} if self.best_step is not None else set()
-        checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
-
-    def _restore(self, trainer: Trainer, allow_fallback: bool) -> int:
-        """Continue from the newest checkpoint; returns its step, 0 when the run died before its
-        first.
-        """
-        newest = (
-            checkpoint.newest(self.folder.checkpoints, allow_fallback)
-            if self.folder.checkpoints.is_dir()
-            else None
-        )
-        if newest is None:
-            text = "there is no checkpoint yet: starting again from step 0"
-            self.log.write(Note(level="warning", text=text))
-            return 0
-        for path, reason in newest.refused:
-            aside = checkpoint.set_aside(path)
-            text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
-            self.log.write(Note(level="error", text=text))
-        found = state.unpack(newest)
-        if found.spec_sha256 != self.spec.sha256:
-            raise CheckpointError(
-                f"checkpoint: {newest.path} — expected spec {self.spec.sha256[:12]}, "
-                f"found {found.spec_sha256[:12]}",
-                hint="a run continues with the settings it began with",
-            )
-        state.restore(found, trainer.student, trainer.optimizer)
-        trainer.step, trainer.position = found.step, found.position["rows"]
-        self.best_loss = found.best_held_out_loss
-        if self.before is not None:
-            done = [c for c in self.before.checkpoints if c.best and c.step <= found.step]
-            self.best_step = done[-1].step if done else None
-            self.heldout_losses = {
-                e.subject: e.loss
-                for e in self.before.evals
-                if e.loss is not None and e.step <= found.step
-            }
-        return found.step
+            record.fail_at(self.log, self.step, "heldout_loss", loss)
 
     def _leave_results(self, trainer: Trainer, inputs: Inputs) -> None:
         record.phase(self.log, "saving the student", str(self.folder.student))
@@ -387,10 +348,10 @@ class _Job:
         )
         outcome = Outcome(
             spec=self.spec,
-            data=self.data,
+            data=self.data.ready,
             model_sha256=self.sha256,
             heldout_losses=self.heldout_losses,
-            best_step=self.best_step,
+            best_step=self.keeper.best_step,
             steps=trainer.step,
             rows=trainer.position,
             device=str(self.device),

@@ -1,0 +1,1 @@
+"""Measured comparisons that `engine bench` prints: every arm in one run, beside the roofline."""

@@ -1,0 +1,249 @@
+"""Linear layers from packed weights, against bf16 weights and the library's matrix product.
+
+Arms of a stack of decoder layers, every product with its own weight and bias:
+
+    bf16           F.linear, as a decoder calls it
+    bf16 joined    the same with q, k and v as one product, and gate and up as one
+    packed         packed_linear
+    packed joined  packed_linear_many, joined as above
+    dequantise     the dequantising part of `packed` alone
+
+and of dequantising alone, one matrix at a time, for each block type. Weights are random numbers,
+quantised as a file of Q4_K_M has them; the bf16 arms use their dequantised values. A stack has more
+bytes than a GPU's caches hold.
+
+`ratio` is the speed relative to the faster of the bf16 arms. With few rows the host is slower than
+the GPU, and a stack is replayed as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.bench.rows import BenchRow
+from engine.bench.timing import Timing, time_arms
+from engine.kernels.dequantize import dequantize_rows
+from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
+from engine.quant.blocks import BLOCK_TYPES
+from engine.quant.layout import LAYOUTS
+from engine.quant.planes import PackedMatrix, pack
+from engine.quant.quantize import quantize
+from engine.quant.tensor import QuantTensor
+
+# Shapes: M rows of activations, K columns, N rows of W
+
+GRAPH_ROWS = 512
+"""With fewer rows than these, launches take longer than their work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackShape:
+    """The linear layers of a decoder; defaults are those of Qwen2.5-7B."""
+
+    name: str = "Qwen2.5-7B"
+    width: int = 3584
+    key_width: int = 512
+    inner: int = 18944
+    layers: int = 4
+    """Layers with weights of their own; every second has v and down in Q6_K, all else is Q4_K."""
+    repeats: int = 7
+    """How often a pass goes through them: 28 layers in all."""
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Rows and columns of each matrix of a layer."""
+        width, key, inner = self.width, self.key_width, self.inner
+        return {
+            "q": (width, width),
+            "k": (key, width),
+            "v": (key, width),
+            "o": (width, width),
+            "gate": (inner, width),
+            "up": (inner, width),
+            "down": (width, inner),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    packed: PackedMatrix
+    dense_NK: Tensor
+    bias_N: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    packed: list[PackedMatrix]
+    dense_NK: Tensor
+    bias_N: Tensor | None
+
+
+Layer = dict[str, _Linear]
+
+
+def stack_rows(
+    device: torch.device, shape: StackShape, rows: int, *, rounds: int = 15
+) -> list[BenchRow]:
+    """Every arm with `rows` rows of activations, in turns; seconds are those of one layer."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    layers = [_layer(shape, device, dtype, bool(index % 2 == 0)) for index in range(shape.layers)]
+    # Room for gate and up together.
+    scratch = Scratch(device, dtype, limit_bytes=2 * shape.inner * shape.width * dtype.itemsize)
+    scratch.reserve(2 * shape.inner, shape.width)
+    scratch.reserve(shape.width, shape.inner)
+    x_MK = torch.randn(rows, shape.width, device=device).to(dtype)
+    inner_MK = torch.randn(rows, shape.inner, device=device).to(dtype)
+    joined = [_joined(layer) for layer in layers]
+
+    def input_of(weight_NK: Tensor) -> Tensor:
+        return x_MK if weight_NK.shape[1] == shape.width else inner_MK
+
+    def dense() -> None:
+        for layer in layers:
+            for linear in layer.values():
+                F.linear(input_of(linear.dense_NK), linear.dense_NK, linear.bias_N)
+
+    def dense_joined() -> None:
+        for parts in joined:
+            for part in parts:
+                F.linear(input_of(part.dense_NK), part.dense_NK, part.bias_N)
+
+    def packed() -> None:
+        for layer in layers:
+            for linear in layer.values():
+                x = input_of(linear.dense_NK)
+                packed_linear(x, linear.packed, linear.bias_N, scratch)
+
+    def packed_joined() -> None:
+        for parts in joined:
+            for part in parts:
+                packed_linear_many(input_of(part.dense_NK), part.packed, part.bias_N, scratch)
+
+    def dequantise() -> None:
+        for layer in layers:
+            for linear in layer.values():
+                out_NK = scratch.take(*linear.packed.shape)
+                dequantize_rows(linear.packed, out_NK, 0, linear.packed.rows)
+
+    arms: dict[str, Callable[[], object]] = {
+        "bf16": dense,
+        "bf16 joined": dense_joined,
+        "packed": packed,
+        "packed joined": packed_joined,
+        "dequantise": dequantise,
+    }
+    with torch.no_grad():
+        if device.type == "cuda" and rows < GRAPH_ROWS:
+            arms = {name: _captured(arm) for name, arm in arms.items()}
+        times = time_arms(arms, device, rounds=rounds, inner=shape.repeats)
+    base = min(times["bf16"].seconds, times["bf16 joined"].seconds)
+    return [_stack_row(name, times[name], base, shape, layers, rows) for name in arms]
+
+
+def dequantise_rows(device: torch.device, shape: StackShape, *, rounds: int = 15) -> list[BenchRow]:
+    """Dequantising a matrix of the shape of gate and up together, for each block type."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    count, columns = 2 * shape.inner, shape.width
+    out_NK = torch.empty(count, columns, dtype=dtype, device=device)
+    weights = {
+        name: _random_packed(name, count, columns, device)
+        for name in LAYOUTS
+        if columns % BLOCK_TYPES[name].block_size == 0
+    }
+    arms: dict[str, Callable[[], object]] = {
+        name: partial(dequantize_rows, packed, out_NK, 0, count) for name, packed in weights.items()
+    }
+    return [
+        BenchRow(
+            arm=f"dequantise {name}",
+            shape=f"{count} x {columns}",
+            rows=0,
+            seconds=timing.seconds,
+            spread=timing.spread,
+            flop=0.0,
+            bytes=float(weights[name].nbytes + out_NK.nbytes),
+        )
+        for name, timing in time_arms(arms, device, rounds=rounds, inner=4).items()
+    ]
+
+
+def _layer(shape: StackShape, device: torch.device, dtype: torch.dtype, better: bool) -> Layer:
+    layer = {}
+    for name, (count, columns) in shape.matrices().items():
+        type_ = "Q6_K" if better and name in ("v", "down") else "Q4_K"
+        packed = _random_packed(type_, count, columns, device)
+        dense_NK = torch.empty(count, columns, dtype=dtype, device=device)
+        dequantize_rows(packed, dense_NK, 0, count)
+        bias_N = torch.randn(count, device=device).to(dtype) if name in ("q", "k", "v") else None
+        layer[name] = _Linear(packed, dense_NK, bias_N)
+    return layer
+
+
+def _random_packed(type_: str, rows: int, columns: int, device: torch.device) -> PackedMatrix:
+    # Rows repeat, since their content does not matter to the time and quantising takes long.
+    some = min(rows, 512)
+    values = torch.randn(some, columns, device=device) * 0.02
+    blocks = quantize(values, BLOCK_TYPES[type_]).blocks
+    repeated = blocks.repeat(-(-rows // some), 1)[:rows].contiguous()
+    return pack(QuantTensor(blocks=repeated, type=BLOCK_TYPES[type_], shape=(rows, columns)))
+
+
+def _joined(layer: Layer) -> list[_Joined]:
+    out = []
+    for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
+        parts = [layer[name] for name in names]
+        biases = [part.bias_N for part in parts if part.bias_N is not None]
+        out.append(
+            _Joined(
+                [part.packed for part in parts],
+                torch.cat([part.dense_NK for part in parts]),
+                torch.cat(biases) if biases else None,
+            )
+        )
+    return out
+
+
+def _captured(arm: Callable[[], object]) -> Callable[[], object]:
+    """Replays of `arm`, which has to have run before."""
+    arm()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arm()
+
+    def replay() -> Callable[[], object]:
+        graph.replay()
+        return arm  # keeps alive what the graph reads
+
+    return replay
+
+
+def _stack_row(
+    arm: str, timing: Timing, base: float, shape: StackShape, layers: list[Layer], rows: int
+) -> BenchRow:
+    values = sum(count * columns for count, columns in shape.matrices().values())
+    element = layers[0]["q"].dense_NK.element_size()
+    packed_bytes = sum(linear.packed.nbytes for layer in layers for linear in layer.values())
+    packed_bytes //= len(layers)
+    activations = sum(rows * (count + columns) for count, columns in shape.matrices().values())
+    moved = {
+        "packed": packed_bytes + activations * element,
+        "packed joined": packed_bytes + activations * element,
+        "dequantise": packed_bytes + values * element,
+    }.get(arm, (values + activations) * element)
+    seconds = timing.seconds / len(layers)
+    return BenchRow(
+        arm=arm,
+        shape=f"{shape.name} layer, Q4_K_M",
+        rows=rows,
+        seconds=seconds,
+        spread=timing.spread,
+        flop=0.0 if arm == "dequantise" else 2.0 * rows * values,
+        bytes=float(moved),
+        ratio=None if arm == "dequantise" else base / len(layers) / seconds,
+    )

@@ -1,0 +1,125 @@
+"""Weights of a real shape without a file: random blocks, as a Q4_K_M file would have them.
+
+Codes and the scales of sub-blocks are random bytes, so that nothing about them is easier than in a
+real file (a GPU multiplies zeros faster); the halves that scale a block are set so that weights have
+the usual deviation of about 0.02. What a model of such weights says is noise; what it costs is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from engine.formats.safetensors_header import TensorInfo
+from engine.models.config import ModelConfig
+from engine.models.names import expected_tensors, names_for
+from engine.publish.mixture import tensor_types
+from engine.quant.blocks import BlockType, row_bytes
+from engine.quant.layout import LAYOUTS
+from engine.quant.reference import dequantize
+from engine.quant.tensor import QuantTensor
+
+STD = 0.02
+
+
+class RandomWeights:
+    """A `WeightFile` whose tensors are made on `device` when they are asked for."""
+
+    path = Path("random weights")
+    format: Literal["gguf"] = "gguf"
+    convention: Literal["gguf"] = "gguf"
+    warnings: tuple[str, ...] = ()
+    metadata: Mapping[str, Any] = {}
+
+    def __init__(
+        self, config: ModelConfig, quant: str, device: torch.device, seed: int = 0
+    ) -> None:
+        self.config, self.device = config, device
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.types = dict(_named(config, tensor_types(config, quant, "gguf")))
+        self.tensors = {
+            name: _info(name, self.types[name], shape) for name, shape in _shapes(config).items()
+        }
+
+    def get(self, name: str) -> Tensor | QuantTensor:
+        type_, shape = self.types[name], self.tensors[name].shape
+        if len(shape) == 1:
+            # Norms near one, biases near nought.
+            middle = 1.0 if name.endswith("norm.weight") else 0.0
+            drawn = torch.randn(shape, generator=self.generator, device=self.device)
+            return middle + STD * drawn
+        if type_.block_size == 1:
+            drawn = torch.randn(shape, generator=self.generator, device=self.device)
+            return STD * drawn
+        return random_blocks(type_, shape, self.generator)
+
+    def config_dict(self) -> dict[str, Any]:
+        return self.config.to_hf_dict()
+
+    def tokenizer_json(self) -> bytes | None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+
+def random_blocks(
+    type_: BlockType, shape: tuple[int, ...], generator: torch.Generator
+) -> QuantTensor:
+    """Random blocks on the generator's device, with values of deviation `STD`."""
+    layout = LAYOUTS[type_.name]
+    blocks = torch.randint(
+        0,
+        256,
+        (*shape[:-1], row_bytes(type_, shape[-1])),
+        dtype=torch.uint8,
+        generator=generator,
+        device=generator.device,
+    )
+    blocks_NB = blocks.view(-1, type_.block_bytes)
+    starts = [layout.d] if layout.second is None else [layout.d, layout.second]
+    scale = STD / _deviation(type_, starts, blocks_NB[:256].clone())
+    for start in starts:
+        half = torch.tensor([scale], dtype=torch.float16, device=blocks.device)
+        blocks_NB[:, start : start + 2] = half.view(torch.uint8)
+    return QuantTensor(blocks=blocks, type=type_, shape=shape)
+
+
+def _deviation(type_: BlockType, starts: list[int], sample_NB: Tensor) -> float:
+    """Of the values of some blocks whose halves are all 1."""
+    one = torch.ones(1, dtype=torch.float16, device=sample_NB.device).view(torch.uint8)
+    for start in starts:
+        sample_NB[:, start : start + 2] = one
+    return float(dequantize(sample_NB, type_).std())
+
+
+def _named(config: ModelConfig, types: dict[str, BlockType]) -> Mapping[str, BlockType]:
+    return {name: types[ours] for ours, name in names_for("gguf", config).items()}
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return expected_tensors(config, "gguf")
+
+
+def _info(name: str, type_: BlockType, shape: tuple[int, ...]) -> TensorInfo:
+    count = math.prod(shape) // type_.block_size * type_.block_bytes
+    return TensorInfo(
+        name=name, dtype=type_.name, shape=shape, file=RandomWeights.path, start=0, bytes=count
+    )

@@ -1,0 +1,85 @@
+"""One measured line of a benchmark, and how a table of them is printed.
+
+A time alone says little: each row has the work it did, so that the rate and its share of what the
+machine can do at most stand beside it, and the ratio to the arm it is compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """What this machine does at most, measured in the same run."""
+
+    copy_bytes_per_s: float
+    """A large device-to-device copy, bytes read plus bytes written."""
+    matmul_flop_per_s: float
+    """The best bf16 matrix product seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    arm: str
+    """What was run: `bf16 F.linear`, `fused`, `dequantize`."""
+    shape: str
+    """What it was run on: `gate_up 37888 x 3584 Q4_K`."""
+    rows: int
+    """Rows of activations, M."""
+    seconds: float
+    """Median of one repetition."""
+    spread: float
+    """(90th percentile - 10th percentile) / median of the repetitions."""
+    flop: float
+    bytes: float
+    """Fewest bytes that must cross device memory."""
+    ratio: float | None = None
+    """Speed relative to the arm it is compared with; above 1 is faster."""
+
+    def bound_s(self, roof: Roofline) -> float:
+        """The roofline's time: the larger of what the bytes and the arithmetic take."""
+        return max(self.bytes / roof.copy_bytes_per_s, self.flop / roof.matmul_flop_per_s)
+
+    def share(self, roof: Roofline) -> float:
+        """Share of the roofline that was reached, 0 to 1."""
+        return self.bound_s(roof) / self.seconds
+
+    def as_dict(self, roof: Roofline) -> dict[str, float | int | str | None]:
+        return {
+            **dataclasses.asdict(self),
+            "flop_per_s": self.flop / self.seconds,
+            "bytes_per_s": self.bytes / self.seconds,
+            "bound_s": self.bound_s(roof),
+            "share_of_bound": self.share(roof),
+        }
+
+
+HEADER = ("arm", "shape", "M", "us", "+-", "TFLOP/s", "GB/s", "of bound", "ratio")
+
+
+def table(rows: list[BenchRow], roof: Roofline) -> list[str]:
+    """Aligned lines for people."""
+    cells = [HEADER] + [
+        (
+            row.arm,
+            row.shape,
+            str(row.rows),
+            f"{row.seconds * 1e6:.1f}",
+            f"{row.spread:.1%}",
+            f"{row.flop / row.seconds / 1e12:.1f}",
+            f"{row.bytes / row.seconds / 1e9:.0f}",
+            f"{row.share(roof):.0%}",
+            "" if row.ratio is None else f"{row.ratio:.2f}x",
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]

@@ -1,0 +1,87 @@
+"""Timing on the device, arms in turns.
+
+Times are of CUDA events around the work, after a warm-up; arms take turns within one run, so that a
+clock that drifts drifts for all of them. On a CPU the host's clock is read, and only ratios mean
+anything.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.bench.rows import Roofline
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    seconds: float
+    """Median of the repetitions."""
+    spread: float
+    """(90th percentile - 10th percentile) / median."""
+
+
+def time_arms(
+    arms: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int = 20,
+    warm_up: int = 3,
+    inner: int = 1,
+) -> dict[str, Timing]:
+    """Each arm's time for one call; `inner` calls are timed together, `rounds` times, arms in
+    turns."""
+    for arm in arms.values():
+        for _ in range(warm_up):
+            arm()
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, arm in arms.items():
+            samples[name].append(_time(arm, device, inner))
+    return {name: _summary(values) for name, values in samples.items()}
+
+
+def _time(arm: Callable[[], object], device: torch.device, inner: int) -> float:
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        for _ in range(inner):
+            arm()
+        return (time.perf_counter() - begun) / inner
+    begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    for _ in range(inner):
+        arm()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / inner
+
+
+def _summary(values: list[float]) -> Timing:
+    values = sorted(values)
+    median = statistics.median(values)
+    low, high = values[len(values) // 10], values[-1 - len(values) // 10]
+    return Timing(seconds=median, spread=(high - low) / median)
+
+
+def measure_roofline(device: torch.device) -> Roofline:
+    """Copy bandwidth and the best bf16 matrix rate of this device, now."""
+    big = device.type == "cuda"
+    source = torch.empty((1 << 30) if big else (1 << 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    source.random_(0, 255)
+    side = 8192 if big else 512
+    dtype = torch.bfloat16 if big else torch.float32
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    times = time_arms(
+        {"copy": lambda: target.copy_(source), "matmul": lambda: left @ right}, device, rounds=10
+    )
+    return Roofline(
+        copy_bytes_per_s=2 * source.numel() / times["copy"].seconds,
+        matmul_flop_per_s=2 * side**3 / times["matmul"].seconds,
+    )

@@ -1,0 +1,181 @@
+"""Measure this machine's kernels beside its roofline: every arm in one run, arms in turns.
+
+engine bench linear             a stack of linear layers: bf16, and from blocks, by number of rows
+engine bench teacher            a whole teacher: dense weights and weights in blocks
+engine bench few                one matrix at a time with 1 to 64 rows, as when text is generated (GPU)
+engine bench loss               the loss head: ours, the plain form, and the products alone
+engine bench teacher --json     as one JSON value; --out FILE keeps it
+
+On a CPU only ratios mean anything; `--shape tiny` ends in seconds there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+HELP = "measure linear layers, a teacher or the loss beside the roofline"
+LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", choices=("linear", "few", "teacher", "loss"), help="what to measure"
+    )
+    parser.add_argument(
+        "--shape",
+        default=None,
+        help="qwen2.5-7b (default on a GPU), qwen2.5-1.5b, qwen2.5-0.5b or tiny (default on a CPU)",
+    )
+    parser.add_argument(
+        "--teacher",
+        type=Path,
+        metavar="FILE",
+        help="teacher: a GGUF or .apr file, not random blocks",
+    )
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of activations, or of the batch")
+    parser.add_argument("--seq-len", type=int, default=1024, help="teacher: tokens in a row (1024)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each arm (15)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="also keep the result as JSON here"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from engine.bench.rows import table
+    from engine.bench.teacher import SHAPES
+    from engine.bench.timing import measure_roofline
+    from engine.errors import EXIT_PASS, BadInput
+    from engine.runtime.device import choose_device
+
+    device = torch.device(choose_device(arguments.device).choice)
+    shape = arguments.shape or ("qwen2.5-7b" if device.type == "cuda" else "tiny")
+    if shape not in SHAPES:
+        raise BadInput.expected("--shape", shape, f"one of {', '.join(SHAPES)}", shape)
+    print(f"measuring on {_name(device)}", file=sys.stderr)
+    roof = measure_roofline(device)
+    measure = {"linear": _linear, "few": _few, "teacher": _teacher, "loss": _loss}[arguments.what]
+    rows, extra = measure(arguments, shape, device)
+    result: dict[str, Any] = {
+        "bench": arguments.what,
+        "shape": shape,
+        "machine": _name(device),
+        "torch": str(torch.__version__),
+        "roofline": {
+            "copy_bytes_per_s": roof.copy_bytes_per_s,
+            "matmul_flop_per_s": roof.matmul_flop_per_s,
+        },
+        "rows": [row.as_dict(roof) for row in rows],
+        **extra,
+    }
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    if arguments.json:
+        print(json.dumps(result, allow_nan=False))
+        return EXIT_PASS
+    print("\n".join(table(rows, roof)))
+    copy, matmul = roof.copy_bytes_per_s / 1e12, roof.matmul_flop_per_s / 1e12
+    print(f"roofline: copy {copy:.2f} TB/s, bf16 product {matmul:.0f} TFLOP/s, in this run")
+    for name, value in extra.items():
+        print(f"{name}: {value}")
+    if device.type != "cuda":
+        print("a CPU's times depend on what else runs: only ratios mean anything", file=sys.stderr)
+    return EXIT_PASS
+
+
+def _name(device: Any) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _linear(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
+    from engine.bench.linear import StackShape, stack_rows
+    from engine.bench.teacher import config_named
+
+    config = config_named(shape)
+    stack = StackShape(
+        name=shape,
+        width=config.hidden_size,
+        key_width=config.num_key_value_heads * config.head_dim,
+        inner=config.intermediate_size,
+    )
+    counts = arguments.rows or (LINEAR_ROWS if device.type == "cuda" else (1, 64))
+    rows = []
+    for count in counts:
+        print(f"  {count} rows", file=sys.stderr)
+        rows += stack_rows(device, stack, count, rounds=arguments.rounds)
+    return rows, {}
+
+
+def _few(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
+    from engine.bench.small_m import ROW_COUNTS, small_m_rows
+
+    counts = arguments.rows or ROW_COUNTS
+    return small_m_rows(device, row_counts=counts, rounds=arguments.rounds), {}
+
+
+def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
+    from engine.bench.random_weights import RandomWeights
+    from engine.bench.teacher import bench_teacher, config_named
+    from engine.formats.open import open_weights
+    from engine.models.config import config_of
+
+    counts = arguments.rows or ((8,) if device.type == "cuda" else (2,))
+    seq_len = arguments.seq_len if device.type == "cuda" else min(arguments.seq_len, 128)
+    rows: list[Any] = []
+    extra: dict[str, Any] = {}
+    for count in counts:
+        weights: Any
+        if arguments.teacher is not None:
+            weights = open_weights(arguments.teacher)
+            config = config_of(weights)
+        else:
+            config = config_named(shape)
+            weights = RandomWeights(config, "q4_k_m", device)
+        with weights:
+            found = bench_teacher(
+                weights, config, device, rows=count, seq_len=seq_len, rounds=arguments.rounds
+            )
+        rows += found.rows
+        extra = {
+            "packed_bytes": found.packed_bytes,
+            "resident_bytes": found.resident_bytes,
+            "peak_bytes": found.peak_bytes,
+            "relative_rms": found.relative_rms,
+        }
+    return rows, extra
+
+
+def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
+    from engine.bench.loss import LossShape, loss_rows
+    from engine.bench.teacher import config_named
+
+    if shape == "tiny":
+        small = LossShape(
+            tokens=256, vocabulary=1000, teacher_vocabulary=1024, width=64, teacher_width=256
+        )
+        return loss_rows(device, small, rounds=arguments.rounds), {}
+    teacher = config_named(shape)
+    rows: list[Any] = []
+    for count in arguments.rows or (8192,):
+        rows += loss_rows(
+            device,
+            LossShape(
+                tokens=count,
+                teacher_vocabulary=teacher.vocab_size,
+                teacher_width=teacher.hidden_size,
+            ),
+            rounds=arguments.rounds,
+        )
+    return rows, {}
