@@ -1,0 +1,224 @@
+"""List findings, check that nothing in them was changed, read receipts and earlier records.
+
+    engine evidence list [DIR]            the findings in ./evidence, newest first
+    engine evidence verify [DIR]          re-hash every file, look at every piece of evidence again
+    engine evidence receipt RUN           what a run really did, compared with what lies beside it
+    engine evidence import findings.json  a finding of the prior system, all of it unverified
+
+Exit codes of verify: 0 everything as it was, 1 something was changed (named), 2 nothing to check. Of
+receipt: 0 it agrees with its run, 1 it does not, 2 the run has none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import EXIT_UNKNOWN
+
+if TYPE_CHECKING:
+    from engine.evidence.verify import Checked
+
+HELP = "list and verify findings, read receipts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in (
+        ("list", "the findings in a folder, newest first"),
+        ("verify", "check every byte and every piece of evidence"),
+    ):
+        made = actions.add_parser(name, help=text, description=text)
+        made.add_argument(
+            "folder",
+            type=Path,
+            nargs="?",
+            default=Path("evidence"),
+            metavar="DIR",
+            help="(evidence)",
+        )
+        made.add_argument("--json", action="store_true", help="print one JSON value")
+    text = "what a run really did, compared with what lies beside it"
+    receipt = actions.add_parser("receipt", help=text, description=text)
+    receipt.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    receipt.add_argument("--json", action="store_true", help="print one JSON value")
+    text = "read a findings.json or dispatch.json of the prior system"
+    imported = actions.add_parser("import", help=text, description=text)
+    imported.add_argument("file", type=Path)
+    imported.add_argument("--slug", default="", help="name of the finding (default: of its title)")
+    imported.add_argument("--evidence", type=Path, default=Path("evidence"), metavar="DIR")
+    imported.add_argument("--json", action="store_true", help="print one JSON value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    actions = {"list": _list, "verify": _verify, "receipt": _receipt, "import": _import}
+    return actions[arguments.action](arguments)
+
+
+def _list(a: argparse.Namespace) -> int:
+    from engine.errors import BadInput
+    from engine.evidence.bundle import find_bundles
+    from engine.evidence.report import state_words
+    from engine.runlog.text import one_line
+
+    rows: list[dict[str, Any]] = []
+    for bundle in find_bundles(a.folder):
+        row: dict[str, Any] = {"folder": str(bundle.path)}
+        try:
+            finding = bundle.load()
+        except BadInput as error:
+            # One that is damaged must not hide the others.
+            rows.append(row | {"error": error.message})
+            continue
+        rows.append(
+            row
+            | {"title": finding.title, "state": state_words(finding), "nodes": len(finding.nodes)}
+        )
+    if a.json:
+        print(json.dumps(rows))
+        return 0
+    if not rows:
+        print(f"no findings in {a.folder}; begin one with `engine why new`", file=sys.stderr)
+    width = max((len(Path(row["folder"]).name) for row in rows), default=0)
+    for row in rows:
+        words = row.get("error") or f"{row['title']}  [{row['state']}]"
+        print(f"{Path(row['folder']).name:{width}}  {one_line(words)}")
+    return 0
+
+
+def _verify(a: argparse.Namespace) -> int:
+    from engine.evidence.bundle import find_bundles
+    from engine.evidence.verify import check_bundle
+    from engine.verdict import lowest
+
+    checked = [check_bundle(bundle) for bundle in find_bundles(a.folder)]
+    print_checked(checked, as_json=a.json, rules=False)
+    if not checked:
+        print(f"no findings in {a.folder}: nothing was checked", file=sys.stderr)
+        return EXIT_UNKNOWN
+    return lowest(c.integrity for c in checked).exit_code
+
+
+def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> None:
+    """What checking bundles gave: faults, notes, and with `rules` what the rules say."""
+    if as_json:
+        print(json.dumps([_as_json(c, rules=rules) for c in checked]))
+        return
+    for one in checked:
+        verdict = one.verdict if rules else one.integrity
+        print(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
+        for fault in one.faults:
+            print(f"         changed: {fault}")
+        for problem in one.problems if rules else ():
+            print(f"         {problem.level}: {problem}")
+        for note in one.notes:
+            print(f"         note: {note}")
+        if one.finding is not None:
+            print(f"         seal {one.finding.seal}")
+
+
+def _as_json(one: Checked, *, rules: bool) -> dict[str, Any]:
+    verdict = one.verdict if rules else one.integrity
+    return {
+        "folder": str(one.bundle.path),
+        "level": verdict.level.name.lower(),
+        "reason": verdict.reason,
+        "seal": one.finding.seal if one.finding is not None else None,
+        "faults": [{"where": f.where, "text": f.text} for f in one.faults],
+        "problems": [
+            {"rule": p.rule, "level": p.level, "node": p.node, "text": p.text} for p in one.problems
+        ],
+        "notes": list(one.notes),
+    }
+
+
+def _receipt(a: argparse.Namespace) -> int:
+    from engine.evidence.context import view_of
+    from engine.evidence.receipt import check_receipt, read_receipt_or_facts
+    from engine.runlog.folder import open_run
+    from engine.verdict import lowest
+
+    folder = open_run(a.run)
+    view = view_of(folder)
+    receipt, is_receipt = read_receipt_or_facts(folder, view)
+    checks = check_receipt(folder, receipt, view) if is_receipt else {}
+    verdict = lowest(checks.values())
+    if a.json:
+        value = {
+            "receipt": receipt,
+            "is_receipt": is_receipt,
+            "level": verdict.level.name.lower(),
+            "checks": {
+                name: {"level": v.level.name.lower(), "reason": v.reason}
+                for name, v in checks.items()
+            },
+        }
+        print(json.dumps(value, allow_nan=False))
+        return verdict.exit_code
+    for line in _receipt_lines(receipt):
+        print(line)
+    if not is_receipt:
+        print("no receipt: the run has not come to its end; this is what its logs say")
+    for check in checks.values():
+        print(f"{check.level.name:7}  {check.reason}")
+    return verdict.exit_code
+
+
+def _receipt_lines(receipt: dict[str, Any]) -> list[str]:
+    """A receipt for people: what identifies the run, what it did, what is not as it was asked."""
+    from engine.runlog.text import one_line
+
+    out = []
+    for name in ("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"):
+        out += _part_lines(name, receipt.get(name))
+    for name in ("times", "environment", "rows", "heldout_loss_nats", "lineage"):
+        out += _part_lines(name, receipt.get(name))
+    out.append("decisions")
+    for decision in receipt.get("decisions") or []:
+        how = "set by the user" if decision["overridden"] else f"because {decision['reason']}"
+        out.append(one_line(f"  {decision['knob']}: {decision['choice']}, {how}"))
+    out.append("asked for, and done otherwise")
+    for difference in receipt.get("differences") or []:
+        text = (
+            f"{difference['key']}: asked {difference['requested']}, did {difference['effective']}"
+        )
+        out.append(one_line(f"  {text} ({difference['why']})"))
+    return out
+
+
+def _part_lines(name: str, value: Any) -> list[str]:
+    from engine.runlog.text import one_line
+
+    if isinstance(value, dict):
+        lines = [f"  {key}: {_compact(inner)}" for key, inner in value.items()]
+        return [name, *map(one_line, lines)]
+    if isinstance(value, list):
+        return [name, *(one_line(f"  {_compact(entry)}") for entry in value)]
+    return [one_line(f"{name}: {_compact(value)}")]
+
+
+def _compact(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _import(a: argparse.Namespace) -> int:
+    from engine.evidence.bundle import Bundle
+    from engine.evidence.prior import read_prior
+    from engine.evidence.report import tree_lines
+
+    finding, blobs = read_prior(a.file, a.slug)
+    bundle = Bundle.create(a.evidence, finding, blobs)
+    done = bundle.load()
+    if a.json:
+        import msgspec
+
+        print(json.dumps({"folder": str(bundle.path), "finding": msgspec.to_builtins(done)}))
+        return 0
+    print(bundle.path)
+    for line in tree_lines(done):
+        print(line, file=sys.stderr)
+    return 0
