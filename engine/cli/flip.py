@@ -1,0 +1,210 @@
+"""Test a suspicion: run a spec twice in turn, with one setting changed, until it is clear which is
+better.
+
+    engine flip runs/kd-1 --set teacher.backend=quantized     a run's spec against the changed one
+    engine flip kd.toml --set compute.threads=1 --budget 3m   what it costs at most
+    engine flip kd.toml --set compute.threads=1 --controls run   with both controls: a measured verdict
+    engine flip --resume flips/20260101-120000-compute-threads   go on after an interruption
+
+The plan is written and hashed before the first run. Ctrl-C keeps what was measured and says what it
+shows so far. Exit codes: 0 decided, 1 the arms compute different things, 2 invalid or inconclusive,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from engine.experiments.plan import Plan
+    from engine.experiments.record import FlipVerdict
+
+HELP = "test a setting: two arms in turn, and a verdict"
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=Path, nargs="?", metavar="RUN|SPEC", help="arm A: a run folder or a spec"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="what arm B does otherwise; more than one names the bundle, not a cause",
+    )
+    parser.add_argument("--hypothesis", default="", metavar="TEXT", help="what is to be tested")
+    parser.add_argument(
+        "--budget", default="5m", metavar="TIME", help="of all pairs, as 90s or 5m (5m)"
+    )
+    parser.add_argument(
+        "--margin", default="5%", metavar="SHARE", help="what is too small to matter (5%%)"
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each run (12)")
+    parser.add_argument("--pairs", type=int, metavar="N", help="pairs at most (16)")
+    parser.add_argument(
+        "--metric", metavar="M", help="step_s, peak_memory_bytes, energy_per_token_j, final_loss"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="of the order inside the pairs (from the clock)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the new flip folder (default: flips/DATE-KNOB)"
+    )
+    parser.add_argument(
+        "--controls",
+        choices=("auto", "run", "skip"),
+        default="auto",
+        help="auto uses those of the last day, run makes them first",
+    )
+    parser.add_argument("--share", action="store_true", help="measure beside another experiment")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with this flip instead")
+    parser.add_argument("--dry-run", action="store_true", help="show the plan, start nothing")
+    parser.add_argument("--json", action="store_true", help="print the verdict as one JSON value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from engine.cli.flip_progress import Progress
+    from engine.experiments.flip import resume_flip, run_flip
+
+    if (arguments.source is None) == (arguments.resume is None):
+        raise UsageError(
+            "expected either a run or spec, or --resume DIR", hint="engine flip --help"
+        )
+    if arguments.resume is not None:
+        from engine.experiments.record import read_plan_of
+
+        _refuse_with_resume(arguments)
+        plan = read_plan_of(arguments.resume)
+        progress = Progress(plan)
+        progress.say_pairs(arguments.resume)
+        with progress.stopping():
+            verdict = resume_flip(
+                arguments.resume,
+                progress.on_pair,
+                on_arm=progress.on_arm,
+                stop=progress.stop,
+                use_controls=arguments.controls,
+                share=arguments.share,
+            )
+        return _report(verdict, arguments.resume, as_json=arguments.json)
+    plan = _plan(arguments)
+    folder = arguments.out or Path("flips") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.name}"
+    plan = _show(plan, folder, arguments)
+    if arguments.dry_run:
+        if arguments.json:
+            print(plan.to_json())
+        return 0
+    progress = Progress(plan)
+    with progress.stopping():
+        verdict = run_flip(
+            plan,
+            folder,
+            progress.on_pair,
+            on_arm=progress.on_arm,
+            stop=progress.stop,
+            use_controls=arguments.controls,
+            share=arguments.share,
+        )
+    return _report(verdict, folder, as_json=arguments.json)
+
+
+def _refuse_with_resume(arguments: argparse.Namespace) -> None:
+    given = [
+        f"--{name}"
+        for name in ("set", "hypothesis", "steps", "pairs", "metric", "seed", "out", "dry_run")
+        if getattr(arguments, name)
+    ]
+    if given:
+        raise UsageError(f"--resume goes on with the plan as it was registered, without {given[0]}")
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    """The plan that the command line asks for, its inputs checked for both arms."""
+    import os
+
+    from engine.distill.inputs import check_inputs
+    from engine.experiments.plan import make_plan
+    from engine.spec.environment import sets_from_environment
+
+    if not arguments.set:
+        raise UsageError(
+            "expected --set KEY=VALUE, what arm B does otherwise",
+            hint="`engine spec` lists the settings",
+        )
+    named = {"steps": arguments.steps, "pairs_max": arguments.pairs, "metric": arguments.metric}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    plan = make_plan(
+        arguments.source,
+        arguments.set,
+        order_seed=int(time.time()) if arguments.seed is None else arguments.seed,
+        base_sets=sets_from_environment(os.environ),
+        hypothesis=arguments.hypothesis,
+        margin=parse_share("--margin", arguments.margin),
+        budget_s=parse_time("--budget", arguments.budget),
+        **given,
+    )
+    for b in (False, True):
+        check_inputs(plan.arm(b, Path.cwd(), "flip"), Path.cwd() / "flips")
+    return plan
+
+
+def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:
+    """Show the plan and what it will take, before anything starts; refuse what cannot fit. The plan
+    with a limit that suits its source."""
+    from engine.experiments import controls, resources, text
+    from engine.experiments.surroundings import find_surroundings
+
+    surroundings = find_surroundings(plan)
+    found = resources.find_resources(plan, folder, surroundings)
+    plan = resources.with_room(plan, found)
+    first = len(controls.kinds_of(plan)) if arguments.controls == "run" else 0
+    for line in [*text.plan_lines(plan), *resources.lines(plan, found, first)]:
+        print(line, file=sys.stderr)
+    resources.check(plan, found)
+    if not arguments.dry_run:
+        print(f"flip folder: {folder}", file=sys.stderr)
+    return plan
+
+
+def _report(verdict: FlipVerdict, folder: Path, *, as_json: bool) -> int:
+    import json
+
+    from engine.cli.flip_progress import characters
+    from engine.errors import EXIT_INTERRUPTED
+    from engine.experiments.text import verdict_lines
+
+    fields = json.loads(verdict.to_json())
+    if as_json:
+        print(json.dumps({**fields, "folder": str(folder.absolute())}))
+    else:
+        for line in verdict_lines(fields, characters=characters(sys.stdout)):
+            print(line)
+        print(f"  evidence: {folder / 'verdict.json'}, plan.json, pairs.jsonl, arms/")
+    return EXIT_INTERRUPTED if verdict.interrupted else verdict.answer.exit_code
+
+
+def parse_time(what: str, text: str) -> float:
+    """Seconds in `90s`, `5m`, `1h30m` or `90`. Raises UsageError."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", text)
+    if parts is None or not any(parts.groups()):
+        raise UsageError(f"{what}: expected a time as 90s, 5m or 1h30m, found {text!r}")
+    return sum(float(n) * _UNITS[u] for n, u in zip(parts.groups(), "hms", strict=True) if n)
+
+
+def parse_share(what: str, text: str) -> float:
+    """The share in `5%` or `0.05`. Raises UsageError for a number that could mean either."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text)
+    if match is None or (not match[2] and float(match[1]) >= 1):
+        raise UsageError(f"{what}: expected a share as 5% or 0.05, found {text!r}")
+    return float(match[1]) / (100 if match[2] else 1)

@@ -1,0 +1,98 @@
+"""A flip in the foreground: a table that grows by a line with each pair, and signals.
+
+On a terminal the line of the arm that runs is redrawn below it. All of it goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from engine.experiments import text
+from engine.experiments.judge import Pair, interval_of
+from engine.experiments.plan import Plan
+from engine.experiments.record import read_pairs
+from engine.experiments.statistics import Interval
+from engine.runlog.view import RunView
+
+REDRAW_S = 0.2
+
+
+def characters(stream: TextIO) -> str:
+    """What to draw bars with where `stream` goes."""
+    try:
+        text.UNICODE.encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return text.ASCII
+    return text.UNICODE
+
+
+class Progress:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._signals = 0
+        self._what = ""
+        self._next_s = 0.0
+
+    def stop(self) -> bool:
+        return self._signals > 0
+
+    @contextlib.contextmanager
+    def stopping(self) -> Iterator[None]:
+        """The first Ctrl-C, SIGTERM or hang-up ends the flip with what was measured; a second Ctrl-C is
+        Python's own."""
+
+        def stop(number: int, _frame: object) -> None:
+            self._signals += 1
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._say("stopping: the arm that runs is ended, the pairs before it are kept")
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [signal.signal(number, stop) for number in numbers]
+        try:
+            yield
+        finally:
+            self._clear()
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def say_pairs(self, folder: Path) -> None:
+        """The table as far as an interrupted flip had come."""
+        pairs = read_pairs(folder)
+        for count, pair in enumerate(pairs, start=1):
+            self.on_pair("flip", pair, interval_of(self.plan, pairs[:count]))
+
+    def on_pair(self, what: str, pair: Pair, interval: Interval | None) -> None:
+        if what != self._what:
+            self._what = what
+            self._say(what if what != "flip" else "", text.pair_heading(self.plan))
+        self._say(text.pair_line(self.plan, pair, interval))
+
+    def on_arm(self, what: str, number: int, arm: str, view: RunView) -> None:
+        if not self.redraw or time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + REDRAW_S
+        phase = view.phase.name if view.phase is not None else "starting"
+        line = f"{what}, pair {number}, arm {arm}: step {view.last_step}/{self.plan.steps}, {phase}"
+        width = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"\r\x1b[K{line[:width]}")
+        sys.stderr.flush()
+
+    def _say(self, *lines: str) -> None:
+        self._clear()
+        for line in filter(None, lines):
+            print(line, file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self.redraw:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

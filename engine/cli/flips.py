@@ -1,0 +1,60 @@
+"""List the flips in a folder with their verdicts, newest first.
+
+engine flips               the flips in ./flips
+engine flips DIR           of a folder, or one flip with its whole verdict
+engine flips DIR --json    as one JSON list
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HELP = "list flips and their verdicts"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folder", type=Path, nargs="?", default=Path("flips"), help="folder of flip folders (flips)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from engine.cli.flip_progress import characters
+    from engine.errors import RunLogError
+    from engine.experiments.record import find_flips, read_verdict
+    from engine.experiments.text import one_line, verdict_lines
+
+    rows: list[tuple[Path, dict[str, Any] | None, str]] = []
+    for path in find_flips(arguments.folder):
+        try:
+            fields = read_verdict(path)
+            rows.append((path, fields, "no verdict: it goes on, or it died"))
+        except RunLogError as error:
+            # One broken verdict must not hide the others.
+            rows.append((path, None, error.message))
+    if arguments.json:
+        print(
+            json.dumps(
+                [
+                    {"flip": str(path), **fields} if fields else {"flip": str(path), "error": why}
+                    for path, fields, why in rows
+                ]
+            )
+        )
+        return 0
+    if not rows:
+        print(f"no flips in {arguments.folder}; make one with `engine flip`", file=sys.stderr)
+    if len(rows) == 1 and rows[0][0] == arguments.folder and rows[0][1] is not None:
+        for line in verdict_lines(rows[0][1], characters=characters(sys.stdout)):
+            print(line)
+        return 0
+    width = max((len(path.name) for path, _, _ in rows), default=0)
+    for path, fields, why in rows:
+        name = f"{path.name:{width}}"
+        print(one_line(name, fields) if fields else f"{name}  {why}")
+    return 0
