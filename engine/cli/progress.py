@@ -14,7 +14,7 @@ import sys
 import time
 
 from engine.errors import EXIT_FAIL
-from engine.runlog.events import AlertRaised, AnyEvent, kind_of
+from engine.runlog.events import AlertRaised, AnyEvent, Phase, kind_of
 from engine.runlog.follow import Follower
 from engine.runlog.text import alert_lines, event_text, has_ended, result_lines, status_text
 from engine.runlog.view import RunView
@@ -23,6 +23,8 @@ from engine.supervise.launch import Launched
 POLL_S = 0.2
 PLAIN_EVERY_S = 5.0
 SETTLE_S = 10.0
+RECURRING = ("training", "evaluating", "saving a checkpoint")
+"""Phases that come again and again."""
 QUIET = ("step", "log_opened", "host", "gpu", "device_facts")
 
 
@@ -38,7 +40,7 @@ class _Progress:
     def show(self, follower: Follower) -> None:
         view = follower.view
         for line in follower.new_lines():
-            if line.unix_s > self.since_unix_s and kind_of(line.event) not in QUIET:
+            if line.unix_s > self.since_unix_s and not _is_quiet(line.event):
                 for text in _words(line.event):
                     self._print(text)
         text = status_text(view, follower.alive)
@@ -65,6 +67,13 @@ class _Progress:
 def _words(event: AnyEvent) -> list[str]:
     """An alert with all that it knows; anything else on one line."""
     return alert_lines(event) if isinstance(event, AlertRaised) else [event_text(event)]
+
+
+def _is_quiet(event: AnyEvent) -> bool:
+    """What happens every few steps is in the log, and would bury here what happens once."""
+    if isinstance(event, Phase):
+        return event.name in RECURRING and not event.detail
+    return kind_of(event) in QUIET
 
 
 def _bar(view: RunView) -> str:

@@ -286,7 +286,8 @@ class _Job:
                     hint="look at the steps before it; train.on_non_finite=skip would go on past it",
                 )
             last = step.step == spec.train.steps
-            if last or step.step == begun_at + MEMORY_SETTLED_AFTER:
+            settled = self.device.type == "cuda" and step.step == begun_at + MEMORY_SETTLED_AFTER
+            if last or settled:
                 record.memory_peak(self.log, step.step, self.budget, self.device)
             save = (last and spec.checkpoint.at_end) or _due(step.step, spec.checkpoint.every)
             pause = last or save or _due(step.step, spec.eval.every)
