@@ -153,3 +153,12 @@ def test_arms_without_losses_have_no_parity() -> None:
     silent = outcome("B", losses=[], teacher_loss=None)
     answer = parity(plan(THREADS), outcome("A"), silent)
     assert answer is not None and answer.level == Level.UNKNOWN
+
+
+def test_an_arm_that_ended_early_has_fewer_steps_to_compare_and_no_other_ones() -> None:
+    begun = outcome("B", facts=FACTS | {"tokens per step": [128, 128]})
+    assert equal(plan(THREADS), outcome("A"), begun).level == Level.PASS
+    before_any = outcome("B", facts=FACTS | {"tokens per step": []})
+    assert equal(plan(THREADS), outcome("A"), before_any).level == Level.PASS
+    other = outcome("B", facts=FACTS | {"tokens per step": [128, 64]})
+    assert equal(plan(THREADS), outcome("A"), other).level == Level.FAIL

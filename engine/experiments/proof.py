@@ -116,7 +116,7 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
     for name, may_change in FACTS.items():
         if any(matches(key, may_change) for key in plan.keys):
             continue
-        if name in a.facts and name in b.facts and a.facts[name] != b.facts[name]:
+        if name in a.facts and name in b.facts and _differ(a.facts[name], b.facts[name]):
             text = f"{name} is {_brief(a.facts[name])} in A and {_brief(b.facts[name])} in B"
             return Verdict(Level.FAIL, f"SilentFallback: {text}")
     slowed = (a.slowed or 0.0, b.slowed or 0.0)
@@ -134,6 +134,14 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
         text = "no reading of the clocks fell into the measured steps of both arms"
         return Verdict(Level.UNKNOWN, text)
     return Verdict(Level.PASS, "device, precision, rows, tokens and models are the same")
+
+
+def _differ(a: object, b: object) -> bool:
+    """Lists are of steps, and an arm that was ended early has fewer of them."""
+    if isinstance(a, list) and isinstance(b, list):
+        steps = min(len(a), len(b))
+        return a[:steps] != b[:steps]
+    return a != b
 
 
 def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
