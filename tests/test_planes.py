@@ -91,8 +91,11 @@ def test_planes_hold_the_fields_of_the_blocks(name: str) -> None:
     planes = pack(weight).planes()
     parts = parts_of(weight.blocks.view(15, -1), weight.type)
     if name in ("Q4_K", "Q5_K"):
-        assert list(planes) == ["blocks"]
-        assert torch.equal(planes["blocks"], weight.blocks)
+        blocks = weight.blocks.view(15, -1)
+        assert torch.equal(planes["header"].view(torch.uint8).view(15, 16), blocks[:, :16])
+        nibbles = planes["low"].view(15, 4, 1, 32)
+        codes = torch.cat([nibbles & 15, nibbles >> 4], dim=2).flatten(1)
+        assert torch.equal(codes, parts.code_NE & 15)
         return
     assert same(planes["d"].flatten(), parts.d_N)
     if parts.second_N is not None:
@@ -126,12 +129,16 @@ def test_a_view_at_an_odd_byte_of_a_file_is_packed(name: str) -> None:
     assert torch.equal(unpack(packed).blocks, weight.blocks)
 
 
-def test_aligned_blocks_that_stay_as_they_are_share_their_memory() -> None:
-    weight = random_matrix("Q4_K", rows=6, blocks=2)
-    assert pack(weight).data.data_ptr() == weight.blocks.data_ptr()
-    moved = pack(weight).to("meta")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planes_have_memory_of_their_own(name: str) -> None:
+    weight = random_matrix(name, rows=6, blocks=2)
+    packed = pack(weight)
+    before = packed.data.clone()
+    weight.blocks.zero_()
+    assert torch.equal(packed.data, before)
+    moved = packed.to("meta")
     assert moved.device.type == "meta"
-    assert moved.nbytes == weight.nbytes
+    assert moved.nbytes == packed.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -145,7 +145,7 @@ def test_both_ways_to_unpack_give_the_same_bits(name: str, dtype: torch.dtype) -
                 small_m._product(weight.type, config, dtype, dtype, None, plain=plain),
                 (-(-96 // config.rows), 1),
                 x_MK,
-                *weight.planes().values(),
+                *(weight.planes()[plane] for plane, _ in small_m._PLANES[name]),
                 x_MK,
                 y_MN,
                 96,

@@ -49,27 +49,20 @@ def _scale_and_min(first, middle, last, chunk, ODD: tl.constexpr):
 
 
 @triton.jit
-def _dequantize_k45(
-    blocks_ptr,  # *u8   (blocks, BYTES): d and dmin, three words of scales, high bits, low bits
-    out_ptr,  # *        (blocks, 256)
-    first,
-    count,
-    BYTES: tl.constexpr,  # of a block: 144 for Q4_K, 176 for Q5_K
-    BLOCKS: tl.constexpr,
-):
-    WORDS: tl.constexpr = BYTES // 4
+def _k45(low_ptr, high_ptr, header_ptr, out_ptr, first, count, HIGH: tl.constexpr, BLOCKS):
     block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]
     there = block < count
     chunk = tl.arange(0, 4)[None, :, None]  # of 64 values, in the nibbles of 8 words
     word = tl.arange(0, 8)[None, None, :]
-    source = _as_words(blocks_ptr) + (first + block.to(tl.int64)) * WORDS
-    codes = _words(source + (WORDS - 32) + chunk * 8 + word, there)
-    both = _words(source, there)
-    s0, s1, s2 = _words(source + 1, there), _words(source + 2, there), _words(source + 3, there)
+    source = first + block.to(tl.int64)
+    codes = _words(_as_words(low_ptr) + source * 32 + chunk * 8 + word, there)
+    header = _as_words(header_ptr) + source * 4
+    both = _words(header, there)
+    s0, s1, s2 = _words(header + 1, there), _words(header + 2, there), _words(header + 3, there)
     low, high = codes & 0x0F0F0F0F, (codes >> 4) & 0x0F0F0F0F
-    if BYTES == 176:
+    if HIGH:
         # Bit j of byte l is the top bit of value l of sub-block j.
-        tops = _words(source + 4 + word, there) >> (chunk * 2).to(tl.uint32)
+        tops = _words(_as_words(high_ptr) + source * 8 + word, there) >> (chunk * 2).to(tl.uint32)
         low |= (tops & 0x01010101) << 4
         high |= (tops & 0x02020202) << 3
     d, dmin = _half(both, 0), _half(both, 16)
@@ -80,6 +73,31 @@ def _dequantize_k45(
     out = out_ptr + block.to(tl.int64) * 256 + chunk * 64 + tl.arange(0, 32)[None, None, :]
     tl.store(out, w0.to(out_ptr.dtype.element_ty), mask=there)
     tl.store(out + 32, w1.to(out_ptr.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _dequantize_q4_k(
+    low_ptr,  # *u8      (blocks, 128)
+    header_ptr,  # *i32  (blocks, 4): d and dmin, three words of scales
+    out_ptr,  # *        (blocks, 256)
+    first,
+    count,
+    BLOCKS: tl.constexpr,
+):
+    _k45(low_ptr, low_ptr, header_ptr, out_ptr, first, count, False, BLOCKS)
+
+
+@triton.jit
+def _dequantize_q5_k(
+    low_ptr,  # *u8      (blocks, 128)
+    high_ptr,  # *u8     (blocks, 32)
+    header_ptr,  # *i32  (blocks, 4)
+    out_ptr,  # *        (blocks, 256)
+    first,
+    count,
+    BLOCKS: tl.constexpr,
+):
+    _k45(low_ptr, high_ptr, header_ptr, out_ptr, first, count, True, BLOCKS)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ from engine.kernels.dequantize_32 import (
     _dequantize_q5_1,
     _dequantize_q8_0,
 )
-from engine.kernels.dequantize_k import _dequantize_k45, _dequantize_q6_k
+from engine.kernels.dequantize_k import _dequantize_q4_k, _dequantize_q5_k, _dequantize_q6_k
 from engine.kernels.key import Variant
 from engine.kernels.registry import launch, pointer_type
 from engine.quant.blocks import BLOCK_TYPES, BlockType
@@ -55,8 +55,8 @@ class Tuning:
 
 # Measured on an H200, where each moves its bytes at 0.93 of the rate of a copy or more.
 TUNINGS = {
-    "Q4_K": Tuning(_dequantize_k45, blocks=8, warps=2),
-    "Q5_K": Tuning(_dequantize_k45, blocks=8, warps=2),
+    "Q4_K": Tuning(_dequantize_q4_k, blocks=8, warps=2),
+    "Q5_K": Tuning(_dequantize_q5_k, blocks=8, warps=2),
     "Q6_K": Tuning(_dequantize_q6_k, blocks=4, warps=1),
     "Q8_0": Tuning(_dequantize_q8_0, blocks=64, warps=4),
     "Q4_0": Tuning(_dequantize_q4_0, blocks=64, warps=4),
@@ -71,11 +71,10 @@ def variant(type_: BlockType, dtype: torch.dtype) -> Variant:
     """The kernel that writes values of `dtype`."""
     tuning = TUNINGS[type_.name]
     planes = tuple(pointer_type(part.dtype) for part in fields(type_))
-    constants = {"BYTES": type_.block_bytes} if type_.name in ("Q4_K", "Q5_K") else {}
     return Variant(
         function=tuning.function,
         types=(*planes, pointer_type(dtype), "i64", "i32"),
-        constants=(*constants.items(), ("BLOCKS", tuning.blocks)),
+        constants=(("BLOCKS", tuning.blocks),),
         warps=tuning.warps,
         stages=1,
         fp_fusion=False,

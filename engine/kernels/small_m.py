@@ -51,10 +51,12 @@ _KERNELS: dict[str, dict[str, Any]] = {
     "Q6_K": {"columns": _columns_q6_k, "tiles": _tiles_q6_k},
 }
 _PLANES = {
-    "Q4_K": ("*u8",),
-    "Q5_K": ("*u8",),
-    "Q6_K": ("*u8", "*u8", "*i8", "*fp16"),
+    # Without high bits, the low ones are passed again in their place.
+    "Q4_K": (("low", "*u8"), ("low", "*u8"), ("header", "*i32")),
+    "Q5_K": (("low", "*u8"), ("high", "*u8"), ("header", "*i32")),
+    "Q6_K": (("low", "*u8"), ("high", "*u8"), ("scales", "*i8"), ("d", "*fp16")),
 }
+"""What the kernels have pointers to."""
 
 
 def takes(type_: BlockType, m: int, device: torch.device) -> bool:
@@ -81,11 +83,12 @@ def fused_linear(
     if config.splits > 1:
         y = torch.empty(splits, m, weight.rows, dtype=torch.float32, device=x_MK.device)
     bias = x_MK if bias_N is None else bias_N
+    planes = weight.planes()
     launch(
         _product(weight.type, config, x_MK.dtype, y.dtype, _dtype(bias_N)),
         (triton.cdiv(weight.rows, config.rows), splits),
         x_MK,
-        *weight.planes().values(),
+        *(planes[name] for name, _ in _PLANES[weight.type.name]),
         bias,
         y,
         weight.rows,
@@ -149,7 +152,7 @@ def _product(
     later. `plain` keeps the form without PTX where that is not the only one."""
     constants: list[tuple[str, Constant]] = []
     if type_.name != "Q6_K":
-        constants.append(("BYTES", type_.block_bytes))
+        constants.append(("HIGH", 16 if type_.name == "Q5_K" else 0))
     constants += [
         ("MP", config.padded),
         ("ROWS", config.rows),
@@ -157,11 +160,12 @@ def _product(
         ("PLAIN", plain or dtype == torch.float32 or bool(knobs.runtime.interpret)),
         ("STAGES", config.stages),
     ]
-    pointers: list[torch.dtype | str] = [dtype, *_PLANES[type_.name]]
-    pointers += [dtype if bias is None else bias, out]
+    planes = (type_name for _, type_name in _PLANES[type_.name])
+    pointers = [pointer_type(dtype), *planes]
+    pointers += [pointer_type(dtype if bias is None else bias), pointer_type(out)]
     return Variant(
         function=_KERNELS[type_.name][config.family],
-        types=(*(p if isinstance(p, str) else pointer_type(p) for p in pointers), *["i32"] * 4),
+        types=(*pointers, *["i32"] * 4),
         constants=tuple(constants),
         warps=config.warps,
         stages=config.stages,

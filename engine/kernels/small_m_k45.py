@@ -33,10 +33,11 @@ from engine.kernels.small_m_parts import codes, floats, four_words, half, inputs
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-# Arguments of both: `x_ptr` to (m, row_blocks * 256); `blocks_ptr`, *u8, to (rows, row_blocks,
-# BYTES); `bias_ptr` to (rows), read if BIAS; `y_ptr` to (splits, m, rows). Program (i, s) does rows
-# ROWS i to ROWS (i + 1), blocks s split_blocks to (s + 1) split_blocks. BYTES is 144 for Q4_K, 176
-# for Q5_K; MP the power of two that m is padded to.
+# Arguments of both: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8 (rows,
+# row_blocks, 128), `high_ptr`, *u8 (.., 32), and `header_ptr`, *i32 (.., 4); `bias_ptr` to (rows), read
+# if BIAS; `y_ptr` to (splits, m, rows). Program (i, s) does rows ROWS i to ROWS (i + 1), blocks s
+# split_blocks to (s + 1) split_blocks. HIGH is 0 for Q4_K, for which `high_ptr` is not read, and for
+# Q5_K the bit of a code that is high, 16; MP the power of two that m is padded to.
 # Shapes: R rows of W, K words of a block or of a chunk, N columns, M rows of x, L values of a
 # sub-block
 
@@ -69,14 +70,16 @@ def _late(first, second, third, J: tl.constexpr):
 @triton.jit
 def _columns_k45(
     x_ptr,
-    blocks_ptr,
+    low_ptr,
+    high_ptr,
+    header_ptr,
     bias_ptr,
     y_ptr,
     rows,
     row_blocks,
     m,
     split_blocks,
-    BYTES: tl.constexpr,
+    HIGH: tl.constexpr,
     MP: tl.constexpr,
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -85,7 +88,6 @@ def _columns_k45(
 ):
     DOT: tl.constexpr = x_ptr.dtype.element_ty
     OFFSET: tl.constexpr = 1024.0 if DOT == tl.float16 else 128.0
-    HIGH: tl.constexpr = 16 if BYTES == 176 else 0
     # The words of a block are taken in runs that have the same bits of `high`.
     RUN: tl.constexpr = 64 if HIGH == 0 else 16
     # One row of x has a column for each of 8 sub-blocks; more rows have one for each of 4 chunks,
@@ -94,11 +96,12 @@ def _columns_k45(
     N: tl.constexpr = 8 if SINGLE else 4 * MP
     first_row = tl.program_id(0) * ROWS
     row_R = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-    base_R = blocks_ptr + row_R * (row_blocks * BYTES)
-    header_R = base_R.to(tl.pointer_type(tl.int32))
+    header_R = header_ptr + row_R * (row_blocks * 4)
     i_K = tl.arange(0, RUN)
-    words = (base_R + (BYTES - 128)).to(tl.pointer_type(tl.int16))[:, None] + i_K[None, :]
-    high_words = (base_R + 16).to(tl.pointer_type(tl.int16))[:, None] + i_K[None, :]
+    words = low_ptr.to(tl.pointer_type(tl.int16)) + (row_R * (row_blocks * 64))[:, None]
+    words += i_K[None, :]
+    high_words = high_ptr.to(tl.pointer_type(tl.int16)) + (row_R * (row_blocks * 16))[:, None]
+    high_words += i_K[None, :]
     n_N = tl.arange(0, N)
     chunk_N = n_N // (2 if SINGLE else MP)
     m_N = n_N * 0 if SINGLE else n_N % MP
@@ -109,13 +112,13 @@ def _columns_k45(
     end = tl.minimum(start + split_blocks, row_blocks)
     for step in tl.range(start, end, num_stages=STAGES):
         b = turned(step, start, end)
-        both_R, first_R, second_R, third_R = four_words(header_R + b * (BYTES // 4))
+        both_R, first_R, second_R, third_R = four_words(header_R + b * 4)
         if HIGH != 0:
-            high = tl.load(high_words + b * (BYTES // 2), eviction_policy="evict_first")
+            high = tl.load(high_words + b * 16, eviction_policy="evict_first")
         p_RN = tl.zeros([ROWS, N], tl.float32)
         q_RN = tl.zeros([ROWS, N], tl.float32)
         for run in tl.static_range(64 // RUN):
-            at = b * (BYTES // 2) + run * RUN
+            at = b * 64 + run * RUN
             low = tl.load(words + at, eviction_policy="evict_first")
             if HIGH == 0:
                 high = low
@@ -165,14 +168,16 @@ def _columns_k45(
 @triton.jit
 def _tiles_k45(
     x_ptr,
-    blocks_ptr,
+    low_ptr,
+    high_ptr,
+    header_ptr,
     bias_ptr,
     y_ptr,
     rows,
     row_blocks,
     m,
     split_blocks,
-    BYTES: tl.constexpr,
+    HIGH: tl.constexpr,
     MP: tl.constexpr,
     ROWS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -180,27 +185,27 @@ def _tiles_k45(
     STAGES: tl.constexpr,
 ):
     DOT: tl.constexpr = x_ptr.dtype.element_ty
-    HIGH: tl.constexpr = 16 if BYTES == 176 else 0
     first_row = tl.program_id(0) * ROWS
     row_R = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-    base_R = blocks_ptr + row_R * (row_blocks * BYTES)
     i_K = tl.arange(0, 16)
     m_M = tl.arange(0, MP)
     there_M = m_M < m
     x_M = m_M * (row_blocks * 128)
-    words = (base_R + (BYTES - 128)).to(tl.pointer_type(tl.int16))[:, None] + i_K[None, :]
-    high_words = (base_R + 16).to(tl.pointer_type(tl.int16))[:, None] + i_K[None, :]
-    header_R = base_R.to(tl.pointer_type(tl.int32))
+    words = low_ptr.to(tl.pointer_type(tl.int16)) + (row_R * (row_blocks * 64))[:, None]
+    words += i_K[None, :]
+    high_words = high_ptr.to(tl.pointer_type(tl.int16)) + (row_R * (row_blocks * 16))[:, None]
+    high_words += i_K[None, :]
+    header_R = header_ptr + row_R * (row_blocks * 4)
     y_RM = tl.zeros([ROWS, MP], tl.float32)
     start = tl.program_id(1) * split_blocks
     end = tl.minimum(start + split_blocks, row_blocks)
     for step in tl.range(start, end, num_stages=STAGES):
         b = turned(step, start, end)
-        both_R, first_R, second_R, third_R = four_words(header_R + b * (BYTES // 4))
+        both_R, first_R, second_R, third_R = four_words(header_R + b * 4)
         if HIGH != 0:
-            high = tl.load(high_words + b * (BYTES // 2))
+            high = tl.load(high_words + b * 16)
         for c in tl.static_range(4):
-            low = tl.load(words + b * (BYTES // 2) + c * 16, eviction_policy="evict_first")
+            low = tl.load(words + b * 64 + c * 16, eviction_policy="evict_first")
             if HIGH == 0:
                 high = low
             for u in tl.static_range(2):

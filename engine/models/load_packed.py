@@ -76,7 +76,7 @@ def packed_decoder_of(
         if isinstance(source, QuantTensor) and len(source.shape) == 2:
             on_device = source.to(device)
             problems.extend(_non_finite_blocks(name, on_device))
-            _replace(decoder, path, _own(pack(on_device), source), scratch, kernel)
+            _replace(decoder, path, pack(on_device), scratch, kernel)
         else:
             values = as_floats(source, dtype, device)
             problems.extend(non_finite(name, source, values))
@@ -104,13 +104,6 @@ def _replace(
         decoder.set_submodule(path, PackedEmbedding(weight, scratch))
     else:
         decoder.set_submodule(path, PackedLinear(weight, scratch, kernel=kernel))
-
-
-def _own(weight: PackedMatrix, source: QuantTensor) -> PackedMatrix:
-    """`weight` in memory of its own: on a CPU, packing may answer the mapped file itself."""
-    if weight.data.data_ptr() != source.blocks.data_ptr():
-        return weight
-    return PackedMatrix(weight.type, weight.rows, weight.columns, weight.data.clone())
 
 
 def _non_finite_blocks(name: str, weight: QuantTensor) -> list[str]:

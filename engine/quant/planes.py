@@ -1,17 +1,20 @@
 """A quantized matrix in the order in which a GPU reads it fast: same bytes, same bits, other places.
 
-Threads of a GPU load 16 bytes at once, from addresses that are multiples of 16. Blocks of Q4_K (144
-bytes) and Q5_K (176) start at such addresses when the first one does, and stay as they are. Blocks
-of the other types do not (Q6_K has 210 bytes), and are taken apart into planes: all rows' low bits,
-then all rows' high bits, and so on. The fields keep their bytes and the order of their bits.
+Threads of a GPU load 16 bytes at once, from addresses that are multiples of 16, and those of a warp
+load fastest what lies side by side. So blocks are taken apart into planes: all rows' low bits, then
+all rows' high bits, and so on. The fields keep their bytes and the order of their bits.
 
-    type        planes, each with the bytes of one block
-    Q4_K, Q5_K  blocks 144, 176
-    Q6_K        low 128     high 64    scales 16   d 2
-    Q8_0        low 32                             d 2
-    Q4_0        low 16                             d 2
-    Q5_0        low 16      high 4                 d 2
-    Q5_1        low 16      high 4                 d 2     second 2
+    type   planes, each with the bytes of one block
+    Q4_K   low 128              header 16
+    Q5_K   low 128   high 32    header 16
+    Q6_K   low 128   high 64    scales 16   d 2
+    Q8_0   low 32                           d 2
+    Q4_0   low 16                           d 2
+    Q5_0   low 16    high 4                 d 2
+    Q5_1   low 16    high 4                 d 2   second 2
+
+The header is d, dmin and the 6-bit scales. Memory moves in pieces of 32 bytes: beside the low bits,
+where blocks have it, half of a piece is fetched with each side of it.
 
 A plane holds the rows one after the other and starts at a multiple of 16 bytes, so the whole is
 longer than the blocks by less than 16 bytes a plane. `unpack(pack(w))` gives w's bytes back, hence a
@@ -59,8 +62,11 @@ class Field:
 @cache
 def _fields(type_: BlockType) -> tuple[Field, ...]:
     layout = LAYOUTS[type_.name]
-    if type_.block_bytes % ALIGNMENT_BYTES == 0:
-        return (Field("blocks", 0, type_.block_bytes),)
+    if type_.name in ("Q4_K", "Q5_K"):
+        parts = [Field("low", layout.low.start, layout.low.count)]
+        if layout.high is not None:
+            parts.append(Field("high", layout.high.start, layout.high.count))
+        return (*parts, Field("header", 0, 16, torch.int32))
     codes = torch.int8 if layout.low.width == 8 else torch.uint8
     found = [Field("low", layout.low.start, layout.low.count, codes)]
     if layout.high is not None:
@@ -159,10 +165,8 @@ def packed_bytes(type_: BlockType, rows: int, columns: int) -> int:
 
 
 def pack(weight: QuantTensor) -> PackedMatrix:
-    """The planes of a matrix in blocks, on the same device, without another temporary.
-
-    Q4_K and Q5_K share the memory of `weight` if it lies as it has to.
-    """
+    """The planes of a matrix in blocks, on the same device, in memory of their own and without
+    another temporary."""
     if len(weight.shape) != 2:
         raise QuantError.expected(
             f"packed {weight.type.name} matrix", "shape", "rows x columns", str(weight.shape)
@@ -170,14 +174,11 @@ def pack(weight: QuantTensor) -> PackedMatrix:
     rows, columns = weight.shape
     count = packed_bytes(weight.type, rows, columns)
     blocks = weight.blocks
-    parts = fields(weight.type)
-    if len(parts) == 1 and blocks.is_contiguous() and blocks.data_ptr() % ALIGNMENT_BYTES == 0:
-        return PackedMatrix(weight.type, rows, columns, blocks.view(-1))
     data = torch.zeros(count, dtype=torch.uint8, device=blocks.device)
     packed = PackedMatrix(weight.type, rows, columns, data)
     blocks_RNB = blocks.view(rows, packed.row_blocks, weight.type.block_bytes)
     planes = packed.planes()
-    for part in parts:
+    for part in fields(weight.type):
         plane_RNB = planes[part.name].view(torch.uint8).view(rows, packed.row_blocks, part.count)
         plane_RNB.copy_(blocks_RNB[:, :, part.start : part.start + part.count])
     return packed
