@@ -1,10 +1,15 @@
 """The loss head alone: hidden states of student and teacher in, loss and gradients out.
 
     arm            what it does
-    kd             engine.distill.loss, alpha between 0 and 1: our chunked forward and backward
-    ce             the same with alpha = 1: no teacher
+    products       the four matrix products that nothing can do without, in bf16, and nothing else
+    fp32 products  the same with fp32 results, as a loss needs them that keeps its digits
+    ce, kd         engine.distill.loss with alpha 1 and 0.5: cross entropy, and with a teacher
+                   eager and fused: the two forms of what is between the products
+    kd packed      kd with the teacher's head in blocks (Q6_K), made floats slice by slice
     plain          whole logits, log_softmax and autograd, as it is usually written
-    products       the matrix products that no implementation can do without, and nothing else
+
+Beside the times: how far the gradients are from those of float64 on the same tensors, as
+|g - g64| / |g64| over all numbers, and the most memory that a call takes beside its arguments.
 
 Shapes default to a Qwen2.5-7B teacher and a 0.5B student: 8192 tokens, widths 3584 and 896, a
 vocabulary of 151936 with 128 more columns in the teacher.
@@ -12,17 +17,32 @@ vocabulary of 151936 with 128 more columns in the teacher.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.bench.random_weights import random_blocks
 from engine.bench.rows import BenchRow
 from engine.bench.timing import Timing, time_arms
-from engine.distill.loss import distillation_loss
+from engine.distill.choose_loss import choose_loss_kernel
+from engine.distill.loss import default_chunk_rows, distillation_loss
+from engine.distill.loss_job import LossKernel
+from engine.kernels.dequantize import has_triton
+from engine.kernels.linear import Scratch
+from engine.models.head import Head
+from engine.models.packed import PackedHead, reserve
+from engine.models.product import multiply
+from engine.quant.blocks import BLOCK_TYPES
+from engine.quant.planes import pack
 
-# Shapes: N tokens, V student vocabulary, W teacher vocabulary, D student width, E teacher width
+# Shapes: N tokens, C tokens of a chunk, V student vocabulary, W teacher vocabulary, D student width,
+# E teacher width
+
+ORACLE_ROWS = 512
+"""Tokens whose logits are held at a time in float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,65 +65,185 @@ class LossShape:
         return float((heads + states) * element + self.vocabulary * self.width * 4)
 
 
-def loss_rows(
-    device: torch.device, shape: LossShape, *, temperature: float = 2.0, rounds: int = 10
-) -> list[BenchRow]:
-    """Every arm, in turns. `ratio` is the speed relative to `plain`; that arm is left out where its
-    logits do not fit in memory."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator(device=device).manual_seed(0)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossBench:
+    rows: list[BenchRow]
+    gradient_errors: dict[str, tuple[float, float]]
+    """Of the hidden states' and the head's, by arm."""
+    extra_bytes: dict[str, int]
+    """The most that was allocated during a call, beside its arguments; empty on a CPU."""
 
-    def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=device, dtype=dtype)
 
-    hidden_ND = random(shape.tokens, shape.width).requires_grad_()
-    head_VD = (random(shape.vocabulary, shape.width) * 0.05).requires_grad_()
-    teacher_NE = random(shape.tokens, shape.teacher_width)
-    teacher_WE = random(shape.teacher_vocabulary, shape.teacher_width) * 0.02
-    labels_N = torch.randint(0, shape.vocabulary, (shape.tokens,))
-    on_device_N = labels_N.to(device)
+class _Loss:
+    """Random tensors of one shape, and calls over them."""
 
-    def ours(alpha: float) -> None:
-        hidden_ND.grad = head_VD.grad = None
+    def __init__(self, device: torch.device, shape: LossShape, temperature: float) -> None:
+        self.shape, self.temperature, self.device = shape, temperature, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        generator = torch.Generator(device=device).manual_seed(0)
+
+        def random(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, device=device, dtype=self.dtype)
+
+        self.hidden_ND = random(shape.tokens, shape.width).requires_grad_()
+        self.head_VD = (random(shape.vocabulary, shape.width) * 0.05).requires_grad_()
+        self.teacher_NE = random(shape.tokens, shape.teacher_width)
+        self.teacher_WE = random(shape.teacher_vocabulary, shape.teacher_width) * 0.02
+        labels = torch.Generator().manual_seed(0)
+        self.labels_N = torch.randint(0, shape.vocabulary, (shape.tokens,), generator=labels)
+        self.on_device_N = self.labels_N.to(device)
+
+    def packed_head(self) -> Head:
+        size = (self.shape.teacher_vocabulary, self.shape.teacher_width)
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        weight = pack(random_blocks(BLOCK_TYPES["Q6_K"], size, generator))
+        scratch = Scratch(self.device, self.dtype)
+        # A layer of the teacher, which shares the scratch, has made it as large as it may be.
+        reserve(scratch, weight, whole=True)
+        return PackedHead(weight, scratch)
+
+    def ours(self, alpha: float, kernel: LossKernel, head: Head | None = None) -> None:
+        self.hidden_ND.grad = self.head_VD.grad = None
         terms = distillation_loss(
-            hidden_ND,
-            head_VD,
-            teacher_NE,
-            teacher_WE,
-            labels_N,
+            self.hidden_ND,
+            self.head_VD,
+            self.teacher_NE if alpha != 1 else None,
+            (self.teacher_WE if head is None else head) if alpha != 1 else None,
+            self.labels_N,
             alpha=alpha,
-            temperature=temperature,
-            denominator=float(shape.tokens),
+            temperature=self.temperature,
+            denominator=float(self.shape.tokens),
+            kernel=kernel,
         )
         torch.autograd.backward(terms.loss)
 
-    def plain() -> None:
-        hidden_ND.grad = head_VD.grad = None
-        z_NV = (hidden_ND @ head_VD.t()).float()
-        t_NV = (teacher_NE @ teacher_WE[: shape.vocabulary].t()).float()
-        log_q_NV = F.log_softmax(z_NV / temperature, dim=1)
-        log_p_NV = F.log_softmax(t_NV / temperature, dim=1)
+    def plain(self) -> None:
+        self.hidden_ND.grad = self.head_VD.grad = None
+        z_NV = (self.hidden_ND @ self.head_VD.t()).float()
+        t_NV = (self.teacher_NE @ self.teacher_WE[: self.shape.vocabulary].t()).float()
+        log_q_NV = F.log_softmax(z_NV / self.temperature, dim=1)
+        log_p_NV = F.log_softmax(t_NV / self.temperature, dim=1)
         kd = F.kl_div(log_q_NV, log_p_NV, reduction="batchmean", log_target=True)
-        loss = 0.5 * F.cross_entropy(z_NV, on_device_N) + 0.5 * temperature**2 * kd
+        loss = 0.5 * F.cross_entropy(z_NV, self.on_device_N) + 0.5 * self.temperature**2 * kd
         torch.autograd.backward(loss)
 
-    def products() -> None:
-        step = 1024
-        with torch.no_grad():
-            for start in range(0, shape.tokens, step):
-                h_CD = hidden_ND[start : start + step]
-                z_CV = h_CD @ head_VD.t()
-                _ = teacher_NE[start : start + step] @ teacher_WE[: shape.vocabulary].t()
-                _ = z_CV @ head_VD
-                _ = z_CV.t() @ h_CD
+    def products(self, out: torch.dtype) -> Callable[[], None]:
+        """The products of the fused form's chunks, into memory that is there already."""
+        shape, h_ND, w_VD = self.shape, self.hidden_ND.detach(), self.head_VD.detach()
+        most = default_chunk_rows(self.device, shape.vocabulary, "fused")
+        step = -(-shape.tokens // -(-shape.tokens // most))
 
-    arms = {"products": products, "ce": lambda: ours(1.0), "kd": lambda: ours(0.5)}
+        def empty(*size: int, dtype: torch.dtype = out) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=self.device)
+
+        z_CV, t_CV = empty(step, shape.vocabulary), empty(step, shape.vocabulary)
+        dz_CV = torch.randn(step, shape.vocabulary, device=self.device, dtype=self.dtype)
+        dh_ND, dw_VD = empty(shape.tokens, shape.width), empty(shape.vocabulary, shape.width)
+
+        def run() -> None:
+            for start in range(0, shape.tokens, step):
+                rows = slice(start, min(start + step, shape.tokens))
+                count = rows.stop - start
+                multiply(z_CV[:count], h_ND[rows], w_VD.t())
+                multiply(
+                    t_CV[:count], self.teacher_NE[rows], self.teacher_WE[: shape.vocabulary].t()
+                )
+                multiply(dh_ND[rows], dz_CV[:count], w_VD)
+                multiply(dw_VD, dz_CV[:count].t(), h_ND[rows], add=start > 0)
+
+        return run
+
+    def oracle(self) -> tuple[Tensor, Tensor]:
+        """The gradients in float64."""
+        hidden_ND = self.hidden_ND.detach().double().requires_grad_()
+        head_VD = self.head_VD.detach().double().requires_grad_()
+        terms = distillation_loss(
+            hidden_ND,
+            head_VD,
+            self.teacher_NE.double(),
+            self.teacher_WE.double(),
+            self.labels_N,
+            alpha=0.5,
+            temperature=self.temperature,
+            denominator=float(self.shape.tokens),
+            chunk_rows=ORACLE_ROWS,
+        )
+        dh_ND, dw_VD = torch.autograd.grad(terms.loss, (hidden_ND, head_VD))
+        return dh_ND, dw_VD
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        assert self.hidden_ND.grad is not None and self.head_VD.grad is not None
+        return self.hidden_ND.grad, self.head_VD.grad
+
+
+def bench_loss(
+    device: torch.device, shape: LossShape, *, temperature: float = 2.0, rounds: int = 10
+) -> LossBench:
+    """Every arm, in turns. `ratio` is the speed relative to `plain`; that arm is left out where its
+    logits do not fit in memory, and the fused ones where there is no GPU for them."""
+    work = _Loss(device, shape, temperature)
+    calls: dict[str, Callable[[], None]] = {
+        "ce, eager": lambda: work.ours(1.0, "eager"),
+        "kd, eager": lambda: work.ours(0.5, "eager"),
+    }
+    if _runs_fused(device):
+        calls["ce, fused"] = lambda: work.ours(1.0, "fused")
+        calls["kd, fused"] = lambda: work.ours(0.5, "fused")
+        if shape.teacher_width % 256 == 0:
+            packed = work.packed_head()
+            calls["kd packed, fused"] = lambda: work.ours(0.5, "fused", packed)
     # Six whole logits in fp32 live at once in the plain form.
     if _free_bytes(device) > 8 * 4 * shape.tokens * shape.vocabulary:
-        arms["plain"] = plain
+        calls["plain"] = work.plain
+    errors: dict[str, tuple[float, float]] = {}
+    extra: dict[str, int] = {}
+    wanted = work.oracle()
+    for name, call in calls.items():
+        most = _extra_bytes(call, work, device)
+        if most is not None:
+            extra[name] = most
+        if name in ("kd, eager", "kd, fused", "plain"):
+            dh, dw = (_error(*pair) for pair in zip(work.gradients(), wanted, strict=True))
+            errors[name] = (dh, dw)
+    del wanted
+    work.hidden_ND.grad = work.head_VD.grad = None
+    arms = {
+        "products": work.products(work.dtype),
+        "fp32 products": work.products(torch.float32),
+        **calls,
+    }
     times = time_arms(arms, device, rounds=rounds)
     base = times.get("plain")
-    return [_row(name, timing, base, shape, dtype) for name, timing in times.items()]
+    rows = [_row(name, timing, base, shape, work.dtype) for name, timing in times.items()]
+    return LossBench(rows=rows, gradient_errors=errors, extra_bytes=extra)
+
+
+def _runs_fused(device: torch.device) -> bool:
+    decision = choose_loss_kernel(
+        "auto",
+        device=device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+        has_triton=has_triton(),
+        divergence="forward_kl",
+    )
+    return decision.choice == "fused"
+
+
+def _extra_bytes(call: Callable[[], None], work: _Loss, device: torch.device) -> int | None:
+    """Calls once. The gradients that it leaves are part of what it takes."""
+    work.hidden_ND.grad = work.head_VD.grad = None
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    call()
+    return int(torch.cuda.max_memory_allocated(device) - before)
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -120,7 +260,7 @@ def _row(
     arm: str, timing: Timing, base: Timing | None, shape: LossShape, dtype: torch.dtype
 ) -> BenchRow:
     flop = shape.flop
-    if arm == "ce":
+    if arm.startswith("ce"):
         flop = 2.0 * shape.tokens * shape.vocabulary * 3 * shape.width
     return BenchRow(
         arm=arm,
@@ -131,6 +271,6 @@ def _row(
         flop=flop,
         bytes=shape.bytes(dtype.itemsize),
         ratio=base.seconds / timing.seconds
-        if base is not None and arm in ("kd", "plain")
+        if base is not None and arm.startswith(("kd", "plain"))
         else None,
     )
