@@ -21,6 +21,11 @@ A CPU has no fused norm: it also keeps the normed values, 4 bytes each, and q an
 theirs. The CUDA kernel that does not share heads counts its logsumexp in blocks of 32 tokens, and
 wants the rows of the mask in multiples of 8: otherwise each layer keeps a padded mask of its own.
 
+Packed attention has no mask, and its kernel shares heads. A compiled layer makes again what is cheap to
+make: it keeps its input in the residual's dtype, what o answers in that of the products, in the place of
+a second residual, and three parts of the feed-forward, gate, up and the product. With checkpointing only
+each layer's input is kept, and in the backward pass what one layer keeps comes beside it.
+
 Covered: what `engine.models.decoder` does with documents given, on CUDA and CPU; a test compares
 the sum with what autograd holds. Not covered: workspaces inside kernels.
 """
@@ -47,6 +52,9 @@ class Forward:
     """CUDA has a kernel for the norms, a CPU has not."""
     shares_heads: bool
     """Whether attention takes fewer key/value heads than query heads without copying them."""
+    packed: bool = False
+    compiled: bool = False
+    checkpointing: bool = False
 
     @property
     def tokens(self) -> int:
@@ -54,25 +62,44 @@ class Forward:
 
     def kept(self) -> dict[str, int]:
         """Bytes that autograd keeps until the backward pass, by what they are."""
+        if not self.checkpointing:
+            return self._kept_whole()
+        c, r = self.config, self.residual_bytes
+        inputs = (c.num_hidden_layers + 1) * self.tokens * r * c.hidden_size
+        return {
+            "inputs of the layers": inputs + 4 * self.tokens,
+            "positions": self.tokens * (self.product_bytes * c.head_dim + 8),
+            "masks": self.mask(),
+        }
+
+    def again(self) -> int:
+        """What the backward pass makes again of one layer and keeps while it is in it."""
+        if not self.checkpointing:
+            return 0
+        whole = sum(self._kept_whole().values())
+        return whole // self.config.num_hidden_layers
+
+    def _kept_whole(self) -> dict[str, int]:
         c, p, r = self.config, self.product_bytes, self.residual_bytes
         query, shared = query_width(c), shared_width(c)
         heads = c.num_attention_heads + c.num_key_value_heads
         norms = r * c.hidden_size + 4
         if not self.fused_norms:
             norms += 4 * c.hidden_size
-        keys = 2 * shared if self.shares_heads else 2 * query
+        keys = 2 * shared if self._shares else 2 * query
         head_norms = 0
         if c.qk_norm:
             each = p if self.fused_norms else 8
             head_norms = each * (query + shared) + 4 * heads
         layers = c.num_hidden_layers * self.tokens
+        second = p * c.hidden_size + 4 if self.compiled else norms
         return {
-            "norm inputs": (2 * c.num_hidden_layers + 1) * self.tokens * norms,
+            "norm inputs": layers * (norms + second) + self.tokens * norms,
             "product inputs": layers * 2 * p * c.hidden_size,
             "q, k, v": layers * p * (query + keys),
             "attention output": layers * p * query + self._logsumexp(),
             "head norms": layers * head_norms,
-            "feed-forward": layers * 4 * p * c.intermediate_size,
+            "feed-forward": layers * (3 if self.compiled else 4) * p * c.intermediate_size,
             "positions": self.tokens * (p * c.head_dim + 8),
             "masks": self._masks(),
             "weights as the products read them": self.cast_weights(),
@@ -88,12 +115,16 @@ class Forward:
         return self.product_bytes * numbers
 
     def mask(self) -> int:
-        return self.product_bytes * self.rows * self.seq_len**2
+        return 0 if self.packed else self.product_bytes * self.rows * self.seq_len**2
+
+    @property
+    def _shares(self) -> bool:
+        return self.shares_heads or self.packed
 
     @property
     def _pads(self) -> bool:
         """Whether attention runs in CUDA's memory-efficient kernel."""
-        return self.fused_norms and not self.shares_heads
+        return self.fused_norms and not self._shares
 
     def _logsumexp(self) -> int:
         length = _rounded_up(self.seq_len, 32) if self._pads else self.seq_len
@@ -113,14 +144,14 @@ class Forward:
         """
         c, p, r = self.config, self.product_bytes, self.residual_bytes
         query, shared = query_width(c), shared_width(c)
-        keys = 0 if self.shares_heads else 2 * query
+        keys = 0 if self._shares else 2 * query
         # The input of the layer, the sum with the attention's answer, and its norm.
         stream = 2 * r * c.hidden_size + p * c.hidden_size
         feed_forward = stream + 3 * p * c.intermediate_size
         attention = stream + p * (2 * query + 2 * shared + keys) + 4 * c.num_attention_heads
         widest = self.tokens * max(feed_forward, attention)
         # Two masks of one byte while the one of numbers is made.
-        making = 2 * self.rows * self.seq_len**2
+        making = 0 if self.packed else 2 * self.rows * self.seq_len**2
         return self.mask() + max(widest, making) + self.tokens * p * c.head_dim
 
 
