@@ -1,17 +1,26 @@
-"""A whole teacher: hidden states of a batch, with dense weights and with weights in blocks.
+"""A whole teacher: hidden states of a batch of packed documents, every way that a run may have it.
 
-    arm                  weights
-    dequantized          dense bf16, made from the same blocks
-    quantized            in their blocks; the product is chosen by the number of rows
+    arm                    weights                     layers
+    dequantized            dense bf16                  as written
+    dequantized compiled   the same                    compiled, q|k|v and gate|up joined
+    fp8 compiled           8-bit floats                compiled
+    quantized              in their blocks             as written
+    quantized compiled     the same                    compiled around the products
 
-Both are the same decoder on the same tokens, so beside the times stands how far the hidden states are
-from each other. Memory is what the allocator holds after loading and at the peak of a forward pass.
+All are the same decoder of the same blocks on the same tokens, so beside the times stands how far each
+one's hidden states are from those of dense layers as written. With random weights that distance says
+little of a trained teacher: what fp8 costs one is measured where it is used (`engine.teachers.fp8`).
+
+The bound of every arm is the dense arm's: products at the rate of bf16. That of fp8 alone is beside the
+table. Memory is what the allocator holds after loading and at the peak of a forward pass. On a CPU the
+layers are as written, and the products of fp8 are a slow oracle, left out.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,12 +29,19 @@ from engine.bench.random_weights import RandomWeights
 from engine.bench.rows import BenchRow
 from engine.bench.timing import Timing, time_arms
 from engine.formats.weights import WeightFile
+from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.fp8 import DTYPE, product
+from engine.models.fp8_load import fp8_decoder_of
 from engine.models.freeze import freeze
 from engine.models.load import decoder_of
 from engine.models.load_packed import packed_decoder_of
 from engine.models.packed_size import packed_size
+from engine.teachers.compiled import CompiledForward, compile_layers
+
+DOCUMENTS = 3
+"""In each row."""
 
 SHAPES = {
     "qwen2.5-0.5b": dict(
@@ -65,65 +81,109 @@ class TeacherBench:
     rows: list[BenchRow]
     packed_bytes: int
     """Of the file's tensors in blocks, with what stays in floats as bf16."""
-    resident_bytes: dict[str, int | None]
+    resident_bytes: dict[str, int | None] = field(default_factory=dict)
     """What the allocator holds after loading; None on a CPU."""
-    peak_bytes: dict[str, int | None]
-    relative_rms: float
-    """Distance of the two arms' hidden states by their size."""
+    peak_bytes: dict[str, int | None] = field(default_factory=dict)
+    """At most during a forward pass, beside what other arms hold; None on a CPU."""
+    relative_rms: dict[str, float] = field(default_factory=dict)
+    """Distance of each arm's hidden states from those of dense layers as written, by their size."""
+    first_s: dict[str, float] = field(default_factory=dict)
+    """Of the first forward pass: what compiling takes is in it."""
+    fp8_flop_per_s: float | None = None
+    """The rate of one large product of 8-bit floats in the same run."""
 
 
 def bench_teacher(
-    weights: WeightFile, config: ModelConfig, device: torch.device, *, rows: int, seq_len: int,
+    weights: WeightFile,
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    rows: int,
+    seq_len: int,
     rounds: int = 5,
-) -> TeacherBench:  # fmt: skip
-    """Both backends on `rows` x `seq_len` random tokens; `ratio` is the speed relative to the dense
-    one."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    resident: dict[str, int | None] = {}
-    decoders: dict[str, Decoder] = {}
-    for name, make in (("quantized", packed_decoder_of), ("dequantized", decoder_of)):
+) -> TeacherBench:
+    """Every arm on `rows` x `seq_len` random tokens; `ratio` is the speed relative to dense layers as
+    written."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    size = packed_size(config, weights)
+    found = TeacherBench(
+        rows=[],
+        packed_bytes=size.weight_bytes(dtype.itemsize),
+        fp8_flop_per_s=_fp8_rate(device) if cuda else None,
+    )
+    tokens_BT = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
+    place_T = torch.arange(seq_len, device=device)
+    documents_BT = (place_T * DOCUMENTS // seq_len).expand(rows, -1).contiguous()
+    makes = {"dequantized": decoder_of, "quantized": packed_decoder_of}
+    if cuda:
+        makes = {**makes, "fp8": fp8_decoder_of}
+    arms: dict[str, Callable[[], Tensor]] = {}
+    linears = 0
+    for name, make in makes.items():
         before = _held(device)
         if isinstance(weights, RandomWeights):
             weights.generator.manual_seed(0)
-        decoders[name] = freeze(make(weights, dtype, device))
+        decoder = freeze(make(weights, dtype, device))
         after = _held(device)
-        resident[name] = None if before is None or after is None else after - before
-    tokens_BT = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
-    peaks: dict[str, int | None] = {}
-    answers = {}
-    with torch.inference_mode():
-        for name, decoder in decoders.items():
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            answers[name] = decoder.hidden(tokens_BT).float()
-            peaks[name] = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        gap = answers["quantized"] - answers["dequantized"]
-        relative = float(gap.norm() / answers["dequantized"].norm())
-        del answers, gap
-        times = time_arms(
-            {name: _forward(decoder, tokens_BT) for name, decoder in decoders.items()},
-            device,
-            rounds=rounds,
+        found.resident_bytes[name] = None if before is None or after is None else after - before
+        if name == "dequantized":
+            linears = sum(b.numel() for b in decoder.layers.buffers() if b.ndim == 2)
+        if cuda:
+            decoder.packed = True
+            compile_layers(decoder, seq_len)
+            remember(documents_BT, documents_BT.cpu().numpy())
+            arms[f"{name} compiled"] = _forward(decoder, tokens_BT, documents_BT, True)
+        # As written, fp8 rounds activations in many small kernels: no way that a run would take.
+        if name != "fp8":
+            arms[name] = _forward(decoder, tokens_BT, documents_BT, False)
+    wanted_BTE = arms["dequantized"]().float()
+    for name, arm in arms.items():
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        begun = time.perf_counter()
+        gap_BTE = arm().float() - wanted_BTE
+        found.relative_rms[name] = float(gap_BTE.norm() / wanted_BTE.norm())
+        found.first_s[name] = time.perf_counter() - begun
+        found.peak_bytes[name] = torch.cuda.max_memory_allocated(device) if cuda else None
+    del wanted_BTE, gap_BTE
+    times = time_arms(arms, device, rounds=rounds)
+    for name in sorted(times):
+        row_bytes = found.packed_bytes if "quantized" in name.split() else linears * dtype.itemsize
+        row_bytes = linears if name.startswith("fp8") else row_bytes
+        found.rows.append(
+            _row(name, times[name], times["dequantized"], linears, row_bytes, rows * seq_len)
         )
-    size = packed_size(config, weights)
-    packed = size.weight_bytes(dtype.itemsize)
-    linears = sum(
-        p.numel() for name, p in decoders["dequantized"].named_buffers() if p.ndim == 2
-    ) - config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return TeacherBench(
-        rows=[
-            _row(name, timing, times["dequantized"], linears, packed, rows * seq_len, dtype)
-            for name, timing in times.items()
-        ],
-        packed_bytes=packed,
-        resident_bytes=resident,
-        peak_bytes=peaks,
-        relative_rms=relative,
-    )
+    return found
 
 
-def _forward(decoder: Decoder, tokens_BT: Tensor) -> Callable[[], Tensor]:
-    return lambda: decoder.hidden(tokens_BT)
+def _forward(
+    decoder: Decoder, tokens_BT: Tensor, documents_BT: Tensor, compiled: bool
+) -> Callable[[], Tensor]:
+    run = decoder.run_layer
+
+    @torch.inference_mode()
+    def forward() -> Tensor:
+        if isinstance(run, CompiledForward):
+            run.enabled = compiled
+        return decoder.hidden(tokens_BT, documents_BT)
+
+    return forward
+
+
+def _fp8_rate(device: torch.device) -> float | None:
+    """Of a product of two random matrices of 8192 x 8192; None where the GPU has none."""
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    side = 8192
+    left, right = (torch.randn(side, side, device=device).to(DTYPE) for _ in range(2))
+    scale_M1 = torch.ones(side, 1, device=device)
+    timing = time_arms(
+        {"fp8": lambda: product(left, scale_M1, right, scale_M1[:, 0], None, torch.bfloat16)},
+        device,
+        rounds=10,
+    )["fp8"]
+    return 2 * side**3 / timing.seconds
 
 
 def _held(device: torch.device) -> int | None:
@@ -131,13 +191,7 @@ def _held(device: torch.device) -> int | None:
 
 
 def _row(
-    arm: str,
-    timing: Timing,
-    base: Timing,
-    linears: int,
-    packed: int,
-    tokens: int,
-    dtype: torch.dtype,
+    arm: str, timing: Timing, base: Timing, linears: int, row_bytes: int, tokens: int
 ) -> BenchRow:
     return BenchRow(
         arm=arm,
@@ -146,6 +200,6 @@ def _row(
         seconds=timing.seconds,
         spread=timing.spread,
         flop=2.0 * linears * tokens,
-        bytes=float(packed if arm == "quantized" else linears * dtype.itemsize),
+        bytes=float(row_bytes),
         ratio=base.seconds / timing.seconds,
     )

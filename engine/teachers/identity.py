@@ -17,7 +17,8 @@ that is its teacher is hashed whole, at one or two gigabytes a second. Beside th
 some 64 MiB.
 
 Two models whose weights differ by less than the rounding of bf16 everywhere are the same here. Not
-seen: a student with some rows of the vocabulary cut off, or a teacher quantised from the student.
+seen: a student with some rows of the vocabulary cut off, or a teacher quantised from the student, as one
+in 8-bit floats is.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ PART_VALUES = 1 << 25
 """Values of bf16 at once: 64 MiB."""
 
 
+# contract: teacher-differs-from-student-v1
 def check_not_identical(
     teacher: Decoder, student: Decoder, where: object, *, allowed: bool
 ) -> str | None:
@@ -65,6 +67,7 @@ def check_not_identical(
     )
 
 
+# contract: teacher-differs-from-student-v1
 def same_values(one: Decoder, other: Decoder) -> str | None:
     """A digest of all values when both decoders have the same ones; None at the first tensor that
     differs.

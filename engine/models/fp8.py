@@ -1,0 +1,215 @@
+"""Linear layers whose products are of 8-bit floats: half of the bytes and twice the rate of bf16.
+
+The format is e4m3: four bits of exponent, three of mantissa, numbers up to 448, each within 1/16 of
+itself. A row of a matrix is scaled so that its largest number is 448:
+
+    scale_r = max_c |a_rc| / 448        code_rc = e4m3(a_rc * (1 / scale_r))
+
+Weights are rounded once, when they are loaded, a scale for each output; activations on their way into
+each product, a scale for each token, so that one token's outlier costs no other token anything:
+
+    y_mn = scale_m scale_n (sum_k code_mk code_nk) + bias_n
+
+The sum is the matrix unit's, in fp32; products of two codes are exact in it. Layers with one input
+(q, k, v; gate, up) round it once and are one product.
+
+There is no `nn.Parameter` here and no gradient: what one learns from such a model is its answers.
+Source of the scheme: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), and its rowwise form
+in `torch._scaled_mm`. Not covered: e5m2, scales of blocks inside a row, matrices whose sides are no
+multiples of 16, which the matrix unit does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from engine.errors import InternalError
+from engine.kernels.dequantize import has_triton
+from engine.models.decoder import FeedForward
+from engine.models.names import TOGETHER
+
+# Shapes: M rows of activations, K columns, N rows of a weight, F feed-forward width, G = 2 F
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+SMALLEST_SCALE = 1e-12
+"""Of a row of zeros, whose codes are zeros whatever the scale."""
+# Asked here, because a compiler cannot look for modules while it traces.
+_HAS_KERNEL = has_triton()
+LARGEST_ROW = 32768
+"""That of `engine.kernels.fp8_quantise`, here for where triton is not; a test holds it to the original."""
+MULTIPLE = 16
+"""What both sides of a weight must be a multiple of."""
+
+
+def quantise_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (M, K) and scales (M, 1) in fp32. A row with NaN has a scale of NaN; one with infinity
+    answers NaN: no such row looks healthy.
+    """
+    values_MK = x_MK.float()
+    # Not a division, which a GPU does otherwise than a CPU: numbers half-way between two codes are common
+    # in bf16, and a last bit of the scale decides them.
+    scale_M1 = values_MK.abs().amax(dim=-1, keepdim=True) * (1 / LARGEST)
+    scale_M1 = scale_M1.clamp(min=SMALLEST_SCALE)
+    # The cast alone would take what rounding leaves above 448 for it, or for NaN, by version.
+    codes_MK = (values_MK * scale_M1.reciprocal()).clamp(-LARGEST, LARGEST).to(DTYPE)
+    return codes_MK, scale_M1
+
+
+def dequantise_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values that codes stand for, rounded to `dtype`."""
+    return (codes.float() * scale).to(dtype)
+
+
+def product(
+    codes_MK: Tensor,
+    scale_M1: Tensor,
+    weight_NK: Tensor,
+    scale_N: Tensor,
+    bias_N: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """(M, N) in `dtype`. On a CPU the same sum in fp32, of the same codes: the oracle of the GPU's."""
+    if codes_MK.device.type != "cuda":
+        out_MN = (codes_MK.float() @ weight_NK.float().t()) * scale_M1 * scale_N
+        return (out_MN if bias_N is None else out_MN + bias_N.float()).to(dtype)
+    out_MN = torch._scaled_mm(
+        codes_MK,
+        weight_NK.t(),
+        scale_a=scale_M1,
+        scale_b=scale_N[None],
+        out_dtype=dtype,
+        use_fast_accum=False,  # sums of fewer bits, and no faster
+    )
+    return out_MN if bias_N is None else out_MN + bias_N
+
+
+def gated_rows_reference(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of silu(gate) * up, from gate and up side by side: the plain form, which runs
+    anywhere, and the oracle of `engine.kernels.fp8_quantise`.
+    """
+    gate_MF, up_MF = joined_MG.float().chunk(2, dim=-1)
+    return quantise_rows(F.silu(gate_MF) * up_MF)
+
+
+@torch.library.custom_op("apr::gated_to_fp8", mutates_args=(), device_types="cuda")
+def _gated_to_fp8(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
+    from engine.kernels.fp8_quantise import gated_to_fp8
+
+    return gated_to_fp8(joined_MG)
+
+
+@_gated_to_fp8.register_fake
+def _(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = joined_MG.shape[0], joined_MG.shape[1] // 2
+    codes_MF = joined_MG.new_empty(rows, columns, dtype=torch.uint8)
+    return codes_MF, joined_MG.new_empty(rows, 1, dtype=torch.float32)
+
+
+def gated_rows(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
+    """As `gated_rows_reference`, in one pass where there is a kernel for it."""
+    fits = joined_MG.shape[1] // 2 <= LARGEST_ROW
+    if fits and joined_MG.device.type == "cuda" and _HAS_KERNEL:
+        codes_MF, scale_M1 = _gated_to_fp8(joined_MG)
+        return codes_MF.view(DTYPE), scale_M1
+    return gated_rows_reference(joined_MG)
+
+
+class Fp8Linear(nn.Module):
+    """y = x W^T + b, W and x in 8-bit floats, y in the dtype of x."""
+
+    def __init__(self, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
+        super().__init__()
+        # As bytes: comparing, hashing and sampling tensors of 8-bit floats is not everywhere there.
+        self.codes: Tensor
+        self.scale: Tensor
+        self.bias: Tensor | None
+        self.register_buffer("codes", codes_NK.view(torch.uint8))
+        self.register_buffer("scale", scale_N)
+        self.register_buffer("bias", bias_N)
+
+    @property
+    def weight(self) -> Tensor:
+        """The values that are multiplied, (N, K) in bf16: made anew each time, for checks."""
+        return dequantise_rows(self.codes.view(DTYPE), self.scale[:, None], torch.bfloat16)
+
+    def extra_repr(self) -> str:
+        return f"e4m3, {self.codes.shape[0]} x {self.codes.shape[1]}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _multiply(x, self.codes, self.scale, self.bias)
+
+
+class Fp8Together(Fp8Linear):
+    """The first of several layers with one input, which is rounded and multiplied once for all."""
+
+    def __init__(self, layers: Sequence[Fp8Linear]) -> None:
+        codes = torch.cat([layer.codes for layer in layers])
+        scale = torch.cat([layer.scale for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        rows = [layer.codes.shape[0] for layer in layers]
+        joined = torch.cat(biases) if biases else None
+        if len(biases) not in (0, len(rows)):
+            raise InternalError("fp8: expected a bias in all layers with one input or in none")
+        # Each layer holds its part of what is multiplied: the values exist once.
+        parts = zip(layers, torch.split(codes, rows), torch.split(scale, rows), strict=True)
+        for layer, codes_NK, scale_N in parts:
+            layer.codes, layer.scale = codes_NK, scale_N
+        if joined is not None:
+            for layer, bias_N in zip(layers, torch.split(joined, rows), strict=True):
+                layer.bias = bias_N
+        first = layers[0]
+        super().__init__(first.codes, first.scale, first.bias)
+        self.rows = rows
+        self.joined_codes, self.joined_scale, self.joined_bias = codes, scale, joined
+
+    def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
+        """This layer's output and those of `others`."""
+        out = _multiply(x, self.joined_codes, self.joined_scale, self.joined_bias)
+        return torch.split(out, self.rows, dim=-1)
+
+
+class Fp8FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x)), rounded for `down` while it is made."""
+
+    def __init__(self, gate: Fp8Together, up: Fp8Linear, down: Fp8Linear) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate, down = self.gate, self.down
+        joined_BTG = _multiply(x_BTD, gate.joined_codes, gate.joined_scale, None)
+        codes_MF, scale_M1 = gated_rows(joined_BTG.flatten(0, -2))
+        y_MD = product(codes_MF, scale_M1, down.codes.view(DTYPE), down.scale, None, x_BTD.dtype)
+        return y_MD.view(x_BTD.shape)
+
+
+def _multiply(x: Tensor, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
+    codes_MK, scale_M1 = quantise_rows(x.reshape(-1, x.shape[-1]))
+    out_MN = product(codes_MK, scale_M1, codes_NK.view(DTYPE), scale_N, bias_N, x.dtype)
+    return out_MN.view(*x.shape[:-1], out_MN.shape[-1])
+
+
+def fp8_linear(weight_NK: Tensor, bias_N: Tensor | None) -> Fp8Linear:
+    """The layer of a dense weight, rounded once."""
+    codes_NK, scale_N1 = quantise_rows(weight_NK)
+    return Fp8Linear(codes_NK, scale_N1.squeeze(1), bias_N)
+
+
+@torch.no_grad()
+def round_layer(layer: nn.Module) -> None:
+    """Puts an `Fp8Linear` in the place of each `nn.Linear` of a decoder's layer."""
+    for name, linear in list(layer.named_modules()):
+        if isinstance(linear, nn.Linear):
+            bias = linear.bias
+            rounded = fp8_linear(linear.weight, None if bias is None else bias.detach())
+            layer.set_submodule(name, rounded)
+    for group in TOGETHER:
+        parts: list[Fp8Linear] = [layer.get_submodule(name) for name in group]  # type: ignore[misc]
+        layer.set_submodule(group[0], Fp8Together(parts))
+    mlp: FeedForward = layer.mlp  # type: ignore[assignment]
+    layer.mlp = Fp8FeedForward(mlp.gate, mlp.up, mlp.down)  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""How the layers of a frozen decoder are run: by torch.compile, one compilation for all of them.
+
+What is gained is memory traffic between products: norms, rotations, silu(gate) * up, residuals, and
+in fp8 the rounding of activations, each read and written once instead of some ten times. One layer is
+compiled and serves all of them, so compiling takes seconds and not minutes. Two kinds of layers, as
+the types of a Q4_K_M file make them, are two compilations.
+
+A compilation belongs to shapes. The number of rows is left open; the length of a row is fixed, and one
+row alone is another program, made where the run trains on single rows. What has another length, or is
+a single row elsewhere, goes through the layers as they are written, which is slower and equal but for
+rounding: so no batch, whether of a step, of an evaluation or of a check, ever waits for a compiler.
+`warm_up` compiles before the first step, with rows of the run, and holds the answer against that of the
+layers as written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from engine.data.batches import Batch
+from engine.errors import TrainingFailed
+from engine.models.attention import remember
+from engine.models.decoder import Decoder, Sight, run_layer
+from engine.models.joined import join
+from engine.teachers.opaque import make_opaque
+from engine.teachers.protocol import Teacher
+
+# Shapes: B rows, T tokens, D model width
+
+# One rounding of the products' operands.
+ROUNDING = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """The compiled layers beside those as written, on the same rows."""
+
+    relative_rms: float
+    """Of the last hidden states."""
+    allowed: float
+
+
+class CompiledForward:
+    """Runs the layers of a frozen decoder compiled, for rows of `length` tokens."""
+
+    def __init__(self, length: int, *, single: bool = False, backend: str = "inductor") -> None:
+        self.length = length
+        self.single = single
+        self.enabled = True
+        """False runs the layers as written, for a comparison."""
+
+        # A function of its own: torch keeps its compilations apart from those of a student's layers.
+        def teacher_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+            return run_layer(layer, x_BTD, sight)
+
+        # A break of the graph would hide what was not compiled.
+        self._compiled: Any = torch.compile(teacher_layer, fullgraph=True, backend=backend)
+
+    def __call__(self, layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+        rows, length = x_BTD.shape[:2]
+        serves = length == self.length and (rows > 1 or self.single)
+        if not self.enabled or not serves or torch.is_grad_enabled():
+            return run_layer(layer, x_BTD, sight)
+        for tensor in (x_BTD, sight.cos_XT1R, sight.sin_XT1R, sight.mask_B1TT):
+            if tensor is not None and tensor.shape[0] == rows > 1:
+                torch._dynamo.mark_dynamic(tensor, 0)
+        out_BTD: Tensor = self._compiled(layer, x_BTD, sight)
+        return out_BTD
+
+
+def compile_layers(decoder: Decoder, length: int, *, single: bool = False) -> None:
+    """Has the layers of a frozen decoder compiled at their first use: dense layers with one input are
+    joined, layers in blocks become operations. `single`: for batches of one row too.
+    """
+    join(decoder)
+    make_opaque(decoder)
+    decoder.run_layer = CompiledForward(length, single=single)
+
+
+def warm_up(
+    teacher: Teacher, decoder: Decoder, batch: Batch, rows: int, precision: str
+) -> Compared:
+    """Compiles by asking `teacher`, whose decoder was given to `compile_layers`, about `rows` rows out of
+    `batch`, which has at least one.
+
+    Raises TrainingFailed where the answers differ by more than rounding explains.
+    """
+    run = decoder.run_layer
+    assert isinstance(run, CompiledForward)
+    chosen_B = np.arange(rows) % len(batch.tokens_BT)
+    device = decoder.norm.weight.device
+    tokens_BT, documents_BT = (
+        torch.from_numpy(np.ascontiguousarray(host_BT[chosen_B])).to(device)
+        for host_BT in (batch.tokens_BT, batch.documents_BT)
+    )
+    # Once as an evaluation asks, and once as a step does, which says where documents begin: tensors that
+    # were made inside and outside of inference mode are two compilations.
+    teacher.hidden(tokens_BT, documents_BT)
+    remember(documents_BT, batch.documents_BT[chosen_B])
+    found_BTD = teacher.hidden(tokens_BT, documents_BT).float()
+    run.enabled = False
+    try:
+        wanted_BTD = teacher.hidden(tokens_BT, documents_BT).float()
+    finally:
+        run.enabled = True
+    error = float((found_BTD - wanted_BTD).norm() / wanted_BTD.norm())
+    # Each layer adds two rounded branches to the residual, and roundings add up like a walk.
+    layers = decoder.config.num_hidden_layers
+    allowed = max(2e-4, 4 * ROUNDING[precision] * math.sqrt(2 * layers))
+    if not error <= allowed:
+        raise TrainingFailed(
+            f"teacher.compile: compiled layers answer otherwise than the layers as written: hidden states "
+            f"{error:.2g} (relative); expected at most {allowed:.2g}",
+            hint="--set teacher.compile=off asks the layers as written",
+        )
+    return Compared(relative_rms=error, allowed=allowed)

@@ -1,0 +1,144 @@
+"""The teacher in 8-bit floats, and what that costs: measured on real rows before a run may use it.
+
+Products of 8-bit floats take about 0.6 of the time of bf16's, and a teacher's answers move. By how
+much is no property of the format: it depends on the weights and on the text. So a teacher is given
+the run's own held-out rows twice while it is loaded, layer by layer, with exact layers and with
+rounded ones,
+
+    KL(p || q) = mean over labelled tokens of sum_v p_v (ln p_v - ln q_v)       p exact, q rounded
+
+and that is held against what people accept every day from 4-bit weights: the published mean KL of
+Q4_K_M against 16-bit weights is 0.0127 nats (Llama-2-7B; 0.0313 for Llama-3-8B; llama.cpp,
+tools/perplexity/README.md, Wikitext-2). The smaller of the two is the limit. The check
+`teacher_fp8_within_noise_floor` ends a run whose teacher is beyond it.
+
+The exact side is the same decoder in the dtype of the activations, the one that precision=bf16 runs.
+Not measured: rows longer than the held-out ones, and text of another kind.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.data.batches import Batch
+from engine.errors import InternalError
+from engine.models.decoder import Decoder, Sight, product_dtype, see
+from engine.models.fp8 import Fp8Linear
+from engine.models.head import Head, project
+from engine.models.packed import head_of
+from engine.models.product import operand_dtype, sum_dtype
+from engine.teachers.frozen import FrozenDecoder
+from engine.teachers.protocol import Teacher
+
+# Shapes: B rows, T tokens, N labelled tokens, E teacher width, V vocabulary
+
+NOISE_FLOOR_KL = 1.27e-2
+"""Nats: Q4_K_M against 16-bit weights, the smaller of the published ones."""
+PROBE_ROWS = 4
+CHUNK = 512
+"""Tokens whose logits are there at once, twice: 0.6 GB at 152k ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounding:
+    """What rounding to 8 bits moves the teacher's answers by."""
+
+    kl: float
+    """Mean KL(exact || rounded) at temperature 1, in nats; NaN without labelled tokens."""
+    agreement: float
+    """Share of tokens on which both rank the same id first."""
+    relative_rms: float
+    """Of the last hidden states."""
+    tokens: int
+
+
+class Fp8Teacher(FrozenDecoder):
+    """A decoder with layers in 8-bit floats, as `load_fp8_decoder` makes them."""
+
+    def __init__(self, decoder: Decoder, rounding: Rounding) -> None:
+        if not any(isinstance(part, Fp8Linear) for part in decoder.modules()):
+            raise InternalError("fp8 teacher: expected layers in 8-bit floats, found none")
+        super().__init__(decoder, "fp8")
+        self.rounding = rounding
+
+
+def rounding_of(teacher: Teacher) -> Rounding | None:
+    """What was measured of the teacher, or of the one that it goes around; None where it is not one in
+    8-bit floats.
+    """
+    inner: Any = teacher
+    while inner is not None:
+        if isinstance(inner, Fp8Teacher):
+            return inner.rounding
+        inner = getattr(inner, "inner", None)
+    return None
+
+
+class RoundingProbe:
+    """A watcher of `load_fp8_decoder`: the same rows through exact and through rounded layers."""
+
+    def __init__(self, batch: Batch, device: torch.device, rows: int = PROBE_ROWS) -> None:
+        self.tokens_BT, self.documents_BT, self.labels_BT = (
+            tensor[:rows] for tensor in batch.to_torch(device)
+        )
+        self._sight: Sight | None = None
+        self._exact_BTE = self._rounded_BTE = torch.empty(0)
+
+    @torch.inference_mode()
+    def before(self, decoder: Decoder, layer: nn.Module) -> None:
+        if self._sight is None:
+            x_BTE = decoder.embed(self.tokens_BT)
+            self._sight = see(
+                decoder.config, self.tokens_BT, self.documents_BT, product_dtype(x_BTE)
+            )
+            self._exact_BTE = self._rounded_BTE = x_BTE
+        self._exact_BTE = layer(self._exact_BTE, self._sight)
+
+    @torch.inference_mode()
+    def after(self, decoder: Decoder, layer: nn.Module) -> None:
+        self._rounded_BTE = layer(self._rounded_BTE, self._sight)
+
+    @torch.inference_mode()
+    def result(self, decoder: Decoder) -> Rounding:
+        """Once all of `decoder` is there."""
+        kept_BT = self.labels_BT >= 0
+        exact_NE = decoder.norm(self._exact_BTE)[kept_BT]
+        rounded_NE = decoder.norm(self._rounded_BTE)[kept_BT]
+        return compare(exact_NE, rounded_NE, head_of(decoder))
+
+
+@torch.inference_mode()
+def compare(exact_NE: Tensor, rounded_NE: Tensor, head: Head) -> Rounding:
+    """Two teachers' last hidden states under one head, a chunk of tokens at a time."""
+    count = len(exact_NE)
+    if count == 0:
+        return Rounding(kl=math.nan, agreement=math.nan, relative_rms=math.nan, tokens=0)
+    kl = torch.zeros((), dtype=torch.float64, device=exact_NE.device)
+    same = torch.zeros((), dtype=torch.int64, device=exact_NE.device)
+    for first in range(0, count, CHUNK):
+        part = slice(first, first + CHUNK)
+        exact_CV, rounded_CV = (_log_softmax(x[part], head) for x in (exact_NE, rounded_NE))
+        same += (exact_CV.argmax(1) == rounded_CV.argmax(1)).sum()
+        # In place: at 152k ids each of these is as large as all of a layer's weights.
+        kl += rounded_CV.neg_().add_(exact_CV).mul_(exact_CV.exp_()).sum(dtype=torch.float64)
+    gap_NE = (rounded_NE - exact_NE).float()
+    return Rounding(
+        kl=float(kl) / count,
+        agreement=float(same) / count,
+        relative_rms=float(gap_NE.norm() / exact_NE.float().norm()),
+        tokens=count,
+    )
+
+
+def _log_softmax(hidden_CE: Tensor, head: Head) -> Tensor:
+    dtype = operand_dtype(hidden_CE)
+    logits_CV = torch.empty(
+        len(hidden_CE), head.vocab_size, dtype=sum_dtype(dtype), device=hidden_CE.device
+    )
+    project(logits_CV, hidden_CE.to(dtype), head.slices(head.vocab_size, dtype))
+    return logits_CV.log_softmax(1)
