@@ -1,0 +1,193 @@
+"""Run the teacher once over the rows of a spec and store what it says.
+
+    engine prepare kd.toml --out kd-teacher             hidden states: exact, for any loss
+    engine prepare kd.toml --form top_k --top-k 64      a sixteenth of that, for one temperature
+    engine prepare kd.toml --dry-run                    rows, bytes per token and disk; nothing is written
+
+A run whose teacher.cache is the folder reads it in the place of a forward pass, and asks the teacher
+for what is not there. The rows are those that the run trains on, each once, and are known by their
+content: another order, batch or seed of the same rows reads the same store.
+
+Give the same command again after a kill, a full disk or Ctrl-C: finished shards are compared and kept.
+Ctrl-C finishes the shard and stops (130); a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from engine.distill.prepare import Prepared
+    from engine.distill.prepare_plan import Job, Wanted
+    from engine.spec import RunSpec
+
+HELP = "run the teacher once and store what it says"
+
+_PLAIN_EVERY_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", type=Path, help="the spec of the run, a TOML file")
+    parser.add_argument(
+        "--form",
+        choices=("hidden", "top_k", "sampled"),
+        default="hidden",
+        help="hidden states, the likeliest ids with their tail, or ids drawn (hidden)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=64, metavar="K", help="ids a token of --form top_k (64)"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=32, metavar="M", help="ids a token of --form sampled (32)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the store (default: teacher.cache of the spec)"
+    )
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument("--rows", type=int, metavar="N", help="only the first N rows of training")
+    amount.add_argument("--steps", type=int, metavar="N", help="only the rows of the first N steps")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one setting"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from engine.device.threads import VARIABLE, choose_thread_wait
+    from engine.spec import load_spec
+    from engine.spec.environment import sets_from_environment
+
+    sets = sets_from_environment(os.environ) + arguments.set
+    spec, _ = load_spec(arguments.spec, sets)
+    wanted = _wanted(arguments, spec)
+    # Before torch loads: OpenMP reads it once.
+    os.environ[VARIABLE] = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
+
+    from engine.distill.prepare import prepare
+    from engine.distill.prepare_plan import plan_job
+    from engine.distill.stopping import StopRequest
+
+    print("reading and hashing the rows", file=sys.stderr)
+    job = plan_job(spec, wanted)
+    print("\n".join(job.plan.lines()), file=sys.stderr)
+    if arguments.dry_run:
+        job.plan.refuse_if_too_big(wanted.out)
+        if arguments.json:
+            print(json.dumps({"out": str(wanted.out), **job.plan.as_dict()}))
+        return 0
+    stop = StopRequest()
+    stop.watch_signals()
+    # Without a supervisor nobody would look after what goes on unseen.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    progress = _Progress(job)
+    done = prepare(job, stop=stop, say=progress.say, progress=progress)
+    progress.end()
+    return _report(job, done, stop.exit_code, as_json=arguments.json)
+
+
+def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
+    from engine.distill.prepare_plan import Wanted
+
+    out = arguments.out or (Path(spec.teacher.cache) if spec.teacher.cache else None)
+    if out is None:
+        raise UsageError("expected --out DIR, or teacher.cache in the spec")
+    rows = arguments.rows
+    if arguments.steps is not None:
+        train = spec.train
+        rows = arguments.steps * train.rows * train.accumulation * spec.compute.gpus
+    for option in ("rows", "steps"):
+        given = getattr(arguments, option)
+        if given is not None and given < 1:
+            raise UsageError(f"--{option}: expected 1 or more, found {given}")
+    count = {"hidden": 0, "top_k": arguments.top_k, "sampled": arguments.draws}[arguments.form]
+    return Wanted(out=out.absolute(), form=arguments.form, count=count, rows=rows)
+
+
+class _Progress:
+    """Progress on stderr: one line redrawn on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, job: Job) -> None:
+        self.rows = job.plan.missing
+        self.seq_len = job.identity.seq_len
+        self.token_bytes = job.identity.token_bytes
+        self.redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.next_s = time.monotonic()
+        self.drawn = False
+
+    def say(self, text: str) -> None:
+        self.end()
+        print(text, file=sys.stderr, flush=True)
+
+    def __call__(self, rows: int, seconds: float) -> None:
+        from engine.units import format_bytes, format_seconds
+
+        now = time.monotonic()
+        if now < self.next_s:
+            return
+        self.next_s = now + (0.2 if self.redraw else _PLAIN_EVERY_S)
+        rate = rows / max(seconds, 1e-9)
+        tokens_s = rate * self.seq_len
+        text = (
+            f"{rows:,}/{self.rows:,} rows  {tokens_s:,.0f} tok/s  "
+            f"{format_bytes(tokens_s * self.token_bytes)}/s  "
+            f"{format_seconds((self.rows - rows) / rate)} left"
+        )
+        if self.redraw:
+            sys.stderr.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
+            self.drawn = True
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.drawn:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+            self.drawn = False
+
+
+def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
+    from engine.units import format_bytes, format_seconds
+
+    out, left = job.wanted.out, done.plan.missing - done.rows
+    code = 0 if done.stopped is None else stop_code
+    rate = done.rows * job.identity.seq_len / max(done.seconds, 1e-9)
+    print(
+        f"{done.rows:,} rows, {format_bytes(done.bytes)}, in {format_seconds(done.seconds)} "
+        f"({rate:,.0f} tok/s)",
+        file=sys.stderr,
+    )
+    if done.stopped is not None:
+        print(
+            f"stopped by {done.stopped}: {left:,} rows are left; the same command goes on with them",
+            file=sys.stderr,
+        )
+    else:
+        print(f"to train with it: --set teacher.cache={out}", file=sys.stderr)
+    if as_json:
+        result = {
+            "out": str(out),
+            **done.plan.as_dict(),
+            "rows_done": done.rows,
+            "rows_left": left,
+            "bytes_done": done.bytes,
+            "seconds": done.seconds,
+            "tokens_per_s": rate,
+            "stopped": done.stopped,
+            "exit_code": code,
+        }
+        print(json.dumps(result))
+    else:
+        print(out)
+    return code
