@@ -1,0 +1,142 @@
+"""`python -m engine.distill.launch_ranks RUN --gpus N`: one trainer process for each of N GPUs of
+this machine, started by torchrun's agent; what a supervisor starts in place of a single trainer.
+
+    supervisor -> this agent -> N ranks, each `python -m engine.distill RUN`
+
+- SIGTERM and SIGINT go on to every rank, which agree on the step after which they save and stop. The
+  agent itself stays: torchrun's own would give them 30 s and then kill them, in the middle of a save.
+- A rank that dies takes the others with it, because they would wait for it for ever; the run is
+  never restarted by itself. Which rank it was, and how it ended, is left in `ranks/lost.json`.
+- A rank that hangs makes the others' collectives time out. Those die first, so the culprit is named
+  by the beats: the rank that has not done its part of the step (`engine.runlog.beats`).
+- When the supervisor dies, the ranks are asked to stop, and ended when they do not.
+- When this agent dies, the kernel sends each rank a SIGTERM (`die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from engine.distill.stopping import GRACE_S
+from engine.runlog.beats import LostRank, behind, forget, read_beats, waited_for, write_lost_rank
+from engine.runlog.folder import RunFolder, open_run
+
+SHUTDOWN_S = 5
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.distill.launch_ranks", description=__doc__
+    )
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--keep-alive-fd", type=int)
+    arguments, flags = parser.parse_known_args()
+    run = open_run(arguments.run)
+    forget(run)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _pass_on)
+    if arguments.keep_alive_fd is not None:
+        threading.Thread(
+            target=_end_with_supervisor, args=(arguments.keep_alive_fd,), daemon=True
+        ).start()
+    return launch(run, arguments.gpus, flags)
+
+
+def launch(run: RunFolder, ranks: int, flags: list[str]) -> int:
+    """Run `ranks` trainers to their end; the exit code is that of the first that failed, 128 + n
+    when signal n ended it.
+    """
+    # How long a rank that waits for a dead one may take to leave: it cannot finish its step.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=run.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        # The two that ask a run to stop are ours.
+        signals_to_handle="SIGQUIT",
+    )
+    command = ["-X", "faulthandler", "-u", "-m", "engine.distill", str(run.path), *flags]
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        lost = _who_failed(run, rank, failure.pid, failure.exitcode)
+        print(lost.sentence, file=sys.stderr)
+        write_lost_rank(run, lost)
+        code = failure.exitcode
+        return code if code >= 0 else 128 - code
+    return 0
+
+
+def _who_failed(run: RunFolder, rank: int, pid: int, returncode: int) -> LostRank:
+    how = (
+        f"was ended by {signal.Signals(-returncode).name}"
+        if returncode < 0
+        else f"ended with exit code {returncode}"
+    )
+    sentence = f"rank {rank} (process {pid}) {how}"
+    beats = read_beats(run)
+    late = behind(beats)
+    # A rank that gave up waiting is not the one that failed.
+    if late and rank not in {beat.rank for beat in late}:
+        sentence = f"{waited_for(beats)}; {sentence} when it had waited too long"
+        rank, pid = late[0].rank, late[0].pid
+    return LostRank(rank=rank, pid=pid, returncode=returncode, sentence=sentence)
+
+
+def die_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent is gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def _pass_on(number: int, _frame: FrameType | None) -> None:
+    _send(number)
+
+
+def _send(number: int) -> None:
+    for pid in _children():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _children() -> list[int]:
+    """The ranks: this process has no other children."""
+    pids: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            pids += map(int, (task / "children").read_text().split())
+    return pids
+
+
+def _end_with_supervisor(keep_alive_fd: int) -> None:
+    # Nothing is ever written to this pipe: read returns when its last writer is gone.
+    os.read(keep_alive_fd, 1)
+    print("the supervisor is gone: the ranks are asked to save and stop", file=sys.stderr)
+    _send(signal.SIGTERM)
+    time.sleep(GRACE_S)
+    _send(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

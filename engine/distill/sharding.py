@@ -1,0 +1,30 @@
+"""A student over several GPUs: sharded for the steps, whole for everything between them.
+
+Checks, evaluations and files want a plain model. Before the first step it still is one, and is
+checked as one; after that a copy is put together of the parts when it is needed. That costs one
+pass over the weights and keeps every rule of sharding inside the step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from engine.models.decoder import Decoder
+from engine.runtime.ranks import whole
+
+
+@torch.no_grad()
+def whole_student(student: Decoder) -> Decoder:
+    """The student itself, or, where it is sharded, a plain copy of all of it on every rank. Then
+    it is a collective.
+    """
+    if not any(isinstance(parameter, DTensor) for parameter in student.parameters()):
+        return student
+    with torch.device("meta"):
+        copy = Decoder(student.config)
+    copy.to_empty(device=next(student.parameters()).device)
+    for target, parameter in zip(copy.parameters(), student.parameters(), strict=True):
+        target.copy_(whole(parameter))
+    copy.packed = student.packed
+    return copy.train(student.training)

@@ -1,0 +1,120 @@
+"""How far each rank of a run with several GPUs has come: one small file a rank, readable at any time.
+
+    <run>/ranks/<rank>.beat        pid, step: two little-endian u64
+    <run>/ranks/<rank>.jsonl       the log of a rank other than the first, whose log is the run's
+    <run>/ranks/lost.json          which rank ended the run, when one did
+
+A rank writes its beat once a step, when it has done all of its own part of that step and goes to
+wait for the others. So while a step hangs, the ranks that wait have a higher step than the one they
+wait for, whatever stack each of them shows: in a collective all waiting ranks look alike.
+
+A beat is one write of 16 bytes to one place. It is no log: a torn or missing one is "not known".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine.runlog.folder import RunFolder, write_whole
+
+_BEAT = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    rank: int
+    pid: int
+    step: int
+    """The last step that this rank has done its part of; 0 before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRank:
+    """Which rank ended a run, as its launcher saw it."""
+
+    rank: int
+    pid: int
+    returncode: int
+    """Of that process: minus the signal that ended it."""
+    sentence: str
+
+
+class BeatWriter:
+    """The beat of one rank."""
+
+    def __init__(self, run: RunFolder, rank: int) -> None:
+        folder = _folder(run)
+        folder.mkdir(exist_ok=True)
+        self._file = os.open(
+            folder / f"{rank}.beat", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
+        )
+        self.write(0)
+
+    def write(self, step: int) -> None:
+        os.pwrite(self._file, _BEAT.pack(os.getpid(), step), 0)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read_beats(run: RunFolder) -> list[Beat]:
+    """The beats there are, by rank; none for a run of one process."""
+    beats = []
+    for path in _folder(run).glob("*.beat"):
+        data = path.read_bytes()
+        if path.stem.isdigit() and len(data) == _BEAT.size:
+            pid, step = _BEAT.unpack(data)
+            beats.append(Beat(int(path.stem), pid, step))
+    return sorted(beats, key=lambda beat: beat.rank)
+
+
+def behind(beats: list[Beat]) -> list[Beat]:
+    """The ranks that the others wait for; none when all have come equally far."""
+    most = max((beat.step for beat in beats), default=0)
+    return [beat for beat in beats if beat.step < most]
+
+
+def waited_for(beats: list[Beat]) -> str | None:
+    """In words: which ranks hold the others up. None when none does."""
+    late = behind(beats)
+    if not late:
+        return None
+    most = max(beat.step for beat in beats)
+    names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in late)
+    have = "has" if len(late) == 1 else "have"
+    return (
+        f"{names} {have} not done step {most}; {len(beats) - len(late)} of {len(beats)} wait for it"
+    )
+
+
+def write_lost_rank(run: RunFolder, lost: LostRank) -> None:
+    write_whole(_folder(run) / "lost.json", json.dumps(asdict(lost)) + "\n")
+
+
+def read_lost_rank(run: RunFolder) -> LostRank | None:
+    try:
+        return LostRank(**json.loads((_folder(run) / "lost.json").read_bytes()))
+    except FileNotFoundError:
+        return None
+
+
+def forget(run: RunFolder) -> None:
+    """What an earlier session of a run left is not about this one; its ranks' logs stay."""
+    for path in (*_folder(run).glob("*.beat"), _folder(run) / "lost.json"):
+        path.unlink(missing_ok=True)
+
+
+def log_of(run: RunFolder, rank: int) -> Path:
+    """Where a rank writes its events: the run's log for the first, one of its own for each other."""
+    if rank == 0:
+        return run.events
+    _folder(run).mkdir(exist_ok=True)
+    return _folder(run) / f"{rank}.jsonl"
+
+
+def _folder(run: RunFolder) -> Path:
+    return run.path / "ranks"

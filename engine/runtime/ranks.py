@@ -1,0 +1,179 @@
+"""The processes of one run: one for each GPU, started by torchrun, called ranks.
+
+torchrun tells each process who it is in three variables, RANK, WORLD_SIZE and LOCAL_RANK; without
+them a run is one process and nothing here is a collective.
+
+Every rank walks the same program on its own rows. The student is sharded over the ranks by FSDP2
+(`fully_shard`): each holds 1/world of every parameter, of its gradient and of its AdamW moments,
+gathers a layer when the layer computes, and gets the sum of all ranks' gradients of its part back.
+It is the sum, not the mean: the loss is divided by the labelled tokens of the whole step over all
+ranks already, so that the split of a batch over ranks changes rounding and nothing else.
+
+A collective waits for every rank. So no rank may leave a step early: what one rank alone can know (a
+signal, say) is made known to all in the step's one reduction, and all act on it together. A rank
+that dies ends the run (`engine.distill.launch_ranks`); one that hangs is named by what it has not
+done (`engine.runlog.beats`).
+
+The teacher is whole on every rank: it is frozen, it has no parameters that could be sharded, and
+its blocks are small.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from engine.errors import BadInput
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among all of the run."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    """Among the processes of this machine: the number of its GPU."""
+
+    @property
+    def many(self) -> bool:
+        return self.world > 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes the run's log, checkpoints and student."""
+        return self.rank == 0
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """`values` of every rank added up, in place; on one rank they are the sum already."""
+        if self.many:
+            dist.all_reduce(values)
+        return values
+
+    def min_(self, values: Tensor) -> Tensor:
+        """The least of every rank's `values`, in place."""
+        if self.many:
+            dist.all_reduce(values, dist.ReduceOp.MIN)
+        return values
+
+    def wait_for_all(self) -> None:
+        if self.many:
+            dist.barrier()
+
+
+def ranks_here() -> Ranks:
+    """Who torchrun says this process is. ValueError when it says only half of it."""
+    said = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if not said:
+        return Ranks()
+    if len(said) < len(VARIABLES):
+        missing = ", ".join(name for name in VARIABLES if name not in said)
+        raise ValueError(f"environment: expected {', '.join(VARIABLES)}, found no {missing}")
+    return Ranks(
+        rank=int(said["RANK"]), world=int(said["WORLD_SIZE"]), local_rank=int(said["LOCAL_RANK"])
+    )
+
+
+def use_own_gpu(ranks: Ranks) -> None:
+    """Make "cuda" mean this rank's GPU. BadInput when this machine has too few; nothing without any."""
+    gpus = torch.cuda.device_count()
+    if not ranks.many or gpus == 0:
+        return
+    if ranks.local_rank >= gpus:
+        raise BadInput(
+            f"compute.gpus: rank {ranks.rank} — expected a GPU of its own, found {gpus} in this machine",
+            hint=f"--gpus {gpus}",
+        )
+    torch.cuda.set_device(ranks.local_rank)
+
+
+def join(ranks: Ranks, device: torch.device, *, timeout_s: float) -> None:
+    """Meet the other ranks. A collective that waits longer than `timeout_s` ends this process with
+    an error, so that a rank that never comes cannot hold the others for ever.
+    """
+    if not ranks.many:
+        return
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=torch.device("cuda", ranks.local_rank) if device.type == "cuda" else None,
+    )
+
+
+def leave(ranks: Ranks) -> None:
+    if ranks.many and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(model: nn.Module, layers: nn.ModuleList, ranks: Ranks, device: torch.device) -> None:
+    """Shard `model` over the ranks in place: each of `layers` is gathered when it computes, what
+    is outside of them for the whole step.
+
+    The parameters keep their names and become DTensors. `model.hidden` takes part in it as
+    `forward` would. Does nothing on one rank.
+    """
+    if not ranks.many:
+        return
+    mesh = init_device_mesh(device.type, (ranks.world,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in (model, *layers):
+        assert isinstance(module, FSDPModule)
+        # The sum of the ranks' gradients: see above. Gloo has no other reduction.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(model, "hidden")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, of which this rank may hold a part. A collective when it does: every rank
+    asks for the same tensors in the same order.
+    """
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: all of it where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Of the rows of a tensor that are named, those of this rank, counted from the first it has.
+
+    FSDP2 shards the first dimension as `torch.chunk` does.
+    """
+    if not isinstance(tensor, DTensor):
+        return rows
+    each = -(-tensor.shape[0] // tensor.device_mesh.size())
+    first = each * tensor.device_mesh.get_local_rank()
+    ours = rows[(rows >= first) & (rows < first + len(own_part(tensor)))]
+    return ours - first
+
+
+@torch.no_grad()
+def put(target: Tensor, value: Tensor) -> None:
+    """`target` becomes `value`, which is whole on every rank; each takes its own part of it."""
+    if not isinstance(target, DTensor):
+        target.copy_(value)
+        return
+    ours = distribute(value, target)
+    target.to_local().copy_(ours.to_local())
+
+
+def distribute(value: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a value that every rank has whole, laid out as `like`. No communication."""
+    from torch.distributed.tensor import distribute_tensor
+
+    on_device = value.to(device=like.device, dtype=like.dtype)
+    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)

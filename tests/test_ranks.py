@@ -1,0 +1,162 @@
+"""Two processes train as one does: the same losses and weights, the same files; and one that dies or
+hangs ends the run with its name. On CPUs, through the command, with torchrun and gloo for real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from running import engine, environment, start, wait_for, wait_until_ended
+
+from engine.formats.open import open_weights
+from engine.runlog.beats import read_beats, read_lost_rank
+from engine.runlog.folder import RunFolder
+from engine.runlog.follow import Follower
+from engine.runlog.view import RunView
+from engine.runtime.ranks import ranks_here
+from tests.conftest import Kit
+
+STEPS = 6
+COMMON = dict(train__steps=STEPS, checkpoint__every=3, eval__every=3, data__include_tests=False)
+
+
+def _run(kit: Kit, folder: Path, *, gpus: int, rows: int, **changes: object) -> RunView:
+    folder.mkdir()
+    spec = kit.spec(folder, **(COMMON | {"train__rows": rows} | changes))
+    done = engine("distill", spec, "--gpus", gpus, "--out", folder / "run", "--json")
+    assert done.returncode == 0, done.stderr
+    return Follower(RunFolder(folder / "run")).read_all()
+
+
+@pytest.fixture(scope="module")
+def alone(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> RunView:
+    return _run(kit, tmp_path_factory.mktemp("ranks") / "alone", gpus=1, rows=4)
+
+
+@pytest.fixture(scope="module")
+def pair(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks") / "pair"
+    _run(kit, folder, gpus=2, rows=2)
+    return folder / "run"
+
+
+def test_the_same_global_batch_gives_the_same_losses(alone: RunView, pair: Path) -> None:
+    two = Follower(RunFolder(pair)).read_all()
+    for name in ("loss", "ce", "kd", "grad_norm", "lr"):
+        # fp32 sums in another order: a few last bits a step.
+        assert two.steps.values(name) == pytest.approx(alone.steps.values(name), rel=2e-5), name
+    for name in ("rows", "tokens", "labelled"):
+        assert two.steps.values(name) == alone.steps.values(name), name
+    heldout = [(e.subject, e.step, e.labelled) for e in two.evals]
+    assert heldout == [(e.subject, e.step, e.labelled) for e in alone.evals]
+    assert [e.loss for e in two.evals] == pytest.approx([e.loss for e in alone.evals], rel=2e-5)
+
+
+def test_every_check_that_one_process_answers_is_answered_the_same(
+    alone: RunView, pair: Path
+) -> None:
+    two = Follower(RunFolder(pair)).read_all()
+    assert {name: c.level for name, c in two.checks.items()} == {
+        name: c.level for name, c in alone.checks.items()
+    }
+
+
+def test_checkpoint_and_student_are_whole_and_equal_to_one_another(pair: Path) -> None:
+    kept = sorted(path.name for path in (pair / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000006"]
+    with (
+        open_weights(pair / "checkpoints" / "step-00000006" / "student.safetensors") as saved,
+        open_weights(pair / "student" / "model.safetensors") as student,
+    ):
+        embedding = saved.get("embed.weight")
+        assert isinstance(embedding, torch.Tensor) and embedding.shape == (300, 32)
+        published = student.get("model.embed_tokens.weight")
+        assert isinstance(published, torch.Tensor) and torch.equal(embedding, published)
+
+
+def test_the_other_ranks_write_no_line_into_the_runs_log(pair: Path) -> None:
+    lines = (pair / "events.jsonl").read_text().splitlines()
+    writers = {json.loads(line).get("writer") for line in lines} - {None}
+    assert writers == {"trainer"}
+    assert (pair / "ranks" / "1.jsonl").stat().st_size > 0
+    assert [beat.step for beat in read_beats(RunFolder(pair))] == [STEPS, STEPS]
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_its_name(kit: Kit, tmp_path: Path) -> None:
+    run, launched = _long_run(kit, tmp_path)
+    victim = read_beats(RunFolder(run))[1]
+    os.kill(victim.pid, signal.SIGKILL)
+    _, stderr = launched.communicate(timeout=60)
+    ended = wait_until_ended(run)
+    lost = read_lost_rank(RunFolder(run))
+    assert lost is not None and (lost.rank, lost.pid, lost.returncode) == (1, victim.pid, -9)
+    # The first rank may see its connection break and say so before the agent ends it.
+    assert launched.returncode in (128 + signal.SIGKILL, 70)
+    assert ended.view.exit is not None and "rank 1" in ended.view.exit.sentence
+    assert "rank 1" in stderr and "OOM" not in lost.sentence
+
+
+def test_a_request_to_stop_is_followed_by_all_ranks_after_the_same_step(
+    kit: Kit, tmp_path: Path
+) -> None:
+    run, launched = _long_run(kit, tmp_path)
+    launched.send_signal(signal.SIGINT)
+    launched.communicate(timeout=60)
+    ended = wait_until_ended(run)
+    assert ended.state == "stopped" and launched.returncode == 130
+    step = ended.view.last_step
+    assert ended.view.checkpoints[-1].step == step
+    assert [beat.step for beat in read_beats(RunFolder(run))] == [step, step]
+    few = ("--set", "train.stop_after=2", "--allow-change", "train.stop_after")
+    resumed = engine("distill", "--resume", run, *few)
+    assert resumed.returncode == 0, resumed.stderr
+    assert Follower(RunFolder(run)).read_all().last_step == step + 2
+
+
+def _long_run(kit: Kit, folder: Path) -> tuple[Path, subprocess.Popen[str]]:
+    """A run of two ranks that has made its first steps."""
+    spec = kit.spec(folder, train__steps=400, train__rows=2, checkpoint__every=0, eval__every=0)
+    launched = start("distill", spec, "--gpus", 2, "--out", folder / "run")
+    wait_for(folder / "run", lambda view: view.last_step >= 3)
+    return folder / "run", launched
+
+
+def test_a_created_run_is_carried_out_by_torchrun_itself(
+    kit: Kit, alone: RunView, tmp_path: Path
+) -> None:
+    spec = kit.spec(tmp_path, **(COMMON | {"train__rows": 2}))
+    made = engine("distill", spec, "--gpus", 2, "--out", tmp_path / "run", "--create")
+    assert made.returncode == 0 and made.stdout.strip() == str(tmp_path / "run")
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "engine.distill", str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    view = Follower(RunFolder(tmp_path / "run")).read_all()
+    assert view.finished is not None and view.finished.state == "completed"
+    assert view.steps.values("loss") == pytest.approx(alone.steps.values("loss"), rel=2e-5)
+
+
+def test_half_of_torchruns_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert not ranks_here().many
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="LOCAL_RANK"):
+        ranks_here()
+
+
+def test_resume_and_gpus_do_not_go_together(kit: Kit, tmp_path: Path) -> None:
+    refused = engine("distill", "--resume", tmp_path, "--gpus", 2)
+    assert refused.returncode == 64 and "--gpus" in refused.stderr
