@@ -1,0 +1,38 @@
+"""`engine distill SPEC --smoke N`: what the first steps say about the whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+from engine.diagnose.projection import project, projection_lines
+from engine.errors import EXIT_FAIL, EXIT_UNKNOWN
+from engine.runlog.folder import RunFolder
+from engine.runlog.follow import Follower
+from engine.spec import spec_from_dict
+
+
+def report(run: RunFolder, code: int, *, as_json: bool) -> int:
+    """Print the projection of a run that ended with `code`; the exit code of the verdict: 0 when
+    the steps were made and every check passed, 1 when one failed, 2 when one is unknown.
+    """
+    spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    view = Follower(run).read_all()
+    found = project(view, spec)
+    if as_json:
+        fields = dataclasses.asdict(found) | {"total_s": found.total_s, "missing": found.missing}
+        print(json.dumps(fields | {"run": str(run.path), "exit_code": code}))
+    else:
+        for line in projection_lines(found):
+            print(line)
+        key = "train.stop_after"
+        print(
+            f"go on with it: engine distill --resume {run.path} --set {key}=0 --allow-change {key}",
+            file=sys.stderr,
+        )
+    if code:
+        return code
+    if found.failed:
+        return EXIT_FAIL
+    return EXIT_UNKNOWN if found.unknown or found.step_s is None else 0
