@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from diagnosing import Log, quiet, raised, unknown
+from diagnosing import Log, at, quiet, raised, unknown
 
 from engine.diagnose.gpu import (
     BUSY_PCT,
@@ -18,8 +18,9 @@ from engine.diagnose.gpu import (
     TEACHER_SHARE,
     TENSOR_PCT,
 )
+from engine.diagnose.rule import Case
 from engine.runlog.events import DecisionMade, Phase, RunFinished, StackDump
-from engine.runlog.view import fold
+from engine.runlog.view import RunView, fold
 
 WORKING: dict[str, Any] = {
     "gpu_util_pct": 95.0,
@@ -55,6 +56,30 @@ def test_an_idle_gpu_at_step_zero_is_named_before_any_step() -> None:
     assert "step 1 should be computed" in raised("gpu_idle", log.case()).title
     log.silent_s = 29.0
     unknown("gpu_idle", log.case(), "30 s of work")
+
+
+def measuring(device: str, *, silent_s: float = 40.0, phase: str = "measuring the cut") -> Case:
+    """A run that has loaded its teacher and asks it something, before it has said what it will do."""
+    log = gpu(steps=0, gpu_util_pct=0.0, cpu=400.0)
+    log.silent_s = silent_s
+    logs = log.logs()
+    decided = [
+        DecisionMade(knob="compute.device", choice=device, reason="r"),
+        DecisionMade(knob="teacher.backend", choice="quantized", reason="r"),
+    ]
+    begun = [at(event, 2.0) for event in decided] + [at(Phase(name=phase), 10.0)]
+    view = fold(RunView(), "events", [logs["events"][0], *begun])  # type: ignore[list-item]
+    for source in ("device", "watch"):
+        view = fold(view, source, logs[source])  # type: ignore[arg-type, index]
+    return dataclasses.replace(log.case(), view=view)
+
+
+def test_an_idle_gpu_is_named_before_the_run_has_said_what_it_will_do() -> None:
+    alert = raised("gpu_idle", measuring("cuda"))
+    assert alert.flip == "--set teacher.backend=dequantized"
+    unknown("gpu_idle", measuring("cuda", silent_s=29.0), "30 s of work")
+    unknown("gpu_idle", measuring("cpu"), "computes on cpu")
+    unknown("gpu_idle", measuring("cuda", phase="loading the teacher"), "no model is at work")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +161,22 @@ def test_before_the_first_step_the_stacks_tell_whether_it_is_the_teacher() -> No
         )
         with_stack = dataclasses.replace(case, view=fold(case.view, "watch", [dump]))
         (raised if seen else quiet)("cpu_bound_teacher", with_stack)
+
+
+def test_a_teacher_on_the_cpu_is_named_with_its_line_where_the_stacks_are_known() -> None:
+    case = measuring("cuda")
+    dump = StackDump(
+        path="stacks/7.txt",
+        state="computing",
+        summary="s",
+        python_frame="/x/softmax.py:66 in attend",
+        native_frame="",
+        python_stack=["/x/softmax.py:66 in attend", "/x/engine/teachers/frozen.py:47 in hidden"],
+    )
+    case = dataclasses.replace(case, view=fold(case.view, "watch", [dump]))
+    alert = raised("cpu_bound_teacher", case)
+    assert alert.title.endswith("% CPU, at /x/softmax.py:66 in attend")
+    assert "stacks/7.txt" in alert.meaning and alert.flip == "--set teacher.backend=dequantized"
 
 
 def test_a_busy_gpu_without_work_is_named() -> None:

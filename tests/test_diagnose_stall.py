@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from diagnosing import START, Log, at, quiet, raised, spec, unknown
 from run_events import example_of, opened
@@ -166,6 +167,25 @@ def test_the_alert_names_the_line_and_the_flip_when_it_is_the_teacher() -> None:
     old = [opened(START), at(DUMP, log.last_s - 5)]
     blind = dataclasses.replace(case, view=fold(case.view, "watch", old))  # type: ignore[arg-type]
     assert "not taken" in raised("stalled", blind).meaning
+
+
+@pytest.mark.parametrize(
+    ("python", "native", "words"),
+    [
+        ("/x/torch/cuda/streams.py:254 in synchronize", "", "waiting for the GPU at "),
+        ("/x/trainer.py:9 in item", "cuStreamSynchronize (libcuda.so.580)", "waiting for the GPU"),
+        ("/x/trainer.py:9 in synchronize_clocks", "cublasCreate (libcublas.so)", "computing at"),
+    ],
+)
+def test_a_wait_for_the_gpu_is_told_from_work(python: str, native: str, words: str) -> None:
+    log = silent(40.0)
+    dump = msgspec.structs.replace(
+        DUMP, python_frame=python, native_frame=native, python_stack=[python]
+    )
+    clock = [opened(START), at(dump, log.last_s + 35)]
+    case = log.case()
+    seen = dataclasses.replace(case, view=fold(case.view, "watch", clock))  # type: ignore[arg-type]
+    assert words in raised("stalled", seen).title
 
 
 def test_gpu_and_cpu_are_told_with_a_stall() -> None:

@@ -74,17 +74,20 @@ def cpu_bound_teacher(case: Case) -> Alert | None:
         return None
     backend = case.choice("teacher.backend") or "not logged"
     flip = "--set teacher.backend=dequantized" if backend != "dequantized" else ""
+    dump = case.view.stack_dump
+    line = f", at {dump.python_frame}" if dump is not None and dump.python_frame else ""
+    stacks = f"; all threads are in {dump.path}" if dump is not None else ""
     return alert(
         "cpu_bound_teacher",
         ERROR,
-        f"the teacher is computed by the CPU: GPU {gpu} at {util:.1f} %, the trainer at {cpu:.0f} % CPU",
+        f"the teacher is computed by the CPU: GPU {gpu} at {util:.1f} %, the trainer at {cpu:.0f} % CPU{line}",
         [
             ("gpu_util_pct, mean", util, f"at most {IDLE_PCT:g}"),
             ("trainer_cpu_pct, mean", cpu, f"at least {CPU_PCT:g}; 100 is one core"),
             evidence,
         ],
         case.recent(WINDOW_S),
-        meaning=f"the operators of the teacher's backend ({backend}) run on the host, whatever its name says",
+        meaning=f"the operators of the teacher's backend ({backend}) run on the host, whatever its name says{stacks}",
         flip=flip,
         no_flip="" if flip else "this backend is the reference itself; the stacks name the line",
     )

@@ -178,10 +178,13 @@ class Case:
     @property
     def gpu(self) -> int:
         """NVML's number of the GPU that the run computes on."""
-        if not self.started.device.startswith("cuda"):
-            raise CannotJudge(f"the run computes on {self.started.device}")
+        # Decided before the models are loaded, and said again when the run begins.
+        decided = self.choice("compute.device") if self.view.started is None else None
+        device = decided or self.started.device
+        if not device.startswith("cuda"):
+            raise CannotJudge(f"the run computes on {device}")
         facts = self.view.facts or {}
-        ordinal = self.started.device.partition(":")[2] or "0"
+        ordinal = device.partition(":")[2] or "0"
         known = facts.get(f"cuda{ordinal}_nvml_index")
         tables = self.view.gpu_tables
         if isinstance(known, int) and known in tables:
@@ -212,10 +215,13 @@ class Case:
     def is_computing(self) -> bool:
         """Whether a model should be at work now: not reading, loading or saving."""
         view = self.view
-        if self.is_over or view.started_unix_s is None:
+        if self.is_over:
             return False
-        before_it_began = (view.phase_unix_s or 0.0) <= view.started_unix_s
-        return before_it_began or self.phase.startswith(COMPUTING)
+        if self.phase.startswith(COMPUTING):
+            return True
+        # The evaluations before the first step have no phase of their own.
+        began = view.started_unix_s
+        return began is not None and (view.phase_unix_s or 0.0) <= began
 
     @property
     def phase(self) -> str:

@@ -14,6 +14,7 @@ costs the hours this project began with.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,6 +54,11 @@ PHASE_S = {
 OTHER_PHASE_S = 120.0
 FIRST_LINE_S = 120.0
 """From the start of the process to its first line: importing torch from a cold disk."""
+COMPUTING = "computing"
+"""The state of a busy thread in a StackDump."""
+_DEVICE_WAIT = re.compile(
+    r"torch/cuda/\w+\.py:\d+ in synchronize$|^cu\w*Synchronize\b", re.MULTILINE
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +148,7 @@ def _stalled(case: Case, id: str, what: str) -> Alert | None:
     where = ""
     meaning = "its stacks were not taken: see `--all` and stderr.txt"
     if dump is not None:
-        where = f": {dump.state}" + (f" at {dump.python_frame}" if dump.python_frame else "")
+        where = f": {_state(dump)}" + (f" at {dump.python_frame}" if dump.python_frame else "")
         where += f" ({dump.native_frame})" if dump.native_frame else ""
         meaning = f"{dump.summary}; all threads are in {dump.path}"
     backend = case.choice("teacher.backend")
@@ -165,6 +171,14 @@ def _stalled(case: Case, id: str, what: str) -> Alert | None:
         flip=flip,
         no_flip="" if flip else "a silence is traced by its stacks, not by a setting",
     )
+
+
+def _state(dump: StackDump) -> str:
+    """What the main thread does. CUDA's waits spin, so that to the kernel they are computing."""
+    frames = f"{dump.python_frame}\n{dump.native_frame}"
+    if dump.state == COMPUTING and _DEVICE_WAIT.search(frames):
+        return "waiting for the GPU"
+    return dump.state
 
 
 def _machine(case: Case) -> list[tuple[str, float]]:

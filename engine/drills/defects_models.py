@@ -7,8 +7,9 @@ They are in the functions that every decoder runs, so teacher and student have t
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,25 +51,31 @@ def document_mask_missing() -> AbstractContextManager[None]:
     return _mask(plain)
 
 
-def _mask(seen: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-    """Attention sees what `seen` says, (B, T, T); positions stay as they are."""
+@contextlib.contextmanager
+def _mask(seen: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Attention sees what `seen` says, (B, T, T), masked or packed; positions stay as they are."""
+    see = decoder.see
 
-    def make(see: Callable[..., Sight]) -> Callable[..., Sight]:
-        def spoilt(
-            config: Any, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: Any
-        ) -> Sight:
-            if documents_BT is None:
-                documents_BT = torch.zeros_like(tokens_BT)
-            sight = see(config, tokens_BT, documents_BT, dtype)
-            mask_BTT = torch.zeros(
-                *tokens_BT.shape, tokens_BT.shape[1], dtype=dtype, device=tokens_BT.device
-            )
-            mask_BTT.masked_fill_(~seen(documents_BT), -math.inf)
-            return sight._replace(mask_B1TT=mask_BTT[:, None])
+    def spoilt(
+        config: Any, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
+    ) -> Sight:
+        if documents_BT is None:
+            documents_BT = torch.zeros_like(tokens_BT)
+        sight = see(config, tokens_BT, documents_BT, dtype)
+        mask_BTT = torch.zeros(
+            *tokens_BT.shape, tokens_BT.shape[1], dtype=dtype, device=tokens_BT.device
+        )
+        mask_BTT.masked_fill_(~seen(documents_BT), -math.inf)
+        return sight._replace(mask_B1TT=mask_BTT[:, None])
 
-        return spoilt
+    def spoilt_packed(config: Any, documents_BT: Tensor, dtype: torch.dtype) -> Sight:
+        return spoilt(config, documents_BT, documents_BT, dtype)
 
-    return replaced(decoder, "see", make)
+    with (
+        replaced(decoder, "see", lambda _: spoilt),
+        replaced(decoder, "see_packed", lambda _: spoilt_packed),
+    ):
+        yield
 
 
 def norm_eps_fixed() -> AbstractContextManager[None]:

@@ -1,12 +1,12 @@
 """The stacks of a trainer that has gone silent, taken from outside without ending it.
 
-In the trainer, `register(folder)` before anything else: SIGUSR1 then writes the Python stack of every
+In the trainer, `register(folder)` before anything else: DUMP_SIGNAL then writes the Python stack of every
 thread to `stacks/trainer.txt`, by a handler in C that works while the interpreter is stuck in a call
 and while it holds its lock.
 
 In the supervisor, `Capture` in two steps, one tick apart, so that the supervisor never waits:
 
-    begin    the first look at /proc; SIGUSR1, if the trainer has said that it takes it: a process that
+    begin    the first look at /proc; the signal, if the trainer has said that it takes it: a process that
              does not would be ended by it; py-spy with native frames, where it is installed
     finish   the second look, what was written since, and one file with all of it
 
@@ -17,6 +17,7 @@ and one in an uninterruptible wait not before that ends: neither is sent one.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import re
 import shutil
@@ -42,7 +43,9 @@ from engine.supervise.threads import (
 
 FOLDER = "stacks"
 TRAINER_FILE = "trainer.txt"
-DUMP_SIGNAL = signal.SIGUSR1
+DUMP_SIGNAL = signal.SIGRTMIN + 3
+"""None of the signals that a library takes for itself: LLVM, which a first Triton kernel loads, replaces the
+handlers of SIGUSR1 and SIGUSR2 and calls nobody's."""
 PY_SPY_LIMIT_S = 20.0
 FRAMES_KEPT = 40
 _MAIN = re.compile(r"^main thread (0x[0-9a-f]+)$", re.MULTILINE)
@@ -53,11 +56,17 @@ _open_files: list[IO[str]] = []
 """The handler writes to a descriptor: its file must stay open for as long as the process lives."""
 
 
-def register(run: Path) -> None:
-    """In the trainer: write all stacks to RUN/stacks/trainer.txt whenever SIGUSR1 comes."""
+def dump_file(rank: int) -> str:
+    """Where a rank's stacks go; the first is the trainer of a run of one process."""
+    return TRAINER_FILE if rank == 0 else f"rank-{rank}.txt"
+
+
+def register(run: Path, rank: int = 0) -> None:
+    """In the trainer: write all stacks to RUN/stacks/trainer.txt, or the file of its rank, whenever
+    DUMP_SIGNAL comes."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
-    file = (folder / TRAINER_FILE).open("a")
+    file = (folder / dump_file(rank)).open("a")
     file.write(f"main thread 0x{threading.main_thread().ident or 0:016x}\n")
     file.flush()
     _open_files.append(file)
@@ -115,6 +124,7 @@ class Capture:
     pid: int
     name: str
     why: str
+    rank: int = 0
     proc: Path = Path("/proc")
     begun_s: float = field(default_factory=time.monotonic)
     _before: Looks | None = None
@@ -135,14 +145,14 @@ class Capture:
                 f"Python stacks: the process is in state {letter} and takes no signal"
             )
         elif not takes_signal(self.pid, self.proc):
-            self._missing.append("Python stacks: the trainer has no handler for SIGUSR1 yet")
+            self._missing.append("Python stacks: the trainer has no handler for the signal yet")
         else:
             os.kill(self.pid, DUMP_SIGNAL)
         self._start_py_spy(folder)
 
     def _dump_size(self) -> int:
         try:
-            return (self.run / FOLDER / TRAINER_FILE).stat().st_size
+            return (self.run / FOLDER / dump_file(self.rank)).stat().st_size
         except OSError:
             return 0
 
@@ -215,14 +225,14 @@ class Capture:
 
     def _python(self) -> tuple[str, PythonStacks | None]:
         try:
-            text = (self.run / FOLDER / TRAINER_FILE).read_text(errors="replace")
+            text = (self.run / FOLDER / dump_file(self.rank)).read_text(errors="replace")
         except OSError:
             return "", None
         main = _MAIN.findall(text)
         new = text.encode()[self._offset :].decode("utf-8", "replace")
         stacks = read_dump(new, main[-1] if main else None)
         if stacks is None and not self._missing_python():
-            self._missing.append("Python stacks: the trainer did not answer SIGUSR1")
+            self._missing.append("Python stacks: the trainer did not answer the signal")
         return new, stacks
 
     def _missing_python(self) -> bool:
@@ -266,12 +276,13 @@ class Capture:
 
 
 def native_frame(text: str) -> str:
-    """The innermost frame of the main thread in a dump of py-spy with native frames."""
+    """The innermost frame of the main thread in a dump of py-spy with native frames: one with a name
+    where there is one, since a library without symbols has only addresses."""
     lines = text.splitlines()
     begin = next(
         (n for n, line in enumerate(lines) if line.startswith("Thread") and "MainThread" in line),
-        None,
+        len(lines),
     )
-    if begin is None or begin + 1 >= len(lines) or not lines[begin + 1].startswith("    "):
-        return ""
-    return lines[begin + 1].strip()
+    rest = lines[begin + 1 :]
+    frames = [line.strip() for line in itertools.takewhile(lambda x: x.startswith("    "), rest)]
+    return next((f for f in frames if not f.startswith("0x")), frames[0] if frames else "")

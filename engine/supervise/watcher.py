@@ -26,6 +26,7 @@ from engine.diagnose.rule import CannotJudge, Case
 from engine.diagnose.settings import read_settings
 from engine.diagnose.stall import Silence, silence
 from engine.errors import RunLogError
+from engine.runlog.beats import behind, read_beats, waited_for
 from engine.runlog.events import AlertRaised, Event, Note
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
@@ -127,7 +128,14 @@ class Watcher:
     def _begin_capture(self, why: str) -> None:
         self._captures += 1
         name = f"{self._captures:03}-step-{self.view.last_step}"
-        capture = Capture(run=self.run.path, pid=self.pid, name=f"{self.pid}-{name}", why=why)
+        pid, rank = self.pid, 0
+        beats = read_beats(self.run)
+        if beats:
+            # Ranks that wait for another all look alike: the one they wait for is looked at.
+            first = (behind(beats) or beats)[0]
+            pid, rank = first.pid, first.rank
+            why = f"{why}; {waited_for(beats) or 'all ranks have come equally far'}"
+        capture = Capture(run=self.run.path, pid=pid, rank=rank, name=f"{pid}-{name}", why=why)
         try:
             capture.begin()
         except OSError as error:

@@ -1,0 +1,166 @@
+"""Plant a known defect in a short real run, and see whether the workbench names it.
+
+    engine drill --list                     every drill: the defect, where it happened, what must name it
+    engine drill rotary_neighbours deadlock
+    engine drill --all --json
+    engine drill --all --out drills         keep the table there, and the runs that did not pass
+    engine drill --healthy --seeds 20       runs without a defect: nothing may be said of any
+
+Each drill is a supervised run in a process and a folder of its own, a few seconds long; those that need a
+GPU, or a control group with a limit of memory, answer UNKNOWN where there is none.
+
+Exit codes: 0 every defect was named as it must be, 1 one was not, 2 one could not be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import BadInput, UsageError
+
+if TYPE_CHECKING:
+    from engine.drills.catalogue import Drill
+
+HELP = "plant a known defect, and see whether it is named"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("drill", nargs="*", metavar="NAME", help="drills to carry out")
+    parser.add_argument("--all", action="store_true", help="every drill, as a table")
+    parser.add_argument("--list", action="store_true", help="list the drills, start nothing")
+    parser.add_argument("--healthy", action="store_true", help="runs without a defect instead")
+    parser.add_argument("--seeds", type=int, metavar="N", help="of healthy runs: 0 to N - 1 (3)")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where drills run that do not need a GPU (cpu)",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the results in DIR")
+    parser.add_argument("--keep", action="store_true", help="with --out: keep every run folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from engine.drills.catalogue import DRILLS, drill
+
+    chosen = [bool(arguments.drill), arguments.all, arguments.list, arguments.healthy]
+    if sum(chosen) != 1:
+        raise UsageError("expected one of NAME, --all, --list and --healthy")
+    if arguments.keep and arguments.out is None:
+        raise UsageError("--keep needs --out, where the run folders are")
+    if arguments.seeds is not None and (not arguments.healthy or arguments.seeds < 1):
+        raise UsageError("--seeds N, at least 1, belongs to --healthy")
+    if arguments.list:
+        return _list(DRILLS, as_json=arguments.json)
+    with _folder(arguments.out) as folder:
+        if arguments.healthy:
+            return _healthy(arguments, folder)
+        drills = DRILLS if arguments.all else tuple(map(drill, arguments.drill))
+        return _drill(arguments, drills, folder)
+
+
+@contextlib.contextmanager
+def _folder(out: Path | None) -> Iterator[Path]:
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="drills-") as folder:
+            yield Path(folder)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    yield out.absolute()
+
+
+def _list(drills: tuple[Drill, ...], *, as_json: bool) -> int:
+    if as_json:
+        fields = ("id", "what", "happened")
+        rows = [
+            {name: getattr(one, name) for name in fields}
+            | {"must_be_named_by": [e.name for e in one.expected], "needs": list(one.needs)}
+            for one in drills
+        ]
+        print(json.dumps(rows))
+        return 0
+    for one in drills:
+        needs = f"  (needs: {', '.join(one.needs)})" if one.needs else ""
+        print(f"{one.id}: {one.what}{needs}")
+        print(f"  happened: {one.happened}")
+        print(f"  must be named by: {' or '.join(e.name for e in one.expected)}")
+    return 0
+
+
+def _drill(arguments: argparse.Namespace, drills: tuple[Drill, ...], folder: Path) -> int:
+    from engine.drills.carry import carry_out
+    from engine.drills.text import as_json, lines_of, table
+    from engine.verdict import Level, lowest
+
+    _refuse_taken(folder, [one.id for one in drills])
+    results = []
+    for one in drills:
+        done = carry_out(one, folder, device=arguments.device)
+        results.append(done)
+        said = lines_of(done)
+        # A table comes last; until then its lines tell that something happens.
+        print("\n".join(said), file=sys.stderr if arguments.all or arguments.json else sys.stdout)
+        if done.verdict.level == Level.PASS and not arguments.keep:
+            _remove(folder, one.id)
+    rows = [as_json(done) for done in results]
+    lines = table(results)
+    verdict = lowest(done.verdict for done in results)
+    _report(
+        arguments, folder, "drills", {"level": verdict.level.name.lower(), "drills": rows}, lines
+    )
+    return verdict.exit_code
+
+
+def _healthy(arguments: argparse.Namespace, folder: Path) -> int:
+    from engine.drills.healthy import healthy_run
+    from engine.drills.text import healthy_json, healthy_lines
+    from engine.verdict import lowest
+
+    seeds = range(arguments.seeds or 3)
+    _refuse_taken(folder, [f"healthy-{seed}" for seed in seeds])
+    results = []
+    for seed in seeds:
+        done = healthy_run(seed, folder, device=arguments.device)
+        results.append(done)
+        print(f"{done.verdict.level.name:7}  seed {seed}: {done.verdict.reason}", file=sys.stderr)
+        if not done.spoke and not arguments.keep:
+            _remove(folder, f"healthy-{seed}")
+    arguments.all = True
+    _report(arguments, folder, "healthy", healthy_json(results), healthy_lines(results))
+    return lowest(done.verdict for done in results).exit_code
+
+
+def _refuse_taken(folder: Path, names: list[str]) -> None:
+    for name in names:
+        if (folder / name).exists():
+            raise BadInput.expected("run folder", folder / name, "none", "one that exists")
+
+
+def _remove(folder: Path, name: str) -> None:
+    shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / f"{name}.toml").unlink(missing_ok=True)
+
+
+def _report(
+    arguments: argparse.Namespace,
+    folder: Path,
+    name: str,
+    value: dict[str, Any],
+    lines: list[str],
+) -> None:
+    if arguments.out is not None:
+        (folder / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    if arguments.json:
+        print(json.dumps(value))
+    elif arguments.all:
+        print("\n".join(lines))

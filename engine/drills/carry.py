@@ -1,0 +1,165 @@
+"""Carrying out one drill: the run, the watching, the verdict.
+
+PASS      it was named as it must be
+FAIL      the run ended, or its time was over, and it was not
+UNKNOWN   the drill cannot be carried out here, with the reason
+
+How long it took is counted from the first effect that could be seen: the first step that was computed
+with the defect, the silence of a hang, the death of the trainer. What is named before the first step had
+no effect yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.device.cuda_driver import ask_in_child
+from engine.device.host import read_kill_counters
+from engine.drills.catalogue import Drill, Need
+from engine.drills.naming import ALERT, EXIT, Naming, named_as, names_of
+from engine.drills.runs import DEMO, Attended, memory_group, start, why_no_memory_group, write_spec
+from engine.errors import EngineError
+from engine.runlog.folder import RunFolder
+from engine.verdict import Level, Verdict
+
+LIMIT_S = 90.0
+ENDING_S = 20.0
+BEGUN_STEPS = 3
+"""Steps of a run before it is killed, or stopped to be resumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drilled:
+    drill: Drill
+    verdict: Verdict
+    named: Naming | None = None
+    others: tuple[str, ...] = ()
+    """What else was said, in the order of time."""
+    after_s: float | None = None
+    """From the first effect to the name; None when it was named before any."""
+    after_start_s: float | None = None
+    """From the start of the trainer to the name."""
+    steps: int = 0
+    """Done when it was named."""
+    state: str = ""
+    """Of the run in the end."""
+    cost_s: float = 0.0
+
+
+def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
+    """Carry out `drill`, its run folder `folder`/ID, on `device` (cpu or cuda)."""
+    missing = why_not(drill)
+    if missing:
+        return Drilled(drill=drill, verdict=Verdict(Level.UNKNOWN, missing))
+    begun_s = time.monotonic()
+    run = Attended(RunFolder(folder / drill.id))
+    device = "cuda" if "gpu" in drill.needs else device
+    spec = write_spec(folder / f"{drill.id}.toml", {"compute.device": device, **drill.sets})
+    try:
+        with memory_group(drill.memory_limit_bytes) as group:
+            try:
+                effect_unix_s = _run(drill, run, spec, group)
+            finally:
+                run.end()
+    except (EngineError, OSError) as error:
+        text = _plain(str(error), folder)
+        return Drilled(
+            drill=drill, verdict=Verdict(Level.FAIL, text), cost_s=time.monotonic() - begun_s
+        )
+    return judged(drill, run, effect_unix_s, folder, time.monotonic() - begun_s)
+
+
+def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float | None:
+    """The run until it is named, or over; when it was killed, if it was."""
+    plant = drill.id if drill.planted else ""
+    effect_unix_s = None
+    new = [str(spec), "--out", str(run.run.path)]
+    if drill.act == "resume":
+        start(new, run.run)
+        if run.wait(lambda view: view.last_step >= BEGUN_STEPS, LIMIT_S):
+            _stop(run)
+        start(["--resume", str(run.run.path)], run.run, plant=plant)
+        run.wait(lambda view: view.sessions == 2, LIMIT_S)
+    else:
+        start(new, run.run, plant=plant, group=group)
+    if drill.act == "kill" and run.wait(lambda view: view.last_step >= BEGUN_STEPS, LIMIT_S):
+        effect_unix_s = run.kill()
+    run.wait(lambda view: named_as(names_of(view), drill.expected) is not None, LIMIT_S)
+    said = named_as(names_of(run.view), drill.expected)
+    if said is not None and said.kind != ALERT:
+        # It ends by itself; one that hangs does not.
+        run.wait(lambda view: view.exit is not None, ENDING_S)
+    return effect_unix_s
+
+
+def _stop(run: Attended) -> None:
+    from engine.supervise.launch import stop
+
+    stop(run.run)
+    run.wait(lambda view: view.exit is not None, LIMIT_S)
+    run.wait(lambda _: False, 5.0)
+
+
+def judged(
+    drill: Drill, run: Attended, effect_unix_s: float | None, folder: Path, cost_s: float
+) -> Drilled:
+    """What the logs of a run that has ended say of the drill."""
+    view = run.view
+    said = [naming for naming in names_of(view) if naming.unix_s < run.ended_unix_s]
+    named = named_as(said, drill.expected)
+    others = tuple(dict.fromkeys(n.name for n in said if n is not named))
+    expected = " or ".join(one.name for one in drill.expected)
+    common: dict[str, Any] = {"drill": drill, "others": others, "cost_s": cost_s}
+    common["state"] = run.follower.state
+    if named is None:
+        heard = ", ".join(others) or "nothing was said"
+        text = f"expected {expected}, found {heard}; the run: {run.follower.state}"
+        return Drilled(verdict=Verdict(Level.FAIL, text), **common)
+    first_unix_s = view.first_step_unix_s
+    if named.kind == ALERT:
+        effect_unix_s = named.since_unix_s
+    elif named.kind == EXIT:
+        effect_unix_s = effect_unix_s or run.died_unix_s or view.exit_unix_s
+    elif first_unix_s is not None and first_unix_s < named.unix_s:
+        effect_unix_s = first_unix_s
+    started_unix_s = view.trainer_started_unix_s or named.unix_s
+    return Drilled(
+        verdict=Verdict(Level.PASS, _plain(named.text, folder)),
+        named=named,
+        after_s=None if effect_unix_s is None else max(0.0, named.unix_s - effect_unix_s),
+        after_start_s=named.unix_s - started_unix_s,
+        steps=sum(
+            (t or 0.0) <= named.unix_s
+            for t in view.steps.values("unix_s", view.session_row, len(view.steps))
+        ),
+        **common,
+    )
+
+
+def _plain(text: str, folder: Path) -> str:
+    """A text without the paths of this machine."""
+    package = str(DEMO.parents[1])
+    return text.replace(f"{folder}/", "").replace(f"{package}/", "")
+
+
+def why_not(drill: Drill) -> str:
+    """Why a drill cannot be carried out here; empty when it can."""
+    return next((why for need in drill.needs if (why := _missing(need))), "")
+
+
+def _missing(need: Need) -> str:
+    match need:
+        case "gpu":
+            facts = ask_in_child()
+            return "" if facts.devices else f"no CUDA GPU: {facts.state}"
+        case "triton":
+            return "" if importlib.util.find_spec("triton") else "triton is not installed"
+        case "memory group":
+            return why_no_memory_group()
+        case "kill counters":
+            counter = read_kill_counters().vmstat_oom_kill
+            return "" if counter.number is not None else f"{counter.source}: {counter.absent}"

@@ -1,0 +1,230 @@
+"""Every drill: a defect, the short run it is planted in, and what must name it. No torch.
+
+A drill starts a run as anybody does and lets the supervisor start the trainer through
+`engine.drills.plant`. Some defects need nothing planted: a plan that cannot fit is a setting, and a kill
+comes from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from engine.drills.defects_training import DEFECTS as TRAINING
+from engine.drills.naming import ALERT, CHECK, EXIT, REFUSAL, Expected
+from engine.drills.planting import Defect
+from engine.errors import BadInput
+
+Need = Literal["gpu", "triton", "memory group", "kill counters"]
+Act = Literal["none", "kill", "resume"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drill:
+    id: str
+    what: str
+    happened: str
+    expected: tuple[Expected, ...]
+    """Names of which one will do."""
+    planted: bool = True
+    """Whether the defect of this id is planted in the trainer."""
+    act: Act = "none"
+    """What is done from outside: the trainer is killed, or a sound run is stopped and resumed with the
+    defect."""
+    sets: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the run beside the common ones."""
+    needs: tuple[Need, ...] = ()
+    memory_limit_bytes: int = 0
+    """Of a control group around the whole run; 0 is none."""
+
+
+_PROCESS = "defects_process"
+OTHERS: tuple[Defect, ...] = tuple(
+    Defect(id=id, module=module, what=what, happened=happened, named_by=named_by)
+    for id, module, named_by, what, happened in (
+        (
+            "host_operators",
+            "defects_host",
+            "stalled_at_start",
+            "the operators of a quantized teacher run on the host",
+            "aprender PMAT-701: no step in 1.5 h, GPU 0 %, CPU 1320 %",
+        ),
+        (
+            "loader_stalls",
+            _PROCESS,
+            "stalled",
+            "the loader waits for a worker that has hung",
+            "loaders whose worker hangs or died, with their pipe still open",
+        ),
+        (
+            "deadlock",
+            _PROCESS,
+            "stalled",
+            "two threads wait for each other's lock",
+            "aprender #2249: a deadlock in training",
+        ),
+        (
+            "cuda_wait",
+            _PROCESS,
+            "stalled",
+            "the host waits for a kernel that does not end",
+            "hung collectives and kernels; GPU 100 % busy and no step",
+        ),
+        (
+            "memory_leak",
+            _PROCESS,
+            "OOM_MEMCG",
+            "something of each step is kept until the control group is full",
+            "the OOM kill that aprender #1869 took an exit 137 for",
+        ),
+        (
+            "kernel_key_deaf",
+            "defects_kernels",
+            "forward_is_the_model",
+            "a kernel's key ignores one of its arguments",
+            "aprender #1820: the epsilon was in the code and not in the key",
+        ),
+        (
+            "stale_body",
+            "defects_kernels",
+            "kernel",
+            "the cache holds a kernel that was compiled for another constant",
+            "aprender: a body of 1e-5 under the key of 1e-6; every count was right",
+        ),
+    )
+)
+_DEFECTS = {one.id: one for one in (*TRAINING, *OTHERS)}
+
+_SETS: dict[str, dict[str, Any]] = {
+    "identical_teacher": {"student.config": "TEACHER"},
+    "denominator_per_pass": {"train.accumulation": 2},
+}
+_ALSO = {"frozen_embedding": "effective_settings"}
+"""What speaks, and stops the run, before the check that the defect is listed with."""
+_RESUMED = ("optimizer_lost", "position_lost")
+_ENDLESS = {"train.steps": 100_000, "checkpoint.every": 0}
+_HANGS = _ENDLESS | {"watch.stall_seconds": 1}
+
+
+def _of_training(defect: Defect) -> Drill:
+    names = dict.fromkeys((defect.named_by, _ALSO.get(defect.id, defect.named_by)))
+    resumed = defect.id in _RESUMED
+    return Drill(
+        id=defect.id,
+        what=defect.what,
+        happened=defect.happened,
+        expected=tuple(Expected(kind=CHECK, id=name) for name in names),
+        act="resume" if resumed else "none",
+        sets=_ENDLESS if resumed else _SETS.get(defect.id, {}),
+    )
+
+
+def _other(id: str, *expected: Expected, **fields: Any) -> Drill:
+    defect = _DEFECTS[id]
+    return Drill(id=id, what=defect.what, happened=defect.happened, expected=expected, **fields)
+
+
+_BACKEND = "--set teacher.backend=dequantized"
+
+DRILLS: tuple[Drill, ...] = (
+    *map(_of_training, TRAINING),
+    _other(
+        "host_operators",
+        Expected(kind=ALERT, id="cpu_bound_teacher", text=", at ", flip=_BACKEND),
+        Expected(kind=ALERT, id="stalled_at_start", text="computing at ", flip=_BACKEND),
+        sets={
+            "teacher.path": "QUANTIZED",
+            "teacher.backend": "quantized",
+            # The first pass over the held-out rows takes some twenty seconds.
+            "data.seq_len": 1024,
+            "data.heldout_fraction": 0.5,
+            "data.max_bytes": 1_000_000,
+            "eval.rows": 96,
+            "watch.stall_seconds": 2,
+        },
+    ),
+    _other(
+        "loader_stalls",
+        Expected(kind=ALERT, id="stalled", text="waiting to read"),
+        sets=_HANGS,
+    ),
+    _other(
+        "deadlock", Expected(kind=ALERT, id="stalled", text="waiting for a lock"), sets=_HANGS
+    ),
+    _other(
+        "cuda_wait",
+        Expected(kind=ALERT, id="stalled", text="waiting for the GPU"),
+        sets=_HANGS,
+        needs=("gpu",),
+    ),
+    Drill(
+        id="killed_from_outside",
+        what="SIGKILL from outside",
+        happened="aprender #1869: a `timeout` sent it, and the report said out of memory",
+        expected=(
+            Expected(kind=EXIT, id="KILLED_EXTERNAL", text="not the kernel's OOM killer"),
+        ),
+        planted=False,
+        act="kill",
+        sets=_ENDLESS,
+        needs=("kill counters",),
+    ),
+    _other(
+        "memory_leak",
+        Expected(kind=EXIT, id="OOM_MEMCG", text="because its control group ran out of memory"),
+        sets=_ENDLESS,
+        needs=("memory group", "kill counters"),
+        memory_limit_bytes=3 << 29,
+    ),
+    Drill(
+        id="plan_that_cannot_fit",
+        what="a run that needs more memory than there is",
+        happened="aprender SPEC-BLACKWELL-FIX-001: 60 GB of workspace a block, met at upload",
+        expected=(Expected(kind=REFUSAL, id="memory", text="expected a run that fits in"),),
+        planted=False,
+        sets={"train.rows": 2_000_000},
+    ),
+    _other(
+        "kernel_key_deaf",
+        Expected(kind=CHECK, id="forward_is_the_model"),
+        Expected(kind=REFUSAL, id="kernel", text="found another"),
+        sets={
+            "teacher.path": "QUANTIZED",
+            "teacher.backend": "quantized",
+            "teacher.kernel": "fused",
+            "train.rows": 1,
+            "eval.rows": 1,
+        },
+        needs=("gpu", "triton"),
+    ),
+    _other(
+        "stale_body",
+        Expected(kind=REFUSAL, id="kernel", text="found another"),
+        sets={"teacher.path": "QUANTIZED", "teacher.backend": "quantized"},
+        needs=("gpu", "triton"),
+    ),
+)  # fmt: skip
+
+
+def planted(id: str) -> Defect:
+    """The defect of that id. Raises BadInput."""
+    if id not in _DEFECTS:
+        raise BadInput.expected("defect", id, f"one of {', '.join(_DEFECTS)}", "another")
+    return _DEFECTS[id]
+
+
+def drill(id: str) -> Drill:
+    """The drill of that id. Raises BadInput."""
+    known = {one.id: one for one in DRILLS}
+    if id not in known:
+        import difflib
+
+        near = difflib.get_close_matches(id, known, n=1)
+        raise BadInput.expected(
+            "drill",
+            id,
+            "one of `engine drill --list`",
+            "another" + (f"; did you mean {near[0]}?" if near else ""),
+        )
+    return known[id]

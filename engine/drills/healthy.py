@@ -1,0 +1,69 @@
+"""Runs that nothing is wrong with, each with another seed: a check or an alert that speaks of one is a
+false alarm, and a workbench that cries wolf is not believed when it counts.
+
+The run is that of the drills, longer, so that rules which need a window of steps can judge. Afterwards every
+rule is asked about every moment of it again (`engine.diagnose.replay`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.diagnose.replay import diagnose
+from engine.diagnose.settings import read_settings
+from engine.drills.naming import names_of
+from engine.drills.runs import Attended, start, write_spec
+from engine.runlog.folder import RunFolder
+from engine.verdict import Level, Verdict
+
+STEPS = 60
+LIMIT_S = 240.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healthy:
+    seed: int
+    verdict: Verdict
+    spoke: tuple[str, ...]
+    """What was said although nothing was wrong."""
+    passed: int
+    """Checks that passed."""
+    unknown: tuple[str, ...]
+    """Checks that could not answer."""
+    judged: int
+    """Alert rules that judged at some moment."""
+    cost_s: float
+
+
+def healthy_run(seed: int, folder: Path, *, device: str) -> Healthy:
+    """An undisturbed run in `folder`/healthy-SEED."""
+    begun_s = time.monotonic()
+    name = f"healthy-{seed}"
+    sets = {"train.seed": seed, "train.steps": STEPS, "eval.every": 20, "checkpoint.every": 30}
+    spec = write_spec(folder / f"{name}.toml", {"compute.device": device, **sets})
+    run = Attended(RunFolder(folder / name))
+    try:
+        start([str(spec), "--out", str(run.run.path)], run.run)
+        run.wait(lambda view: view.exit is not None, LIMIT_S)
+    finally:
+        run.end()
+    view = run.view
+    replayed = diagnose(run.run, read_settings(run.run))
+    spoke = [naming.name for naming in names_of(view)]
+    spoke += [f"alert {entry.alert.id} (on replay)" for entry in replayed.raised]
+    state = run.follower.state
+    if state != "completed":
+        spoke.append(f"the run: {state}")
+    levels = {id: check.level for id, check in view.checks.items()}
+    text = ", ".join(dict.fromkeys(spoke)) or "nothing was said"
+    return Healthy(
+        seed=seed,
+        verdict=Verdict(Level.FAIL if spoke else Level.PASS, text),
+        spoke=tuple(dict.fromkeys(spoke)),
+        passed=sum(level == "pass" for level in levels.values()),
+        unknown=tuple(id for id, level in levels.items() if level == "unknown"),
+        judged=len(replayed.judged),
+        cost_s=time.monotonic() - begun_s,
+    )

@@ -1,0 +1,107 @@
+"""What a run was told about itself: every check that failed, alert, refusal and attributed end, with its
+time; and whether one of them is the name that a defect should have been given. Pure functions of a
+RunView; no torch.
+
+A run that a defect ended without a name is a failure of the workbench, however loudly it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.runlog.events import AlertRaised, Checked, RunFinished, TrainerExited
+from engine.runlog.text import one_line
+from engine.runlog.view import RunView
+
+CHECK, ALERT, REFUSAL, EXIT = "check", "alert", "refusal", "exit"
+QUIET_EXITS = frozenset({"COMPLETED", "TERMINATED", "INTERRUPTED", "FAILED", "BAD_INPUT"})
+"""Ends that were asked for, or that the run has explained itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """One thing that the workbench said."""
+
+    kind: str
+    id: str
+    """Of the check or alert; the state of an exit; what was refused."""
+    text: str
+    unix_s: float
+    since_unix_s: float | None = None
+    """Of an alert: when what it speaks of began."""
+    flip: str = ""
+    certainty: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """A name that would do."""
+
+    kind: str
+    id: str
+    text: str = ""
+    """What it must say beside its name."""
+    flip: str = ""
+    """The flip it must suggest."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.id}"
+
+    def is_met_by(self, said: Naming) -> bool:
+        return (
+            (self.kind, self.id) == (said.kind, said.id)
+            and self.text in said.text
+            and self.flip in said.flip
+        )
+
+
+def names_of(view: RunView) -> list[Naming]:
+    """Everything that was said in the newest session, in the order of time."""
+    begun = view.session_unix_s or view.trainer_started_unix_s or 0.0
+    return [
+        naming
+        for line in view.lines
+        if line.unix_s >= begun
+        for naming in _names(line.event, line.unix_s)
+    ]
+
+
+def _names(event: object, unix_s: float) -> Iterator[Naming]:
+    match event:
+        case Checked(level="fail"):
+            yield Naming(kind=CHECK, id=event.id, text=one_line(event.reason), unix_s=unix_s)
+        case AlertRaised():
+            text = one_line(f"{event.title}; {event.meaning}")
+            yield Naming(
+                kind=ALERT,
+                id=event.id,
+                text=text,
+                unix_s=unix_s,
+                since_unix_s=event.from_unix_s,
+                flip=event.flip,
+            )
+        case RunFinished(state="failed") if not event.reason.startswith("check "):
+            first, colon, _ = event.reason.partition(":")
+            what = first.split()[0] if colon and first else "run"
+            yield Naming(kind=REFUSAL, id=what, text=one_line(event.reason), unix_s=unix_s)
+        case TrainerExited() if event.state not in QUIET_EXITS:
+            yield Naming(
+                kind=EXIT,
+                id=event.state,
+                text=one_line(event.sentence),
+                unix_s=unix_s,
+                certainty=event.certainty,
+            )
+        case _:
+            return
+
+
+def named_as(said: Sequence[Naming], expected: Sequence[Expected]) -> Naming | None:
+    """The first thing said that is a name that would do."""
+    return next((n for n in said if any(e.is_met_by(n) for e in expected)), None)

@@ -1,0 +1,27 @@
+"""`python -m engine.drills.plant DEFECT -- ARGUMENTS`: the trainer of a run, with a defect planted.
+
+Everything but the one function that the defect replaces is the trainer that any run has: its arguments
+are those of `python -m engine.distill`. A supervisor starts it where APR_WORKBENCH_TRAINER says so, and
+writes that into the log of the run.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    if len(arguments) < 3 or arguments[1] != "--":
+        print("usage: python -m engine.drills.plant DEFECT -- ARGUMENTS", file=sys.stderr)
+        return 64
+    from engine.distill.__main__ import main as train
+    from engine.drills.catalogue import planted
+
+    sys.argv = [sys.argv[0], *arguments[2:]]
+    with planted(arguments[0]).plant():
+        return train()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

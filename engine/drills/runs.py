@@ -1,0 +1,201 @@
+"""The short run that a drill is carried out in: the demo's models on some of the standard library's text,
+started and ended with the public command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine import demo
+from engine.device.host import Cgroup, Host
+from engine.errors import InternalError, RunLogError
+from engine.runlog.folder import RunFolder
+from engine.runlog.follow import Follower
+from engine.runlog.text import has_ended
+from engine.runlog.view import RunView
+from engine.supervise.supervisor import TRAINER
+
+DEMO = Path(demo.__file__).parent
+MODELS = {
+    "TEACHER": DEMO / "teacher" / "config.json",
+    "QUANTIZED": DEMO / "teacher.gguf",
+}
+"""Words of a setting that stand for a file of the demo."""
+COMMON: Mapping[str, Any] = {
+    "teacher.path": str(DEMO / "teacher"),
+    "student.config": str(DEMO / "student.json"),
+    "data.corpus": "python-stdlib",
+    "data.tokenizer": str(DEMO / "teacher" / "tokenizer.json"),
+    "data.max_bytes": 200_000,
+    "data.seq_len": 48,
+    "loss.alpha": 0.5,
+    "loss.temperature": 2.0,
+    "train.steps": 6,
+    "train.rows": 4,
+    "train.warmup_steps": 2,
+    "eval.every": 0,
+    "eval.rows": 8,
+    "checkpoint.every": 4,
+    "checkpoint.at_end": False,
+    "compute.threads": 1,
+}
+POLL_S = 0.02
+END_DEADLINE_S = 30.0
+
+
+def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
+    """A spec of the common settings with `sets` over them."""
+    sections: dict[str, list[str]] = {}
+    for key, value in {**COMMON, **sets}.items():
+        section, name = key.split(".")
+        value = str(MODELS.get(value, value)) if isinstance(value, str) else value
+        sections.setdefault(section, []).append(f"{name} = {json.dumps(value)}")
+    path.write_text(
+        "\n".join(f"[{section}]\n" + "\n".join(lines) for section, lines in sections.items()) + "\n"
+    )
+    return path
+
+
+def start(
+    arguments: list[str], run: RunFolder, *, plant: str = "", group: Path | None = None
+) -> None:
+    """`engine distill ARGUMENTS --detach`, with the defect `plant` and inside the control group
+    `group`. Raises InternalError when the command refuses."""
+    environment = {name: value for name, value in os.environ.items() if name != TRAINER}
+    if plant:
+        environment[TRAINER] = f"engine.drills.plant {plant} --"
+    command = [sys.executable, "-m", "engine", "distill", *arguments, "--detach"]
+    if group is not None:
+        # The shell moves itself, so that whatever it starts is born inside.
+        enter = 'echo $$ > "$0" && exec "$@"'
+        command = ["sh", "-c", enter, str(group / "cgroup.procs"), *command]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise InternalError(
+            f"drill: {run.path} — expected a run that begins, found {done.stderr.strip()[-800:]}"
+        )
+
+
+@dataclass(slots=True)
+class Attended:
+    """A run that is followed."""
+
+    run: RunFolder
+    follower: Follower = field(init=False)
+    died_unix_s: float | None = None
+    """When its trainer was first seen to be gone."""
+    ended_unix_s: float = math.inf
+    """When we killed what was left of it: what is said after that is said of us."""
+
+    def __post_init__(self) -> None:
+        self.follower = Follower(self.run)
+
+    @property
+    def view(self) -> RunView:
+        return self.follower.view
+
+    def wait(self, seen: Callable[[RunView], bool], limit_s: float) -> bool:
+        """Until the view shows what is waited for (True), or the run or the time has ended."""
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            # Whether it has ended is asked first: what it wrote before is then in what is read.
+            over = self.has_ended()
+            with contextlib.suppress(RunLogError):
+                self.follower.poll()
+            if seen(self.view):
+                return True
+            if over or time.monotonic() > deadline_s:
+                return False
+            self._look_for_death()
+            time.sleep(POLL_S)
+
+    def has_ended(self) -> bool:
+        alive = self.run.liveness()
+        return (
+            bool(self.view.clocks)
+            and has_ended(self.follower.state)
+            and not (alive.trainer or alive.supervisor)
+        )
+
+    def _look_for_death(self) -> None:
+        pid = self.view.trainer_pid
+        if pid is None or self.died_unix_s is not None or self.view.exit is not None:
+            return
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+        except OSError:
+            state = "X"
+        if state in "ZX":
+            self.died_unix_s = time.time()
+
+    def kill(self) -> float:
+        """SIGKILL to the trainer; the wall time of it."""
+        pid = self.view.trainer_pid
+        assert pid is not None, "a trainer was seen"
+        at_unix_s = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return at_unix_s
+
+    def end(self) -> None:
+        """Kill what is left of the run and read its last lines."""
+        self.wait(lambda _: False, 0.0)
+        pid = self.view.trainer_pid
+        if pid is not None and self.view.exit is None and self.run.liveness().supervisor:
+            # The supervisor has not taken the exit status, so the pid is still the trainer's.
+            self.ended_unix_s = time.time()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait(lambda _: False, END_DEADLINE_S)
+
+
+@contextlib.contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path | None]:
+    """A control group of this process's own with a limit of memory; None where 0 is asked for. Raises
+    OSError where none can be made."""
+    if not limit_bytes:
+        yield None
+        return
+    above = Host().find_cgroup("memory")
+    if not isinstance(above, Cgroup):
+        raise OSError(str(above.absent))
+    group = above.directory / f"apr-drill-{os.getpid()}"
+    group.mkdir()
+    name = "memory.max" if above.version == 2 else "memory.limit_in_bytes"
+    try:
+        (group / name).write_text(str(limit_bytes))
+        yield group
+    finally:
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """A group can be removed once the kernel has taken the last process out of it."""
+    deadline_s = time.monotonic() + END_DEADLINE_S
+    while True:
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(POLL_S)
+
+
+def why_no_memory_group() -> str:
+    """Why no control group with a limit can be made here; empty where one can."""
+    try:
+        with memory_group(1 << 30):
+            return ""
+    except OSError as error:
+        return f"no control group with a limit of memory can be made: {error}"

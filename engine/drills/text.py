@@ -1,0 +1,121 @@
+"""Drills and healthy runs as people and programs read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from engine.drills.carry import Drilled
+from engine.drills.healthy import Healthy
+from engine.units import format_seconds
+from engine.verdict import lowest
+
+HEAD = ("verdict", "defect", "must be named by", "was named by", "after", "happened")
+EVIDENCE_LETTERS = 200
+
+
+def when(drilled: Drilled) -> str:
+    """How soon it was named."""
+    if drilled.named is None:
+        return "-"
+    if drilled.after_s is None:
+        return "before step 1"
+    return format_seconds(drilled.after_s)
+
+
+def table(results: Sequence[Drilled]) -> list[str]:
+    """One line for each drill under a head, aligned; the verdicts counted at the end."""
+    rows = [HEAD, *map(_row, results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD) - 1)]
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+    return [*lines, count_of([drilled.verdict.level.name for drilled in results])]
+
+
+def _row(drilled: Drilled) -> tuple[str, ...]:
+    drill = drilled.drill
+    return (
+        drilled.verdict.level.name,
+        drill.id,
+        " or ".join(expected.id for expected in drill.expected),
+        drilled.named.name if drilled.named is not None else "-",
+        when(drilled),
+        drill.happened,
+    )
+
+
+def count_of(levels: Sequence[str]) -> str:
+    """`31 PASS, 1 UNKNOWN`"""
+    return ", ".join(
+        f"{levels.count(name)} {name}" for name in ("PASS", "FAIL", "UNKNOWN") if name in levels
+    )
+
+
+def lines_of(drilled: Drilled) -> list[str]:
+    """One drill with its evidence."""
+    drill = drilled.drill
+    lines = [f"{drilled.verdict.level.name:7}  {drill.id}: {drill.what}"]
+    if drilled.named is not None:
+        begun = format_seconds(drilled.after_start_s)
+        after = "before step 1" if drilled.after_s is None else f"{when(drilled)} after its effect"
+        lines.append(f"         {drilled.named.name}, {after}, {begun} after the start")
+    reason = drilled.verdict.reason
+    short = reason if len(reason) <= EVIDENCE_LETTERS else reason[: EVIDENCE_LETTERS - 1] + "…"
+    return [*lines, f"         {short}"]
+
+
+def as_json(drilled: Drilled) -> dict[str, Any]:
+    drill, named = drilled.drill, drilled.named
+    return {
+        "drill": drill.id,
+        "what": drill.what,
+        "happened": drill.happened,
+        "must_be_named_by": [expected.name for expected in drill.expected],
+        "level": drilled.verdict.level.name.lower(),
+        "named_by": named.name if named is not None else None,
+        "certainty": named.certainty if named is not None else "",
+        "flip": named.flip if named is not None else "",
+        "before_step_1": named is not None and drilled.after_s is None,
+        "after_s": _rounded(drilled.after_s),
+        "after_start_s": _rounded(drilled.after_start_s),
+        "steps": drilled.steps,
+        "evidence": drilled.verdict.reason,
+        "also_said": list(drilled.others),
+        "state": drilled.state,
+        "cost_s": _rounded(drilled.cost_s),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def healthy_lines(runs: Sequence[Healthy]) -> list[str]:
+    """What spoke of healthy runs, and how much was asked."""
+    spoke = [f"{run.verdict.level.name:7}  seed {run.seed}: {run.verdict.reason}" for run in runs]
+    checks = sorted({run.passed for run in runs})
+    rules = sorted({run.judged for run in runs})
+    asked = f"{_range(checks)} checks passed and {_range(rules)} alert rules judged in each"
+    unknown = sorted({id for run in runs for id in run.unknown})
+    quiet = sum(not run.spoke for run in runs)
+    return [
+        *spoke,
+        f"{quiet} of {len(runs)} healthy runs were left alone; {asked}",
+        f"could not answer in some: {', '.join(unknown) or 'none'}",
+    ]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def healthy_json(runs: Sequence[Healthy]) -> dict[str, Any]:
+    return {
+        "level": lowest(run.verdict for run in runs).level.name.lower(),
+        "spoke": sorted({text for run in runs for text in run.spoke}),
+        "runs": [
+            dataclasses.asdict(run)
+            | {"verdict": run.verdict.level.name.lower(), "cost_s": _rounded(run.cost_s)}
+            for run in runs
+        ],
+    }

@@ -1,0 +1,394 @@
+"""The hang that this project began with, run again on purpose and told as a finding that can be checked:
+`python evidence/the-story/run.py FOLDER [--size 7b|tiny]`.
+
+A 7B-shaped teacher in Q4_K blocks teaches a 0.5B-shaped student, on rows so long that one step takes
+minutes, because the operators between the teacher's matrix products run on the CPU (the drill
+`host_operators`). The prior system saw no step for an hour and a half, took the SIGKILL of a time limit
+for the OOM killer, and built a second backend on that. Here, with public commands alone:
+
+    engine distill    the run hangs; seconds until it is named, with its line and the flip
+    kill -9           from outside; what the exit is attributed to
+    engine distill    the same run without the defect: are blocks slow by themselves?
+    engine flip       the defect against dense weights, in one pair
+    engine why        five whys: memory is refuted, the operators are the cause; closed, exported
+    engine evidence   verify
+
+FOLDER gets the runs, `evidence/` with the bundle, and summary.json. `tiny` rehearses on a CPU: every
+number is another, every command the same. What a random teacher teaches is noise; what it costs is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = "APR_WORKBENCH_TRAINER"
+PLANT = "engine.drills.plant host_operators --"
+SPEC = """
+[teacher]
+path = "teacher.gguf"
+backend = "quantized"
+[student]
+config = "student.json"
+[data]
+corpus = "python-stdlib"
+tokenizer = "{tokenizer}"
+seq_len = {seq_len}
+heldout_fraction = {heldout}
+[loss]
+alpha = 0.3
+temperature = 4.0
+[train]
+steps = 12
+rows = 1
+accumulation = {accumulation}
+warmup_steps = 2
+[eval]
+every = 0
+rows = {eval_rows}
+[checkpoint]
+every = 0
+at_end = false
+[checks]
+# Random weights know nothing of any text, and the check that says so would stop the run.
+on_fail = "report"
+[watch]
+stall_seconds = {stall_seconds}
+"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is run, and how long it is waited for."""
+
+    teacher: str
+    student: str
+    seq_len: int
+    accumulation: int
+    eval_rows: int
+    heldout: float
+    stall_seconds: int
+    """0 is what every run has."""
+    budget_s: int
+    """Of the flip; a run of it gets half."""
+    steps: int
+
+
+SIZES = {
+    "7b": Size("qwen2.5-7b", "qwen2.5-0.5b", 8192, 1, 1, 0.08, 0, 160, 6),
+    "tiny": Size("tiny", "tiny", 2048, 1, 48, 0.3, 2, 200, 6),
+}
+NAMED_LIMIT_S = 150.0
+
+
+class Story:
+    def __init__(self, folder: Path, size: Size) -> None:
+        self.folder, self.size = folder, size
+        # The checkout under a short name: it is what stacks and logs say of files.
+        self.checkout = folder / "apr-workbench"
+        if not self.checkout.exists():
+            self.checkout.symlink_to(ROOT)
+        self.summary: dict[str, Any] = {}
+
+    def engine(self, *arguments: object, planted: bool = False, ok: tuple[int, ...] = (0,)) -> str:
+        """`engine ARGUMENTS`; its stdout."""
+        command = [sys.executable, "-m", "engine", *map(str, arguments)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=self.folder, env=self.environment(planted)
+        )
+        if done.returncode not in ok:
+            raise SystemExit(
+                f"engine {' '.join(map(str, arguments))}: exit {done.returncode}\n"
+                f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+            )
+        return done.stdout
+
+    def environment(self, planted: bool) -> dict[str, str]:
+        environ = {name: value for name, value in os.environ.items() if name != TRAINER}
+        environ["PYTHONPATH"] = os.pathsep.join(
+            [str(self.checkout), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        return environ | ({TRAINER: PLANT} if planted else {})
+
+    def why(self, *arguments: object, ok: tuple[int, ...] = (0,)) -> str:
+        # Once closed, a finding is spoken of by its name.
+        which = () if arguments[0] == "new" else ("--finding", SLUG)
+        words = self.engine("why", *arguments, "--evidence", "evidence", *which, ok=ok)
+        print("  why", str(arguments[0]), words.strip().splitlines()[-1][:150], flush=True)
+        return words
+
+    # The parts, in order
+
+    def make_files(self) -> None:
+        import torch
+
+        from engine.bench.random_weights import RandomWeights
+        from engine.bench.teacher import config_named
+        from engine.formats.gguf_write import write_gguf
+        from engine.quant.tensor import QuantTensor
+
+        def tensors(weights: RandomWeights) -> Iterator[tuple[str, object]]:
+            for name in weights.tensors:
+                found = weights.get(name)
+                yield name, found.to("cpu") if isinstance(found, QuantTensor) else found.cpu()
+
+        begun = time.monotonic()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = config_named(self.size.teacher)
+        write_gguf(
+            self.folder / "teacher.gguf",
+            config={**config.to_hf_dict(), "eos_token_id": 0},
+            tensors=tensors(RandomWeights(config, "q4_k_m", device)),
+        )
+        student = config_named(self.size.student)
+        shape = {
+            **student.to_hf_dict(),
+            "vocab_size": min(student.vocab_size, config.vocab_size),
+        }
+        (self.folder / "student.json").write_text(json.dumps(shape))
+        # A copy: the settings of a run hold real paths, and this one's say nothing of the machine.
+        shutil.copy(ROOT / "engine" / "demo" / "teacher" / "tokenizer.json", self.folder)
+        size = self.size
+        (self.folder / "kd.toml").write_text(
+            SPEC.format(
+                tokenizer=self.folder / "tokenizer.json",
+                seq_len=size.seq_len,
+                accumulation=size.accumulation,
+                eval_rows=size.eval_rows,
+                heldout=size.heldout,
+                stall_seconds=size.stall_seconds,
+            )
+        )
+        self.summary["teacher"] = {
+            "shape": size.teacher,
+            "file_bytes": (self.folder / "teacher.gguf").stat().st_size,
+            "written_s": round(time.monotonic() - begun, 1),
+        }
+
+    def hang(self) -> None:
+        """The run with the defect, until it is named, and the kill."""
+        from engine.runlog.events import AlertRaised, StackDump
+        from engine.runlog.folder import RunFolder
+        from engine.runlog.follow import Follower
+
+        self.engine("distill", "kd.toml", "--out", "runs/hang", "--detach", planted=True)
+        follower = Follower(RunFolder(self.folder / "runs" / "hang"))
+        deadline = time.monotonic() + NAMED_LIMIT_S
+        alerts: list[Any] = []
+        named = None
+        while named is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            follower.poll()
+            alerts = [x for x in follower.view.lines if isinstance(x.event, AlertRaised)]
+            named = next(filter(has_line_and_flip, alerts), None)
+        view = follower.view
+        if named is None:
+            said = [line.event.title for line in alerts]
+            raise SystemExit(f"not named within {NAMED_LIMIT_S:.0f} s; alerts: {said}")
+        pid, steps = view.trainer_pid, view.last_step
+        subprocess.run(["kill", "-9", str(pid)], check=True)
+        killed = time.time()
+        while follower.view.exit is None:
+            follower.poll()
+            time.sleep(0.02)
+        view = follower.view
+        dump = next(
+            line.event for line in reversed(view.lines) if isinstance(line.event, StackDump)
+        )
+        begun = view.phase_unix_s
+        self.summary["hang"] = {
+            "steps": steps,
+            "phase": view.phase.name,
+            "named_by": named.event.id,
+            "title": named.event.title,
+            "flip": named.event.flip,
+            "numbers": named.event.numbers,
+            "seconds_from_the_phase_to_each_alert": [
+                [line.event.id, round(line.unix_s - begun, 1)] for line in alerts
+            ],
+            "seconds_from_the_silence_to_the_name": round(
+                named.unix_s - (view.heartbeat_unix_s or begun), 1
+            ),
+            "seconds_from_the_start_to_the_name": round(
+                named.unix_s - view.trainer_started_unix_s, 1
+            ),
+            "python_stack": dump.python_stack[:6],
+            "stacks": {
+                "path": dump.path,
+                "state": dump.state,
+                "line": Path(dump.python_frame).name,
+            },
+            "killed_after_s": round(killed - view.trainer_started_unix_s, 1),
+            "exit": {
+                "returncode": view.exit.returncode,
+                "state": view.exit.state,
+                "certainty": view.exit.certainty,
+                "sentence": view.exit.sentence,
+                "attributed_after_s": round(view.exit_unix_s - killed, 2),
+            },
+        }
+        print(json.dumps(self.summary["hang"], indent=1), flush=True)
+
+    def control(self) -> None:
+        """The same run and backend without the defect."""
+        begun = time.monotonic()
+        self.engine("distill", "kd.toml", "--out", "runs/sound", "--json")
+        self.summary["sound"] = self.measured("runs/sound") | {
+            "wall_s": round(time.monotonic() - begun, 1)
+        }
+        print(json.dumps(self.summary["sound"]), flush=True)
+
+    def measured(self, run: str) -> dict[str, Any]:
+        from engine.experiments.outcome import metrics_of
+        from engine.runlog.folder import RunFolder
+        from engine.runlog.follow import Follower
+
+        view = Follower(RunFolder(self.folder / run)).read_all()
+        metrics = metrics_of(view, 3)
+        peak, plan = view.memory_peak, view.memory_plan
+        return {
+            "steps": view.last_step,
+            "step_s": round(metrics["step_s"], 4),
+            "gpu_util_pct": metrics.get("gpu_util_pct"),
+            "predicted_bytes": plan.predicted_bytes if plan else None,
+            "available_bytes": plan.available_bytes if plan else None,
+            "measured_bytes": peak.measured_bytes if peak else None,
+            "oom_kills_of_the_machine": view.host.oom_kills if view.host else None,
+            "exit": view.exit.state if view.exit else None,
+            "alerts": sorted(view.alerts),
+        }
+
+    def flip(self) -> None:
+        size = self.size
+        out = self.engine(
+            *("flip", "runs/hang", "--set", "teacher.backend=dequantized", "--steps", size.steps),
+            *("--budget", f"{size.budget_s}s", "--pairs", 4, "--seed", 1, "--controls", "skip"),
+            *("--hypothesis", MEMORY, "--out", "flips/backend", "--json"),
+            planted=True,
+        )
+        verdict = json.loads(out)
+        # Of a pair that decided, the arm that completed.
+        dense = next(
+            f"flips/backend/{entry['run']}" for entry in verdict["raw_runs"] if entry["arm"] == "B"
+        )
+        self.summary["flip"] = {
+            name: verdict[name]
+            for name in ("verdict", "class", "reason", "pairs_run", "censored", "cost_s", "changes")
+        } | {"dense_arm": {"run": dense} | self.measured(dense)}
+        print(json.dumps(self.summary["flip"], indent=1), flush=True)
+        assert verdict["verdict"] == "A_DID_NOT_COMPLETE", verdict["reason"]
+
+    def whys(self) -> None:
+        hang, dense = self.summary["hang"], self.summary["flip"]["dense_arm"]
+        sound, stacks = self.summary["sound"], self.summary["hang"]["stacks"]
+        seen = f"No step was done in {hang['killed_after_s']:.0f} s and the run ended with SIGKILL"
+        self.why("new", SLUG, "--claim", seen, "--title", TITLE)
+        project = ("--project", self.checkout)
+        self.why("link", "n1", "runs/hang", "--alert", hang["named_by"], *project)
+        self.why("link", "n1", "runs/hang", "--exit", *project)
+        self.why("add", "--why-of", "n1", "--claim", MEMORY)
+        self.why("link", "n2", "flips/backend", "--contradicts")
+        self.why("link", "n2", "runs/hang", "--exit", "--contradicts", *project)
+        for kind in ("memory_plan", "memory_peak"):
+            seq = self.line_of(dense["run"], kind)
+            self.why("link", "n2", dense["run"], "--events", seq, "--contradicts", *project)
+        self.why("link", "n2", dense["run"], "--metric", "oom_kills", "--contradicts", *project)
+        measured = dense["measured_bytes"]
+        peak = f"{measured / 2**30:.1f} GiB measured, " if measured else ""
+        self.why(
+            *("refute", "n2", "--reason"),
+            f"the dense weights were uploaded and {dense['steps']} steps done ({peak}"
+            f"{dense['predicted_bytes'] / 2**30:.1f} GiB planned of "
+            f"{dense['available_bytes'] / 2**30:.1f} GiB); the SIGKILL came from outside, and no "
+            "counter of the kernel's OOM killer moved",
+        )
+        self.why("add", "--why-of", "n1", "--kind", "mechanism", "--claim", MECHANISM)
+        self.why("link", "n3", "flips/backend")
+        self.why(
+            *("alternative", "n3", "--claim", "weights in blocks are that slow by themselves"),
+            *("--test", "engine distill kd.toml with the same backend and operators on the GPU"),
+            *("--if-true", "no step in a minute", "--if-false", "steps of a second or so"),
+            *("--minutes", 2),
+        )
+        self.why(
+            *("link", "n3", "runs/sound", "--metric", "step_s", "--answers", "a1", *project),
+            *("--outcome", "excluded", "--result"),
+            f"{sound['steps']} steps of {sound['step_s']:.2f} s with weights in blocks",
+        )
+        self.why(
+            *("alternative", "n3", "--claim", "it was still reading or waiting for the GPU"),
+            *("--test", "the stacks of the silent trainer", "--minutes", 1),
+            *("--if-true", "the main thread waits in a read or in the driver"),
+            *("--if-false", "the main thread computes in an operator of the teacher"),
+        )
+        self.why(
+            *("link", "n3", f"runs/hang/{stacks['path']}", "--answers", "a2"),
+            *("--outcome", "excluded", "--result"),
+            f"the main thread was {stacks['state']} at {stacks['line']}",
+        )
+        self.why("close", "--text", MECHANISM)
+        self.why("show")
+        self.summary["verify"] = {
+            "why verify": self.why("verify").strip(),
+            "why export": self.why("export").strip(),
+            "evidence verify": self.engine("evidence", "verify", "evidence").strip(),
+        }
+        print(self.summary["verify"]["evidence verify"], flush=True)
+
+    def line_of(self, run: str, kind: str) -> int:
+        """The number of the last line of that kind."""
+        lines = (self.folder / run / "events.jsonl").read_text().splitlines()
+        return [e["seq"] for e in map(json.loads, lines) if e["kind"] == kind][-1]
+
+
+PARTS = ("make_files", "hang", "control", "flip", "whys")
+SLUG, TITLE = "hang-at-step-zero", "A distillation from a quantized 7B teacher makes no step"
+MEMORY = "the dense upload causes the OOM kill, so the quantized backend is needed"
+MECHANISM = "norms, attention and softmax of the quantized teacher run on the CPU, so that a step takes minutes"
+
+
+def has_line_and_flip(line: Any) -> bool:
+    """Whether an alert is what a person needs to go on: the line it is in, and the flip to try."""
+    event = line.event
+    return (
+        event.id in ("cpu_bound_teacher", "stalled_at_start")
+        and " at " in event.title
+        and bool(event.flip)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="7b")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="go on with these")
+    arguments = parser.parse_args()
+    folder = arguments.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.path.insert(0, str(ROOT))
+    story = Story(folder, SIZES[arguments.size])
+    summary = folder / "summary.json"
+    if summary.exists():
+        story.summary = json.loads(summary.read_text())
+    begun = time.monotonic()
+    for name in arguments.only:
+        part_begun = time.monotonic()
+        getattr(story, name)()
+        now = time.monotonic()
+        print(f"{name}: {now - part_begun:.0f} s, {now - begun:.0f} s in all", flush=True)
+        story.summary.setdefault("seconds", {})[name] = round(now - part_begun, 1)
+        summary.write_text(json.dumps(story.summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
