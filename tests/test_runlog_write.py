@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_events import JSON, KINDS, events_of, example_of, step
 
-import engine.runlog.write as write_module
+import engine.runlog.recover as recover_module
 from engine.errors import BadInput, DiskFull, RunLogError
 from engine.runlog.events import (
     FactsRead,
@@ -34,7 +34,8 @@ from engine.runlog.events import (
 )
 from engine.runlog.folder import create_run, is_run, open_run, write_whole
 from engine.runlog.read import LogReader, decode_line, writer_is_alive
-from engine.runlog.write import TAIL_BYTES, LogWriter, encode
+from engine.runlog.recover import TAIL_BYTES
+from engine.runlog.write import LogWriter, encode
 
 ROOT = Path(__file__).parent.parent
 NOTE = Note(level="info", text="hello")
@@ -63,7 +64,7 @@ def child(code: str, *arguments: object) -> subprocess.Popen[str]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that does not wait long for a lock."""
-    monkeypatch.setattr(write_module, "LOCK_PAUSE_S", 0.001)
+    monkeypatch.setattr(recover_module, "LOCK_PAUSE_S", 0.001)
 
 
 # One line.

@@ -37,13 +37,19 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.diagnose.settings import read_settings
     from engine.errors import RunLogError
     from engine.runlog.folder import open_run
+    from engine.runlog.text import has_ended, status_text
 
     folder = open_run(arguments.run)
     found = diagnose(folder, read_settings(folder))
     if arguments.json:
         print(json.dumps(as_json(str(folder.path), found), allow_nan=False))
     else:
-        for line in _lines(folder.name, found, everything=arguments.all):
+        head, *rest = _lines(folder.name, found, everything=arguments.all)
+        alive = folder.liveness()
+        state = found.view.state(alive)
+        if has_ended(state) and state != "completed":
+            rest = [f"ended: {status_text(found.view, alive)}", *rest]
+        for line in [head, *rest]:
             print(line)
     if found.fault is not None:
         raise RunLogError(found.fault)

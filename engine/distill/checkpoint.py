@@ -23,7 +23,6 @@ rot. Not covered: a disk that lies about fsync.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from engine.device.host import Host
 from engine.distill.manifest import (
     MANIFEST,
     FileRecord,
@@ -45,7 +45,7 @@ from engine.distill.manifest import (
     step_of,
     verify,
 )
-from engine.errors import CheckpointError, DiskFull
+from engine.errors import NO_ROOM, CheckpointError, DiskFull
 from engine.units import format_bytes
 
 __all__ = [
@@ -63,7 +63,6 @@ __all__ = [
 
 FREE_SPACE_FACTOR = 1.5
 _LEFTOVER = re.compile(r"step-[0-9]{8}\.(?:partial|trash)-([0-9]+)")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Sink(Protocol):
@@ -136,6 +135,7 @@ class FileCalls:
 OS_CALLS = FileCalls()
 
 
+# contract: checkpoint-protocol-v1
 def save(
     folder: Path, step: int, files: Mapping[str, bytes | Writer], *, calls: FileCalls = OS_CALLS
 ) -> Saved:
@@ -193,6 +193,7 @@ def save(
     )
 
 
+# contract: checkpoint-protocol-v1
 def prune(
     folder: Path, keep_last: int, keep: Collection[int] = (), *, calls: FileCalls = OS_CALLS
 ) -> tuple[int, ...]:
@@ -201,7 +202,7 @@ def prune(
 
     The newest checkpoint that verifies is never deleted, and when none verifies nothing is. Each is
     renamed to `.trash` first, so a death in the middle leaves no half of a checkpoint. Call it only
-    after a save that returned; it stops at the first I/O error with CheckpointError.
+    after a save that returned; it stops at the first I/O error with CheckpointError or DiskFull.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last: expected 1 or more, found {keep_last}")
@@ -224,8 +225,10 @@ def prune(
             _delete_tree(trash, calls)
             removed.append(step_of(path))
     except OSError as error:
-        raise CheckpointError(
-            f"checkpoint retention: {folder} — expected to delete old steps, found {error}"
+        kind = DiskFull if error.errno in NO_ROOM else CheckpointError
+        raise kind(
+            f"checkpoint retention: {folder} — expected to delete old steps, found {error};"
+            " the newest is as it was"
         ) from error
     return tuple(removed)
 
@@ -303,7 +306,7 @@ def _save_error(
     files: Mapping[str, bytes | Writer],
 ) -> CheckpointError | DiskFull:
     size = sum(map(_size_bytes, files.values()))
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         return DiskFull(
             f"checkpoint: {folder} — expected room for {size} bytes, found {error};"
             " earlier checkpoints are as they were",
@@ -335,18 +338,27 @@ def _sweep(folder: Path, calls: FileCalls) -> None:
         if leftover is None or entry.is_symlink() or not entry.is_dir():
             continue
         pid = int(leftover[1])
-        if pid == os.getpid() or not _is_alive(pid):
+        if pid == os.getpid() or not _is_owned(entry, pid):
             _delete_tree(entry, calls)
 
 
-def _is_alive(pid: int) -> bool:
+def _is_owned(leftover: Path, pid: int) -> bool:
+    """Whether the process that a folder is named for lives and is older than it: pids are used again,
+    in a container soonest, where they begin at 1 with every start.
+    """
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
+        pass  # somebody else's, and alive
+    ticks = Host().process(pid).start_ticks.number
+    if ticks is None:
         return True
-    return True
+    booted_unix_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    started_unix_s = booted_unix_s + ticks / os.sysconf("SC_CLK_TCK")
+    # A tick is 10 ms, and the two clocks are not read at once.
+    return leftover.stat().st_mtime >= started_unix_s - 1.0
 
 
 def _remove(partial: Path, calls: FileCalls) -> None:

@@ -13,28 +13,35 @@ import torch
 from torch import nn
 
 from engine.distill import checkpoint, record, state
+from engine.distill.drift import changes_since
+from engine.distill.manifest import published
 from engine.distill.trainer import Trainer
 from engine.errors import CheckpointError
 from engine.runlog.events import CheckpointSaved, Note
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
 from engine.runlog.write import LogWriter
+from engine.runtime.ranks import Ranks, whole
 from engine.spec import RunSpec
 
 
 class Keeper:
-    def __init__(self, log: LogWriter, folder: RunFolder, spec: RunSpec) -> None:
+    def __init__(
+        self, log: LogWriter, folder: RunFolder, spec: RunSpec, ranks: Ranks | None = None
+    ) -> None:
         self.log, self.folder, self.spec = log, folder, spec
+        self.ranks = ranks or Ranks()
         self.saved_step = -1
         self.best_loss: float | None = None
         self.best_step: int | None = None
 
     def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
         """Publish a checkpoint, say so once it is safe, then delete what is no longer kept; returns
-        where it is."""
+        where it is. Of several ranks the first writes, and the others give it their parts.
+        """
         # One pass over the weights, far cheaper than writing them.
         with torch.no_grad():
-            norm = float(nn.utils.get_total_norm(trainer.parameters))
+            norm = float(whole(nn.utils.get_total_norm(trainer.parameters)))
         if not math.isfinite(norm):
             record.fail_at(self.log, trainer.step, "weight_norm", norm)
         best = heldout_loss is not None and (
@@ -51,8 +58,16 @@ class Keeper:
             position={"rows": trainer.position},
             best_held_out_loss=self.best_loss,
         )
-        saved = checkpoint.save(self.folder.checkpoints, trainer.step, state.pack(captured))
+        files = state.pack(captured)
         self.saved_step = trainer.step
+        if not self.ranks.first:
+            state.take_part(files)
+            self.ranks.wait_for_all()
+            return next(published(self.folder.checkpoints))
+        # A run goes on from a checkpoint: the log must not have lost the steps that led to it.
+        self.log.sync()
+        saved = checkpoint.save(self.folder.checkpoints, trainer.step, files)
+        self.ranks.wait_for_all()
         self.log.write(
             CheckpointSaved(
                 step=trainer.step,
@@ -86,11 +101,16 @@ class Keeper:
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
             self.log.write(Note(level="error", text=text))
         found = state.unpack(newest)
-        if found.spec_sha256 != self.spec.sha256:
+        changes = changes_since(self.folder, found.spec_sha256)
+        if changes is not None:
+            text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
+            self.log.write(Note(level="warning", text=text))
+        elif found.spec_sha256 != self.spec.sha256:
             raise CheckpointError(
                 f"checkpoint: {newest.path} — expected spec {self.spec.sha256[:12]}, "
                 f"found {found.spec_sha256[:12]}",
-                hint="a run continues with the settings it began with",
+                hint="a run continues with the settings it began with; `--resume RUN --set KEY=VALUE "
+                "--allow-change KEY` changes one",
             )
         state.restore(found, trainer.student, trainer.optimizer)
         trainer.step, trainer.position = found.step, found.position["rows"]

@@ -119,6 +119,9 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
         if name in a.facts and name in b.facts and _differ(a.facts[name], b.facts[name]):
             text = f"{name} is {_brief(a.facts[name])} in A and {_brief(b.facts[name])} in B"
             return Verdict(Level.FAIL, f"SilentFallback: {text}")
+    if a.suspended or b.suspended:
+        asleep = " and ".join(o.arm for o in (a, b) if o.suspended)
+        return Verdict(Level.FAIL, f"Suspended: the machine slept in {asleep}")
     slowed = (a.slowed or 0.0, b.slowed or 0.0)
     if abs(slowed[0] - slowed[1]) > SLOWED_SHARE:
         text = f"clocks were held down {slowed[0]:.0%} of the time in A and {slowed[1]:.0%} in B"

@@ -16,6 +16,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from engine.experiments.outcome import Outcome
 from engine.experiments.plan import Plan, read_plan
 from engine.experiments.surroundings import Surroundings
 from engine.runlog.folder import write_whole
-from engine.runlog.write import sync_folder
+from engine.runlog.write import sync_folder, write_fully
 from engine.verdict import Level, Verdict
 
 MEASURED, SCREEN, EXPLORATORY = "measured", "screen", "exploratory"
@@ -133,15 +134,26 @@ def create_flip(path: Path, plan: Plan, surroundings: Surroundings) -> FlipFolde
         ) from None
     except OSError as error:
         raise write_error("flip folder", path, "to create it", error) from error
-    write_whole(path / "plan.json", plan.to_json() + "\n")
     header = {
         "plan_sha256": plan.sha256,
         "order_seed": plan.order_seed,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": dataclasses.asdict(surroundings),
     }
-    fd = _open_locked(path / "pairs.jsonl", create=True)
-    _append(fd, path, header)
+    fd = -1
+    try:
+        write_whole(path / "plan.json", plan.to_json() + "\n")
+        fd = _open_locked(path / "pairs.jsonl", create=True)
+        _append(fd, path, header)
+        sync_folder(path.parent)
+    except BaseException as error:
+        # A folder without a registered plan would stand in the way of the next try.
+        if fd >= 0:
+            os.close(fd)
+        shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise write_error("flip folder", path, "to reach the disk", error) from error
+        raise
     return FlipFolder(path, fd, header, [])
 
 
@@ -253,8 +265,7 @@ def _open_locked(log: Path, *, create: bool) -> int:
 def _append(fd: int, path: Path, fields: Mapping[str, Any]) -> None:
     line = json.dumps(fields, allow_nan=False).encode() + b"\n"
     try:
-        if os.write(fd, line) != len(line):
-            raise OSError(28, os.strerror(28))
+        write_fully(fd, line)
         os.fsync(fd)
         sync_folder(path)
     except OSError as error:

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.errors import BadInput, RunLogError, write_error
 from engine.runlog.read import Liveness, writer_is_alive
-from engine.runlog.write import sync_folder
+from engine.runlog.write import read_boot_id, sync_folder
 
 RESERVE_BYTES = 64 << 10
 
@@ -72,17 +72,27 @@ class RunFolder:
         return self.path / "reserve"
 
     def keep_reserve(self) -> None:
-        """Hold some room for the last words of a run whose disk fills up."""
-        with self.reserve.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+        """Hold some room for the last words of a run whose disk fills up. Raises DiskFull,
+        RunLogError."""
+        try:
+            with self.reserve.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+        except OSError as error:
+            raise write_error(
+                "reserve", self.reserve, f"to hold {RESERVE_BYTES} bytes", error
+            ) from error
 
     def free_reserve(self) -> None:
-        self.reserve.unlink(missing_ok=True)
+        # A disk that refuses even this must not hide what it refused before; the last words will tell.
+        with contextlib.suppress(OSError):
+            self.reserve.unlink(missing_ok=True)
 
     def liveness(self) -> Liveness:
         """Which processes of the run exist now."""
         return Liveness(
-            trainer=writer_is_alive(self.events), supervisor=writer_is_alive(self.watch)
+            trainer=writer_is_alive(self.events),
+            supervisor=writer_is_alive(self.watch),
+            boot_id=read_boot_id(),
         )
 
     def read_receipt(self) -> dict[str, Any] | None:
@@ -173,6 +183,7 @@ def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFold
     whole."""
     # Before the folder is made: what is no JSON is our own mistake and leaves nothing to clean up.
     effective_text = json.dumps(effective, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -191,9 +202,16 @@ def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFold
         write_whole(run.spec, spec_text)
         # Written last: a folder without it is not a run.
         write_whole(run.effective, effective_text)
-    except BaseException:
-        for file in (run.spec, run.effective):
-            file.unlink(missing_ok=True)
-        path.rmdir()
+        # The names of the run and of the folders around it too: without them nothing inside is found.
+        for folder in made:
+            sync_folder(folder.parent)
+    except BaseException as error:
+        # What the disk refuses here must not hide what it refused first.
+        with contextlib.suppress(OSError):
+            for file in (run.effective, run.spec):
+                file.unlink(missing_ok=True)
+            path.rmdir()
+        if isinstance(error, OSError):
+            raise write_error("run folder", path, "to reach the disk", error) from error
         raise
     return run

@@ -34,13 +34,20 @@ _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 class BrokenLog(RunLogError):
     """A log that cannot be read further; `before` holds the events in front of the fault, not
-    returned by any poll."""
+    returned by any poll. `hole` says that the fault is zeros where lines should be, as a power loss
+    leaves them: the next writer cuts them off."""
 
     def __init__(
-        self, message: str, *, hint: str | None = None, before: Sequence[AnyEvent] = ()
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        before: Sequence[AnyEvent] = (),
+        hole: bool = False,
     ) -> None:
         super().__init__(message, hint=hint)
         self.before = tuple(before)
+        self.hole = hole
 
 
 def decode_line(line: bytes, where: str) -> AnyEvent:
@@ -82,6 +89,7 @@ def _put_back(record: dict[str, Any], non_finite: dict[str, str]) -> None:
         place[key] = NON_FINITE[text]
 
 
+# contract: run-log-v1
 class LogReader:
     """Reads one log from its start and then follows it. A file that does not exist yet is an empty
     one."""
@@ -157,9 +165,11 @@ class LogReader:
     def _decode_each(self, lines: bytes) -> list[AnyEvent]:
         events: list[AnyEvent] = []
         offset, seq = self._offset, self._next_seq
+        hole, where = False, ""
         try:
             for line in lines[:-1].split(b"\n"):
                 where = f"{self.path} @{offset}"
+                hole = 0 in line
                 event = decode_line(line, where)
                 if event.seq != seq:
                     raise RunLogError(
@@ -173,6 +183,14 @@ class LogReader:
                 seq += 1
         except RunLogError as fault:
             self._advance(offset - self._offset, len(events))
+            if hole:
+                raise BrokenLog(
+                    f"run log: {where} — expected a record, found zeros: what was written there had "
+                    "not reached the disk when the machine stopped",
+                    hint="`engine distill --resume` goes on from the newest checkpoint",
+                    before=events,
+                    hole=True,
+                ) from None
             raise BrokenLog(fault.message, before=events) from None
         return events
 
@@ -213,3 +231,5 @@ class Liveness:
 
     trainer: bool
     supervisor: bool
+    boot_id: str = ""
+    """The kernel's id of this boot; empty when it was not asked."""

@@ -7,14 +7,14 @@ copy of the lock at once, so that it cannot outlive the writer in it.
 
 The writer knows where its last whole line ends. A line that could not be written whole (disk full,
 an exception out of a signal handler) is cut off again, at the latest before the next one, so
-readers never see it and `seq` never repeats or jumps.
+readers never see it and `seq` never repeats or jumps. After a power loss the part that was not
+synced may have holes of zeros: `engine.runlog.recover` finds where a log goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import math
 import os
 import threading
@@ -22,24 +22,15 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from engine.errors import RunLogError, write_error
+from engine.errors import write_error
 from engine.runlog.events import Event, LogOpened, kind_of, name_of_non_finite
-
-LOCK_TRIES = 40
-LOCK_PAUSE_S = 0.05
-TAIL_BYTES = 65536
+from engine.runlog.recover import lock, recover
 
 _ENVELOPE = ("v", "seq", "t_s", "nf")
-
-
-class _Numbered(msgspec.Struct):
-    """As much of a line as the next writer must know."""
-
-    seq: Annotated[int, msgspec.Meta(ge=0)]
 
 
 def read_boot_id() -> str:
@@ -50,6 +41,7 @@ def read_boot_id() -> str:
         return "unknown"
 
 
+# contract: run-log-v1
 def encode(event: Event, seq: int, t_s: float) -> bytes:
     """One line of a log, with its newline; non-finite floats are named under `nf`.
 
@@ -102,6 +94,7 @@ def _as_path(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
+# contract: run-log-v1
 class LogWriter:
     """The one writer of one log. Thread-safe; usable as a context manager; not to be called from a
     signal handler."""
@@ -123,8 +116,8 @@ class LogWriter:
             raise write_error("run log", path, "to open it for writing", error) from error
         _open_writers.add(self)
         try:
-            self._lock()
-            self._seq, self._end, torn = self._recover()
+            lock(self._fd, path)
+            torn = self._recover()
             self._origin = monotonic()
             self.write(
                 LogOpened(
@@ -139,48 +132,11 @@ class LogWriter:
             self.close()
             raise
 
-    def _lock(self) -> None:
-        # A reader that probes for life holds the lock for an instant; a writer holds it for good.
-        for attempt in range(LOCK_TRIES):
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if attempt == LOCK_TRIES - 1:
-                    raise RunLogError(
-                        f"run log: {self.path} — expected no other writer, found one that is alive",
-                        hint="this run is already going on; follow it with `engine tail`",
-                    ) from None
-                time.sleep(LOCK_PAUSE_S)
-            except OSError as error:
-                raise write_error("run log", self.path, "to lock it", error) from error
-
-    def _recover(self) -> tuple[int, int, int]:
-        """Next sequence number, where the last whole line ends, and how many bytes behind it were
-        cut off."""
-        size = start = os.fstat(self._fd).st_size
-        block = b""
-        # Walk back to the last two newlines: the last whole line carries the last sequence number.
-        while start > 0 and block.count(b"\n") < 2:
-            step = min(TAIL_BYTES, start)
-            start -= step
-            block = os.pread(self._fd, step, start) + block
-        last_newline = block.rfind(b"\n")
-        end = start + last_newline + 1
-        seq = -1
-        if last_newline >= 0:
-            line = block[:last_newline].rsplit(b"\n", 1)[-1]
-            try:
-                seq = msgspec.json.decode(line, type=_Numbered).seq
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                raise RunLogError(
-                    f"run log: {self.path} @{end - len(line) - 1} — expected a record on the last "
-                    f"line, found {line[:60]!r}"
-                ) from None
-        # Cut only now: a file that is no log is left as it is.
-        if end < size:
-            os.ftruncate(self._fd, end)
-        return seq + 1, end, size - end
+    def _recover(self) -> int:
+        """Go on behind the last whole line; returns how many bytes behind it were cut off."""
+        found = recover(self._fd, self.path)
+        self._seq, self._end = found.seq, found.end
+        return found.cut
 
     def write(self, event: Event) -> None:
         """Append one event. Raises DiskFull, with the file as it was before, when it does not fit;
@@ -190,10 +146,10 @@ class LogWriter:
             if os.fstat(self._fd).st_size != self._end:
                 # An exception came out of an earlier write after its bytes had gone: the file says
                 # which number is next.
-                self._seq, self._end, _ = self._recover()
+                self._recover()
             line = encode(event, self._seq, self._monotonic() - self._origin)
             try:
-                _write_whole(self._fd, line)
+                write_fully(self._fd, line)
             except OSError as error:
                 # If even this fails, the unfinished line is cut off before the next one.
                 with contextlib.suppress(OSError):
@@ -236,7 +192,7 @@ class LogWriter:
         self.close()
 
 
-def _write_whole(fd: int, line: bytes) -> None:
+def write_fully(fd: int, line: bytes) -> None:
     """All of `line` in one write; when the kernel takes only part of it, writing on tells why."""
     left = memoryview(line)
     while left:

@@ -124,6 +124,7 @@ _BLIND = (
 )
 
 
+# contract: exit-attribution-v1
 def attribute_exit(
     returncode: int | None,
     before: KillCounters,

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from engine.errors import BadInput, InternalError, RunLogError
+from engine.errors import BadInput, InternalError, RunLogError, write_error
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 
@@ -57,7 +57,11 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
     command += ["--resume"] if resume else []
     command += ["--allow-fallback"] if allow_fallback else []
     begun_unix_s = time.time()
-    with run.stderr.open("ab") as output:
+    try:
+        output = run.stderr.open("ab")
+    except OSError as error:
+        raise write_error("run folder", run.stderr, "to open it for writing", error) from error
+    with output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

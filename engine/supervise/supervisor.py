@@ -13,7 +13,8 @@ when the writer is gone, however it went, because the kernel closes a dead proce
   log, and stops: a run is never left to itself unseen.
 
 SIGTERM and SIGINT are passed to the trainer, which finishes its step and saves. A second one ends
-it at once. A run with `watch.on_stall = stop` gets the same when the watcher says that it has stalled.
+it at once. A run with `watch.on_stall = stop` gets the same when the watcher says that it has stalled,
+and one with `watch.on_thrash = stop` when the machine is about to hang for want of memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import contextlib
 import json
 import os
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,7 +35,8 @@ from engine.device.host import KillCounters, read_kill_counters
 from engine.device.nvml import open_nvml
 from engine.device.sampler import Sampler
 from engine.device.threads import VARIABLE, choose_thread_wait
-from engine.errors import DiskFull
+from engine.errors import DiskFull, RunLogError
+from engine.runlog.beats import read_lost_rank
 from engine.runlog.events import (
     Event,
     FactsRead,
@@ -47,13 +50,19 @@ from engine.runlog.events import (
 )
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
+from engine.runlog.recover import repair
 from engine.runlog.write import LogWriter
 from engine.spec import spec_from_dict
 from engine.supervise.attribution import attribute_exit, exception_name, find_kernel_line
+from engine.supervise.clocks import ClockWatch
 from engine.supervise.last_memory import memory_words
+from engine.supervise.memory_guard import MemoryGuard
 from engine.supervise.watcher import Watcher
 
 TICK_S = 1.0
+TRAINER = "APR_WORKBENCH_TRAINER"
+"""Words of a module to start in the place of `engine.distill`, with the same arguments: how a drill plants
+its defect (`engine.drills.plant`). The watch log says so."""
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 
 
@@ -65,6 +74,9 @@ def supervise(run: RunFolder, flags: list[str]) -> int:
         LogWriter(run.watch, writer="supervisor") as watch,
         LogWriter(run.device, writer="sampler") as device,
     ):
+        cut = repair(run.events)
+        if cut is not None:
+            watch.write(Note(level="warning", text=cut))
         return _Supervisor(run, watch, device).run_trainer(flags)
 
 
@@ -75,6 +87,7 @@ class _Supervisor:
         self.signals: list[int] = []
         self.stop_signal: str | None = None
         self.integrated_gpu = False
+        self.guard, self.clocks = MemoryGuard(), ClockWatch()
 
     def run_trainer(self, flags: list[str]) -> int:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -91,13 +104,18 @@ class _Supervisor:
             # and forwards.
             signal.signal(number, lambda n, _frame: self.signals.append(n))
         self.watch.write(TrainerStarted(trainer_pid=trainer.pid, supervisor_pid=os.getpid()))
+        if os.environ.get(TRAINER):
+            text = (
+                f"the trainer is `python -m {os.environ[TRAINER]}` ({TRAINER}), not engine.distill"
+            )
+            self._write_watch(Note(level="warning", text=text))
         self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
 
         watcher = Watcher(
             self.run,
             trainer.pid,
             self._write_watch,
-            lambda why, now: self._stop(trainer, why, now=now),
+            lambda why, now: self._stop(trainer, why, "watch.on_stall", now=now),
         )
         self._watch_until_exit(trainer, watcher, wake_read)
         returncode = trainer.wait()
@@ -119,6 +137,7 @@ class _Supervisor:
                 next_sample = max(next_sample + sampler.tick_s, time.monotonic())
                 self._sample(sampler)
             watcher.tick()
+            self._look_after_machine(trainer, watcher)
             # Ticks that were missed (a suspended machine) are skipped, not made up for.
             next_tick = max(next_tick + TICK_S, time.monotonic())
             while (left := next_tick - time.monotonic()) > 0:
@@ -163,10 +182,27 @@ class _Supervisor:
         self.watch.write(StopForwarded(signal=name))
         trainer.send_signal(number)
 
-    def _stop(self, trainer: subprocess.Popen[bytes], why: str, *, now: bool) -> None:
-        """What the watcher asks for when `watch.on_stall` is `stop`."""
+    def _look_after_machine(self, trainer: subprocess.Popen[bytes], watcher: Watcher) -> None:
+        for sentence in self.clocks.look():
+            self._write_watch(Note(level="warning", text=sentence))
+        found = self.guard.look()
+        if found.low:
+            # What was read last is what is left to look at when the machine hangs.
+            with contextlib.suppress(RunLogError, DiskFull):
+                self.device.sync()
+        if not (found.stop or found.end):
+            if found.why:
+                self._write_watch(Note(level="info", text=found.why))
+            return
+        if watcher.settings is not None and watcher.settings.watch.on_thrash == "stop":
+            self._stop(trainer, found.why, "watch.on_thrash", now=found.end)
+        elif found.stop:
+            self._write_watch(Note(level="warning", text=f"{found.why}; watch.on_thrash = report"))
+
+    def _stop(self, trainer: subprocess.Popen[bytes], why: str, setting: str, *, now: bool) -> None:
+        """What a setting whose value is `stop` asks for."""
         number = signal.SIGKILL if now else signal.SIGTERM
-        self.stop_signal = f"{number.name}, watch.on_stall = stop"
+        self.stop_signal = f"{number.name}, {setting} = stop"
         self._write_watch(Note(level="warning", text=f"{number.name} to the trainer: {why}"))
         trainer.send_signal(number)
 
@@ -194,6 +230,7 @@ class _Supervisor:
             integrated_gpu=self.integrated_gpu,
             memory=memory,
         )
+        lost = read_lost_rank(self.run)
         self.watch.write(
             TrainerExited(
                 trainer_pid=pid,
@@ -202,7 +239,7 @@ class _Supervisor:
                 signal=exit_.signal_name,
                 cause=exit_.cause,
                 certainty=exit_.certainty,
-                sentence=exit_.sentence,
+                sentence=exit_.sentence if lost is None else f"{lost.sentence}: {exit_.sentence}",
             )
         )
         if killed and unreadable is not None:
@@ -226,9 +263,14 @@ def _tail(path: Path) -> str:
 def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
     """The trainer process, and our end of the pipe that tells it we live."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    command = [sys.executable, "-X", "faulthandler", "-u", "-m", "engine.distill", str(run.path)]
-    command += ["--keep-alive-fd", str(read_end), *flags]
     spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    ranks = spec.compute.gpus
+    module = shlex.split(os.environ.get(TRAINER, ""))
+    if not module:
+        module = ["engine.distill"] if ranks == 1 else ["engine.distill.launch_ranks"]
+    command = [sys.executable, "-X", "faulthandler", "-u", "-m", *module, str(run.path)]
+    command += ["--keep-alive-fd", str(read_end), *flags]
+    command += [] if ranks == 1 else ["--gpus", str(ranks)]
     wait = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
     environment = {**os.environ, VARIABLE: wait}
     trainer = subprocess.Popen(
