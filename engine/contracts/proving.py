@@ -1,0 +1,88 @@
+"""What a proof harness returns, and the ways to come by it.
+
+A harness is a function without arguments that returns a `Proved`. `enumerated` asks every case of a
+finite domain and says how many there were; `unsatisfiable` asks z3 for a counterexample. z3 proves what
+was said to it, which is a model of the code: its harness also compares the model with the code on cases
+that both can answer (`agrees`). A solver that gives up is no answer.
+
+    python -m engine.contracts.proving contracts.proofs.allocator:every_wish
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+Case = TypeVar("Case")
+
+PROVED, REFUTED, UNKNOWN, ABSENT = "proved", "refuted", "unknown", "absent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proved:
+    result: str
+    cases: int
+    """Cases asked; for a solver, the claims that it was asked for."""
+    detail: str
+
+
+def enumerated(cases: Iterable[Case], fault: Callable[[Case], str | None]) -> Proved:
+    """Ask every case; `fault` says what is wrong with one, or None."""
+    count = 0
+    for case in cases:
+        count += 1
+        if (found := fault(case)) is not None:
+            return Proved(result=REFUTED, cases=count, detail=f"{case}: {found}")
+    return Proved(result=PROVED, cases=count, detail=f"all of {count:,} cases")
+
+
+def unsatisfiable(claims: dict[str, Any], *, limit_s: float, agrees: int) -> Proved:
+    """Ask z3 for a counterexample of each claim: values (of z3) are the negations. `agrees` is how many
+    cases model and code were compared on."""
+    import z3
+
+    begin = time.perf_counter()
+    for name, negation in claims.items():
+        solver = z3.Solver()
+        solver.set("timeout", int(limit_s * 1000))
+        solver.add(negation)
+        answer = solver.check()
+        if answer == z3.sat:
+            return Proved(result=REFUTED, cases=len(claims), detail=f"{name}: {solver.model()}")
+        if answer != z3.unsat:
+            why = f"{name}: z3 gave up ({solver.reason_unknown()})"
+            return Proved(result=UNKNOWN, cases=len(claims), detail=why)
+    took_ms = (time.perf_counter() - begin) * 1e3
+    detail = (
+        f"z3 {z3.get_version_string()}: no counterexample of {len(claims)} claims in {took_ms:.0f} ms; "
+        f"model and code agree on {agrees:,} cases"
+    )
+    if not agrees:
+        return Proved(
+            result=UNKNOWN, cases=len(claims), detail="the model was never compared with the code"
+        )
+    return Proved(result=PROVED, cases=len(claims), detail=detail)
+
+
+def main(reference: str) -> int:
+    # Harnesses lie in the project, tests' helpers beside the tests.
+    sys.path[:0] = [str(Path.cwd()), str(Path.cwd() / "tests")]
+    module, _, name = reference.partition(":")
+    try:
+        proved: Proved = getattr(importlib.import_module(module), name)()
+    except ModuleNotFoundError as error:
+        if error.name not in ("z3", "crosshair"):
+            raise
+        proved = Proved(result=ABSENT, cases=0, detail=f"{error.name} is not installed")
+    print(json.dumps(asdict(proved)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

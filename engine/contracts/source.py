@@ -1,0 +1,134 @@
+"""Source as text: which functions a file has, and which say that they are under a contract.
+
+    # contract: kd-loss-v1
+    def distillation_loss(...)
+
+The comment stands on the line above a function or class (above its decorators), names one contract or
+several, and costs nothing when the module is loaded. Nothing is imported to read it.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MARK = re.compile(r"# contract: (?P<ids>[a-z0-9][a-z0-9.\-]*(?:, [a-z0-9][a-z0-9.\-]*)*)\s*")
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    file: Path
+    line: int
+    contract: str
+    name: str
+    """The function below, `Class.method` for one in a class; empty where there is none."""
+
+
+@dataclass(slots=True)
+class Sources:
+    """Files of one project, each parsed once."""
+
+    root: Path
+    _names: dict[Path, dict[str, int]] = field(default_factory=dict)
+    _texts: dict[Path, str | None] = field(default_factory=dict)
+    _markers: dict[str, list[Marker]] = field(default_factory=dict)
+
+    def file_of(self, module: str) -> Path:
+        """Where a module of the project lies, whether or not it is there."""
+        base = self.root.joinpath(*module.split("."))
+        return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+    def text(self, file: Path) -> str | None:
+        if file not in self._texts:
+            try:
+                self._texts[file] = file.read_text("utf-8")
+            except (OSError, UnicodeDecodeError):
+                self._texts[file] = None
+        return self._texts[file]
+
+    def names(self, file: Path) -> dict[str, int]:
+        """The functions and classes of a file, with the first line of each; empty where it cannot be
+        read."""
+        if file not in self._names:
+            text = self.text(file)
+            try:
+                tree = ast.parse(text) if text is not None else ast.Module([], [])
+            except (SyntaxError, ValueError, RecursionError):
+                tree = ast.Module([], [])
+            self._names[file] = dict(_definitions(tree, ""))
+        return self._names[file]
+
+    def has(self, reference: str) -> bool:
+        """Whether `module:name` is there."""
+        module, _, name = reference.partition(":")
+        return bool(name) and name in self.names(self.file_of(module))
+
+    def packages(self) -> list[str]:
+        """The packages of the project: folders of its root that say so."""
+        return sorted(file.parent.name for file in self.root.glob("*/__init__.py"))
+
+    def markers(self, package: str) -> list[Marker]:
+        """Every comment of the form in a package."""
+        if package in self._markers:
+            return self._markers[package]
+        out = []
+        for file in sorted((self.root / package).rglob("*.py")):
+            text = self.text(file)
+            if text is None or "# contract: " not in text:
+                continue
+            starts = {line: name for name, line in self.names(file).items()}
+            for number, comment in _comments(text):
+                if found := _MARK.fullmatch(comment):
+                    name = starts.get(number + 1, "")
+                    out += [Marker(file, number, id_, name) for id_ in found["ids"].split(", ")]
+        self._markers[package] = out
+        return out
+
+    def helpers(self, file: Path) -> list[Path]:
+        """Modules beside a file that it imports, by their own names or by those of the folder."""
+        text = self.text(file)
+        try:
+            tree = ast.parse(text or "")
+        except (SyntaxError, ValueError, RecursionError):
+            return []
+        names = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module)
+        own = {name.removeprefix(f"{file.parent.name}.") for name in names}
+        beside = [file.parent / f"{name}.py" for name in sorted(own) if "." not in name]
+        return [path for path in beside if path.is_file()]
+
+
+def _comments(text: str) -> list[tuple[int, str]]:
+    """Line and text of each comment: a docstring that shows one has none."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return []
+    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+
+
+def _definitions(tree: ast.Module | ast.ClassDef, prefix: str) -> list[tuple[str, int]]:
+    out = []
+    for node in tree.body:
+        if isinstance(node, _Definition):
+            name = f"{prefix}{node.name}"
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            out.append((name, first))
+            if isinstance(node, ast.ClassDef):
+                out += _definitions(node, f"{name}.")
+    return out
+
+
+def split_node(node: str) -> tuple[str, str]:
+    """A pytest node as its file and the dotted name in it, without parameters."""
+    file, _, name = node.partition("::")
+    return file, name.partition("[")[0].replace("::", ".")

@@ -1,0 +1,282 @@
+"""Contract files for tests: sound ones to change one field of, and a small project that they are of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def _test(number: int) -> dict[str, Any]:
+    return {
+        "id": f"FALSIFY-{number:03d}",
+        "rule": "a rule",
+        "prediction": "what is seen if it holds",
+        "test": "cargo test --lib something",
+        "if_fails": "what a failure means",
+    }
+
+
+KERNEL: dict[str, Any] = {
+    "metadata": {
+        "version": "1.0.0",
+        "created": "2026-02-18",
+        "author": "somebody",
+        "description": "a kernel",
+        "references": ["a paper (2024)"],
+        "depends_on": ["parent-v1"],
+        "competitor": "vllm",
+        "demand_score": 3,
+        "intake_status": "partial",
+    },
+    "equations": {"f": {"formula": "f(x) = x", "domain": "all x", "float_tolerance": 1e-6}},
+    "proof_obligations": [
+        {"type": "invariant", "property": "one", "formal": "one()", "tolerance": 1e-6},
+        {"type": "postcondition", "property": "two", "formal": "two()", "requires": "PRE-001"},
+        {"type": "loop_invariant", "property": "three", "applies_to_phase": "sum"},
+        {"type": "subcontract", "property": "four", "parent_contract": "parent-v1"},
+        {
+            "type": "bound",
+            "property": "five",
+            "applies_to": "not_applicable",
+            "na_reason": "not of code",
+            "na_owner": "a bench",
+        },
+    ],
+    "kernel_structure": {"phases": [{"name": "sum", "description": "adds"}]},
+    "simd_dispatch": {"f": {"scalar": "f_scalar", "avx2": "f_avx2"}},
+    "enforcement": {"sum": {"description": "adds up", "severity": "ERROR"}},
+    "falsification_tests": [_test(number) for number in range(1, 6)],
+    "kani_harnesses": [
+        {"id": "KANI-001", "obligation": "one", "bound": 8, "strategy": "exhaustive"},
+        {"id": "KANI-002", "obligation": "two", "bound": 16, "strategy": "stub_float"},
+    ],
+    "qa_gate": {"id": "F-001", "name": "a gate", "checks": ["sum"]},
+    "stories": [{"id": "S-1", "competitor": "ollama", "demand_score": 5, "title": "a story"}],
+}
+
+BEAT: dict[str, Any] = {
+    "metadata": {
+        "version": "1.0.0",
+        "description": "a benchmark",
+        "kind": "beat-benchmark",
+        "references": ["a paper (2024)"],
+    },
+    "beat": {
+        "incumbent": "Ollama 0.5",
+        "metric": "tokens_per_sec",
+        "direction": "higher_is_better",
+        "baseline_value": 100.0,
+        "beat_threshold": 110.0,
+        "approved_compute": "GPU",
+        "ci_gate_name": "beat_ollama",
+    },
+}
+
+MODULE = '''"""Doubles."""
+
+
+# contract: thing-v1
+def double(x: int) -> int:
+    return 2 * x
+
+
+def unused() -> int:
+    return 0
+'''
+
+TESTS = """import pytest
+from thing.double import double
+
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_doubles(x):
+    assert double(x) == 2 * x
+
+
+def test_other():
+    assert double(0) == 0
+
+
+@pytest.mark.skip(reason="no machine for it")
+def test_skipped():
+    pass
+
+
+@pytest.mark.xfail(reason="known to fail")
+def test_expected_to_fail():
+    assert False
+
+
+def test_fails():
+    assert double(3) == 7, "three doubled is not seven"
+
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("no such thing")
+
+
+def test_errors(broken):
+    pass
+"""
+
+PROOFS = """from engine.contracts.proving import Proved, enumerated
+
+
+def holds():
+    return enumerated(range(10), lambda x: None)
+
+
+def fails():
+    return enumerated(range(10), lambda x: "odd" if x % 2 else None)
+
+
+def gives_up():
+    return Proved(result="unknown", cases=1, detail="z3 gave up (timeout)")
+
+
+def nothing():
+    return enumerated((), lambda x: None)
+
+
+def breaks():
+    raise RuntimeError("no such thing")
+
+
+def absent():
+    raise ModuleNotFoundError("no z3", name="z3")
+"""
+
+THING: dict[str, Any] = {
+    "dialect": "engine-1",
+    "metadata": {
+        "version": "1.0.0",
+        "description": "doubling",
+        "kind": "pattern",
+        "references": ["arithmetic"],
+    },
+    "binds": ["thing.double:double"],
+    "equations": {"double": {"formula": "d(x) = 2x"}},
+    "proof_obligations": [
+        {
+            "id": "TWICE",
+            "type": "equivalence",
+            "property": "it doubles",
+            "tolerance": {"value": 0.0, "kind": "abs", "derivation": "integers"},
+        },
+        {
+            "id": "OLD",
+            "type": "bound",
+            "property": "it is fast",
+            "status": "demoted",
+            "demoted_by": "evidence/slow",
+        },
+    ],
+    "falsification_tests": [
+        {
+            "id": "F-1",
+            "obligations": ["TWICE"],
+            "rule": "twice",
+            "prediction": "2x",
+            "test": "python:tests/test_thing.py::test_doubles",
+            "if_fails": "it does not double",
+        }
+    ],
+    "proof_harnesses": [
+        {
+            "id": "P-1",
+            "obligation": "TWICE",
+            "engine": "enumerate",
+            "harness": "contracts.proofs.some:holds",
+            "bound": "ten numbers",
+            "strategy": "exhaustive",
+        }
+    ],
+    "qa_gate": {
+        "id": "F-THING",
+        "name": "thing",
+        "planted": [
+            {
+                "id": "B-1",
+                "what": "it triples",
+                "edit": {
+                    "module": "thing.double",
+                    "replace": "return 2 * x",
+                    "with": "return 3 * x",
+                },
+                "turns_red": ["F-1"],
+            }
+        ],
+    },
+}
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes a value that is there twice as two values: anchors are refused."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def text_of(contract: dict[str, Any], change: Change = lambda contract: None) -> str:
+    """A contract as YAML, with one thing changed."""
+    changed = copy.deepcopy(contract)
+    change(changed)
+    return yaml.dump(changed, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def write_contract(
+    path: Path, contract: dict[str, Any], change: Change = lambda contract: None
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text_of(contract, change), encoding="utf-8")
+    return path
+
+
+def make_project(root: Path, change: Change = lambda contract: None) -> Path:
+    """A project with one function, its tests, its proofs and a contract that holds; returns `root`."""
+    for name, text in (
+        ("thing/__init__.py", ""),
+        ("thing/double.py", MODULE),
+        ("tests/test_thing.py", TESTS),
+        ("contracts/proofs/some.py", PROOFS),
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    write_contract(root / "contracts" / "thing-v1.yaml", THING, change)
+    return root
+
+
+def at(*path: str | int) -> Callable[[dict[str, Any]], Any]:
+    """Reads a part of a contract."""
+
+    def read(contract: Any) -> Any:
+        for key in path:
+            contract = contract[key]
+        return contract
+
+    return read
+
+
+def put(*path: str | int, value: object) -> Change:
+    """Sets one field."""
+
+    def change(contract: dict[str, Any]) -> None:
+        at(*path[:-1])(contract)[path[-1]] = value
+
+    return change
+
+
+def drop(*path: str | int) -> Change:
+    """Takes one field, or one row, away."""
+
+    def change(contract: dict[str, Any]) -> None:
+        del at(*path[:-1])(contract)[path[-1]]
+
+    return change
