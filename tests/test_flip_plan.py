@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from flip_pairs import plan
 
-from engine.cli.flip import parse_share, parse_time
 from engine.errors import BadInput, SpecError, UsageError
+from engine.experiments.amounts import parse_share, parse_time
 from engine.experiments.knobs import asks_parity
 from engine.experiments.plan import Plan, make_plan, read_plan
 from engine.runlog.folder import create_run
@@ -30,7 +30,9 @@ def test_the_arms_differ_in_the_planned_setting_and_nothing_else(
     a, b = (made.arm(side, tmp_path, "same").to_dict() for side in (False, True))
     assert (a["compute"].pop("threads"), b["compute"].pop("threads")) == (1, 2)
     assert a == b
-    assert a["train"]["steps"] == made.steps and a["checkpoint"]["at_end"] is False
+    # Its length is the run's own, so that what goes by it is chosen as the run chooses.
+    assert a["train"]["stop_after"] == made.steps and a["train"]["steps"] == 20
+    assert a["checkpoint"]["at_end"] is False
 
 
 def test_a_run_folder_is_as_good_a_source_as_its_spec(spec: Path, tmp_path: Path) -> None:

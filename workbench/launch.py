@@ -8,6 +8,8 @@ closing the terminal of a screen cannot reach it.
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -46,6 +48,65 @@ def resume_run(run: RunFolder, *, engine: Sequence[str] = ENGINE) -> RunFolder:
 def stop_run(run: RunFolder, *, engine: Sequence[str] = ENGINE) -> str:
     """Ask a run to stop; returns what the engine said."""
     return _run(["stop", str(run.path)], engine).stderr.strip()
+
+
+class StartedFlip:
+    """A flip in a process of its own, which goes on when this program ends."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, words: Path) -> None:
+        self._process, self.folder, self._words = process, folder, words
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def said(self) -> str:
+        """The last line that it printed: why it ended without a verdict."""
+        lines = self._words.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"engine flip ended with code {self._process.returncode}"
+
+    def stop(self) -> None:
+        """As Ctrl-C would: what was measured is kept, and a verdict so far is written."""
+        if self.is_alive:
+            self._process.send_signal(signal.SIGINT)
+
+
+def start_flip(
+    source: Path,
+    assignment: str,
+    folder: Path,
+    *,
+    hypothesis: str = "",
+    budget: str = "5m",
+    engine: Sequence[str] = ENGINE,
+) -> StartedFlip:
+    """Start `engine flip`. What it prints goes beside its folder, to `<folder>.txt`. Raises BadInput
+    when that cannot be written."""
+    words = folder.with_name(f"{folder.name}.txt")
+    arguments = ["flip", str(source), "--set", assignment, "--out", str(folder), "--budget", budget]
+    arguments += ["--hypothesis", hypothesis] if hypothesis else []
+    try:
+        words.parent.mkdir(parents=True, exist_ok=True)
+        with words.open("wb") as output:
+            process = subprocess.Popen(
+                [*engine, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as problem:
+        raise BadInput.expected(
+            "flip", words, "to write it", problem.strerror or str(problem)
+        ) from problem
+    return StartedFlip(process, folder, words)
+
+
+def keep_flip(folder: Path, hypothesis: str, *, engine: Sequence[str] = ENGINE) -> str:
+    """Begin a finding in ./evidence with the flip as its evidence; returns where it is."""
+    slug = re.sub(r"[^a-z0-9]+", "-", f"flip-{folder.name}".lower()).strip("-")
+    _run(["why", "new", slug, "--claim", hypothesis], engine)
+    return _run(["why", "link", "n1", str(folder), "--finding", slug], engine).stdout.strip()
 
 
 def _detached(arguments: Sequence[str], engine: Sequence[str]) -> RunFolder:

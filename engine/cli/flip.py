@@ -14,7 +14,6 @@ shows so far. Exit codes: 0 decided, 1 the arms compute different things, 2 inva
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from engine.experiments.record import FlipVerdict
 
 HELP = "test a setting: two arms in turn, and a verdict"
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +130,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     import os
 
     from engine.distill.inputs import check_inputs
+    from engine.experiments.amounts import parse_share, parse_time
     from engine.experiments.plan import make_plan
     from engine.spec.environment import sets_from_environment
 
@@ -190,21 +189,3 @@ def _report(verdict: FlipVerdict, folder: Path, *, as_json: bool) -> int:
             print(line)
         print(f"  evidence: {folder / 'verdict.json'}, plan.json, pairs.jsonl, arms/")
     return EXIT_INTERRUPTED if verdict.interrupted else verdict.answer.exit_code
-
-
-def parse_time(what: str, text: str) -> float:
-    """Seconds in `90s`, `5m`, `1h30m` or `90`. Raises UsageError."""
-    if re.fullmatch(r"\d+(\.\d+)?", text):
-        return float(text)
-    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", text)
-    if parts is None or not any(parts.groups()):
-        raise UsageError(f"{what}: expected a time as 90s, 5m or 1h30m, found {text!r}")
-    return sum(float(n) * _UNITS[u] for n, u in zip(parts.groups(), "hms", strict=True) if n)
-
-
-def parse_share(what: str, text: str) -> float:
-    """The share in `5%` or `0.05`. Raises UsageError for a number that could mean either."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text)
-    if match is None or (not match[2] and float(match[1]) >= 1):
-        raise UsageError(f"{what}: expected a share as 5% or 0.05, found {text!r}")
-    return float(match[1]) / (100 if match[2] else 1)

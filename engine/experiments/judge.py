@@ -88,6 +88,7 @@ class Judgement:
     """True where even with every control the pairs are too few for a measurement."""
 
 
+# contract: flip-statistics-v1
 def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | None:
     """The verdict, or None while more pairs are needed. `ended` says why there will be no more."""
     bad = _proof_that_failed(pairs)

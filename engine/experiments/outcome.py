@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.experiments.plan import Plan
 from engine.runlog.view import RunView, Table
+from engine.supervise.clocks import SUSPENDED
 
 OVER_THE_LIMIT = "over the limit"
 FROM_OUTSIDE = frozenset(
@@ -61,6 +62,8 @@ class Outcome:
     """Memory of the first GPU that others held when the run began; None without a GPU."""
     neighbour_load: float | None = None
     """Processes that ran or waited for a CPU beside the trainer's, a mean."""
+    suspended: bool = False
+    """Whether the machine slept while it ran."""
 
     @property
     def completed(self) -> bool:
@@ -112,7 +115,14 @@ def sum_up(
         alerts=sorted(view.alerts),
         gpu_used_before_bytes=(view.facts or {}).get("gpu0_memory_used_bytes"),
         neighbour_load=_neighbours(view, window),
+        suspended=any(note.text.startswith(SUSPENDED) for note in view.notes),
     )
+
+
+def _made_its_steps(plan: Plan, view: RunView) -> bool:
+    """Whether a run ended by itself after the steps of the plan, which are fewer than it has."""
+    done = view.finished
+    return done is not None and done.exit_code == 0 and view.last_step >= plan.steps
 
 
 def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, str]:
@@ -122,8 +132,9 @@ def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, 
         if view.stack_dump is not None:
             text += f"; {view.stack_dump.summary}"
         return OVER_THE_LIMIT, text
-    if view.finished is not None and view.finished.state == "completed":
-        return "completed", view.finished.reason
+    done = view.finished
+    if done is not None and (done.state == "completed" or _made_its_steps(plan, view)):
+        return "completed", done.reason
     own = view.finished.reason if view.finished is not None else ""
     if view.exit is None:
         return state, own

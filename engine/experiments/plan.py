@@ -7,7 +7,7 @@ count, the limits, and the seed of the order. `sha256` is over all of it; a plan
 after the start makes the verdict exploratory.
 
 Both arms are the same run but for the setting: same rows, same seeds, same length. They are shortened
-alike: `steps` steps, no checkpoints, one held-out evaluation before the first step. For a metric that
+alike: stopped after `steps` steps, no checkpoints, one held-out evaluation before the first step. For a metric that
 is a loss each pair has a seed of its own, since the same seed would give the same number again.
 """
 
@@ -248,8 +248,10 @@ def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
 
 def _shortened(spec: RunSpec, steps: int) -> dict[str, dict[str, Any]]:
     tree = spec.to_dict()
-    tree["train"]["steps"] = steps
-    tree["train"]["warmup_steps"] = min(tree["train"]["warmup_steps"], steps)
+    # Stopped early, not made shorter: what is chosen by the length of a run (its schedule, whether
+    # compiling pays) is chosen as the run itself does.
+    tree["train"]["stop_after"] = steps
+    tree["train"]["steps"] = max(tree["train"]["steps"], steps)
     tree["eval"] |= {"every": 0, "rows": min(tree["eval"]["rows"], 16)}
     tree["checkpoint"] |= {"every": 0, "at_end": False}
     # How long an arm may take is the plan's to say.

@@ -63,6 +63,7 @@ class Interval:
         return math.exp(self.mean)
 
 
+# contract: flip-statistics-v1
 def anytime_interval(
     differences: Sequence[float], *, alpha: float = ALPHA, prior_weight: float = PRIOR_WEIGHT
 ) -> Interval:
@@ -88,6 +89,7 @@ def fixed_interval(differences: Sequence[float], *, alpha: float = ALPHA) -> Int
     return Interval(mean=mean, low=mean - half, high=mean + half, pairs=n, deviation=deviation)
 
 
+# contract: flip-statistics-v1
 def decide(interval: Interval, margin: float) -> str | None:
     """`B_FASTER`, `B_SLOWER` or `EQUIVALENT`, None while more pairs are needed. `margin` is a share:
     0.05 is 5 %. For a metric where less is better."""

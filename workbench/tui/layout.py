@@ -4,7 +4,9 @@ size.
     status   below 40 x 10      the status line and nothing else
     single   below 18 rows      one pane, chosen by its digit
     tabs     below 100 x 36     the loss plot and one pane, chosen by its digit
-    grid     from  100 x 36     all panes; the result when there is one, or when it is chosen
+    grid     from  100 x 36     the panes that are looked at most; the result when there is one, or
+                                when it is chosen; checks or kernels in the place of decisions and
+                                result when they are chosen, and beside them from 52 rows
 
 A zoomed pane is alone in every mode.
 """
@@ -13,8 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PANES = ("loss", "pace", "device", "decisions", "log", "result")
+PANES = ("loss", "pace", "device", "decisions", "log", "result", "checks", "kernels")
 """In the order of their digits, from 1."""
+
+TALL = 52
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +39,11 @@ def arrange(width: int, height: int, *, chosen: str, zoomed: bool, ended: bool) 
         return Layout(mode, frozenset({chosen}))
     if mode == "tabs":
         return Layout(mode, frozenset({"loss", chosen}))
-    return Layout(mode, frozenset(PANES if ended or chosen == "result" else PANES[:-1]))
+    panes = set(PANES[:5])
+    if ended or chosen == "result":
+        panes.add("result")
+    if height >= TALL:
+        panes |= {"checks", "kernels"}
+    elif chosen in ("checks", "kernels"):
+        panes = panes - {"decisions", "result"} | {chosen}
+    return Layout(mode, frozenset(panes))

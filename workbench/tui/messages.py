@@ -5,6 +5,7 @@ from __future__ import annotations
 from textual.message import Message
 
 from workbench.feed import RunsSnapshot, Snapshot
+from workbench.flips import FlipSnapshot
 
 
 class RunPolled(Message):
@@ -23,6 +24,16 @@ class RunsPolled(Message):
         super().__init__()
         self.snapshot = snapshot
         self.behind = snapshot.behind
+
+
+class FlipPolled(Message):
+    """A flip as a poll found it; None while none was started."""
+
+    behind = False
+
+    def __init__(self, snapshot: FlipSnapshot | None) -> None:
+        super().__init__()
+        self.snapshot = snapshot
 
 
 class CommandEnded(Message):

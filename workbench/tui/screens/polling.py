@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.worker import Worker, get_current_worker
 
-from workbench.tui.messages import RunPolled, RunsPolled
+from workbench.tui.messages import FlipPolled, RunPolled, RunsPolled
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 
 
@@ -31,7 +31,7 @@ class PollingScreen(Screen[None]):
         self._polling: Worker[None] | None = None
 
     @abstractmethod
-    def poll(self) -> RunPolled | RunsPolled:
+    def poll(self) -> RunPolled | RunsPolled | FlipPolled:
         """Read what is new; called in a thread, so it touches no widget."""
 
     def on_mount(self) -> None:

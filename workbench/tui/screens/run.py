@@ -16,9 +16,11 @@ from textual.widget import Widget
 from engine.errors import EngineError
 from workbench.feed import UNREADABLE, RunFeed, Snapshot
 from workbench.launch import resume_run, stop_run
+from workbench.suspicions import suspicions
 from workbench.tui.layout import PANES, Layout, arrange
 from workbench.tui.messages import CommandEnded, RunPolled
 from workbench.tui.screens.confirm import ConfirmScreen
+from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import PollingScreen
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
@@ -28,7 +30,13 @@ from workbench.tui.widgets.pace_pane import PacePane
 from workbench.tui.widgets.pane_tabs import PaneTabs
 from workbench.tui.widgets.status_line import StatusLine
 from workbench.tui.widgets.text_pane import TextPane
-from workbench.tui.words import decision_words, device_words, result_words
+from workbench.words import (
+    check_words,
+    decision_words,
+    device_words,
+    kernel_words,
+    result_words,
+)
 
 PANE_KEYS = Binding.Group("pane")
 NOTES = (
@@ -69,6 +77,7 @@ class RunScreen(PollingScreen):
         Binding(
             "space", "pause", "pause", show=False, tooltip="hold the screen still; the run goes on"
         ),
+        Binding("F", "flip", "flip", tooltip="test a suspicion: this run with one setting changed"),
         Binding("x", "stop", "stop", tooltip="ask the run to stop, after a question"),
         Binding("R", "resume", "resume", tooltip="continue a run that ended before its last step"),
         Binding("escape", "back", "back", show=False, tooltip="unzoom, or go back to the runs"),
@@ -129,6 +138,8 @@ class RunScreen(PollingScreen):
                     yield TextPane("3 device and host", device_words, id="device", classes="pane")
                     yield TextPane("4 decisions", decision_words, id="decisions", classes="pane")
                     yield TextPane("6 result", result_words, id="result", classes="pane")
+                    yield TextPane("7 checks", check_words, id="checks", classes="pane")
+                    yield TextPane("8 kernels", kernel_words, id="kernels", classes="pane")
             yield LogPane(id="log", classes="pane")
         yield PaneTabs()
         yield KeyBar()
@@ -178,7 +189,7 @@ class RunScreen(PollingScreen):
         self.set_class(self._zoomed, "-zoomed")
         for name in PANES:
             self.query_one(f"#{name}").display = name in layout.panes
-        for column, names in (("left", PANES[:2]), ("right", (*PANES[2:4], PANES[5]))):
+        for column, names in (("left", PANES[:2]), ("right", (*PANES[2:4], *PANES[5:]))):
             self.query_one(f"#{column}").display = not layout.panes.isdisjoint(names)
         self.query_one("#top").display = layout.panes != frozenset({"log"})
         self.query_one(PaneTabs).chosen = self._chosen
@@ -242,6 +253,8 @@ class RunScreen(PollingScreen):
     # Keys that act on the run
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "flip":
+            return not self._read_only and self._snapshot is not None
         if action not in ("stop", "resume"):
             return True
         snapshot = self._snapshot
@@ -252,6 +265,17 @@ class RunScreen(PollingScreen):
             return goes_on
         ended = snapshot.has_ended and snapshot.state not in ("completed", UNREADABLE)
         return ended and not goes_on
+
+    def action_flip(self) -> None:
+        if self._snapshot is not None:
+            self.app.push_screen(
+                FlipScreen(
+                    self._feed.run,
+                    suspicions(self._snapshot.view),
+                    refresh_s=self._refresh_s,
+                    ascii_only=self._ascii_only,
+                )
+            )
 
     def action_stop(self) -> None:
         run = self._feed.run
