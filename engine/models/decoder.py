@@ -15,32 +15,55 @@ What the families differ in, and all of it: q, k, v have biases in Qwen2 alone; 
 head of q and k, with one weight of length E for all heads, before it is turned; Llama may stretch
 its slow rotations (`engine.models.rope`). o never has a bias.
 
-Documents: a row may hold several, and `documents_BT` numbers them. A token sees the earlier tokens
-of its own document and itself, and its position is the count of those earlier tokens. So a
+Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token sees
+the earlier tokens of its own document and itself, by a mask or packed (`engine.models.attention`), and
+its position is the count of those earlier tokens. So a
 document's logits do not depend on what shares its row. Padding is one more document, which always
 sees itself: no row of the softmax is empty, and nothing becomes NaN.
 
+For generation a token is run by itself, and the keys and values of those before it are kept
+(`Past`, `Decoder.hidden_with_past`). A row's token at position p lies in slot p of its cache and sees
+the slots up to p, so rows of any length stand side by side and no padding has to be told.
+
 Covered: the whole sequence at once, forward and backward, under autocast or in the dtype of the
-weights. Not covered: a cache of keys and values for generation, dropout, sliding windows.
+weights; one sequence in parts, without gradients. Not covered: dropout, sliding windows.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.errors import InternalError
+from engine.models.attention import Packing, attend_packed, packing_of, positions
 from engine.models.config import ModelConfig
 from engine.models.linear import MakeLinear, dense_linear, project
 
 # Shapes: B rows, T tokens, D model width, V vocabulary, H query heads, K key/value heads,
-# E width of one head, R = E/2 its pairs, X = B with documents and 1 without
+# E width of one head, R = E/2 its pairs, X = B with documents and 1 without, S slots of a cache
 
 INIT_STD = 0.02
+
+
+class Past(NamedTuple):
+    """One layer's keys and values of the tokens so far, and where the next ones go."""
+
+    keys_BSKE: Tensor
+    values_BSKE: Tensor
+    position_BT: Tensor
+    """The slots of the tokens being run, int64."""
+
+    def extended(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
+        """Everything there is, with the tokens being run put in their slots."""
+        row_B1 = torch.arange(len(k_BTKE), device=k_BTKE.device)[:, None]
+        self.keys_BSKE[row_B1, self.position_BT] = k_BTKE
+        self.values_BSKE[row_B1, self.position_BT] = v_BTKE
+        return self.keys_BSKE, self.values_BSKE
 
 
 class Sight(NamedTuple):
@@ -49,7 +72,12 @@ class Sight(NamedTuple):
     cos_XT1R: Tensor
     sin_XT1R: Tensor
     mask_B1TT: Tensor | None
-    """0 where a token may look, -inf where not; None is plain causal."""
+    """0 where a token may look, -inf where not; None is plain causal, or packed."""
+    starts_S: Tensor | None = None
+    longest_L: Tensor | None = None
+    """A `Packing`, where attention is packed; tensors side by side, as a compiler sees them."""
+    past: Past | None = None
+    """In generation, and of one layer alone: made anew for each."""
 
 
 class RMSNorm(nn.Module):
@@ -135,7 +163,14 @@ class Attention(nn.Module):
             q_BTHE, k_BTKE = self.q_norm(q_BTHE), self.k_norm(k_BTKE)
         q_BTHE = rotate(q_BTHE, sight.cos_XT1R, sight.sin_XT1R)
         k_BTKE = rotate(k_BTKE, sight.cos_XT1R, sight.sin_XT1R)
-        y_BTD: Tensor = self.o(attend(q_BTHE, k_BTKE, v_BTKE, sight.mask_B1TT).flatten(-2))
+        if sight.past is not None:
+            k_BTKE, v_BTKE = sight.past.extended(k_BTKE, v_BTKE)
+        if sight.starts_S is not None and sight.longest_L is not None:
+            packing = Packing(sight.starts_S, sight.longest_L)
+            y_BTHE = attend_packed(q_BTHE, k_BTKE, v_BTKE, packing)
+        else:
+            y_BTHE = attend(q_BTHE, k_BTKE, v_BTKE, sight.mask_B1TT)
+        y_BTD: Tensor = self.o(y_BTHE.flatten(-2))
         return y_BTD
 
 
@@ -171,6 +206,15 @@ class Layer(nn.Module):
         return y_BTD
 
 
+RunLayer: TypeAlias = Callable[[nn.Module, Tensor, Sight], Tensor]
+
+
+def run_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+    """The layer as it is written."""
+    y_BTD: Tensor = layer(x_BTD, sight)
+    return y_BTD
+
+
 class Decoder(nn.Module):
     """A Qwen2, Qwen3 or Llama decoder; only its layers with matrices differ between backends.
 
@@ -181,6 +225,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, make_linear: MakeLinear = dense_linear) -> None:
         super().__init__()
         self.config = config
+        self.run_layer: RunLayer = run_layer
+        """How each layer is run: compiled, or so that its activations are made again when wanted
+        (`engine.models.running`)."""
+        self.packed = False
+        """Whether attention over documents is packed (`engine.models.attention`), not masked; in fp32
+        it is masked always."""
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, make_linear) for _ in range(config.num_hidden_layers)
@@ -202,19 +252,38 @@ class Decoder(nn.Module):
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Hidden states (B, T, D) after the last norm.
 
-        `documents_BT` holds any integer ids, equal for tokens of one document of a row; None is one
-        document per row, and needs no mask.
+        `documents_BT` holds any integer ids, equal for tokens of one document of a row, which stand
+        side by side; None is one document per row, and needs no mask.
         """
         x_BTD = self.embed(tokens_BT)
-        sight = see(self.config, tokens_BT, documents_BT, product_dtype(x_BTD))
+        dtype = product_dtype(x_BTD)
+        if self.packed and documents_BT is not None and dtype != torch.float32:
+            sight = see_packed(self.config, documents_BT, dtype)
+        else:
+            sight = see(self.config, tokens_BT, documents_BT, dtype)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, sight)
+            x_BTD = self.run_layer(layer, x_BTD, sight)
+        hidden_BTD: Tensor = self.norm(x_BTD)
+        return hidden_BTD
+
+    def hidden_with_past(self, tokens_BT: Tensor, pasts: Sequence[Past]) -> Tensor:
+        """Hidden states (B, T, D) of tokens whose predecessors lie in `pasts`, one for each layer;
+        the tokens are added to them. For inference: what is kept has no gradient.
+        """
+        x_BTD = self.embed(tokens_BT)
+        slots = pasts[0].keys_BSKE.shape[1]
+        sight = see_past(self.config, pasts[0].position_BT, slots, product_dtype(x_BTD))
+        for layer, past in zip(self.layers, pasts, strict=True):
+            x_BTD = layer(x_BTD, sight._replace(past=past))
         hidden_BTD: Tensor = self.norm(x_BTD)
         return hidden_BTD
 
     def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of the next token at every position."""
-        hidden_BTD = self.hidden(tokens_BT, documents_BT)
+        return self.logits_of(self.hidden(tokens_BT, documents_BT))
+
+    def logits_of(self, hidden_BTD: Tensor) -> Tensor:
+        """Logits (B, T, V) of hidden states."""
         if self.head is None:
             return F.linear(hidden_BTD, self.embed.weight)
         logits_BTV: Tensor = self.head(hidden_BTD)
@@ -267,12 +336,32 @@ def see(
         position_XT = seen_BTT.sum(-1) - 1
         mask_B1TT = torch.zeros(seen_BTT.shape, dtype=dtype, device=device)
         mask_B1TT = mask_B1TT.masked_fill_(~seen_BTT, -math.inf)[:, None]
+    return Sight(*_turns(config, position_XT, dtype), mask_B1TT)
+
+
+@torch.no_grad()
+def see_past(config: ModelConfig, position_BT: Tensor, slots: int, dtype: torch.dtype) -> Sight:
+    """The same for tokens at `position_BT` that see the slots up to their own."""
+    slot_S = torch.arange(slots, device=position_BT.device)
+    seen_BTS = slot_S <= position_BT[..., None]
+    mask_BTS = torch.zeros(seen_BTS.shape, dtype=dtype, device=position_BT.device)
+    mask_BTS = mask_BTS.masked_fill_(~seen_BTS, -math.inf)
+    return Sight(*_turns(config, position_BT, dtype), mask_BTS[:, None])
+
+
+@torch.no_grad()
+def see_packed(config: ModelConfig, documents_BT: Tensor, dtype: torch.dtype) -> Sight:
+    """The same for packed attention."""
+    packing = packing_of(documents_BT)
+    return Sight(*_turns(config, positions(documents_BT), dtype), None, *packing)
+
+
+def _turns(config: ModelConfig, position_XT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each position, (X, T, 1, R)."""
     # Computed anew each time: a buffer would be lost when a model is built on the meta device.
-    angle_XTR = position_XT[..., None].float() * frequencies(config, device)
-    cos_XT1R, sin_XT1R = (
-        table[:, :, None].to(dtype) for table in (angle_XTR.cos(), angle_XTR.sin())
-    )
-    return Sight(cos_XT1R, sin_XT1R, mask_B1TT)
+    angle_XTR = position_XT[..., None].float() * frequencies(config, position_XT.device)
+    cos_XTR, sin_XTR = angle_XTR.cos(), angle_XTR.sin()
+    return cos_XTR[:, :, None].to(dtype), sin_XTR[:, :, None].to(dtype)
 
 
 def frequencies(config: ModelConfig, device: torch.device) -> Tensor:

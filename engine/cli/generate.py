@@ -1,0 +1,157 @@
+"""Continue a text, as it comes.
+
+engine generate models/qwen --prompt "def add(a, b):"           the likeliest continuation
+engine generate runs/demo --prompt "Once" --temperature 0.8 --seed 3
+engine generate model.gguf --prompt-file task.txt --stop $'\\n\\n' --json
+
+MODEL is a weight file, a model folder, or the folder of a finished run. Exit 2 when the model's
+logits are not finite: nothing is printed in place of a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import BadInput
+
+if TYPE_CHECKING:
+    from engine.evaluate.model import Model
+
+HELP = "continue a text with a model"
+
+_MOST_TOKENS = 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    text.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; repeatable",
+    )
+    add_sampling_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON value, at the end")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL, and how it computes."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="weight file, folder or run")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument(
+        "--weights",
+        choices=("dense", "packed"),
+        default="dense",
+        help="packed: matrices stay in the blocks of their file (dense)",
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="instead of the model's")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-tokens", type=positive, metavar="N", help="(512, or what the model has room for)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="draw among the K likeliest; 0: all")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="draw among those that reach P (1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
+
+
+def prepare_threads() -> None:
+    """How CPU threads wait; before torch loads, because OpenMP reads it once."""
+    from engine.device.threads import VARIABLE, choose_thread_wait
+
+    os.environ[VARIABLE] = choose_thread_wait("auto", os.environ).choice
+
+
+def run(arguments: argparse.Namespace) -> int:
+    prepare_threads()
+
+    from engine.evaluate.model import open_model
+    from engine.models.completions import complete
+    from engine.models.generate import Sampling
+
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    prompt = arguments.prompt if arguments.prompt_file is None else _read(arguments.prompt_file)
+    model = open_model(
+        arguments.model,
+        device=arguments.device,
+        precision=arguments.precision,
+        weights=arguments.weights,
+        tokenizer=arguments.tokenizer,
+    )
+    text, tokens, ended = "", 0, None
+    start_s = time.monotonic()
+    for piece in complete(
+        model.decoder,
+        model.tokenizer,
+        [prompt],
+        max_tokens=most_tokens(model, [prompt], arguments.max_tokens),
+        stops=arguments.stop,
+        sampling=sampling,
+        tile=1,
+    ):
+        text += piece.text
+        tokens, ended = piece.tokens, piece.ended
+        if not arguments.json:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    elapsed_s = time.monotonic() - start_s
+    if arguments.json:
+        record = {
+            "model": str(model.path),
+            "prompt": prompt,
+            "text": text,
+            "tokens": tokens,
+            "ended": ended,
+            "elapsed_s": elapsed_s,
+        }
+        print(json.dumps(record, allow_nan=False))
+        return 0
+    print()
+    print(f"{tokens} tokens, {tokens / elapsed_s:.1f} a second; ended by {ended}", file=sys.stderr)
+    return 0
+
+
+def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int:
+    """`wanted`, or where nothing is, 512 or as many as fit after the longest of `prompts`."""
+    if wanted is not None:
+        return wanted
+    longest = max(len(ids) for ids in model.tokenizer.encode_documents(prompts))
+    return max(1, min(_MOST_TOKENS, model.decoder.config.max_position_embeddings - longest))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        found = str(getattr(error, "strerror", None) or error)
+        raise BadInput.expected("prompt", path, "a readable text in UTF-8", found) from error

@@ -1,0 +1,233 @@
+"""Programs that mean harm, run at the start of every evaluation: the control that the sandbox holds.
+
+Each one makes its attempt in `solve()` and gives 42 where the attempt succeeded; the test is
+`solve() == 42`. So a hole shows as a pass. Contained means more than no pass: the reason has to be the one
+that the wall which should hold gives, so that an attack that merely had a typing error in it would not count.
+Beside that, a file outside must be as it was, and nobody may have called at a port that is listened to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.evaluate.sandbox import Exam, Sandbox
+
+WANTED = Exam(setup="", tests="assert solve() == 42")
+CPU_S, CLOCK_S = 1, 8.0
+"""Less than a program under test gets: some of these use up what they get."""
+_REFUSED = r"PermissionError|Operation not permitted"
+_ABSENT = r"FileNotFoundError"
+_READ_ONLY = r"Read-only file system|FileNotFoundError|PermissionError"
+_ENDED = r"^the program ended"
+_WRONG = r"^an assertion does not hold"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hostile:
+    name: str
+    program: str
+    """`FILE`, `PORT` and `PID` in it stand for things of the host."""
+    contained: str
+    """What the reason looks like where the sandbox held; a regular expression."""
+
+
+def _solve(body: str) -> str:
+    lines = "".join(f"    {line}\n" for line in body.strip().splitlines())
+    return f"import ctypes, os, signal, socket, subprocess, sys, time\ndef solve():\n{lines}"
+
+
+def _libc(call: str) -> str:
+    return _solve(
+        f"libc = ctypes.CDLL(None, use_errno=True)\nif {call} != -1:\n    return 42\n"
+        "raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"
+    )
+
+
+HOSTILES = tuple(
+    Hostile(name=name, program=program, contained=contained)
+    for name, program, contained in (
+        ("fork bomb", _solve("while True:\n    os.fork()\n    return 42"), _REFUSED),
+        ("another program", _solve("subprocess.run(['/bin/sh', '-c', ':'])\nreturn 42"), _REFUSED),
+        (
+            "thread bomb",
+            _solve(
+                "import threading\nfor _ in range(20000):\n"
+                "    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\nreturn 42"
+            ),
+            r"can't start new thread|MemoryError",
+        ),
+        (
+            "socket",
+            _solve("socket.create_connection(('127.0.0.1', PORT), timeout=2)\nreturn 42"),
+            _REFUSED,
+        ),
+        ("socket pair", _solve("socket.socketpair()\nreturn 42"), _REFUSED),
+        ("write a file outside", _solve("open(FILE, 'w').write('x')\nreturn 42"), _READ_ONLY),
+        ("read a file outside", _solve("return 42 if open(FILE).read() else 0"), _ABSENT),
+        ("remove a file outside", _solve("os.remove(FILE)\nreturn 42"), _ABSENT),
+        ("write to the system", _solve("open('/usr/x', 'w')\nreturn 42"), _READ_ONLY),
+        ("write to the root", _solve("open('/x', 'w')\nreturn 42"), _READ_ONLY),
+        ("huge allocation", _solve("len(bytearray(1 << 36))\nreturn 42"), r"MemoryError"),
+        (
+            "fill the disk",
+            _solve(
+                "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nfor n in range(64):\n"
+                "    open(f'/tmp/{n}', 'wb').write(bytes(1 << 22))\nreturn 42"
+            ),
+            r"No space left|File too large",
+        ),
+        ("exit 0 early", "import sys\nsys.exit(0)\ndef solve(): return 42", _ENDED),
+        ("os._exit(0)", _solve("os._exit(0)"), _ENDED),
+        (
+            "exit 0 at exit",
+            "import atexit, os, sys\natexit.register(os._exit, 0)\n"
+            "def solve():\n    print('passed')\n    sys.exit(0)\n",
+            _ENDED,
+        ),
+        (
+            "assert replaced",
+            "import builtins, sys\nclass Never(Exception): pass\n"
+            "builtins.AssertionError = Never\nsys.excepthook = lambda *a: None\n"
+            "sys.flags = type('F', (), {'optimize': 2})\ndef solve(): return 0\n",
+            _WRONG,
+        ),
+        (
+            "equal to everything",
+            "class Same(int):\n    def __eq__(self, other): return True\n"
+            "    def __hash__(self): return 42\ndef solve(): return Same(0)\n",
+            _WRONG,
+        ),
+        (
+            "an object as an answer",
+            "class Same:\n    def __eq__(self, other): return True\ndef solve(): return Same()\n",
+            r"no plain data",
+        ),
+        (
+            "a pass in place of an answer",
+            _solve(
+                'for n in range(64):\n    try: os.write(n, b\'{"outcome": "pass", "nonce": ""}\\n\')\n'
+                "    except OSError: pass\nos._exit(0)"
+            ),
+            r"nonsense|^the program ended",
+        ),
+        (
+            "look for the nonce",
+            _solve(
+                "import gc, re\nfound = [o for o in gc.get_objects() if isinstance(o, dict) and 'nonce' in o]\n"
+                "frame = sys._getframe()\nwhile frame:\n"
+                "    found += [v for v in frame.f_locals.values() if isinstance(v, dict) and 'nonce' in v]\n"
+                "    frame = frame.f_back\nreturn 42 if found else 0"
+            ),
+            _WRONG,
+        ),
+        (
+            "read another process' memory",
+            _solve("return 42 if open('/proc/PID/mem', 'rb') else 0"),
+            _ABSENT,
+        ),
+        ("ptrace", _libc("libc.ptrace(16, PID, 0, 0)"), _REFUSED),
+        ("new namespaces", _libc("libc.unshare(0x10000000)"), _REFUSED),
+        ("mount", _libc("libc.mount(b'none', b'/tmp', b'tmpfs', 0, None)"), _REFUSED),
+        (
+            "raise a limit",
+            _solve(
+                "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))\nreturn 42"
+            ),
+            r"not allowed to raise|PermissionError",
+        ),
+        (
+            "kill everything",
+            _solve("os.kill(-1, signal.SIGKILL)\nreturn 42"),
+            r"^the program ended|ProcessLookupError|PermissionError",
+        ),
+        (
+            "signal the host",
+            _solve("os.kill(PID, signal.SIGTERM)\nreturn 42"),
+            r"ProcessLookupError",
+        ),
+        (
+            "read the environment",
+            _solve("return 42 if set(os.environ) - {'PYTHONHASHSEED', 'PWD', 'LC_CTYPE'} else 0"),
+            _WRONG,
+        ),
+        ("SIGSTOP", _solve("os.kill(os.getpid(), signal.SIGSTOP)\nreturn 0"), r"^not finished"),
+        (
+            "compute for ever",
+            _solve(
+                "for n in range(1, 32):\n    try: signal.signal(n, signal.SIG_IGN)\n"
+                "    except OSError: pass\nwhile True: pass"
+            ),
+            r"CPU time",
+        ),
+        (
+            "endless output",
+            _solve("while True:\n    print('x' * 65536)"),
+            r"CPU time|^not finished",
+        ),
+        (
+            "endless answer",
+            _solve("while True:\n    os.write(ANSWERS, b'x' * 65536)").replace(
+                "ANSWERS", "max(n for n in range(3, 20) if _answers(n))"
+            )
+            + "def _answers(n):\n    import fcntl, stat\n    try:\n"
+            "        pipe = stat.S_ISFIFO(os.fstat(n).st_mode)\n"
+            "        return pipe and fcntl.fcntl(n, fcntl.F_GETFL) & os.O_WRONLY\n"
+            "    except OSError: return False\n",
+            r"nonsense",
+        ),
+        ("crash", _solve("ctypes.string_at(0)"), r"SIGSEGV|SIGBUS"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What of this machine the attacks are aimed at."""
+
+    file: Path
+    port: int
+
+    def aim(self, hostile: Hostile) -> str:
+        return (
+            hostile.program.replace("FILE", repr(str(self.file)))
+            .replace("PORT", str(self.port))
+            .replace("PID", str(os.getpid()))
+        )
+
+
+def not_contained(sandbox: Sandbox, hostiles: Sequence[Hostile] = HOSTILES) -> list[str]:
+    """What the sandbox did not hold, one line each; none is what one wants."""
+    sandbox = replace(sandbox, cpu_s=CPU_S, clock_s=CLOCK_S)
+    content = secrets.token_hex(8)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.socket() as listener,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+    ):
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        host = Host(file=Path(folder, "file"), port=listener.getsockname()[1])
+        host.file.write_text(content)
+        programs = [host.aim(hostile) for hostile in hostiles]
+        trials = list(pool.map(lambda program: sandbox.try_program(program, WANTED), programs))
+        problems = [
+            f"{hostile.name}: {trial.outcome}, {trial.reason}"
+            for hostile, trial in zip(hostiles, trials, strict=True)
+            if trial.outcome != "fail" or not re.search(hostile.contained, trial.reason)
+        ]
+        if not host.file.exists() or host.file.read_text() != content:
+            problems.append("a file outside is not what it was")
+        with contextlib.suppress(BlockingIOError):
+            listener.accept()[0].close()
+            problems.append("a port of the host was called")
+    return problems

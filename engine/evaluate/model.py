@@ -1,0 +1,104 @@
+"""A model to ask: a decoder, frozen, with its tokenizer and what it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.errors import TokenizerError, WeightsError
+from engine.formats.open import open_weights
+from engine.formats.tokenizer import Tokenizer, open_tokenizer
+from engine.formats.weights import WeightFile
+from engine.models.config import config_of
+from engine.models.decoder import Decoder
+from engine.models.freeze import freeze
+from engine.models.load import decoder_of
+from engine.models.load_packed import packed_decoder_of
+from engine.runtime.device import choose_device, choose_precision, torch_dtype
+
+STUDENT = "student"
+"""Where a run's folder has its model."""
+WEIGHTS = ("dense", "packed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    path: Path
+    decoder: Decoder
+    tokenizer: Tokenizer
+    device: torch.device
+    precision: str
+    weights: str
+    """`dense`, or `packed`: matrices stay in the blocks of their file."""
+
+
+def open_model(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    precision: str = "auto",
+    weights: str = "dense",
+    tokenizer: str | Path | None = None,
+) -> Model:
+    """The model in a weight file, a model folder, or the folder of a finished run.
+
+    `tokenizer` stands in for that of the model. Raises `WeightsError`, `TokenizerError`, `BadInput`.
+    """
+    path = model_path(path)
+    device = choose_device(device).choice
+    precision = choose_precision("precision", precision, device).choice
+    dtype = torch_dtype(precision)
+    with open_weights(path) as opened:
+        found = _tokenizer(opened, tokenizer)
+        found.fits(config_of(opened).vocab_size, str(path))
+        load = packed_decoder_of if weights == "packed" else decoder_of
+        decoder = load(opened, dtype, device)
+    return Model(
+        path=path,
+        decoder=freeze(decoder),
+        tokenizer=found,
+        device=torch.device(device),
+        precision=precision,
+        weights=weights,
+    )
+
+
+def model_path(path: str | Path) -> Path:
+    """The model itself, where `path` is the folder of a run. WeightsError for a run without one."""
+    path = Path(path)
+    if not (path / "events.jsonl").exists():
+        return path
+    if not (path / STUDENT).is_dir():
+        raise WeightsError.expected(
+            "model", path, f"a finished run, with a folder {STUDENT}", "a run without one"
+        )
+    return path / STUDENT
+
+
+def weights_sha256(path: str | Path) -> str:
+    """Of every file with tensors, in the order of their names: what a result is a result of."""
+    with open_weights(model_path(path)) as weights:
+        files = sorted({info.file for info in weights.tensors.values()})
+    whole = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            whole.update(hashlib.file_digest(opened, "sha256").digest())
+    return whole.hexdigest()
+
+
+def _tokenizer(weights: WeightFile, given: str | Path | None) -> Tokenizer:
+    if given is not None:
+        return open_tokenizer(given)
+    raw = weights.tokenizer_json()
+    if raw is None:
+        raise TokenizerError.expected(
+            "tokenizer",
+            weights.path,
+            "one with the model",
+            "none",
+            hint="name it: --tokenizer FILE",
+        )
+    return open_tokenizer(weights.path, raw=raw)

@@ -1,0 +1,206 @@
+"""How well a model foretells a text: cross entropy in nats a token, and perplexity, its exponential.
+
+A document is cut into rows of `length` tokens, each with the end-of-text token of its document as the last
+label; rows overlap by one token, so that every token but a document's first is foretold once, from what
+stands before it in its row. Every document is read, whatever it is called: this is a text that the user
+says is held out.
+
+    loss     sum of -log p(token) / tokens, over all documents
+    KL       mean over the same tokens of sum_v p(v) (log p(v) - log q(v)), p the model named by `against`:
+             what a student that learns from it is to make small
+    top-1    the share of tokens where both think the same token likeliest
+
+The interval is a percentile bootstrap over documents (`engine.evaluate.statistics`), because the tokens of
+one document are not independent. Two models with one tokenizer are asked about the same tokens; the interval
+of their difference draws the same documents for both. Logits are fp32 sums.
+
+A loss that is not finite raises `NoAnswer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.data.corpus import Document
+from engine.data.sources import Skipped, list_pieces
+from engine.errors import BadInput, CorpusError, NoAnswer
+from engine.evaluate.model import Model
+from engine.evaluate.statistics import Interval, bootstrap
+from engine.models.head import project
+from engine.models.packed import head_of
+from engine.models.product import operand_dtype, sum_dtype
+
+# Shapes: B rows, T tokens, N of them foretold, V vocabulary, D width
+
+_CHUNK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentLoss:
+    """Sums over the tokens of one document."""
+
+    name: str
+    tokens: int
+    nats: float
+    against_nats: float | None = None
+    kl: float | None = None
+    agreed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A mean over tokens, with its interval; None with fewer than two documents."""
+
+    value: float
+    interval: Interval | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Perplexity:
+    documents: tuple[DocumentLoss, ...]
+    skipped: tuple[Skipped, ...]
+    loss: Figure
+    against: Figure | None
+    difference: Figure | None
+    """The loss less that of `against`."""
+    kl: Figure | None
+    agreement: Figure | None
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self.documents)
+
+
+def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
+    """Every document of a file or folder (`engine.data.sources`). Raises `CorpusError`."""
+    documents: list[Document] = []
+    skipped: list[Skipped] = []
+    for item in list_pieces(source):
+        found = item if isinstance(item, Skipped) else item.read()
+        if isinstance(found, Skipped):
+            skipped.append(found)
+        elif not isinstance(item, Skipped):
+            documents.append(Document(name=item.name, text=found))
+    if not documents:
+        raise CorpusError.expected("documents", source, "at least one", "none")
+    return documents, skipped
+
+
+@torch.inference_mode()
+def perplexity(
+    model: Model,
+    documents: Sequence[Document],
+    *,
+    against: Model | None = None,
+    length: int = 1024,
+    skipped: Sequence[Skipped] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Perplexity:
+    """Raises `BadInput` where two models do not have the same tokens, and `NoAnswer`."""
+    models = [model] if against is None else [model, against]
+    if against is not None and model.tokenizer.sha256 != against.tokenizer.sha256:
+        differing = model.tokenizer.same_ids(against.tokenizer)
+        if differing is not None:
+            raise BadInput.expected(
+                "tokenizer",
+                against.path,
+                f"the tokens of {model.path}: one text has to be the same tokens for both",
+                f"another one at id {differing:,}",
+            )
+    most = min(one.decoder.config.max_position_embeddings for one in models)
+    length = min(length, most)
+    encoded = model.tokenizer.encode_documents([document.text for document in documents])
+    end = model.tokenizer.end_of_text_id
+    losses: list[DocumentLoss] = []
+    for index, (document, ids) in enumerate(zip(documents, encoded, strict=True)):
+        tokens = torch.tensor([*ids.tolist(), end])
+        if len(tokens) > 1:
+            losses.append(_document(document.name, tokens, models, length))
+        if progress is not None:
+            progress(index + 1, len(documents))
+    if not losses:
+        raise CorpusError.expected("documents", "all", "a token to foretell", "none")
+    counts = [float(one.tokens) for one in losses]
+    loss = _figure([one.nats for one in losses], counts)
+    theirs = [one.against_nats for one in losses if one.against_nats is not None]
+    divergence = [one.kl for one in losses if one.kl is not None]
+    agreed = [float(one.agreed) for one in losses if one.agreed is not None]
+    return Perplexity(
+        documents=tuple(losses),
+        skipped=tuple(skipped),
+        loss=loss,
+        against=_figure(theirs, counts) if theirs else None,
+        difference=_figure(
+            [one.nats - other for one, other in zip(losses, theirs, strict=True)], counts
+        )
+        if theirs
+        else None,
+        kl=_figure(divergence, counts) if divergence else None,
+        agreement=_figure(agreed, counts) if agreed else None,
+    )
+
+
+def _document(name: str, tokens: Tensor, models: Sequence[Model], length: int) -> DocumentLoss:
+    nats = [0.0 for _ in models]
+    divergence, agreed, count = 0.0, 0, 0
+    for start in range(0, len(tokens) - 1, length):
+        row_T = tokens[start : start + length + 1]
+        hidden = [
+            one.decoder.hidden(row_T[None, :-1].to(one.device)).flatten(0, 1) for one in models
+        ]
+        for first in range(0, len(row_T) - 1, _CHUNK):
+            label_N = row_T[1 + first : 1 + first + _CHUNK]
+            logs = [
+                _log_p(one, hidden_ND[first : first + _CHUNK])
+                for one, hidden_ND in zip(models, hidden, strict=True)
+            ]
+            for index, log_NV in enumerate(logs):
+                picked = F.nll_loss(log_NV, label_N.to(log_NV.device), reduction="none")
+                nats[index] += float(picked.double().sum())
+            if len(logs) == 2:
+                ours_NV, theirs_NV = _same_width(logs[0], logs[1])
+                p_NV = theirs_NV.exp()
+                # At p = 0 the term is 0, where its second factor may be infinite.
+                terms_NV = torch.where(p_NV > 0, p_NV * (theirs_NV - ours_NV), 0.0)
+                divergence += float(terms_NV.double().sum())
+                agreed += int((ours_NV.argmax(-1) == theirs_NV.argmax(-1)).sum())
+            count += len(label_N)
+    for one, value in zip((*models, models[0]), (*nats, divergence), strict=True):
+        if not math.isfinite(value):
+            raise NoAnswer(
+                f"loss: {name} — expected a finite number, found {value} from {one.path}"
+            )
+    if len(models) == 1:
+        return DocumentLoss(name=name, tokens=count, nats=nats[0])
+    return DocumentLoss(
+        name=name, tokens=count, nats=nats[0], against_nats=nats[1], kl=divergence, agreed=agreed
+    )
+
+
+def _log_p(model: Model, hidden_ND: Tensor) -> Tensor:
+    """Log probabilities (N, V)."""
+    head = head_of(model.decoder)
+    dtype = operand_dtype(hidden_ND)
+    hidden_ND = hidden_ND.to(dtype)
+    logits_NV = hidden_ND.new_empty(len(hidden_ND), head.vocab_size, dtype=sum_dtype(dtype))
+    project(logits_NV, hidden_ND, head.slices(head.vocab_size, dtype))
+    return logits_NV.log_softmax(-1)
+
+
+def _same_width(first_NV: Tensor, second_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """Both over the ids that both have: embeddings are padded to different round numbers."""
+    width = min(first_NV.shape[1], second_NV.shape[1])
+    if first_NV.shape[1] == second_NV.shape[1]:
+        return first_NV, second_NV.to(first_NV.device)
+    cut = [one[:, :width].log_softmax(-1).to(first_NV.device) for one in (first_NV, second_NV)]
+    return cut[0], cut[1]
+
+
+def _figure(sums: Sequence[float], counts: Sequence[float]) -> Figure:
+    return Figure(value=sum(sums) / sum(counts), interval=bootstrap(sums, counts))

@@ -1,0 +1,170 @@
+"""Programming problems out of the files people have: HumanEval's and MBPP's JSON lines, plain or gzipped.
+
+    HumanEval   task_id, prompt, entry_point, canonical_solution, test
+    MBPP        task_id, text (or prompt), code, test_list, test_setup_code (or test_imports)
+
+A model is shown `Problem.prompt` and nothing else. The reference solution is there for the self-test of
+the harness alone: no program of a model meets it, and nothing else in a file says that a program is right.
+
+HumanEval's prompt is the beginning of the program; it ends in a docstring, so `pass` completes it where
+the tests want its other functions. MBPP's is the task with its first test, as a docstring, and the model
+writes all of the program; which functions the tests mean is read from the names in `code`.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadInput
+from engine.evaluate.sandbox import Exam
+
+_GZIP = b"\x1f\x8b"
+
+STOPS = {
+    "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint", "\nassert"),
+    "mbpp": ("\nclass Test", "\nassert", '\n"""', "\nprint", "\nif __name__", "\n```"),
+}
+"""Where a completion ends: what begins in the first column is after the function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    task_id: str
+    prompt: str
+    head: str
+    """What a program begins with: the prompt, or nothing where the model writes all of it."""
+    reference: str
+    tests: Exam
+
+    def program(self, completion: str) -> str:
+        return self.head + completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problems:
+    benchmark: str
+    problems: tuple[Problem, ...]
+    sha256: str
+    """Of the content, unpacked."""
+
+
+def read_problems(path: str | Path, benchmark: str) -> Problems:
+    """The problems of a file; `benchmark` is `humaneval` or `mbpp`. Raises `BadInput`."""
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadInput.expected("problems", path, "a readable file", reason) from error
+    make = {"humaneval": _humaneval, "mbpp": _mbpp}[benchmark]
+    found: dict[str, Problem] = {}
+    for number, line in enumerate(raw.split(b"\n"), 1):
+        if line.strip():
+            problem = _problem(line, f"{path}, line {number}", benchmark, make)
+            if problem.task_id in found:
+                raise BadInput.expected(
+                    "problems", path, "each task_id once", f"{problem.task_id} again"
+                )
+            found[problem.task_id] = problem
+    if not found:
+        raise BadInput.expected("problems", path, "at least one problem", "none")
+    return Problems(
+        benchmark=benchmark,
+        problems=tuple(found.values()),
+        sha256=hashlib.sha256(raw).hexdigest(),
+    )
+
+
+class _Missing(Exception):
+    pass
+
+
+def _problem(
+    line: bytes, where: str, benchmark: str, make: Callable[[Mapping[str, Any]], Problem]
+) -> Problem:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadInput.expected("problems", where, "JSON", str(error)[:200]) from None
+    if not isinstance(record, dict):
+        raise BadInput.expected("problems", where, "an object", type(record).__name__)
+    try:
+        return make(record)
+    except _Missing as error:
+        raise BadInput.expected(
+            "problems", where, f"{error}, as in {benchmark}", f"keys {', '.join(sorted(record))}"
+        ) from None
+
+
+def _humaneval(record: Mapping[str, Any]) -> Problem:
+    prompt, entry = _text(record, "prompt"), _text(record, "entry_point")
+    if not entry.isidentifier():
+        raise _Missing("entry_point a name of Python")
+    return Problem(
+        task_id=_text(record, "task_id"),
+        prompt=prompt,
+        head=prompt,
+        reference=_text(record, "canonical_solution"),
+        tests=Exam(
+            setup=f"{prompt.rstrip()}\n    pass\n",
+            tests=f"{_text(record, 'test')}\n\ncheck({entry})\n",
+            entries=(entry,),
+        ),
+    )
+
+
+def _mbpp(record: Mapping[str, Any]) -> Problem:
+    tests = _texts(record, "test_list")
+    if not tests:
+        raise _Missing("test_list with at least one test")
+    code = _text(record, "code")
+    text = _text(record, "text" if "text" in record else "prompt")
+    setup = "\n".join(_texts(record, "test_imports")) if "test_imports" in record else ""
+    if "test_setup_code" in record:
+        setup = _text(record, "test_setup_code")
+    # The escape keeps a docstring in one piece whatever the task says.
+    shown = f"{text}\n{tests[0]}".replace('"""', "'''")
+    return Problem(
+        task_id=str(record.get("task_id", "")) or _text(record, "task_id"),
+        prompt=f'"""\n{shown}\n"""\n',
+        head="",
+        reference=code,
+        tests=Exam(
+            setup=setup,
+            tests="\n".join(tests) + "\n",
+            entries=_functions(code, "\n".join(tests)),
+        ),
+    )
+
+
+def _functions(code: str, tests: str) -> tuple[str, ...]:
+    """What `code` defines and `tests` name: a function may be called like a built-in one."""
+    try:
+        defined = {one.name for one in ast.parse(code).body if isinstance(one, ast.FunctionDef)}
+        named = {one.id for one in ast.walk(ast.parse(tests)) if isinstance(one, ast.Name)}
+    except (SyntaxError, ValueError):
+        return ()  # the self-test says what is wrong with them
+    return tuple(sorted(defined & named))
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key)
+    if not isinstance(value, str):
+        raise _Missing(f"the text {key}")
+    return value
+
+
+def _texts(record: Mapping[str, Any], key: str) -> list[str]:
+    value = record.get(key)
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise _Missing(f"the list of texts {key}")
+    return value

@@ -1,0 +1,238 @@
+"""Text from a model, token by token.
+
+    prompt          every token at once, its keys and values put into the cache of one slot
+    each further    one token of every slot at once, on top of what the cache holds
+    slot            a sequence that ends leaves its slot to the next prompt
+
+A prompt is run by itself and the steps always have `tile` rows, some of them idle. So a product has the
+same shape whatever stands beside a sequence: what one sequence gets does not depend on the others, nor
+on how many are run at once. (The sums of a product depend on its shape, in the last bit, and one bit
+decides between two tokens that are nearly as good.)
+
+The next token is the one with the largest logit, the lowest id of several; or it is drawn:
+
+    p = softmax(logits / temperature), of the top_k largest, of those the fewest that reach top_p
+
+one uniform number a token, from a generator that is seeded with (seed, key): the key names the sequence,
+so it meets the same numbers whichever slot it is in.
+
+Logits that are NaN or infinite raise `NoAnswer`: an argmax of NaN is a token like any other.
+
+Weights may be dense or in blocks: the decoder is the same. Not covered: CUDA graphs, beams, penalties.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import BadInput, NoAnswer
+from engine.models.decoder import Decoder, Past
+
+# Shapes: B rows of a tile, T tokens, V vocabulary, S slots for tokens, K key/value heads, E their width
+
+TILE = 8
+"""Sequences that are run side by side where many are wanted."""
+
+Ended = Literal["end_of_text", "stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen; as it stands, the likeliest."""
+
+    temperature: float = 0.0
+    """0 takes the likeliest."""
+    top_k: int = 0
+    """0 for all."""
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, holds, wanted in (
+            ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+        ):
+            if not holds:
+                raise BadInput.expected("sampling", name, wanted, str(getattr(self, name)))
+
+
+GREEDY = Sampling()
+
+
+class Generated(NamedTuple):
+    """One token of one sequence, as it is chosen."""
+
+    prompt: int
+    """Which one it continues."""
+    token: int
+    ended: Ended | None
+    """Why this is the sequence's last token. `end_of_text`: the token itself is the end."""
+
+
+Stop = Callable[[int, Sequence[int]], bool]
+"""Whether the sequence of a prompt ends with the tokens it has; called after each."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    index: int
+    length: int
+    """Tokens in the cache."""
+    tokens: list[int]
+    """What was generated; the last one is not in the cache yet."""
+    random: torch.Generator
+
+
+@torch.inference_mode()
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    end_ids: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
+    keys: Sequence[object] | None = None,
+    stop: Stop | None = None,
+    tile: int = TILE,
+    rows: int | None = None,
+    capacity: int | None = None,
+) -> Iterator[Generated]:
+    """The tokens of each prompt's continuation, as they come; sequences are interleaved.
+
+    `keys` name the sequences for sampling (their index), `rows` of `tile` slots are used (all).
+    `capacity` is the length of the cache, by itself that of the longest prompt and `max_tokens`; it is
+    part of a product's shape, so give it where results of several calls have to be equal.
+
+    Raises BadInput for a prompt that is empty or too long for the model, `NoAnswer`.
+    """
+    rows = tile if rows is None else rows
+    assert 1 <= rows <= tile and max_tokens >= 1
+    needed = max((len(prompt) for prompt in prompts), default=0) + max_tokens
+    capacity = needed if capacity is None else capacity
+    _check(decoder, prompts, max(needed, capacity), max_tokens)
+    assert capacity >= needed
+    cache = _Cache(decoder, tile, capacity)
+    waiting = iter(range(len(prompts)))
+    running: list[_Sequence | None] = [None] * rows
+    ends = frozenset(end_ids)
+
+    def choose(sequence: _Sequence, logits_V: Tensor) -> Generated:
+        token = next_token(logits_V, sampling, sequence.random, f"sequence {sequence.index}")
+        sequence.tokens.append(token)
+        ended: Ended | None = None
+        if token in ends:
+            ended = "end_of_text"
+        elif stop is not None and stop(sequence.index, sequence.tokens):
+            ended = "stop"
+        elif len(sequence.tokens) >= max_tokens:
+            ended = "length"
+        return Generated(sequence.index, token, ended)
+
+    while True:
+        for slot in range(rows):
+            while running[slot] is None and (index := next(waiting, None)) is not None:
+                key = index if keys is None else keys[index]
+                sequence = _Sequence(index, len(prompts[index]), [], _random(sampling.seed, key))
+                generated = choose(sequence, cache.start(slot, prompts[index]))
+                running[slot] = sequence if generated.ended is None else None
+                yield generated
+        alive = [(slot, sequence) for slot, sequence in enumerate(running) if sequence is not None]
+        if not alive:
+            return
+        steps = {slot: (sequence.tokens[-1], sequence.length) for slot, sequence in alive}
+        logits_BV = cache.step(steps)
+        for slot, sequence in alive:
+            sequence.length += 1
+            generated = choose(sequence, logits_BV[slot])
+            if generated.ended is not None:
+                running[slot] = None
+            yield generated
+
+
+class _Cache:
+    """Keys and values of `tile` slots, and the forward passes on top of them."""
+
+    def __init__(self, decoder: Decoder, tile: int, capacity: int) -> None:
+        config = decoder.config
+        like = decoder.norm.weight
+        shape = (tile, capacity, config.num_key_value_heads, config.head_dim)
+        # Zeros: a slot that nothing was written to is hidden by the mask, but NaN times 0 is NaN.
+        self._layers = [
+            (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(config.num_hidden_layers)
+        ]
+        self._decoder, self._device, self._tile = decoder, like.device, tile
+
+    def start(self, slot: int, prompt: Sequence[int]) -> Tensor:
+        """Puts a prompt into a slot; the logits (V,) of what follows it."""
+        tokens_BT = torch.tensor([list(prompt)], device=self._device)
+        position_BT = torch.arange(len(prompt), device=self._device)[None]
+        return self._run(tokens_BT, position_BT, slice(slot, slot + 1))[0]
+
+    def step(self, steps: dict[int, tuple[int, int]]) -> Tensor:
+        """One token, with its position, of each slot named; logits (B, V) of what follows."""
+        # An idle slot writes into its first place, which the next prompt overwrites.
+        both = [steps.get(slot, (0, 0)) for slot in range(self._tile)]
+        both_B2 = torch.tensor(both, device=self._device)
+        return self._run(both_B2[:, :1], both_B2[:, 1:], slice(None))
+
+    def _run(self, tokens_BT: Tensor, position_BT: Tensor, slots: slice) -> Tensor:
+        pasts = [Past(keys[slots], values[slots], position_BT) for keys, values in self._layers]
+        hidden_BTD = self._decoder.hidden_with_past(tokens_BT, pasts)
+        return self._decoder.logits_of(hidden_BTD[:, -1:])[:, 0]
+
+
+def next_token(
+    logits_V: Tensor, sampling: Sampling, random: torch.Generator, where: str = "logits"
+) -> int:
+    """The id that `sampling` chooses. Raises `NoAnswer` for logits that are not all finite."""
+    logits_V = logits_V.float()
+    if not bool(logits_V.isfinite().all()):
+        bad = int((~logits_V.isfinite()).sum())
+        raise NoAnswer(
+            f"generate: {where} — expected finite logits, found {bad:,} of {len(logits_V):,} NaN or infinite"
+        )
+    if sampling.temperature == 0:
+        # The first of equals: argmax promises none of them.
+        return int((logits_V == logits_V.max()).nonzero()[0, 0])
+    # On the CPU and in fp64: one seed is one text, on whatever device the model is.
+    scores_V = logits_V.double().cpu() / sampling.temperature
+    scores_V, ids_V = scores_V.sort(descending=True, stable=True)
+    if sampling.top_k:
+        scores_V = scores_V[: sampling.top_k]
+    p_V = scores_V.softmax(0)
+    before_V = p_V.cumsum(0) - p_V
+    p_V = p_V[before_V < sampling.top_p] if sampling.top_p < 1 else p_V
+    drawn = torch.rand((), generator=random, dtype=torch.float64) * p_V.sum()
+    at = int(torch.searchsorted(p_V.cumsum(0), drawn, right=True))
+    return int(ids_V[min(at, len(p_V) - 1)])
+
+
+def _random(seed: int, key: object) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def _check(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], needed: int, max_tokens: int
+) -> None:
+    most, rows = decoder.config.max_position_embeddings, decoder.config.vocab_size
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise BadInput.expected("prompt", index, "at least one token", "none")
+        if max(prompt) >= rows or min(prompt) < 0:
+            raise BadInput.expected("prompt", index, f"ids below {rows:,}", f"{max(prompt):,}")
+    if needed > most:
+        raise BadInput.expected(
+            "prompt",
+            f"the longest, and {max_tokens:,} tokens to come",
+            f"at most {most:,} tokens, the positions of the model",
+            f"{needed:,}",
+            hint="ask for fewer tokens, or give less text",
+        )
