@@ -1,0 +1,9 @@
+#!/bin/sh
+# What is in this folder, measured anew: on a machine with a CUDA GPU, from the repository's root, into OUT.
+set -e
+OUT=${1:?usage: run.sh OUT}
+mkdir -p "$OUT"
+python3 -m engine bench loss --rounds 7 --out "$OUT/loss.json"
+python3 -m engine bench teacher --rounds 7 --out "$OUT/teacher.json"
+python3 evidence/distill/runs.py "$OUT/work" --arms exact,bar,fp8 > "$OUT/runs.json"
+python3 evidence/distill/cached_runs.py "$OUT/cached" > "$OUT/cached_runs.json"
