@@ -11,6 +11,7 @@
     │   ├── RunLogError        a run folder or a log in it
     │   └── DiskFull           no room for what has to be written
     ├── TrainingFailed     1   the run itself cannot go on: NaN, infinity
+    ├── NoAnswer           2   what was asked could not be found out: a model without finite logits
     └── InternalError     70   our mistake
 
 Each message reads "what: where — expected X, found Y", then `hint:` when there is one thing to try.
@@ -118,6 +119,12 @@ class TrainingFailed(EngineError):
     """The run cannot go on, through no fault of its inputs' form."""
 
     exit_code = 1
+
+
+class NoAnswer(EngineError):
+    """What was asked could not be found out; nothing is said about it, neither good nor bad."""
+
+    exit_code = EXIT_UNKNOWN
 
 
 class InternalError(EngineError):

@@ -34,6 +34,7 @@ class Verdict:
         return f"{self.level.name.lower()}: {self.reason}"
 
 
+# contract: verdict-lattice-v1
 def lowest(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict of a set: its lowest member, UNKNOWN when the set is empty."""
     return min(verdicts, key=lambda v: v.level, default=Verdict(Level.UNKNOWN, "nothing was asked"))

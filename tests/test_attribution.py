@@ -310,7 +310,8 @@ def test_on_an_integrated_gpu_the_blindness_of_group_counters_is_said(
 
 
 @given(
-    returncode=st.none() | st.integers(-70, 260),
+    # A kill with counters that stand still is where a false OOM would be said: often enough.
+    returncode=st.sampled_from([-9, 137]) | st.none() | st.integers(-70, 260),
     vmstat=st.none() | st.integers(0, 2),
     memcg=st.none() | st.integers(0, 2),
     line=st.sampled_from([None, MEMCG_LINE, GLOBAL_LINE, BARE_LINE]),

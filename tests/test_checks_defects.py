@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def resumed(world: World, folder: Path) -> Run:
     first = make_run(world).begin()
     first.step(3)
     run_folder = RunFolder(folder)
+    run_folder.effective.write_text(json.dumps({"spec_sha256": first.spec.sha256}))
     first.save(run_folder.checkpoints)
     again = make_run(world)
     with LogWriter(run_folder.events, writer="trainer") as log:

@@ -426,6 +426,8 @@ def with_settings(
         if key in ("teacher.backend", "teacher.precision", "student.precision"):
             argument = {"teacher.backend": "backend"}.get(key, key.replace(".", "_"))
             given_changes[argument] = value
+        elif key == "student.checkpointing":
+            given_changes["checkpointing"] = value == "on"
         else:
             part = replace(getattr(spec, section), **{name: int(value)})
             spec = replace(spec, **{section: part})

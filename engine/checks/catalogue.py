@@ -131,6 +131,14 @@ CATALOGUE: tuple[About, ...] = (
         stops=True,
     ),
     About(
+        id="teacher_fp8_within_noise_floor",
+        question="Is a teacher in 8-bit floats as near to its exact self as one with 4-bit weights would be?",
+        means="The student learns from answers that rounding has moved by more than people accept of 4-bit files.",
+        remedy="Take teacher.precision=bf16, which rounds less and takes longer.",
+        when=When.AT_START,
+        stops=True,
+    ),
+    About(
         id="teacher_not_student",
         question="Are teacher and student different models, with a KL above zero at the start?",
         means="The student has nothing to learn: the KL is zero from the first step on and stays there.",

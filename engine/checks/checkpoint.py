@@ -44,6 +44,8 @@ class CheckpointReloads:
         with torch.device("meta"):
             copy = Decoder(student.config)
         copy.to_empty(device=context.device)
+        # Attention over packed documents and over a mask round differently.
+        copy.packed = student.packed
         try:
             differing = _read_into(copy, path / "student.safetensors", live)
         except EngineError as error:

@@ -114,6 +114,8 @@ class Context:
     """What the spec says the rate of a step, counted from 0, is."""
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
     """The student's arithmetic."""
+    whole_rows: bool = False
+    """Whether the teacher knows whole rows alone: of a row that is cut, nothing is stored."""
     memory: Callable[[], Memory | None]
     """None where nothing was planned."""
     late_compiles: Callable[[], Sequence[str]]

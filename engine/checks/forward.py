@@ -33,6 +33,8 @@ shapes give the same sums, so a sound model has no leak at all."""
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 NO_CHANGE = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float64: 1e-12}
 TF32_ROUNDING = 2.0**-11
+FP8_ROUNDING = 2.0**-4
+"""Of e4m3, for weights that were rounded already: the reference has the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ def sides(context: Context) -> Iterator[Side]:
         rounding = ROUNDING[decoder.norm.weight.dtype]
         if context.spec.teacher.precision == "tf32":
             rounding = TF32_ROUNDING
+        elif context.spec.teacher.precision == "fp8":
+            rounding = FP8_ROUNDING
         yield Side("teacher", decoder, teacher.hidden, head_of(decoder), rounding)
 
 

@@ -55,7 +55,7 @@ def _is_fp32(context: Context) -> bool:
 def _split(context: Context) -> list[Batch]:
     """One row and two more, as two micro-batches with unequal numbers of labels."""
     batch = context.batches.take(context.position, ROWS)
-    length = LENGTH[_is_fp32(context)]
+    length = None if context.whole_rows else LENGTH[_is_fp32(context)]
     labels_BT = batch.labels_BT[:, :length].copy()
     labels_BT[0, labels_BT.shape[1] // 2 :] = IGNORED
     return [

@@ -42,6 +42,7 @@ from engine.checks.forward import (
     forward_is_the_model,
     positions_matter,
 )
+from engine.checks.fp8 import teacher_fp8_within_noise_floor
 from engine.checks.gradients import loss_gradient, nan_not_masked, rows_in_update
 from engine.checks.objective import ignored_rows_have_no_part, loss_invariants
 from engine.checks.resources import MemoryAsPlanned, NoLateCompile
@@ -56,7 +57,9 @@ from engine.checks.teacher import (
 from engine.checks.updates import EffectiveLearningRate, TensorsMoved
 from engine.checks.vocabulary import vocabulary_by_bytes
 from engine.checks.weights import weights_alive
+from engine.models.decoder import Decoder
 from engine.spec import RunSpec
+from engine.teachers.protocol import NoHiddenStates
 
 
 class Watch(Protocol):
@@ -87,6 +90,7 @@ AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "teacher_knows_text": teacher_knows_text,
     "eval_baseline": eval_baseline,
     "shift_proof": shift_proof,
+    "teacher_fp8_within_noise_floor": teacher_fp8_within_noise_floor,
     "teacher_not_student": teacher_not_student,
     "nan_not_masked": nan_not_masked,
     "ignored_rows_have_no_part": ignored_rows_have_no_part,
@@ -128,6 +132,14 @@ class Checks:
             else:
                 yield from self._prepare(about, context)
 
+    def look_at(self, context: Context) -> None:
+        """Go on with other objects of the same run: its student was sharded over several GPUs. What
+        the checks after each step compare with is taken anew.
+        """
+        self._context = context
+        with undisturbed(context):
+            self._watches = {name: WATCHES[name](context) for name in self._watches}
+
     def after_step(self, step: StepNumbers) -> Iterator[Result]:
         """What can be told now that `step` is done. Free once every check has answered."""
         for name in list(self._watches):
@@ -137,11 +149,24 @@ class Checks:
                     self._watches.pop(name, None)
                 yield result
 
-    def at_checkpoint(self, path: Path, step: int) -> Iterator[Result]:
-        """What the first checkpoint of a session shows, once it is safe in `path`."""
+    @property
+    def looks_at_weights(self) -> bool:
+        """Whether a check still waits to see what the next steps leave in the weights."""
+        return any(ABOUT[name].when is not When.ALWAYS for name in self._watches)
+
+    def at_checkpoint(
+        self, path: Path, step: int, student: Decoder | None = None
+    ) -> Iterator[Result]:
+        """What the first checkpoint of a session shows, once it is safe in `path`. `student` is the
+        whole of one that is sharded.
+        """
+        assert self._context is not None, "before_training comes first"
+        context = dataclasses.replace(
+            self._context, step=step, student=student or self._context.student
+        )
         for name in list(self._rereads):
             reread = self._rereads.pop(name)
-            yield from self._ask(ABOUT[name], step, partial(_at_checkpoint, reread, path, step))
+            yield from self._ask(ABOUT[name], step, partial(_at_checkpoint, reread, path), context)
 
     def ends_run(self, result: Result) -> bool:
         """Whether this failure makes the run worthless and the spec wants it stopped."""
@@ -159,15 +184,23 @@ class Checks:
         return self._ask(about, context.step, prepare)
 
     def _ask(
-        self, about: About, step: int, question: Callable[[Context], Answer | None]
+        self,
+        about: About,
+        step: int,
+        question: Callable[[Context], Answer | None],
+        context: Context | None = None,
     ) -> Iterator[Result]:
-        assert self._context is not None, "before_training comes first"
+        context = context or self._context
+        assert context is not None, "before_training comes first"
         begun = time.perf_counter()
         try:
             # One that is asked after every step looks at no model.
             always = about.when is When.ALWAYS
-            with contextlib.nullcontext() if always else undisturbed(self._context):
-                answer = question(self._context)
+            with contextlib.nullcontext() if always else undisturbed(context):
+                answer = question(context)
+        except NoHiddenStates as error:
+            answer = unknown(str(error))
+            self._watches.pop(about.id, None)
         except Exception as error:  # noqa: BLE001 - a check that breaks must not end the run
             answer = unknown(f"the check broke: {type(error).__name__}: {error}")
             self._watches.pop(about.id, None)
@@ -179,8 +212,8 @@ def _after(watch: Watch, step: StepNumbers, context: Context) -> Answer | None:
     return watch.after(context, step)
 
 
-def _at_checkpoint(reread: Reread, path: Path, step: int, context: Context) -> Answer:
-    return reread.at_checkpoint(dataclasses.replace(context, step=step), path)
+def _at_checkpoint(reread: Reread, path: Path, context: Context) -> Answer:
+    return reread.at_checkpoint(context, path)
 
 
 def _result(about: About, answer: Answer, cost_s: float, step: int) -> Result:

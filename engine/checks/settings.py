@@ -78,7 +78,7 @@ def resume_continues(context: Context) -> Answer:
     if context.step == 0:
         return passed("the run begins at step 0: there is nothing to continue", step=0)
     train = context.spec.train
-    rows = train.rows * train.accumulation
+    rows = train.rows * train.accumulation * context.spec.compute.gpus
     numbers = dict(step=context.step, position=context.position, expected=context.step * rows)
     if context.position != context.step * rows:
         return failed(

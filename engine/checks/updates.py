@@ -20,6 +20,7 @@ from torch import Tensor
 from engine.checks.check import Answer, failed, passed, unknown
 from engine.checks.context import Context, StepNumbers
 from engine.models.decoder import Decoder
+from engine.runtime.ranks import own_part, own_rows
 
 SAMPLED = 1024
 LISTED = 3
@@ -29,16 +30,16 @@ RATE_TOLERANCE = 0.02
 
 
 class Sample:
-    """Places of a tensor and the values they had."""
+    """Places of a tensor, of this rank's part where it is sharded, and the values they had."""
 
     def __init__(self, tensor: Tensor, rows: Tensor | None = None) -> None:
-        count = tensor.numel()
+        count = own_part(tensor).numel()
         if rows is None:
             places = torch.arange(0, count, max(1, count // SAMPLED), device=tensor.device)
         else:
             width = tensor.shape[1]
             columns = torch.arange(0, width, max(1, width // 16), device=tensor.device)
-            places = (rows[:, None] * width + columns).flatten()
+            places = (own_rows(tensor, rows)[:, None] * width + columns).flatten()
         self.places = places
         self.before = self.now(tensor)
 
@@ -46,7 +47,7 @@ class Sample:
         return self.of(tensor).clone()
 
     def of(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().reshape(-1)[self.places]
+        return own_part(tensor.detach()).reshape(-1)[self.places]
 
 
 def _samples(context: Context) -> dict[str, Sample]:
@@ -92,7 +93,8 @@ class TensorsMoved:
         still: list[str] = []
         too_small: list[str] = []
         for name, sample in self.student.items():
-            if torch.equal(sample.of(parameters[name]), sample.before):
+            # A small tensor may have no part on this rank.
+            if len(sample.places) and torch.equal(sample.of(parameters[name]), sample.before):
                 visible = rate > 2 * _last_bit(sample.before)
                 (still if visible else too_small).append(name)
         numbers = dict(

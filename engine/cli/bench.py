@@ -1,7 +1,7 @@
 """Measure this machine's kernels beside its roofline: every arm in one run, arms in turns.
 
 engine bench linear             a stack of linear layers: bf16, and from blocks, by number of rows
-engine bench teacher            a whole teacher: dense weights and weights in blocks
+engine bench teacher            a whole teacher: dense, in blocks and in fp8, compiled and not
 engine bench few                one matrix at a time with 1 to 64 rows, as when text is generated (GPU)
 engine bench loss               the loss head: ours, the plain form, and the products alone
 engine bench teacher --json     as one JSON value; --out FILE keeps it
@@ -153,29 +153,36 @@ def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[li
             "resident_bytes": found.resident_bytes,
             "peak_bytes": found.peak_bytes,
             "relative_rms": found.relative_rms,
+            "first_s": found.first_s,
+            "fp8_flop_per_s": found.fp8_flop_per_s,
         }
     return rows, extra
 
 
 def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
-    from engine.bench.loss import LossShape, loss_rows
+    from engine.bench.loss import LossShape, bench_loss
     from engine.bench.teacher import config_named
 
     if shape == "tiny":
-        small = LossShape(
-            tokens=256, vocabulary=1000, teacher_vocabulary=1024, width=64, teacher_width=256
-        )
-        return loss_rows(device, small, rounds=arguments.rounds), {}
-    teacher = config_named(shape)
-    rows: list[Any] = []
-    for count in arguments.rows or (8192,):
-        rows += loss_rows(
-            device,
+        shapes = [
+            LossShape(
+                tokens=256, vocabulary=1000, teacher_vocabulary=1024, width=64, teacher_width=256
+            )
+        ]
+    else:
+        teacher = config_named(shape)
+        shapes = [
             LossShape(
                 tokens=count,
                 teacher_vocabulary=teacher.vocab_size,
                 teacher_width=teacher.hidden_size,
-            ),
-            rounds=arguments.rounds,
-        )
-    return rows, {}
+            )
+            for count in arguments.rows or (8192,)
+        ]
+    rows: list[Any] = []
+    extra: dict[str, Any] = {}
+    for each in shapes:
+        found = bench_loss(device, each, rounds=arguments.rounds)
+        rows += found.rows
+        extra = {"gradient_errors": found.gradient_errors, "extra_bytes": found.extra_bytes}
+    return rows, extra

@@ -2,7 +2,10 @@
 
     engine distill kd.toml                          start, follow, and print the result
     engine distill kd.toml --set loss.alpha=0.5     with one setting changed
-    engine distill --resume runs/kd-20260101-120000 continue after a kill, a stop or a full disk
+    engine distill --resume runs/kd-20260101-120000 continue after a kill, a stop or a full disk; with
+                                                    --set KEY=VALUE --allow-change KEY otherwise than it began
+    engine distill kd.toml --smoke 20               20 steps, and what the whole run would take
+    engine distill kd.toml --gpus 4                 on four GPUs of this machine, with torchrun
     engine distill kd.toml --detach                 start and return; prints the run folder
 
 The run belongs to a supervisor in a session of its own: closing the terminal does not end it,
@@ -41,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --resume: when the newest checkpoint is damaged, continue from an older one",
     )
     parser.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="with --resume: let --set or the environment change this setting of the run",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -48,10 +58,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="change one setting; may be repeated",
     )
     parser.add_argument(
+        "--smoke",
+        type=int,
+        metavar="N",
+        help="make N steps, then say what the whole run will take and what the checks found",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="train on N GPUs of this machine; short for --set compute.gpus=N",
+    )
+    parser.add_argument(
         "--out", type=Path, metavar="DIR", help="the new run folder (default: runs/SPEC-DATE-TIME)"
     )
     parser.add_argument(
         "--detach", action="store_true", help="return when it is running; print the run folder"
+    )
+    parser.add_argument(
+        "--create",
+        action="store_true",
+        help="make the run folder, print its path, start nothing: for torchrun on several machines",
     )
     parser.add_argument("--check", action="store_true", help="check spec and inputs, start nothing")
     parser.add_argument(
@@ -62,8 +89,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if (arguments.spec is None) == (arguments.resume is None):
         raise UsageError("expected either a spec or --resume RUN", hint="engine distill --help")
+    if arguments.smoke is not None and arguments.detach:
+        raise UsageError("--smoke waits for its steps; --detach does not wait")
     folder = _resume(arguments) if arguments.resume else _start(arguments)
     if folder is None:
+        return 0
+    if arguments.create:
+        print(folder.path)
         return 0
     from engine.cli.progress import attend
     from engine.supervise.launch import launch
@@ -75,7 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
         launched.leave(b"d")
         print(folder.path)
         return 0
-    return attend(launched, as_json=arguments.json)
+    if arguments.smoke is None:
+        return attend(launched, as_json=arguments.json)
+    from engine.cli.smoke import report
+
+    code = attend(launched, as_json=False, results=False)
+    return report(folder, code, as_json=arguments.json)
 
 
 def _start(arguments: argparse.Namespace) -> Any:
@@ -86,8 +123,13 @@ def _start(arguments: argparse.Namespace) -> Any:
     from engine.version import VERSION
 
     sets = sets_from_environment(os.environ) + arguments.set
+    if arguments.smoke is not None:
+        sets.append(f"train.stop_after={arguments.smoke}")
+    if arguments.gpus is not None:
+        sets.append(f"compute.gpus={arguments.gpus}")
     spec, text = load_spec(arguments.spec, sets)
-    name = spec.run.name or f"{arguments.spec.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    smoke = "" if arguments.smoke is None else "-smoke"
+    name = spec.run.name or f"{arguments.spec.stem}{smoke}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = (arguments.out or Path(spec.run.out) / name).absolute()
     if path.exists():
         from engine.errors import BadInput
@@ -116,21 +158,33 @@ def _start(arguments: argparse.Namespace) -> Any:
 
 
 def _resume(arguments: argparse.Namespace) -> Any:
+    from engine.cli.changes import settings_to_resume, write_changes
     from engine.distill.inputs import check_inputs
     from engine.errors import BadInput
     from engine.runlog.folder import open_run
     from engine.runlog.follow import Follower
-    from engine.spec import spec_from_dict
+    from engine.runlog.read import BrokenLog
+    from engine.spec.environment import sets_from_environment
 
-    if arguments.set or arguments.out:
-        raise UsageError("--set and --out make a new run; --resume continues one as it was")
+    if arguments.out or arguments.gpus is not None or arguments.smoke is not None:
+        raise UsageError("--gpus, --smoke and --out make a new run; --resume continues one")
     folder = open_run(arguments.resume.absolute())
-    spec = spec_from_dict(json.loads(folder.effective.read_text())["spec"])
+    effective = json.loads(folder.effective.read_text())
+    sets = sets_from_environment(os.environ) + arguments.set
+    spec = settings_to_resume(folder, effective, sets, arguments.allow_change)
     follower = Follower(folder)
-    if follower.read_all().finished is not None and follower.state == "completed":
+    try:
+        follower.read_all()
+    except BrokenLog as error:
+        if not error.hole:
+            raise
+        # Who writes the log next cuts the hole off.
+        print(f"engine distill: {error.message}", file=sys.stderr)
+    if follower.view.finished is not None and follower.state == "completed":
         raise BadInput(
             f"run folder: {folder.path} — expected a run with steps left, found one that completed",
             hint="start a new run with another train.steps",
         )
     check_inputs(spec, folder.path)
+    write_changes(folder, effective, spec)
     return folder

@@ -84,9 +84,9 @@ def _bar(view: RunView) -> str:
     return f"[{'#' * filled}{'.' * (20 - filled)}] "
 
 
-def attend(launched: Launched, *, as_json: bool) -> int:
+def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
     """Follow the run to its end; returns its exit code. Ctrl-C and SIGTERM are passed on, a
-    hang-up leaves the run going.
+    hang-up leaves the run going. Without `results` nothing goes to stdout.
     """
     follower = Follower(launched.run)
     progress = _Progress(launched.begun_unix_s)
@@ -110,7 +110,7 @@ def attend(launched: Launched, *, as_json: bool) -> int:
     _settle(follower)
     progress.show(follower)
     progress.end()
-    return _report(launched, follower, as_json=as_json)
+    return _report(launched, follower, as_json=as_json, results=results)
 
 
 def _settle(follower: Follower) -> None:
@@ -122,10 +122,10 @@ def _settle(follower: Follower) -> None:
         follower.read_all()
 
 
-def _report(launched: Launched, follower: Follower, *, as_json: bool) -> int:
+def _report(launched: Launched, follower: Follower, *, as_json: bool, results: bool) -> int:
     view, state = follower.view, follower.state
     code = exit_code(view, launched.process.returncode)
-    for line in result_lines(view) if not as_json else []:
+    for line in result_lines(view) if results and not as_json else []:
         print(line)
     if as_json:
         receipt = launched.run.read_receipt() or {}

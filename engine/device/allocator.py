@@ -19,6 +19,7 @@ KNOB = "memory.allocator"
 ALLOWED = ("auto", "native", "managed")
 
 
+# contract: cuda-unified-memory-allocator-v1
 def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cuda") -> Decision:
     """`managed` on an integrated GPU, `native` on everything else, or what the user set.
 

@@ -178,6 +178,7 @@ def usable_own_bytes(gpu: GpuFacts, cuda: CudaDevice) -> Reading:
     return measured(most, f"{OWN_MEMORY_SHARE:.0%} of {total.source}")
 
 
+# contract: cuda-unified-memory-allocator-v1
 def classify(
     gpu: GpuFacts | None,
     cuda: CudaDevice | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -17,16 +18,26 @@ def main() -> int:
 
     from engine.supervise.stacks import register
 
-    # First of all: importing torch may hang too.
-    register(arguments.run)
-    from engine.distill.run import run
+    if "RANK" in os.environ:
+        from engine.distill.launch_ranks import die_with_parent
 
-    return run(
-        arguments.run,
-        resume=arguments.resume,
-        allow_fallback=arguments.allow_fallback,
-        keep_alive_fd=arguments.keep_alive_fd,
-    )
+        die_with_parent()
+    # First of all: importing torch may hang too.
+    register(arguments.run, int(os.environ.get("RANK", "0")))
+    from engine.distill.run import run
+    from engine.errors import EngineError
+
+    try:
+        return run(
+            arguments.run,
+            resume=arguments.resume,
+            allow_fallback=arguments.allow_fallback,
+            keep_alive_fd=arguments.keep_alive_fd,
+        )
+    except EngineError as error:
+        # One that the log could not take: what ended the run is that it cannot be written.
+        print(error, file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.distill.heldout import heldout_loss
 from engine.distill.loss import distillation_loss
+from engine.distill.loss_job import Divergence
 from engine.distill.schedule import ScheduleKind, learning_rate
 from engine.distill.trainer import Trainer
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
+from engine.teachers.protocol import KnowsRows
 
 
 def context_of(
@@ -42,6 +44,7 @@ def context_of(
     late_compiles: Callable[[], Sequence[str]] = tuple,
 ) -> Context:
     """The trainer as it stands, before the first step of its session."""
+    fused = trainer.loss.kernel == "fused"
 
     def objective(
         hidden_ND: Tensor,
@@ -62,6 +65,10 @@ def context_of(
             temperature=spec.loss.temperature,
             denominator=denominator,
             chunk_rows=spec.loss.chunk_rows or None,
+            divergence=cast(Divergence, spec.loss.divergence),
+            beta=spec.loss.beta,
+            # The checks ask in float64 too, which the kernel does not know.
+            kernel="fused" if fused and hidden_ND.dtype != torch.float64 else "eager",
         )
 
     def evaluate(
@@ -99,6 +106,7 @@ def context_of(
         evaluate=evaluate,
         learning_rate=rate,
         autocast=trainer.autocast,
+        whole_rows=isinstance(trainer.teacher, KnowsRows),
         memory=memory,
         late_compiles=late_compiles,
     )
@@ -112,6 +120,7 @@ def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> float:
     twin.optimizer = cast(Any, _Still(trainer.parameters))
     twin.train = dataclasses.replace(trainer.train, accumulation=len(batches), clip_norm=0.0)
     twin.step = 0
+    twin.forget_ahead()
     return next(twin.steps()).loss
 
 

@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 
+from engine.data.batches import Batch
 from engine.distill import record
 from engine.kernels.inductor import CompileWatch
 from engine.kernels.record import CompileRecord
 from engine.models.decoder import Decoder
-from engine.runlog.events import Compiled, KernelCounts
+from engine.runlog.events import Compiled, KernelCounts, Note
 from engine.runlog.write import LogWriter
+from engine.runtime.device import torch_dtype
+from engine.spec import LossSection
+from engine.teachers.protocol import Teacher
 
 
 class Compiles:
@@ -53,6 +57,46 @@ class Compiles:
         variants = prewarm_variants(matrices, floats, arch=arch, row_counts=row_counts)
         record.phase(self.log, "compiling kernels", f"{len(variants)} before the first step")
         warm_up(variants)
+        self.write()
+
+    def warm_up_loss(
+        self, vocabulary: int, loss: LossSection, precision: str, *, teaching: bool
+    ) -> None:
+        """Compiles what the fused loss launches for a student of `vocabulary` ids. `precision` is the
+        student's."""
+        from engine.kernels.kd_loss import variants
+        from engine.kernels.warm import warm_up
+
+        record.phase(self.log, "compiling the loss", f"for {vocabulary} ids")
+        # The checks of the loss ask in fp32, whatever the products are in.
+        dtypes = (torch_dtype(precision), torch.float32)
+        wanted = variants(
+            vocabulary,
+            dtypes,
+            teacher=teaching,
+            divergence=loss.divergence,
+            temperature=loss.temperature,
+        )
+        warm_up(wanted)
+        self.write()
+
+    def compile_teacher(
+        self, teacher: Teacher, decoder: Decoder, batch: Batch, rows: int, precision: str
+    ) -> None:
+        """Has the layers of `decoder`, which `teacher` asks, compiled for batches of `rows` rows and
+        for those of evaluations, of rows like those of `batch`. TrainingFailed where they then answer
+        otherwise.
+        """
+        from engine.teachers.compiled import compile_layers, warm_up
+
+        compile_layers(decoder, batch.tokens_BT.shape[1], single=rows == 1)
+        for count in sorted({rows, max(rows, 2)}):
+            found = warm_up(teacher, decoder, batch, count, precision)
+            text = (
+                f"the teacher's compiled layers answer {count} rows {found.relative_rms:.2g} (relative) from "
+                f"the layers as written; rounding explains {found.allowed:.2g}"
+            )
+            self.log.write(Note(level="info", text=text))
         self.write()
 
     def seal(self) -> None:

@@ -22,6 +22,7 @@ from engine.models.config import ModelConfig, config_of, count_parameters, read_
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
 from engine.spec import RunSpec
+from engine.teachers.cache_fit import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
 from engine.units import format_bytes
 
@@ -104,7 +105,7 @@ def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> 
 
 def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     """Open and check every input of `spec`; with `run`, also that there is room for its
-    checkpoints. Raises BadInput.
+    checkpoints, and that its stored teacher outputs are of this teacher. Raises BadInput.
     """
     skipped_ids(spec.checks.skip)
     teacher, teacher_size = _model(spec.teacher.path) if spec.teacher.path else (None, None)
@@ -136,6 +137,8 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
     check_corpus(spec.data.corpus)
     if run is not None:
         _check_room(spec, student, run)
+        if teacher is not None and uses_cache(spec):
+            fitting_manifest(spec, teacher, student)
     return Inputs(
         teacher=teacher,
         teacher_size=teacher_size,

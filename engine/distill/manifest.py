@@ -51,6 +51,7 @@ class VerifiedCheckpoint:
     """
 
 
+# contract: checkpoint-protocol-v1
 def verify(path: Path) -> VerifiedCheckpoint:
     """Compare every byte of one published checkpoint with its manifest.
 

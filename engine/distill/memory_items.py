@@ -9,9 +9,9 @@ and not beside the activations, unless passes are accumulated. A tied embedding 
 of the head and of the lookup, which are summed last: 8 V D more then. The fused AdamW step and the
 clipping work in place.
 
-Of the loss: two buffers (C, V) in fp32, four with a teacher; two more in bf16 for the products, of
-this chunk and the one before; the gradients of the hidden states, 4 N D, and of the head, 4 V D,
-which backward multiplies into a second one.
+Of the loss: two buffers (C, V) in fp32, four with a teacher, and one in bf16 for the products; of the
+fused form one, two with a teacher, and one in the dtype of the products. The gradients of the hidden
+states, 4 N D, and of the head, 4 V D, which backward multiplies into a second one.
 
 Bytes are those asked for: torch rounds each tensor up to 512 bytes, and what is free may lie in
 pieces that are too small.
@@ -24,11 +24,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.distill.activations import Forward, linear_sizes
+from engine.distill.activations import (
+    Forward,
+    linear_sizes,
+    linear_weights,
+    query_width,
+    shared_width,
+)
 from engine.distill.budget import PHASES, BudgetItem
 from engine.distill.memory_plan import EVAL_CHUNK_ROWS, EVAL_ROWS_AT_ONCE, MemoryPlan
-from engine.models.config import count_parameters
+from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
+from engine.teachers.cache_rows import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
@@ -54,6 +61,9 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     config, each = plan.teacher, plan.teacher_each
     if config is None:
         return
+    if plan.stored is not None:
+        yield from _stored_items(plan, config, plan.stored)
+        return
     if plan.quantized:
         assert plan.teacher_packed_bytes is not None
         yield BudgetItem(
@@ -71,6 +81,8 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
             f"{format_bytes(SCRATCH_LIMIT_BYTES)}",
             lasting=True,
         )
+    elif plan.teacher_precision == "fp8":
+        yield _fp8_weights(config, each)
     else:
         parameters = count_parameters(config)
         yield BudgetItem(
@@ -85,13 +97,56 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     yield BudgetItem(
         name="teacher temporaries",
         bytes=forward.passing(),
-        how=f"the widest moment of a layer, {format_count(plan.tokens)} tokens",
-        phases=(_TEACHER,),
+        how=f"the widest moment of a layer, {format_count(plan.tokens)} tokens"
+        + (", on a stream of its own" if plan.prefetches else ""),
+        phases=PHASES[1:] if plan.prefetches else (_TEACHER,),
+        # What one stream has freed, no other is given.
+        lasting=plan.prefetches,
     )
+    if plan.prefetches:
+        yield BudgetItem(
+            name="prefetched hidden states",
+            bytes=each * plan.tokens * config.hidden_size,
+            how="of the next batch, beside those of this one",
+            phases=(_LAST, _EVALUATION),
+        )
     yield BudgetItem(
         name="teacher hidden states",
         bytes=each * plan.tokens * config.hidden_size,
         how=f"{format_count(plan.tokens)} tokens x {config.hidden_size} x {each} bytes",
+        phases=(_LOSS, _BACKWARD, _LAST),
+    )
+
+
+def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
+    """Matrices of the layers: a byte a number, and a scale in fp32 a row; all else as it is computed."""
+    matrices = linear_weights(config)
+    rest = count_parameters(config) - matrices
+    query, shared = query_width(config), shared_width(config)
+    rows = query + 2 * shared + 2 * config.hidden_size + 2 * config.intermediate_size
+    return BudgetItem(
+        name="teacher weights",
+        bytes=matrices + 4 * config.num_hidden_layers * rows + each * rest,
+        how=f"{format_count(matrices)} x 1 byte in the layers, with a scale a row, "
+        f"{format_count(rest)} x {each} bytes beside them",
+        lasting=True,
+    )
+
+
+def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> Iterator[BudgetItem]:
+    """No body: it is loaded for a row that is not stored, and is not in the plan."""
+    head = config.vocab_size * config.hidden_size
+    if stored.form == HIDDEN:
+        yield BudgetItem(
+            name="teacher head",
+            bytes=plan.teacher_each * head,
+            how=f"{format_count(head)} x {plan.teacher_each} bytes; in blocks, less",
+            lasting=True,
+        )
+    yield BudgetItem(
+        name="teacher outputs",
+        bytes=round(stored.token_bytes * plan.tokens),
+        how=f"{format_count(plan.tokens)} tokens x {stored.token_bytes:,.0f} bytes: {stored.words}",
         phases=(_LOSS, _BACKWARD, _LAST),
     )
 
@@ -144,14 +199,14 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     student, tokens = plan.student, plan.tokens
     width, head = student.hidden_size, student.vocab_size * student.hidden_size
-    chunk, buffers = plan.chunk_rows, 2 if plan.teaching is None else 4
-    # The products' copy of a chunk is still there when the next chunk makes its own.
-    narrow = min(tokens, chunk) if plan.on_gpu and plan.each == 2 else 0
+    chunk, buffers = plan.chunk_rows, _loss_buffers(plan)
+    # For the products: a copy of the eager form's, and the fused form's own.
+    narrow = plan.each if plan.fused_loss or (plan.on_gpu and plan.each == 2) else 0
     yield BudgetItem(
         name="loss workspace",
-        bytes=student.vocab_size * (4 * buffers * chunk + 2 * narrow),
+        bytes=student.vocab_size * chunk * (4 * buffers + narrow),
         how=f"{buffers} x {format_count(chunk)} rows x {student.vocab_size} x 4 bytes"
-        + (f", and {format_count(narrow)} rows x 2 bytes" if narrow else ""),
+        + (f", and once x {narrow} bytes" if narrow else ""),
         phases=(_LOSS,),
     )
     yield BudgetItem(
@@ -177,7 +232,8 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     # One layer: two gradients of feed-forward width, the residual's, and a matrix's in both
     # dtypes. The hidden states' gradient is gone by then.
     matrix = linear_sizes(student)["down"] * (4 + narrow_each)
-    inside = 2 * plan.each * tokens * student.intermediate_size + matrix
+    forward = plan.student_pass(plan.spec.train.rows)
+    inside = 2 * plan.each * tokens * student.intermediate_size + matrix + forward.again()
     yield BudgetItem(
         name="backward temporaries",
         bytes=max(scaled, inside + plan.each * tokens * width),
@@ -186,7 +242,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     # Tied: the head's and the lookup's, beside their sum, which is the gradient or is added to it.
     again = 2 * student.tie_word_embeddings + (plan.spec.train.accumulation > 1)
-    kept = sum(plan.student_pass(plan.spec.train.rows).kept().values())
+    kept = sum(forward.kept().values())
     first = inside + (4 + plan.each) * tokens * width + kept // student.num_hidden_layers
     yield BudgetItem(
         name="end of backward",
@@ -194,6 +250,17 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         how="the larger of the embedding's gradients not yet summed and the first layer's",
         phases=(_LAST,),
     )
+
+
+def _loss_buffers(plan: MemoryPlan) -> int:
+    """Of logits' size in fp32 (`engine.distill.eager_chunks`, `fused_chunks`, `sparse_targets`)."""
+    if plan.fused_loss:
+        return 1 if plan.teaching is None else 2
+    if plan.teaching is None:
+        return 2
+    if plan.stored is not None and plan.stored.form != HIDDEN:
+        return 3
+    return 6 if plan.spec.loss.divergence == "jsd" else 4
 
 
 def _operands(plan: MemoryPlan) -> int:
@@ -226,7 +293,7 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         how=how,
         phases=(_EVALUATION,),
     )
-    if plan.teacher is None:
+    if plan.teacher is None or plan.stored is not None:
         return
     yield BudgetItem(
         name="teacher evaluation workspace",

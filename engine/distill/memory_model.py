@@ -20,6 +20,7 @@ from engine.distill.memory_items import items_of, total_bytes
 from engine.distill.memory_plan import EVAL_ROWS_AT_ONCE, SMALLEST_CHUNK_ROWS, MemoryPlan
 from engine.models.config import ModelConfig
 from engine.spec import RunSpec
+from engine.teachers.cache_rows import Identity
 
 _Settings = tuple[str, ...]
 
@@ -36,13 +37,21 @@ def predict(
     device: str,
     available: Reading,
     shares_heads: bool = True,
+    compiled: bool = False,
+    packed: bool = False,
+    teacher_packed: bool = False,
+    checkpointing: bool = False,
+    prefetches: bool = False,
+    stored: Identity | None = None,
+    fused_loss: bool = False,
 ) -> MemoryBudget:
     """The budget of a run on `device`, `cpu` or `cuda`, in precisions already chosen.
 
     `teacher_packed_bytes` is what the weights of a quantized teacher take, without its scratch;
     given beside the dequantized backend, it is what the other one would need. `shares_heads`:
     whether bf16 attention with a mask takes fewer key/value heads than query heads on this GPU
-    (`engine.models.decoder`: capability 9), without copying them.
+    (`engine.models.decoder`: capability 9), without copying them. The last four say how layers are
+    run (`engine.models.running`).
     """
     plan = MemoryPlan(
         spec=spec,
@@ -54,6 +63,13 @@ def predict(
         student=student,
         device=device,
         shares_heads=shares_heads,
+        compiled=compiled,
+        packed=packed,
+        teacher_packed=teacher_packed,
+        checkpointing=checkpointing,
+        fused_loss=fused_loss,
+        prefetches=prefetches,
+        stored=stored if backend == "cached" else None,
     )
     budget = MemoryBudget(device=device, items=items_of(plan), available=available)
     if budget.fits is not False or available.number is None:
@@ -98,7 +114,8 @@ def _mildest(plan: MemoryPlan, ladder: list[_Settings], available: float) -> tup
 
 def _ladders(plan: MemoryPlan) -> Iterator[list[_Settings]]:
     spec = plan.spec
-    if plan.teacher is not None and not plan.quantized:
+    loaded = plan.teacher is not None and plan.stored is None
+    if loaded and not plan.quantized and plan.teacher_precision != "fp8":
         if plan.teacher_packed_bytes is not None:
             yield [("teacher.backend=quantized",)]
         if plan.teacher_precision != "bf16":
@@ -117,6 +134,8 @@ def _ladders(plan: MemoryPlan) -> Iterator[list[_Settings]]:
     ]
     if plan.student_precision != "bf16":
         yield [("student.precision=bf16",)]
+    if not plan.checkpointing:
+        yield [("student.checkpointing=on",)]
     at_once = min(spec.eval.rows, EVAL_ROWS_AT_ONCE)
     yield [(f"eval.rows={rows}",) for rows in (8, 4, 2, 1) if rows < at_once]
 
@@ -133,6 +152,8 @@ def _changed(plan: MemoryPlan, settings: _Settings) -> MemoryPlan:
                 plan = replace(plan, teacher_precision=value)
             case "student.precision":
                 plan = replace(plan, student_precision=value)
+            case "student.checkpointing":
+                plan = replace(plan, checkpointing=True)
             case _:
                 changed = replace(getattr(plan.spec, section), **{name: int(value)})
                 plan = replace(plan, spec=replace(plan.spec, **{section: changed}))

@@ -4,17 +4,20 @@ from them at once. `engine.distill.memory_items` does the arithmetic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.distill.activations import Forward
 from engine.models.config import ModelConfig
 from engine.spec import RunSpec
+from engine.teachers.cache_rows import Identity
 
-ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}
-"""Of one number, by the precision of the products; tf32 is fp32 in memory."""
+ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
+"""Of one number, by the precision of the products; tf32 is fp32 in memory, and fp8 is bf16 but for the
+weights of the layers."""
 
 # What other modules use, here for where torch is not; a test holds each to its original.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 640 * 2**20}
+FUSED_CHUNK_BYTES = 1280 * 2**20
 SMALLEST_CHUNK_ROWS = 16
 EVAL_ROWS_AT_ONCE = 16
 EVAL_CHUNK_ROWS = 2048
@@ -33,6 +36,16 @@ class MemoryPlan:
     student: ModelConfig
     device: str
     shares_heads: bool
+    compiled: bool = False
+    packed: bool = False
+    teacher_packed: bool = False
+    """Whether the teacher's attention is packed."""
+    checkpointing: bool = False
+    stored: Identity | None = None
+    """Of the teacher's outputs, where they come from a store."""
+    fused_loss: bool = False
+    prefetches: bool = False
+    """Whether the teacher begins with the next batch early, on a stream of its own."""
 
     @property
     def each(self) -> int:
@@ -57,10 +70,17 @@ class MemoryPlan:
         return self.spec.train.rows * self.spec.data.seq_len
 
     def student_pass(self, rows: int) -> Forward:
-        return self._pass(self.student, rows, self.each, 4)
+        forward = self._pass(self.student, rows, self.each, 4)
+        return replace(
+            forward,
+            packed=self.packed and self.each == 2,
+            compiled=self.compiled,
+            checkpointing=self.checkpointing,
+        )
 
     def teacher_pass(self, config: ModelConfig, rows: int) -> Forward:
-        return self._pass(config, rows, self.teacher_each, self.teacher_each)
+        forward = self._pass(config, rows, self.teacher_each, self.teacher_each)
+        return replace(forward, packed=self.teacher_packed and self.teacher_each == 2)
 
     def _pass(self, config: ModelConfig, rows: int, products: int, residual: int) -> Forward:
         return Forward(
@@ -77,6 +97,7 @@ class MemoryPlan:
     @property
     def chunk_rows(self) -> int:
         """Tokens whose logits are held at a time."""
-        most = CHUNK_BYTES[self.device] // (4 * self.student.vocab_size)
+        each = FUSED_CHUNK_BYTES if self.fused_loss else CHUNK_BYTES[self.device]
+        most = each // (4 * self.student.vocab_size)
         wanted = self.spec.loss.chunk_rows or max(most, SMALLEST_CHUNK_ROWS)
         return min(wanted, self.tokens)

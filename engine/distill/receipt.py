@@ -15,6 +15,7 @@ import torch
 
 from engine.data.batches import epoch_order
 from engine.distill.inputs import Inputs
+from engine.errors import write_error
 from engine.evidence.context import view_of
 from engine.evidence.form import now_utc
 from engine.evidence.receipt import digest_files, facts_of
@@ -42,7 +43,10 @@ def save_student(
     if folder.student.is_dir():
         # Left by a session that was killed after saving it and before saying so; this one made the
         # same steps.
-        shutil.rmtree(folder.student)
+        try:
+            shutil.rmtree(folder.student)
+        except OSError as error:
+            raise write_error("student", folder.student, "to replace it", error) from error
     # A teacher in one file brings its tokenizer inside it, so it is written from memory.
     tokenizer = folder.path / TOKENIZER_FILE
     write_whole(tokenizer, inputs.tokenizer.raw.decode("utf-8"))

@@ -15,6 +15,7 @@ from engine.data.corpus import Corpus
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
 from engine.distill.budget import MemoryBudget
+from engine.distill.roofline import Bound
 from engine.distill.trainer import Step, Trainer
 from engine.errors import TrainingFailed
 from engine.formats.safetensors import tensors_sha256
@@ -29,6 +30,7 @@ from engine.runlog.events import (
     MemoryPlanned,
     ModelReady,
     NonFinite,
+    Note,
     Phase,
     RunStarted,
     StepDone,
@@ -173,32 +175,42 @@ def checked(log: LogWriter, result: Result) -> None:
 
 
 def start(
-    log: LogWriter, name: str, spec: RunSpec, trainer: Trainer, resumed_from: int | None
-) -> None:
-    log.write(
-        RunStarted(
-            name=name,
-            device=str(trainer.device),
-            steps=trainer.train.steps,
-            resumed_from=resumed_from,
-            alpha=trainer.loss.alpha,
-            temperature=trainer.loss.temperature,
-            peak_lr=trainer.train.lr,
-            rows_per_step=trainer.train.rows * trainer.train.accumulation,
-            seq_len=spec.data.seq_len,
-            trainable_parameters=sum(p.numel() for p in trainer.parameters),
-            spec_sha256=spec.sha256,
-            engine=VERSION,
-            python=platform.python_version(),
-            torch=str(torch.__version__),
-        )
+    log: LogWriter,
+    name: str,
+    spec: RunSpec,
+    trainer: Trainer,
+    resumed_from: int | None,
+    bound: Bound,
+) -> RunStarted:
+    event = RunStarted(
+        name=name,
+        device=str(trainer.device),
+        steps=trainer.train.steps,
+        resumed_from=resumed_from,
+        alpha=trainer.loss.alpha,
+        temperature=trainer.loss.temperature,
+        peak_lr=trainer.train.lr,
+        rows_per_step=trainer.train.rows * trainer.train.accumulation,
+        seq_len=spec.data.seq_len,
+        trainable_parameters=sum(p.numel() for p in trainer.parameters),
+        spec_sha256=spec.sha256,
+        engine=VERSION,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        flops_per_token=bound.flops_per_token,
+        peak_flops_per_s=bound.peak.number,
+        peak_source=bound.peak.absent or bound.peak.source,
     )
+    log.write(event)
+    return event
 
 
-def step(log: LogWriter, done: Step) -> None:
-    """Log a step; every non-finite number of it first, as an event of its own."""
+def step(log: LogWriter, done: Step, temperature: float) -> None:
+    """Log a step; what is not finite, or cannot be true, first, as events of their own."""
     for name, value in done.non_finite():
         log.write(NonFinite(step=done.step, field=name, value=name_of_non_finite(value)))
+    for text in done.broken_invariants(temperature):
+        log.write(Note(level="error", text=text))
     log.write(
         StepDone(
             step=done.step,
@@ -215,6 +227,9 @@ def step(log: LogWriter, done: Step) -> None:
             data_s=done.data_s,
             teacher_s=done.teacher_s,
             position=done.position,
+            lowest_kl=done.lowest_kl,
+            largest_dz_sum=done.largest_dz_sum,
+            phases=dict(done.phases),
         )
     )
 

@@ -22,19 +22,33 @@ from engine.device.facts import DeviceFacts, read_facts
 from engine.device.reading import Reading, absent, measured
 from engine.device.threads import choose_thread_wait
 from engine.distill import record
+from engine.distill.activations import linear_weights
 from engine.distill.budget import MemoryBudget
+from engine.distill.choices import choose_attention, choose_checkpointing, choose_compile
+from engine.distill.choose_loss import choose_loss_kernel
 from engine.distill.inputs import Inputs
+from engine.distill.loss_job import LossKernel
 from engine.distill.memory_model import predict
+from engine.distill.memory_plan import ITEM_BYTES
+from engine.distill.prepared import Stored
 from engine.errors import CorpusError
+from engine.kernels.dequantize import has_triton
 from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
 from engine.models.config import ModelConfig
+from engine.models.running import has_compiler
 from engine.quant.blocks import BLOCK_TYPES
 from engine.runlog.events import DataReady
 from engine.runlog.write import LogWriter
-from engine.runtime.device import choose_device, choose_precision, choose_threads, torch_dtype
+from engine.runtime.device import choose_device, choose_precision, choose_threads
 from engine.runtime.managed import MemoryScope, memory_scope
 from engine.spec import RunSpec
-from engine.teachers.choose import choose_backend, choose_kernel
+from engine.teachers.cache_rows import HIDDEN
+from engine.teachers.choose import (
+    choose_backend,
+    choose_kernel,
+    choose_prefetch,
+    choose_teacher_compile,
+)
 from engine.units import format_bytes
 
 EVAL_ROWS_AT_ONCE = 16
@@ -112,18 +126,117 @@ def _available(device: torch.device, facts: DeviceFacts) -> Reading:
     return measured(min(free, round(DEVICE_SHARE * total)), "cuMemGetInfo")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """How layers are run (`engine.models.running`)."""
+
+    compiled: bool
+    packed: bool
+    teacher_packed: bool
+    teacher_compiled: bool
+    prefetches: bool
+
+
+def choose_running(
+    log: LogWriter,
+    spec: RunSpec,
+    inputs: Inputs,
+    arithmetic: Arithmetic,
+    precision: str,
+    ranks: int,
+    *,
+    asks_teacher: bool = True,
+) -> Running:
+    """Compiled or not, packed or masked. `precision` is the teacher's; where its outputs are stored
+    (not `asks_teacher`), nothing of it is compiled or begun ahead.
+    """
+    device, capability = arithmetic.device.type, arithmetic.capability
+    compiled = choose_compile(
+        spec.student.compile,
+        device=device,
+        has_compiler=has_compiler(device),
+        ranks=ranks,
+        steps=spec.train.steps,
+        tokens_per_step=spec.train.rows * spec.train.accumulation * spec.data.seq_len,
+        layer_weights=linear_weights(inputs.student),
+    )
+
+    def packed(knob: str, wanted: str, config: ModelConfig, products: str) -> bool:
+        decision = choose_attention(
+            knob, wanted, config=config, device=device, precision=products, capability=capability
+        )
+        return record.decide(log, decision) == "packed"
+
+    teacher = inputs.teacher if spec.has_teacher else None
+    return Running(
+        compiled=record.decide(log, compiled) == "on",
+        packed=packed(
+            "student.attention", spec.student.attention, inputs.student, arithmetic.precision
+        ),
+        teacher_packed=teacher is not None
+        and packed(
+            "teacher.attention",
+            spec.teacher.attention,
+            teacher,
+            "bf16" if precision == "fp8" else precision,
+        ),
+        teacher_compiled=teacher is not None
+        and asks_teacher
+        and record.decide(
+            log,
+            choose_teacher_compile(
+                spec.teacher.compile,
+                config=teacher,
+                device=device,
+                precision=precision,
+                has_compiler=has_compiler(device),
+                steps=spec.train.steps,
+                tokens_per_step=spec.train.rows * spec.train.accumulation * spec.data.seq_len,
+            ),
+        )
+        == "on",
+        prefetches=teacher is not None
+        and asks_teacher
+        and record.decide(log, choose_prefetch(spec.teacher.prefetch, device=device)) == "on",
+    )
+
+
+def loss_kernel(
+    log: LogWriter, spec: RunSpec, arithmetic: Arithmetic, stored: Stored | None
+) -> LossKernel:
+    """How the loss is computed between its products."""
+    decision = choose_loss_kernel(
+        spec.loss.kernel,
+        device=arithmetic.device.type,
+        capability=arithmetic.capability,
+        has_triton=has_triton(),
+        divergence=spec.loss.divergence,
+        sparse=stored is not None and stored.identity.form != HIDDEN,
+    )
+    return "fused" if record.decide(log, decision) == "fused" else "eager"
+
+
 def plan_memory(
-    log: LogWriter, spec: RunSpec, inputs: Inputs, arithmetic: Arithmetic, precision: str
-) -> tuple[str, MemoryBudget]:
-    """The teacher's backend and what the run will need with it. `precision` is the teacher's. Raises
-    BadInput for a run that does not fit, unless memory.budget says to report it only."""
+    log: LogWriter,
+    spec: RunSpec,
+    inputs: Inputs,
+    arithmetic: Arithmetic,
+    precision: str,
+    running: Running,
+    stored: Stored | None = None,
+    *,
+    fused_loss: bool,
+) -> tuple[str, bool, MemoryBudget]:
+    """The teacher's backend, whether activations are made again, and what the run will need with
+    both. `precision` is the teacher's, `stored` what there is of its outputs. Raises BadInput for a
+    run that does not fit, unless memory.budget says to report it only."""
     teacher = inputs.teacher if spec.has_teacher else None
     size = inputs.teacher_size if teacher is not None else None
     packed_bytes = None
     if size is not None and size.matrices:
-        packed_bytes = size.weight_bytes(torch_dtype(precision).itemsize)
+        packed_bytes = size.weight_bytes(ITEM_BYTES[precision])
 
-    def budget(backend: str) -> MemoryBudget:
+    def budget(backend: str, again: bool = spec.student.checkpointing == "on") -> MemoryBudget:
         return predict(
             spec,
             teacher=teacher,
@@ -135,6 +248,13 @@ def plan_memory(
             device=arithmetic.device.type,
             available=arithmetic.available,
             shares_heads=(arithmetic.capability or (0, 0))[0] == 9,
+            compiled=running.compiled,
+            packed=running.packed,
+            teacher_packed=running.teacher_packed,
+            prefetches=running.prefetches,
+            checkpointing=again,
+            stored=None if stored is None else stored.identity,
+            fused_loss=fused_loss,
         )
 
     available = arithmetic.available.number
@@ -147,13 +267,22 @@ def plan_memory(
             dense_bytes=budget("dequantized").total_bytes,
             packed_bytes=budget("quantized").total_bytes if packed_bytes is not None else None,
             available_bytes=None if available is None else int(available),
+            precision=precision,
+            stored=None if stored is None else stored.words,
         ),
     )
-    chosen = budget(backend)
+    choice = choose_checkpointing(
+        spec.student.checkpointing,
+        without_bytes=budget(backend, False).total_bytes,
+        with_bytes=budget(backend, True).total_bytes,
+        available_bytes=None if available is None else int(available),
+    )
+    checkpointing = record.decide(log, choice) == "on"
+    chosen = budget(backend, checkpointing)
     record.memory_plan(log, chosen)
     if spec.memory.budget == "enforce":
         chosen.refuse_if_too_big()
-    return backend, chosen
+    return backend, checkpointing, chosen
 
 
 def kernel_for(

@@ -11,6 +11,9 @@ The learning rate and the other settings of the optimizer are not state: they fo
 and the step. Everything else that the next step depends on is here, so on the same machine a
 restored run takes bit for bit the steps that the saved one would.
 
+A student that is sharded over several GPUs is written whole, as any other. Its tensors are gathered
+one at a time, by every rank in the same order.
+
 Restoring compares every name, shape and dtype first and lists all that differ; only then is
 anything written into the live model and optimizer. safetensors layout (little-endian): u64 header
 length, JSON header padded with spaces to 8 bytes, tensor bytes.
@@ -31,6 +34,7 @@ from torch import Tensor, nn
 
 from engine.distill.checkpoint import Sink, VerifiedCheckpoint, Writer
 from engine.errors import CheckpointError
+from engine.runtime.ranks import put, whole
 
 STUDENT_FILE = "student.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -148,6 +152,20 @@ def pack(state: TrainingState) -> dict[str, bytes | Writer]:
     }
 
 
+def take_part(files: Mapping[str, bytes | Writer]) -> None:
+    """Give the first rank this one's parts of what it writes: a collective for every sharded tensor,
+    in the order of the files. Nothing is kept.
+    """
+    for content in files.values():
+        if not isinstance(content, bytes):
+            content.write_to(_Nowhere())
+
+
+class _Nowhere:
+    def write(self, data: bytes | memoryview, /) -> int:
+        return len(data)
+
+
 def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
     """Read a verified checkpoint back, tensors on the CPU. Raises CheckpointError when it is not a
     training state.
@@ -185,6 +203,7 @@ def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
     )
 
 
+# contract: checkpoint-protocol-v1
 def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
     """Put a state into a live model and its optimizer, and set the random number generators.
 
@@ -219,7 +238,7 @@ def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
 
     with torch.no_grad():
         for name, tensor in student.items():
-            tensor.copy_(state.student[name])
+            put(tensor, state.student[name])
     on_device = {
         id(parameter): group.get("fused") or group.get("capturable")
         for group in optimizer.param_groups
@@ -270,7 +289,7 @@ class TensorWriter:
     def write_to(self, sink: Sink) -> None:
         sink.write(self._header)
         for _, tensor in self._tensors:
-            host = tensor.detach().to("cpu").contiguous().reshape(-1)
+            host = whole(tensor.detach()).to("cpu").contiguous().reshape(-1)
             if host.numel():
                 sink.write(memoryview(host.view(torch.uint8).numpy().data))
 
@@ -324,8 +343,10 @@ def _differences(what: str, found: Mapping[str, Tensor], live: Mapping[str, Tens
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A copy with the parameter's device and memory layout, as AdamW allocates its moments."""
-    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(value)
+    """A copy with the parameter's device, memory layout and sharding, as AdamW allocates its moments."""
+    like = torch.empty_like(parameter, memory_format=torch.preserve_format)
+    put(like, value)
+    return like
 
 
 def _mismatch(where: Path, expected: str, found: str) -> CheckpointError:

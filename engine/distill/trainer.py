@@ -5,12 +5,20 @@
 as a mean over the labelled tokens of the whole optimizer step.
 
 A step is `accumulation` forward passes that share one denominator, so splitting a batch differently
-changes rounding and nothing else. The teacher runs first and keeps no graph. Numbers leave the
-device once a step, after the gradients are known and before the weights change, so a NaN is seen
-before it can reach them.
+changes rounding and nothing else. The teacher runs first and keeps no graph.
+
+The host waits for the device at one place, where it reads the numbers of a finished step. Nothing that
+it launches depends on them: whether a step's numbers are finite is decided on the device, and the fused
+optimizer leaves every weight and moment untouched by a step where they are not. So the next step may be
+launched before the numbers of this one are there (`may_run_ahead`), and the device never waits for the
+host; whoever looks at the weights after a step says so, and finds them as that step left them.
+
+The next batch is taken when the backward pass of the current one has been launched, and a teacher that
+can begin early (`prefetch`) is given it before the optimizer.
 
 Invariants: the rows in the logged loss are exactly the rows of the update; `lr` is what the
-optimizer used, read back from it.
+optimizer used, read back from it; `position` counts the rows of steps that were begun, never of a batch
+that was only looked at.
 """
 
 from __future__ import annotations
@@ -18,75 +26,32 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.data.batches import Batch, Batches
+from engine.distill.ledger import Ledger
 from engine.distill.loss import distillation_loss
+from engine.distill.loss_job import Divergence, SparseTargets
+from engine.distill.optimizer import build_optimizer, update_if_finite
 from engine.distill.schedule import ScheduleKind, learning_rate
+from engine.distill.step import Given, UnderWay
+from engine.distill.step import Step as Step
+from engine.models.attention import remember
 from engine.models.decoder import Decoder
+from engine.models.head import Head
 from engine.runtime.device import torch_dtype
+from engine.runtime.ranks import Ranks, whole
 from engine.spec import LossSection, TrainSection
-from engine.teachers.protocol import Teacher
+from engine.teachers.protocol import GivesTargets, KnowsRows, Teacher
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One optimizer step; losses in nats per labelled token. `kd` and `agreement` are None
-    without a teacher in the objective.
-    """
-
-    step: int
-    loss: float
-    ce: float
-    kd: float | None
-    agreement: float | None
-    lr: float
-    grad_norm: float
-    rows: int
-    tokens: int
-    labelled: int
-    step_s: float
-    data_s: float
-    teacher_s: float | None
-    position: int
-    updated: bool
-    """False when a non-finite number kept the weights as they were."""
-
-    def non_finite(self) -> Iterator[tuple[str, float]]:
-        """The fields of this step that are NaN or infinite."""
-        for name in ("loss", "ce", "kd", "grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                yield name, value
-
-
-def build_optimizer(
-    student: nn.Module, train: TrainSection, device: torch.device
-) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; norms and biases are scales and offsets, which decay
-    would bias towards 0.
-    """
-    matrices = [p for p in student.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in student.parameters() if p.requires_grad and p.ndim < 2]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": train.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        fused=True,
-    )
-
-
+# contract: apr-distill-smoke-validation-v1, distill-batch-honesty-v1
 class Trainer:
     """Owns the student, its optimizer and the position in the data; yields a Step for each
     update.
@@ -103,7 +68,15 @@ class Trainer:
         device: torch.device,
         precision: str,
         slow_by: float = 0.0,
+        ranks: Ranks | None = None,
+        stop_asked: Callable[[], bool] = lambda: False,
+        arrived: Callable[[int], None] = lambda step: None,
     ) -> None:
+        """`stop_asked` says whether this process was asked to stop; `arrived` is called with the
+        number of each step when its part of it is done and the others' is waited for.
+        """
+        self.ranks = ranks or Ranks()
+        self.stop_asked, self.arrived = stop_asked, arrived
         self.student, self.teacher, self.batches = student, teacher, batches
         self.train, self.loss = train, loss
         self.device, self.dtype = device, torch_dtype(precision)
@@ -114,92 +87,194 @@ class Trainer:
         self.position = 0
         # With alpha = 1 the teacher has no part in the objective, so it is not asked.
         self.teaching = teacher is not None and loss.alpha < 1.0
+        self.agrees = self.teaching
+        """Whether the last step says how often teacher and student ranked the same id first."""
+        self._looks_ahead = True
+        self._next: Given | None = None
 
-    def steps(self) -> Iterator[Step]:
-        """Train to the last step of the run, one Step at a time."""
+    def forget_ahead(self) -> None:
+        """Takes no batch early from now on, and drops the one that was."""
+        self._looks_ahead, self._next = False, None
+
+    def steps(self, may_run_ahead: Callable[[int], bool] = lambda step: False) -> Iterator[Step]:
+        """Train to the last step of the run, one Step at a time.
+
+        The numbers of step n may be yielded when step n + 1 has been launched already, where
+        `may_run_ahead(n)`: nobody looks at weights, optimizer or position as n left them. It is asked
+        when n has been launched, and not at all with several ranks, which would have to agree.
+        """
         self.student.train()
-        while self.step < self.train.steps:
-            # Begun here: what the caller does between two steps (evaluate, save) is not a step's time.
-            yield self._one_step(time.perf_counter())
+        under_way: UnderWay | None = None
+        while under_way is not None or self.step < self.train.steps:
+            if under_way is None:
+                under_way = self._begin(None)
+            following = None
+            alone = not self.ranks.many and not self.slow_by
+            if alone and self.step < self.train.steps and may_run_ahead(self.step):
+                following = self._begin(under_way)
+            yield self._finish(under_way)
+            under_way = following
 
-    def _one_step(self, begun: float) -> Step:
-        micro_batches = self._take_batches()
-        labelled = sum(batch.labelled for batch in micro_batches)
+    def _begin(self, before: UnderWay | None) -> UnderWay:
+        """Launch a step; nothing here waits for the device."""
+        # Begun here: what the caller does between two steps (evaluate, save) is not a step's time.
+        begun = time.perf_counter()
+        ledger = Ledger(self.device, None if before is None else before.ledger)
+        ledger.mark("data")
+        parts, labelled = self._take_batches()
+        given = self._give(*parts[0])
         data_s = time.perf_counter() - begun
         self.optimizer.zero_grad(set_to_none=True)
         totals: list[Tensor] = []
         teacher_s = 0.0
-        for batch in micro_batches:
-            terms, seconds = self._forward_backward(batch, float(max(labelled, 1)))
+        for index in range(len(parts)):
+            terms, seconds = self._forward_backward(given, float(max(labelled, 1)), ledger)
             totals.append(terms)
             teacher_s += seconds
-        if self.train.clip_norm > 0:
-            norm = nn.utils.clip_grad_norm_(self.parameters, self.train.clip_norm)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        # The one device synchronisation of a step: all numbers in one copy, before the weights
-        # change.
-        *sums, grad_norm = torch.cat(
-            [torch.stack(totals).sum(0), norm.detach().float()[None]]
-        ).tolist()
-        loss, ce, kd, agreement = sums
-        lr = self._set_learning_rate()
-        finite = all(math.isfinite(x) for x in (loss, grad_norm))
-        if finite:
-            self.optimizer.step()
-            lr = float(self.optimizer.param_groups[0]["lr"])
+            ledger.mark("data")
+            if index + 1 < len(parts):
+                given = self._give(*parts[index + 1])
+                self._announce(given)
+            elif self._looks_ahead and self.step + 1 < self.train.steps:
+                self._next = self._give(*self._part_at(self.position, self.ranks.rank))
+                self._announce(self._next)
+        ledger.mark("optimizer")
+        # The last two are bounds: they hold for the worst row of all micro-batches.
+        shares = torch.stack(totals)
+        numbers = self._update(shares[:, :4].sum(0), shares[:, 4:].amin(0))
+        ledger.end()
         self.step += 1
-        if self.slow_by:
-            self._wait((time.perf_counter() - begun) * self.slow_by)
-        return Step(
+        shapes = [batch.tokens_BT.shape for batch, _ in parts]
+        facts = dict(
             step=self.step,
-            loss=loss,
-            ce=ce,
-            kd=kd if self.teaching else None,
-            agreement=agreement if self.teaching else None,
-            lr=lr,
-            grad_norm=grad_norm,
-            rows=sum(len(batch.tokens_BT) for batch in micro_batches),
-            tokens=sum(batch.tokens_BT.size for batch in micro_batches),
+            lr=float(self.optimizer.param_groups[0]["lr"]),
+            rows=self.ranks.world * sum(rows for rows, _ in shapes),
+            tokens=self.ranks.world * sum(rows * length for rows, length in shapes),
             labelled=labelled,
-            step_s=time.perf_counter() - begun,
             data_s=data_s,
             teacher_s=teacher_s if self.teaching else None,
             position=self.position,
-            updated=finite,
+        )
+        return UnderWay(ledger, numbers, facts, begun)
+
+    def _update(self, sums: Tensor, bounds: Tensor) -> Tensor:
+        """One update, unless a number of it is not finite; the numbers, on their way to the host.
+        Of `bounds` the least counts.
+        """
+        self.arrived(self.step + 1)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = whole(nn.utils.get_total_norm(grads)).detach().float()
+        stop = norm.new_full((1,), float(self.ranks.many and self.stop_asked()))
+        numbers = self.ranks.sum_(torch.cat([sums, stop]))
+        self._set_learning_rate()
+        update_if_finite(self.optimizer, numbers[0], norm, clip_norm=self.train.clip_norm)
+        bounds = self.ranks.min_(bounds)
+        return torch.cat([numbers, norm[None], bounds]).to("cpu", non_blocking=True)
+
+    def _finish(self, done: UnderWay) -> Step:
+        """The numbers of a step that was launched: the one place where the host waits."""
+        done.ledger.wait()
+        loss, ce, kd, agreement, stops, grad_norm, lowest_kl, least_dz = done.numbers.tolist()
+        phases = done.ledger.seconds()
+        # By the ledger, which knows when the device was where: this is read when later work may have
+        # been launched, and that takes its time.
+        step_s = sum(phases.values())
+        if self.slow_by:
+            self._wait(step_s * self.slow_by)
+            step_s = time.perf_counter() - done.begun
+        # A caller that stops finds the weights as this step left them.
+        last_launched = done.facts["step"] == self.step
+        return Step(
+            **done.facts,
+            loss=loss,
+            ce=ce,
+            kd=kd if self.teaching else None,
+            agreement=agreement if self.agrees else None,
+            grad_norm=grad_norm,
+            lowest_kl=None if math.isinf(lowest_kl) else lowest_kl,
+            largest_dz_sum=0.0 if math.isinf(least_dz) else -least_dz,
+            step_s=step_s,
+            updated=math.isfinite(loss) and math.isfinite(grad_norm),
+            phases=phases,
+            stop_asked=last_launched and (stops > 0 if self.ranks.many else self.stop_asked()),
         )
 
     def _wait(self, seconds: float) -> None:
         """The control of an experiment: a step that is known to be slower, by the host's clock."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             pass
 
-    def _take_batches(self) -> list[Batch]:
-        taken = []
-        for _ in range(self.train.accumulation):
-            taken.append(self.batches.take(self.position, self.train.rows))
-            self.position += self.train.rows
-        return taken
-
-    def _forward_backward(self, batch: Batch, denominator: float) -> tuple[Tensor, float]:
-        """Gradients of one micro-batch; its shares of (loss, ce, kd, agreement) and the host
-        seconds of the teacher.
+    def _take_batches(self) -> tuple[list[tuple[Batch, int]], int]:
+        """This rank's micro-batches of the next step with their positions, and the labels of all
+        ranks': every rank can read every row, so none has to be asked.
         """
+        taken, labelled = [], 0
+        for _ in range(self.train.accumulation):
+            parts = [self._part_at(self.position, rank) for rank in range(self.ranks.world)]
+            labelled += sum(batch.labelled for batch, _ in parts)
+            taken.append(parts[self.ranks.rank])
+            self.position += self.train.rows * self.ranks.world
+        return taken, labelled
+
+    def _part_at(self, position: int, rank: int) -> tuple[Batch, int]:
+        """A rank's micro-batch when all have taken `position` rows, and where it was taken."""
+        position += rank * self.train.rows
+        if self._next is not None and self._next.position == position:
+            return self._next.batch, position
+        return self.batches.take(position, self.train.rows), position
+
+    def _give(self, batch: Batch, position: int) -> Given:
+        """The batch on the device; the one that was looked at before, if it is that."""
+        ahead, self._next = self._next, None
+        if ahead is not None and ahead.batch is batch:
+            return ahead
         tokens_BT, documents_BT, _ = batch.to_torch(self.device)
+        remember(documents_BT, batch.documents_BT)
+        if isinstance(self.teacher, KnowsRows):
+            self.teacher.note(batch, tokens_BT, documents_BT)
+        return Given(batch, position, tokens_BT, documents_BT)
+
+    def _announce(self, given: Given) -> None:
+        """Let a teacher that can begin with the next batch begin."""
+        prefetch = getattr(self.teacher, "prefetch", None)
+        if self.teaching and self._looks_ahead and prefetch is not None:
+            prefetch(given.tokens_BT, given.documents_BT)
+
+    def _targets(self, given: Given) -> SparseTargets | None:
+        """What a teacher has to give in the place of hidden states and a head."""
+        if not self.teaching or not isinstance(self.teacher, GivesTargets):
+            return None
+        found = self.teacher.targets(given.tokens_BT, given.documents_BT)
+        return None if found is None else SparseTargets(**found._asdict())
+
+    def _teacher_output(self, given: Given) -> tuple[Tensor | None, Head | None]:
+        """Hidden states (N, E) and the head; without a teacher in the objective, neither."""
+        if not self.teaching or self.teacher is None:
+            return None, None
+        hidden_BTE = self.teacher.hidden(given.tokens_BT, given.documents_BT)
+        return hidden_BTE.flatten(0, 1), self.teacher.head()
+
+    def _forward_backward(
+        self, given: Given, denominator: float, ledger: Ledger
+    ) -> tuple[Tensor, float]:
+        """Gradients of one micro-batch; its shares of (loss, ce, kd, agreement) with its bounds, the
+        lowest KL and minus the largest sum of dz; and the host seconds of the teacher.
+        """
         # Labels stay on the host: how many there are shapes the loss, and reading that from a GPU
         # would wait for it.
-        labels_N = torch.from_numpy(batch.labels_BT).flatten()
-        teacher_hidden_NE = teacher_head = None
+        labels_N = torch.from_numpy(given.batch.labels_BT).flatten()
+        ledger.mark("teacher")
         begun = time.perf_counter()
-        if self.teaching and self.teacher is not None:
-            teacher_hidden_NE = self.teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
-            teacher_head = self.teacher.head()
+        targets = self._targets(given)
+        teacher_hidden_NE = teacher_head = None
+        if targets is None:
+            teacher_hidden_NE, teacher_head = self._teacher_output(given)
         teacher_s = time.perf_counter() - begun
+        ledger.mark("student")
         with self.autocast():
-            hidden_BTD = self.student.hidden(tokens_BT, documents_BT)
+            hidden_BTD = self.student.hidden(given.tokens_BT, given.documents_BT)
+        ledger.mark("loss")
         terms = distillation_loss(
             hidden_BTD.flatten(0, 1).to(self.dtype),
             self.student.head_weight,
@@ -210,11 +285,23 @@ class Trainer:
             temperature=self.loss.temperature,
             denominator=denominator,
             chunk_rows=self.loss.chunk_rows or None,
+            divergence=cast(Divergence, self.loss.divergence),
+            beta=self.loss.beta,
+            kernel="fused" if self.loss.kernel == "fused" else "eager",
+            targets=targets,
         )
+        # Draws do not say which id the teacher ranks first.
+        self.agrees = terms.agreement is not None
+        ledger.mark("backward")
         torch.autograd.backward(terms.loss)
         zero = terms.loss.new_zeros(())
-        parts = (terms.loss, terms.ce, terms.kd, terms.agreement)
-        return torch.stack([(zero if x is None else x).detach().float() for x in parts]), teacher_s
+        shares = [
+            zero if x is None else x for x in (terms.loss, terms.ce, terms.kd, terms.agreement)
+        ]
+        none = terms.loss.new_full((), math.inf)
+        lowest, largest = terms.lowest_kl, terms.largest_dz_sum
+        bounds = [none if lowest is None else lowest, none if largest is None else -largest]
+        return torch.stack([x.detach().float() for x in shares + bounds]), teacher_s
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """bf16 products over fp32 master weights on a GPU; nothing in fp32."""
@@ -222,7 +309,7 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
-    def _set_learning_rate(self) -> float:
+    def _set_learning_rate(self) -> None:
         lr = learning_rate(
             self.step,
             peak=self.train.lr,
@@ -233,4 +320,3 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return lr

@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 
 import engine.kernels
 from engine.errors import InternalError
-from engine.kernels import dequantize_triton
+from engine.kernels import dequantize_triton, fp8_quantise, kd_loss
 from engine.kernels.compiler import ARCHITECTURES, compile_for
 from engine.kernels.key import Variant
 from engine.kernels.prewarm import Matrix, prewarm_variants
@@ -46,6 +46,7 @@ SHAPES = ((512, 3584), (18944, 3584))
 """Rows and columns of the narrowest and the widest matrix of a layer of Qwen2.5-7B."""
 ROW_COUNTS = (1, 8, 64)
 """Rows of activations: one, the most of the first family of fused kernels, the most of the second."""
+LOSS_IDS = 151936
 MARGIN_REGISTERS = 8
 """How many more registers are no regression: a GPU hands them out in eights."""
 
@@ -94,11 +95,24 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
     biased = [replace(matrix, bias=torch.bfloat16) for matrix in plain]
     found = (
         dequantize_triton.variants()
+        + fp8_quantise.variants(arch)
+        + _loss_variants()
         + prewarm_variants(plain, [torch.bfloat16], arch=arch, row_counts=ROW_COUNTS)
         + prewarm_variants(biased, [torch.bfloat16], arch=arch, row_counts=[1])
         + prewarm_variants(plain, [torch.float16, torch.float32], arch=arch, row_counts=[1])
     )
     return tuple(dict.fromkeys(found))
+
+
+def _loss_variants() -> tuple[Variant, ...]:
+    """The fused loss of Qwen2.5's 151936 ids, with and without a teacher."""
+    bf16 = [torch.bfloat16]
+    return (
+        *kd_loss.variants(LOSS_IDS, bf16, teacher=False),
+        *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=1.5),
+        *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=2, divergence="reverse_kl"),
+        *kd_loss.variants(LOSS_IDS, teacher=True, temperature=2),
+    )
 
 
 def some_variants(arch: int) -> tuple[Variant, ...]:

@@ -73,6 +73,7 @@ def vouch(body: Any, key: KernelKey, first_stage: str) -> None:
     partial.replace(target)
 
 
+# contract: kernel-keys-v1
 def verify(body: Any, key: KernelKey, first_stage: Callable[[], str]) -> None:
     """Raises InternalError, naming each field and file, unless `body` is a body of `key`.
 

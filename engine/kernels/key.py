@@ -100,6 +100,7 @@ def _shown(
     return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}"
 
 
+# contract: kernel-keys-v1
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
     """One way of compiling one kernel, for any target."""

@@ -50,6 +50,7 @@ def matrices_of(model: nn.Module) -> tuple[Matrix, ...]:
     return tuple(dict.fromkeys(found))
 
 
+# contract: kernel-keys-v1
 def prewarm_variants(
     matrices: Iterable[Matrix],
     dtypes: Iterable[torch.dtype],

@@ -62,6 +62,7 @@ def current_arch(device: int) -> int:
     return major * 10 + minor
 
 
+# contract: kernel-keys-v1
 class KernelRegistry:
     """The compiled kernels of one process, on all its devices.
 

@@ -50,6 +50,7 @@ class _Packed(nn.Module):
         return f"{self._packed.type.name}, {self._packed.rows} x {self._packed.columns}"
 
 
+# contract: cuda-q4k-frozen-teacher-v1
 class PackedLinear(_Packed):
     """From (..., columns) to (..., rows) of `weight`, in the scratch's dtype. `kernel` says how
     (`engine.kernels.linear`). Raises InternalError for an input that asks for a gradient.

@@ -120,6 +120,7 @@ class Parts:
     """uint8, int8 in Q8_0"""
 
 
+# contract: block-formats-v1
 def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
     """Takes apart blocks of one of the types in `LAYOUTS`; uint8 of shape (N, block_bytes)."""
     layout = LAYOUTS[type_.name]
@@ -143,6 +144,7 @@ def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
     )
 
 
+# contract: block-formats-v1
 def pack(parts: Parts, type_: BlockType) -> Tensor:
     """The blocks that `unpack` takes apart: uint8 of shape (N, block_bytes)."""
     layout = LAYOUTS[type_.name]

@@ -37,6 +37,7 @@ def chunk_rows(values: int, device: torch.device, sizes: dict[str, int] = CHUNK_
     return max(1, sizes.get(device.type, sizes["cuda"]) // max(1, values))
 
 
+# contract: block-formats-v1
 def dequantize(
     blocks_u8: Tensor, type_: BlockType, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:

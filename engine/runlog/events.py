@@ -76,6 +76,12 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     engine: str
     python: str
     torch: str
+    flops_per_token: float | None = None
+    """Operations that one token of a step needs: its arithmetic, by shapes alone."""
+    peak_flops_per_s: float | None = None
+    """What the device's datasheet says it does in a second, dense bf16."""
+    peak_source: str = ""
+    """Where that comes from, or why there is none."""
 
 
 class Phase(Event, frozen=True, kw_only=True, tag="phase"):
@@ -219,6 +225,13 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     run."""
     position: int
     """Rows consumed since the start of training: where the data loader would resume."""
+    lowest_kl: float | None = None
+    """The least divergence of a row from its teacher, nats; below 0 only by rounding."""
+    largest_dz_sum: float | None = None
+    """The largest sum of the gradients of a row's logits, without sign; 0 but for rounding."""
+    phases: dict[str, float] = {}
+    """Seconds of each phase by the device's own clock, and of `idle`, when it had nothing to do; empty
+    where nobody measured."""
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):

@@ -16,7 +16,7 @@ earlier session ended is no longer shown as the state of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import itemgetter
@@ -123,6 +123,7 @@ class Clock:
     pid: int
     session: int = 1
     """1 for the first opening of the log, and one more for each resume."""
+    boot_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +159,8 @@ class RunView:
     data: DataReady | None = None
     models: dict[str, ModelReady] = field(default_factory=dict)
     steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the newest step, by the device's clock."""
     session_row: int = 0
     """The row of `steps` where this session begins."""
     evals: tuple[Evaluated, ...] = ()
@@ -222,20 +225,28 @@ class RunView:
 
     def state(self, alive: Liveness) -> str:
         """One word: not started, starting, running, stopping, completed, stopped, failed, the word
-        of the exit record (killed, crashed, ...) or vanished.
+        of the exit record (killed, crashed, ...), host_lost or vanished.
 
         What the run wrote itself comes first, then what its parent saw; `vanished` is a dead run of
-        which nobody wrote the end. A resumed run is starting again until it has done a step.
+        which nobody wrote the end, `host_lost` one that began in another boot. A resumed run is
+        starting again until it has done a step.
         """
         if self.finished is not None:
             return self.finished.state
         if self.exit is not None:
             return self.exit.state.lower()
         if not alive.trainer and not alive.supervisor:
-            return "vanished" if self.clocks else "not started"
+            if not self.clocks:
+                return "not started"
+            return "host_lost" if self._began_in_another_boot(alive) else "vanished"
         if self.stop_requested is not None:
             return "stopping"
         return "running" if len(self.steps) > self.session_row else "starting"
+
+    def _began_in_another_boot(self, alive: Liveness) -> bool:
+        newest = max(self.clocks.values(), key=lambda clock: clock.unix_s)
+        known = not {newest.boot_id, alive.boot_id} & {"", "unknown"}
+        return known and newest.boot_id != alive.boot_id
 
     def tokens_per_second(self, window: int = 20) -> float | None:
         """Tokens per second inside the last `window` steps of this session.
@@ -333,6 +344,7 @@ class _Batch:
             # Exact types first: a million of these come for each of the others.
             if type(event) is StepDone:
                 self.steps.append(event)
+                self.changes["phases"] = event.phases
             elif type(event) is HostSample:
                 self.hosts.append(event)
             elif type(event) is GpuSample:
@@ -351,7 +363,9 @@ class _Batch:
 
     def open_session(self, event: LogOpened) -> None:
         session = self.clock.session + 1 if self.clock else 1
-        self.clock = Clock(unix_s=event.unix_s, pid=event.pid, session=session)
+        self.clock = Clock(
+            unix_s=event.unix_s, pid=event.pid, session=session, boot_id=event.boot_id
+        )
         self.changes["clocks"] = {**self.get("clocks"), self.source: self.clock}
         if self.source == "events":
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}

@@ -28,6 +28,9 @@ def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
     """What no single field can see."""
     if spec.teacher.backend in ("dequantized", "quantized") and not spec.teacher.path:
         add("teacher.backend", "expected teacher.path beside it, found none")
+    if spec.teacher.backend == "cached" and not (spec.teacher.path and spec.teacher.cache):
+        lacking = "teacher.cache" if spec.teacher.path else "teacher.path"
+        add("teacher.backend", f"expected {lacking} beside it, found none")
     if not spec.has_teacher and spec.loss.alpha != 1.0:
         add(
             "loss.alpha",
@@ -54,7 +57,8 @@ def _path_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
         is_path = next(
             f for f in dataclasses.fields(section_type(section)) if f.name == name
         ).metadata["path"]
-        if is_path and value and not Path(value).exists():
+        # `engine prepare` makes the cache; a run finds out what is in it when it checks its inputs.
+        if is_path and value and option.key != "teacher.cache" and not Path(value).exists():
             add(option.key, f"expected a file or folder at {value}, found nothing there")
     corpus = spec.data.corpus
     if corpus != "python-stdlib" and not Path(corpus).exists():

@@ -46,19 +46,50 @@ class TeacherSection:
     backend: str = setting(
         "auto",
         "How the teacher computes: dense weights (dequantized), weights that stay in their blocks (quantized), "
-        "or no teacher (none). auto is dequantized where that fits in memory.",
-        allowed=("auto", "dequantized", "quantized", "none"),
+        "what it said before, out of teacher.cache (cached), or no teacher (none). auto is cached where "
+        "teacher.cache is set, else dequantized where that fits in memory.",
+        allowed=("auto", "dequantized", "quantized", "cached", "none"),
     )
     precision: str = setting(
         "auto",
-        "Arithmetic of the teacher: auto is bf16 on a GPU that has it, else fp32. tf32 is fp32 with tf32 products.",
-        allowed=("auto", "fp32", "tf32", "bf16"),
+        "Arithmetic of the teacher: auto is bf16 on a GPU that has it, else fp32. tf32 is fp32 with tf32 products; "
+        "fp8 is bf16 with products of 8-bit floats, which is checked on held-out rows.",
+        allowed=("auto", "fp32", "tf32", "bf16", "fp8"),
     )
     kernel: str = setting(
         "auto",
         "How a quantized teacher multiplies: blocks inside the product (fused), or a dense scratch first (dequantize). "
         "auto goes by the number of rows.",
         allowed=("auto", "fused", "dequantize"),
+    )
+    compile: str = setting(
+        "auto",
+        "Whether the teacher's layers are compiled (torch.compile) before the first step. auto is on where "
+        "the run is long enough that it pays.",
+        allowed=("auto", "off", "on"),
+    )
+    prefetch: str = setting(
+        "auto",
+        "Whether the teacher begins with the next batch while the optimizer steps. auto is off: it "
+        "gains half a percent of a step.",
+        allowed=("auto", "off", "on"),
+    )
+    cache: str = setting(
+        "",
+        "Folder of stored teacher outputs, made by `engine prepare`; empty means that the teacher computes.",
+        path=True,
+    )
+    cache_miss: str = setting(
+        "online",
+        "A batch that is not in teacher.cache: ask the teacher, which is loaded then (online), or end the "
+        "run (refuse).",
+        allowed=("online", "refuse"),
+    )
+    attention: str = setting(
+        "auto",
+        "Attention over packed documents: each by itself (packed), or a mask (masked). auto is packed where "
+        "the GPU has it.",
+        allowed=("auto", "masked", "packed"),
     )
     allow_identical: bool = setting(
         False, "Whether a student equal to its teacher may be trained; it has nothing to learn."
@@ -77,6 +108,24 @@ class StudentSection:
         "auto",
         "Arithmetic of the student; its master weights are fp32 always.",
         allowed=("auto", "fp32", "bf16"),
+    )
+    compile: str = setting(
+        "auto",
+        "Whether the student's layers are compiled (torch.compile) before the first step. auto is on where "
+        "the run is long enough that it pays.",
+        allowed=("auto", "off", "on"),
+    )
+    attention: str = setting(
+        "auto",
+        "Attention over packed documents: each by itself (packed), or a mask (masked). auto is packed where "
+        "the GPU has it.",
+        allowed=("auto", "masked", "packed"),
+    )
+    checkpointing: str = setting(
+        "auto",
+        "Whether activations are made again in the backward pass instead of kept. auto is on only where the "
+        "run does not fit without it.",
+        allowed=("auto", "off", "on"),
     )
     save_as: str = setting(
         "fp32",
@@ -133,12 +182,32 @@ class LossSection:
     temperature: float = setting(
         2.0, "T: both models' logits are divided by it inside the KL.", above=0.0
     )
+    divergence: str = setting(
+        "forward_kl",
+        "What teacher and student are compared by: KL(teacher || student), KL(student || teacher) (reverse_kl), or "
+        "Jensen-Shannon's, from both to their mixture (jsd).",
+        allowed=("forward_kl", "reverse_kl", "jsd"),
+    )
+    beta: float = setting(
+        0.5, "The teacher's weight in the mixture of loss.divergence=jsd.", low=0.01, high=0.99
+    )
+    kernel: str = setting(
+        "auto",
+        "How the loss is computed between its products: in one kernel (fused), or in plain torch (eager). auto is "
+        "fused where a GPU can run it.",
+        allowed=("auto", "eager", "fused"),
+    )
     chunk_rows: int = setting(0, "Tokens whose logits are held at a time; 0 chooses.", low=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
     steps: int = setting(1000, "Optimizer steps of the whole run.", low=1)
+    stop_after: int = setting(
+        0,
+        "Steps of one session after which it saves and stops, in good order; 0 goes on to the end.",
+        low=0,
+    )
     rows: int = setting(8, "Rows in one forward pass.", low=1)
     accumulation: int = setting(1, "Forward passes in one optimizer step.", low=1)
     lr: float = setting(3e-4, "Peak learning rate.", above=0.0)
@@ -188,6 +257,15 @@ class ComputeSection:
         "auto",
         "Where to train: auto is the first GPU, else the CPU.",
         allowed=("auto", "cpu", "cuda"),
+    )
+    gpus: int = setting(
+        1,
+        "GPUs that train together, one process each (on a CPU: processes). train.rows is of each of them.",
+        low=1,
+        high=1024,
+    )
+    collective_timeout_s: int = setting(
+        600, "Seconds after which a rank gives up waiting for another that hangs.", low=10
     )
     threads: int = setting(0, "CPU threads of torch; 0 means the CPUs this process may use.", low=0)
     thread_wait: str = setting(
@@ -240,6 +318,12 @@ class WatchSection:
     on_stall: str = setting(
         "report",
         "What to do with a stalled run: report it with its stacks, or stop it after that.",
+        allowed=("report", "stop"),
+    )
+    on_thrash: str = setting(
+        "stop",
+        "What to do when the machine runs out of memory and all its processes wait for it: stop the run, which "
+        "saves, before nobody can reach the machine (stop), or only report it.",
         allowed=("report", "stop"),
     )
 

@@ -13,6 +13,7 @@ from engine.models.packed import PackedEmbedding, PackedLinear
 from engine.teachers.frozen import FrozenDecoder
 
 
+# contract: cuda-q4k-frozen-teacher-v1
 class QuantizedTeacher(FrozenDecoder):
     """A decoder with blocks in it, as `load_packed_decoder` makes them."""
 

@@ -49,6 +49,7 @@ class DroppedMass:
     """How many it was measured on."""
 
 
+# contract: vocabulary-alignment-v1
 class TruncatingTeacher:
     """`inner` with the first `vocab_size` of its ids. Raises `BadInput` where it has fewer."""
 

@@ -50,6 +50,7 @@ def compare(here: Tokenizer, there: Tokenizer, ids: int) -> Comparison:
     return Comparison(differing=tuple(differing), one_sided=one_sided, shared=shared)
 
 
+# contract: vocabulary-alignment-v1
 def check_vocabularies(known: Mapping[str, Tokenizer | None], ids: int) -> tuple[str, ...]:
     """Compares tokenizers by whose they are (`teacher`, `student`, `data.tokenizer`), each pair
     below `ids`, the student's vocabulary. None stands for one that is not known.
