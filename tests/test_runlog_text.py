@@ -50,6 +50,7 @@ from engine.runlog.text import (
     device_lines,
     event_text,
     has_ended,
+    ledger_line,
     line_text,
     one_line,
     result_lines,
@@ -463,3 +464,11 @@ def test_counters_of_a_gpu_are_shown_where_it_has_them() -> None:
     sample = GpuSample(index=0, gpu_util_pct=96.0, sm_util_pct=3.0, tensor_util_pct=0.2)
     lines = device_lines(view_of(opened(1.0), sample, source="device"))
     assert lines[2] == "       SM busy 3%  tensor 0%"
+
+
+def test_the_ledger_names_phases_longest_first_and_is_empty_where_nobody_measured() -> None:
+    assert ledger_line(RunView()) == ""
+    phases = {"data": 0.0, "teacher": 0.155, "student": 0.021, "backward": 0.044}
+    line = ledger_line(RunView(phases=phases))
+    assert line.startswith("step   220 ms: teacher 155 ms (70%), backward 44 ms (20%), student")
+    assert "data" not in line

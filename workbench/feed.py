@@ -22,7 +22,7 @@ from engine.runlog.follow import Follower
 from engine.runlog.read import Liveness
 from engine.runlog.text import has_ended, status_text
 from engine.runlog.view import RunView
-from workbench.traces import TableTraces, Trace
+from workbench.traces import STEP_COLUMNS, Column, TableTraces, Trace
 
 READ_BUDGET_S = 0.5
 UNREADABLE = "unreadable"
@@ -91,7 +91,7 @@ def _check_exists(run: RunFolder) -> None:
 
 
 class RunFeed:
-    """Follows one run. `poll` reads for about `budget_s` at most."""
+    """Follows one run. `poll` reads for about `budget_s` at most; `columns` are those that get a trace."""
 
     def __init__(
         self,
@@ -100,11 +100,12 @@ class RunFeed:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         budget_s: float = READ_BUDGET_S,
+        columns: Mapping[str, Column] = STEP_COLUMNS,
     ) -> None:
         self.run = run
         self._wall, self._monotonic, self._budget_s = wall, monotonic, budget_s
         self._follower = Follower(run)
-        self._traces = TableTraces()
+        self._traces = TableTraces(columns)
 
     def poll(self) -> Snapshot:
         """The run as it is now."""

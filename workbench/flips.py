@@ -60,14 +60,16 @@ class FlipFeed:
         """The flip as it is now."""
         plan, verdict, error = None, None, ""
         pairs: tuple[Pair, ...] = ()
+        # Asked first: what ends while it is read is seen as ended at the next look, with its verdict.
+        going_on = self._goes_on()
         try:
             if (self.folder / "pairs.jsonl").is_file():
                 plan = read_plan_of(self.folder)
                 pairs = tuple(read_pairs(self.folder))
                 verdict = read_verdict(self.folder)
-            going_on = self._goes_on()
+            arm = self._arm(plan) if going_on else ""
         except RunLogError as problem:
-            error, going_on = str(problem), False
+            error, going_on, arm = str(problem), False, ""
         if self._started is not None and not going_on and verdict is None:
             error = error or self._started.said()
         return FlipSnapshot(
@@ -75,7 +77,7 @@ class FlipFeed:
             plan=plan,
             pairs=pairs,
             going_on=going_on,
-            arm=self._arm(plan) if going_on else "",
+            arm=arm,
             verdict=verdict,
             error=error,
         )

@@ -61,9 +61,12 @@ class StartedFlip:
         return self._process.poll() is None
 
     def said(self) -> str:
-        """The last line that it printed: why it ended without a verdict."""
+        """Why it ended without a verdict: the error that it printed, and the hint below it."""
         lines = self._words.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"engine flip ended with code {self._process.returncode}"
+        if not lines:
+            return f"engine flip ended with code {self._process.returncode}"
+        causes = [line for line in lines if line.startswith("engine flip: ")]
+        return "\n".join(dict.fromkeys([*causes[-1:], lines[-1]]))
 
     def stop(self) -> None:
         """As Ctrl-C would: what was measured is kept, and a verdict so far is written."""

@@ -331,7 +331,7 @@ def _pace(view: RunView, state: str, alive: Liveness) -> list[str]:
     parts = []
     pace, eta_s = view.tokens_per_second(), view.eta_s()
     if pace is not None:
-        parts.append(f"{format_count(pace)} tok/s")
+        parts.append(f"{format_count(pace)} tok/s{_share_of_peak(view, pace)}")
     if eta_s and state == "running":
         parts.append(f"{format_seconds(eta_s)} left")
     if alive.trainer and not alive.supervisor:
@@ -339,12 +339,34 @@ def _pace(view: RunView, state: str, alive: Liveness) -> list[str]:
     return parts
 
 
+def _share_of_peak(view: RunView, tokens_per_s: float) -> str:
+    """How much of the device's dense bf16 rate the run's own arithmetic uses, where both are known."""
+    started = view.started
+    if started is None or not started.flops_per_token or not started.peak_flops_per_s:
+        return ""
+    share = tokens_per_s * started.flops_per_token / started.peak_flops_per_s
+    return f" ({share:.0%} of peak bf16)"
+
+
 def _ending(view: RunView, state: str) -> list[str]:
     if view.finished is not None:
         return [view.finished.reason] if view.finished.state != "completed" else []
     if view.exit is not None:
         return [view.exit.sentence]
+    if state == "host_lost":
+        return [host_lost_text(view)]
     return ["no process of it exists and nobody recorded its end"] if state == "vanished" else []
+
+
+def host_lost_text(view: RunView) -> str:
+    """What is known of a run that neither it nor its supervisor could write the end of."""
+    words = (
+        "the machine stopped or restarted while it ran (its boot id is not this one's; a run copied from "
+        "another machine looks the same)"
+    )
+    if (view.facts or {}).get("cuda0_integrated") == "yes":
+        words += "; where GPU and host share memory, running out of it is possible and not proved"
+    return f"{words}; continue it with `engine distill --resume`"
 
 
 def result_lines(view: RunView) -> list[str]:
@@ -366,6 +388,18 @@ def _perplexity(done: Evaluated) -> str:
     if done.loss is None or not done.loss < 709:
         return ""
     return f", perplexity {format_value(math.exp(done.loss), 2)}"
+
+
+def ledger_line(view: RunView) -> str:
+    """Where the newest step spent its time; empty where nobody measured."""
+    total = sum(view.phases.values())
+    if not total:
+        return ""
+    shares = sorted(view.phases.items(), key=lambda item: -item[1])
+    words = ", ".join(
+        f"{name} {format_seconds(s)} ({s / total:.0%})" for name, s in shares if s > 0
+    )
+    return f"step   {format_seconds(total)}: {words}"
 
 
 def device_lines(view: RunView) -> list[str]:

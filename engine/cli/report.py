@@ -1,0 +1,41 @@
+"""Write a run, a flip or a finding as one HTML file that opens offline.
+
+engine report runs/kd-1                  report-kd-1.html here; its path on stdout
+engine report flips/x --out flip.html    another name; an existing file is kept unless --force
+engine report evidence/2026-01-01-hang   a finding: its tree, its evidence, whether it verifies
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "write a run, a flip or a finding as one HTML file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="RUN|FLIP|FINDING", help="its folder")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the file to write (report-NAME.html)"
+    )
+    parser.add_argument("--force", action="store_true", help="replace a file that exists")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from engine.errors import BadInput
+    from engine.evidence.html import report
+    from engine.runlog.folder import write_whole
+
+    text = report(arguments.source)
+    out = arguments.out or Path(f"report-{arguments.source.resolve().name}.html")
+    if out.exists() and not arguments.force:
+        raise BadInput.expected(
+            "report",
+            out,
+            "no file of that name",
+            "one",
+            hint="--force replaces it, --out names another",
+        )
+    write_whole(out, text)
+    print(out)
+    return 0

@@ -1,0 +1,27 @@
+"""The workbench in a notebook: `from workbench.notebook import Live, Flip, Whys, Compare, Doctor`.
+
+Each returns at once and shows a widget; what it shows comes from run folders through the same feed as the
+terminal's, polled in a thread of its own, so the kernel stays free and nothing here touches a GPU. No port
+is opened: pages get comm messages and nothing else. `close()` ends the thread and the comms; the run, or
+the flip, goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+_MISSING = [n for n in ("anywidget", "ipywidgets") if importlib.util.find_spec(n) is None]
+if _MISSING:
+    raise ImportError(
+        f"workbench.notebook — expected {' and '.join(_MISSING)}, found none: "
+        "pip install 'apr-workbench[notebook]'"
+    )
+
+from workbench.notebook.compare import Compare  # noqa: E402
+from workbench.notebook.doctor import Doctor  # noqa: E402
+from workbench.notebook.flip import Flip, FlipResult  # noqa: E402
+from workbench.notebook.frames import frame  # noqa: E402
+from workbench.notebook.live import Live  # noqa: E402
+from workbench.notebook.whys import Whys  # noqa: E402
+
+__all__ = ["Compare", "Doctor", "Flip", "FlipResult", "Live", "Whys", "frame"]

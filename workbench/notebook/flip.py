@@ -1,0 +1,268 @@
+"""Flip: a suspicion tested by one click, from a cell.
+
+    flip = Flip("runs/kd-1")                                       choose what to test
+    flip = Flip("runs/kd-1", set="teacher.backend=quantized")      name it
+    flip.wait(); flip.result
+
+The chooser has what the run itself suggests: a flip for each alert that names one, then each automatic choice
+that could have been made otherwise. The plan below the form is the one that would be registered. The
+flip is `engine flip` in a process of its own: closing the widget or the kernel does not end it, and
+`Flip(run, out=folder)` shows the same one again.
+"""
+
+from __future__ import annotations
+
+import html
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ipywidgets
+
+from engine.errors import BadInput, UsageError
+from engine.evidence.figures import flip_figure
+from engine.experiments.amounts import parse_time
+from engine.experiments.text import verdict_lines
+from engine.runlog.folder import RunFolder, open_run
+from workbench.feed import RunFeed
+from workbench.flips import FlipFeed, FlipSnapshot, going_on, plan_of
+from workbench.launch import StartedFlip, start_flip
+from workbench.notebook.panel import Panel, hide_still
+from workbench.suspicions import suspicions
+
+FLIPS = Path("flips")
+REFRESH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipResult:
+    """The verdict of a flip, as verdict.json has it."""
+
+    verdict: str
+    grade: str
+    """measured, screen or exploratory."""
+    reason: str
+    effect: float | None
+    """B over A; None where nothing could be compared."""
+    interval: tuple[float | None, float | None]
+    n_pairs: int
+    changes: tuple[str, ...]
+    folder: Path
+    fields: dict[str, Any]
+    """All of verdict.json."""
+
+    def __str__(self) -> str:
+        return "\n".join(verdict_lines(self.fields))
+
+
+class Flip(Panel):
+    """One flip of a run: its form, then its pairs and its verdict."""
+
+    def __init__(
+        self,
+        run: str | Path | RunFolder,
+        *,
+        set: str = "",
+        hypothesis: str = "",
+        budget: str = "5m",
+        out: str | Path | None = None,
+        flips: str | Path = FLIPS,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        super().__init__(refresh_s)
+        self._run = run if isinstance(run, RunFolder) else open_run(Path(run))
+        self._out, self._flips = None if out is None else Path(out).absolute(), Path(flips)
+        self._feed: FlipFeed | None = None
+        self._started: StartedFlip | None = None
+        self._starting = threading.Lock()
+        self._planned: tuple[str, str, str] | None = None
+        self._suggested = False
+        self.snapshot: FlipSnapshot | None = None
+        wide = {"width": "98%"}
+        self._choice = ipywidgets.Dropdown(options=[("choose what to test", "")], layout=wide)
+        self._set = self._field("B differs in", set, "teacher.backend=quantized", wide)
+        self._hypothesis = self._field("hypothesis", hypothesis, "", wide)
+        self._budget = self._field("budget", budget, "5m", {"width": "200px"})
+        self._start_button = ipywidgets.Button(description="run flip")
+        self._stop_button = ipywidgets.Button(description="stop flip", disabled=True)
+        self._progress = ipywidgets.HTML()
+        self._choice.observe(self._choose, names="value")
+        for field in (self._set, self._hypothesis, self._budget):
+            field.observe(lambda _: self._wake.set(), names="value")
+        self._start_button.on_click(lambda _: self._command("flip", self._start))
+        self._stop_button.on_click(lambda _: self.stop())
+        buttons = ipywidgets.HBox([self._start_button, self._stop_button, self._said])
+        form = [self._choice, self._set, self._hypothesis, self._budget]
+        folder = self._out or going_on(self._flips, self._run.path)
+        if folder is not None and (folder / "pairs.jsonl").is_file():
+            self._feed = FlipFeed(folder)
+        self._begin(ipywidgets.VBox([*form, buttons, self._progress]))
+
+    @staticmethod
+    def _field(words: str, value: str, example: str, layout: dict[str, str]) -> ipywidgets.Text:
+        return ipywidgets.Text(
+            value=value,
+            description=words,
+            placeholder=example,
+            layout=layout,
+            continuous_update=False,
+        )
+
+    def __repr__(self) -> str:
+        return f"Flip({str(self._run.path)!r}, set={self._set.value!r})"
+
+    @property
+    def result(self) -> FlipResult | None:
+        """The verdict; None while there is none."""
+        snapshot = self.snapshot
+        if snapshot is None or snapshot.verdict is None or snapshot.going_on:
+            return None
+        fields = snapshot.verdict
+        low, high = fields["interval"] or (None, None)
+        return FlipResult(
+            verdict=fields["verdict"],
+            grade=fields["class"],
+            reason=fields["reason"],
+            effect=fields["effect"],
+            interval=(low, high),
+            n_pairs=fields["n_pairs"],
+            changes=tuple(fields["changes"]),
+            folder=snapshot.folder,
+            fields=fields,
+        )
+
+    def start(self) -> Path:
+        """Start the flip that the form says, or take the one that was started; returns its folder. Raises
+        BadInput, UsageError."""
+        feed = self._begun()
+        self._wake.set()
+        return feed.folder
+
+    def stop(self) -> None:
+        """End the flip with what was measured; a verdict so far is written."""
+        if self._started is not None:
+            self._started.stop()
+
+    def _start(self) -> str:
+        return f"folder: {self._begun().folder}"
+
+    def _begun(self) -> FlipFeed:
+        # A second click while the first is being answered must not start a second flip.
+        with self._starting:
+            feed = self._feed
+            if feed is None:
+                feed = self._feed = self._start_what_the_form_says()
+        return feed
+
+    def _start_what_the_form_says(self) -> FlipFeed:
+        assignment, hypothesis, budget = self._form()
+        if not assignment:
+            raise UsageError("Flip: expected a setting to change, found none")
+        parse_time("budget", budget)
+        knob = assignment.partition("=")[0].replace(".", "-")
+        folder = self._out or (self._flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
+        self.snapshot = None
+        self._started = start_flip(
+            self._run.path, assignment, folder, hypothesis=hypothesis, budget=budget
+        )
+        return FlipFeed(folder, self._started)
+
+    def _form(self) -> tuple[str, str, str]:
+        return self._set.value.strip(), self._hypothesis.value.strip(), self._budget.value.strip()
+
+    def _choose(self, change: Any) -> None:
+        """The form says what was chosen, on any thread."""
+        found = self._choice.value
+        if found:
+            self._set.value, self._hypothesis.value = found
+
+    # What the thread does
+
+    def tick(self) -> None:
+        """Read the flip, or make the plan that the form asks for."""
+        feed = self._feed
+        if feed is None:
+            self._suggest()
+            self._plan()
+            return
+        was_over = self.is_over
+        snapshot = feed.poll()
+        if not snapshot.going_on and snapshot.verdict is None:
+            # It may have ended after its files were read and before its process was asked for.
+            snapshot = feed.poll()
+        self.snapshot = snapshot
+        self._start_button.disabled = True
+        self._stop_button.disabled = self._started is None or not self._started.is_alive
+        self._show(self._lines(snapshot), figure=snapshot.plan is not None)
+        if self.is_over and not was_over:
+            self._update_still()
+        if self._was_refused(snapshot):
+            # Nothing was begun: the form may say something else, and what was said of it stays until then.
+            self._feed, self._planned = None, self._form()
+            self._start_button.disabled = False
+
+    @staticmethod
+    def _was_refused(snapshot: FlipSnapshot) -> bool:
+        return not snapshot.going_on and snapshot.plan is None and snapshot.verdict is None
+
+    @property
+    def is_over(self) -> bool:
+        return self.snapshot is not None and not self.snapshot.going_on
+
+    def _suggest(self) -> None:
+        if self._suggested:
+            return
+        self._suggested = True
+        found = suspicions(RunFeed(self._run).read_all().view)
+        options = [
+            (f"{s.assignment}   {s.source}"[:160], (s.assignment, s.hypothesis)) for s in found
+        ]
+        self._choice.options = [*self._choice.options, *options]
+
+    def _plan(self) -> None:
+        form = self._form()
+        if form == self._planned:
+            return
+        self._planned = form
+        self._show(self._plan_lines(*form), figure=False)
+
+    def _plan_lines(self, assignment: str, hypothesis: str, budget: str) -> list[str]:
+        if not assignment:
+            return ["name one setting and its other value; `engine spec` lists them"]
+        try:
+            plan = plan_of(self._run.path, assignment, hypothesis, parse_time("budget", budget))
+        except (BadInput, UsageError) as problem:
+            return [str(problem)]
+        return [plan] if isinstance(plan, str) else plan
+
+    def _show(self, lines: list[str], *, figure: bool) -> None:
+        drawn = ""
+        if figure and self.snapshot is not None and self.snapshot.plan is not None:
+            drawn = flip_figure(self.snapshot.plan, self.snapshot.pairs)
+        text = f"{hide_still(self.key)}{drawn}<pre>{html.escape(chr(10).join(lines))}</pre>"
+        if not self.is_closed and self._progress.value != text:
+            self._progress.value = text
+
+    @staticmethod
+    def _lines(snapshot: FlipSnapshot) -> list[str]:
+        if snapshot.going_on:
+            head = snapshot.arm
+        elif snapshot.verdict is not None:
+            head = f"{snapshot.verdict['verdict']} ({snapshot.verdict['class']})"
+        else:
+            head = "it ended without a verdict" if snapshot.plan else "refused"
+        lines = [head, "", *snapshot.lines()]
+        if snapshot.verdict is not None:
+            lines += ["", *verdict_lines(snapshot.verdict)]
+        if snapshot.error:
+            lines += ["", snapshot.error]
+        return [*lines, "", f"folder: {snapshot.folder}"]
+
+    def still(self) -> tuple[list[str], list[str]]:
+        snapshot = self.snapshot
+        if snapshot is None:
+            return [], [f"{self!r}: not started"]
+        figures = [] if snapshot.plan is None else [flip_figure(snapshot.plan, snapshot.pairs)]
+        return figures, self._lines(snapshot)

@@ -1,0 +1,57 @@
+"""Tables of pandas from a run: what a person computes with. pandas is loaded when one is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.errors import UsageError
+from engine.runlog.folder import open_run
+from engine.runlog.table import Table
+from engine.runlog.view import RunView
+from workbench.feed import RunFeed
+
+if TYPE_CHECKING:
+    import pandas
+
+FRAMES = ("steps", "device", "compiles")
+
+
+def frame(run: str | Path, what: str = "steps") -> pandas.DataFrame:
+    """A table of a run by its folder; see `frame_of`. Raises RunLogError."""
+    return frame_of(RunFeed(open_run(Path(run))).read_all().view, what)
+
+
+def frame_of(view: RunView, what: str = "steps") -> pandas.DataFrame:
+    """One row a step (`steps`), a reading (`device`: host and GPUs one below the other, `source` says which)
+    or a compile (`compiles`). Times are unix seconds, sizes bytes; what was absent is NA, NaN what was
+    logged as NaN. Raises UsageError for another word."""
+    import pandas
+
+    if what == "steps":
+        return pandas.DataFrame(_columns(view.steps))
+    if what == "device":
+        parts = [("host", view.hosts)]
+        parts += [(f"gpu{index}", table) for index, table in sorted(view.gpu_tables.items())]
+        frames = [pandas.DataFrame(_columns(table)).assign(source=name) for name, table in parts]
+        return pandas.concat(frames, ignore_index=True)
+    if what == "compiles":
+        return pandas.DataFrame([msgspec.structs.asdict(compiled) for compiled in view.compiles])
+    raise UsageError(f"frame: {what} — expected one of {', '.join(FRAMES)}")
+
+
+def _columns(table: Table) -> dict[str, pandas.Series]:
+    import pandas
+
+    columns = {}
+    for name in table.columns:
+        values = table.values(name)
+        if None in values:
+            # An object column keeps apart what pandas' own float would make one: NaN and absent.
+            found = [pandas.NA if value is None else value for value in values]
+            columns[name] = pandas.Series(found, dtype="object")
+        else:
+            columns[name] = pandas.Series(values, dtype="float64")
+    return columns

@@ -1,0 +1,234 @@
+"""Live: one run in a cell, started here, attached to, or read a year later.
+
+    Live("runs/kd-1")                          a run of this machine: going on, or ended
+    Live("kd.toml", set=["train.steps=50"])    a run to be started, by its button or `start()`
+    Live("kd.toml", out="runs/first")          the same, and once runs/first exists it is attached to
+
+The last form is for notebooks that are run again: after a restart of the kernel the same cell shows the same
+run. A page asks for the run when it is opened or loaded again (`ready`) and gets it thinned, then what is
+added. A kernel that runs a cell does not hear it ask; so, from the display of the widget until it was heard,
+the whole run goes out every PREVIEW_S, thinned further. `window` is the span of time that was last selected with the
+mouse in a chart over time, in unix seconds: `Whys.link_window` takes it.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anywidget
+import ipywidgets
+import traitlets
+
+from engine.errors import BadInput, UsageError
+from engine.evidence.figures import run_figures
+from engine.runlog.folder import RunFolder, is_run, open_run
+from workbench.feed import UNREADABLE, RunFeed, Snapshot
+from workbench.launch import resume_run, start_run, stop_run
+from workbench.notebook.panel import Panel
+from workbench.notebook.stream import Stream
+from workbench.words import alert_words, result_words
+
+if TYPE_CHECKING:
+    import pandas
+
+REFRESH_S = 0.5
+PREVIEW_S, PREVIEW, PREVIEW_PANES = 2.0, 48, ("alerts", "result")
+PREVIEWS_AFTER = 3
+"""Previews that are still sent of a run that has ended: a page may be slow to open."""
+STILL_LIMIT = 100
+
+
+def script(name: str) -> str:
+    """A file for the page from this package, as text: a widget that is given a path is never freed."""
+    return (importlib.resources.files("workbench.notebook") / name).read_text(encoding="utf-8")
+
+
+class RunPlot(anywidget.AnyWidget):
+    """The page's half of Live. Its state is `key` alone: the rows go by messages."""
+
+    _esm = script("live.js")
+    _css = script("live.css")
+    key = traitlets.Unicode().tag(sync=True)
+
+
+class Live(Panel):
+    """One run, live."""
+
+    def __init__(
+        self,
+        run: str | Path | RunFolder,
+        *,
+        set: Sequence[str] = (),
+        out: str | Path | None = None,
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        super().__init__(refresh_s)
+        path = run.path if isinstance(run, RunFolder) else Path(run)
+        self._spec: Path | None = None
+        self._sets, self._out = tuple(set), None if out is None else Path(out)
+        self._feed: RunFeed | None = None
+        self.snapshot: Snapshot | None = None
+        self.window: tuple[float, float] | None = None
+        self._stream, self._asked, self._has_page = Stream(), threading.Event(), False
+        self._previewed, self._previews_left = 0.0, PREVIEWS_AFTER
+        self._starting = threading.Lock()
+        if path.is_file():
+            self._spec = path
+            if self._out is not None and is_run(self._out):
+                self._attach(open_run(self._out))
+        elif set or out is not None:
+            raise BadInput.expected("Live", path, "a spec, where `set` or `out` is given", "none")
+        else:
+            self._attach(open_run(path))
+        self._plot = RunPlot(key=self.key)
+        self._plot.on_msg(self._hear)
+        self._buttons = {
+            name: ipywidgets.Button(description=name, disabled=True, tooltip=tooltip)
+            for name, tooltip in (
+                ("start", "start the run of this spec"),
+                ("stop", "finish the step, save a checkpoint, stop"),
+                ("resume", "continue from the newest checkpoint"),
+            )
+        }
+        self._buttons["start"].on_click(lambda _: self._command("start", self._start))
+        self._buttons["stop"].on_click(lambda _: self._command("stop", self.stop))
+        self._buttons["resume"].on_click(lambda _: self._command("resume", self._resume))
+        self._draw_buttons()
+        row = ipywidgets.HBox([*self._buttons.values(), self._said])
+        self._begin(ipywidgets.VBox([row, self._plot]))
+
+    def __repr__(self) -> str:
+        of = self._spec if self._feed is None else self._feed.run.path
+        return f"Live({str(of)!r})"
+
+    @property
+    def run(self) -> RunFolder | None:
+        """The run; None before it was started."""
+        return None if self._feed is None else self._feed.run
+
+    # What a person does
+
+    def start(self) -> RunFolder:
+        """Start the run of the spec; where it was started already, that one. Returns when it stands on its
+        own feet. Raises BadInput."""
+        self._start()
+        self._wake.set()
+        assert self._feed is not None
+        return self._feed.run
+
+    def stop(self) -> str:
+        """Ask the run to finish its step, save and stop; returns what the engine said."""
+        if self._feed is None:
+            raise UsageError("Live: expected a run that was started, found none")
+        return stop_run(self._feed.run)
+
+    def resume(self) -> RunFolder:
+        """Continue a run that ended before its last step. Raises BadInput."""
+        self._resume()
+        assert self._feed is not None
+        return self._feed.run
+
+    def frame(self, what: str = "steps") -> pandas.DataFrame:
+        """What was read so far as a table of pandas: steps, device or compiles."""
+        from workbench.notebook.frames import frame_of
+
+        if self.snapshot is None:
+            raise UsageError("Live: expected a run that was read, found none yet", hint="wait()")
+        return frame_of(self.snapshot.view, what)
+
+    def _start(self) -> str:
+        if self._spec is None:
+            raise UsageError(f"{self!r}: expected a spec to start, found a run")
+        # A second click while the first is being answered must not start a second run.
+        with self._starting:
+            if self._feed is None:
+                self._attach(start_run(self._spec, self._sets, self._out))
+        assert self._feed is not None
+        return f"started {self._feed.run.path}"
+
+    def _resume(self) -> str:
+        if self._feed is None:
+            raise UsageError("Live: expected a run that was started, found none")
+        resume_run(self._feed.run)
+        self._wake.set()
+        return f"resumed {self._feed.run.path}"
+
+    def _attach(self, run: RunFolder) -> None:
+        # The page thins the rows for itself: traces, which cost a second of a million rows, are not drawn.
+        self._feed = RunFeed(run, columns={})
+
+    # What the thread does
+
+    def tick(self) -> None:
+        """Read the run; send what is new to the page, if there is one."""
+        feed = self._feed
+        if self._asked.is_set():
+            self._asked.clear()
+            self._has_page = True
+            self._stream.reset()
+        if feed is None:
+            if self._has_page:
+                panes = {"status": f"{self._spec}: not started"}
+                self._plot.send({"kind": "words", "panes": panes})
+                self._has_page = False
+            return
+        was_over = self.is_over
+        snapshot = self.snapshot = feed.poll()
+        self._draw_buttons()
+        if self._has_page or self._asked.is_set():
+            self._has_page = True
+            for message in self._stream.messages(snapshot):
+                self._plot.send(message.content, list(message.buffers))
+        elif self._shown and not snapshot.behind:
+            self._preview(snapshot)
+        if self.is_over and not was_over:
+            self._update_still()
+        if snapshot.behind:
+            self._wake.set()
+
+    def _preview(self, snapshot: Snapshot) -> None:
+        """The whole run in little, for a page whose question is not heard while a cell runs."""
+        now = time.monotonic()
+        if now - self._previewed < PREVIEW_S or not self._previews_left:
+            return
+        self._previewed = now
+        self._previews_left = self._previews_left - 1 if snapshot.has_ended else PREVIEWS_AFTER
+        for message in Stream(history=PREVIEW, panes=PREVIEW_PANES).messages(snapshot):
+            self._plot.send(message.content, list(message.buffers))
+
+    @property
+    def is_over(self) -> bool:
+        return self.snapshot is not None and self.snapshot.has_ended and not self.snapshot.behind
+
+    def still(self) -> tuple[list[str], list[str]]:
+        snapshot = self.snapshot
+        if snapshot is None:
+            return [], [f"{self!r}: nothing was read yet"]
+        lines = [f"{snapshot.run.name}: {snapshot.status}", *result_words(snapshot)]
+        lines += alert_words(snapshot)
+        return run_figures(snapshot.view, limit=STILL_LIMIT), lines
+
+    def _draw_buttons(self) -> None:
+        snapshot = self.snapshot
+        goes_on = snapshot is not None and (snapshot.alive.trainer or snapshot.alive.supervisor)
+        ended = snapshot is not None and snapshot.has_ended and not goes_on
+        whole = snapshot is not None and snapshot.state in ("completed", UNREADABLE)
+        self._buttons["start"].disabled = self._spec is None or self._feed is not None
+        self._buttons["stop"].disabled = not goes_on
+        self._buttons["resume"].disabled = not ended or whole
+
+    def _hear(self, _: Any, content: dict[str, Any], __: Any) -> None:
+        """A message of a page, on any thread."""
+        if content.get("kind") == "ready":
+            self._asked.set()
+            self._wake.set()
+        elif content.get("kind") == "window" and self.snapshot is not None:
+            begin = self.snapshot.view.first_unix_s or 0.0
+            self.window = (begin + float(content["from"]), begin + float(content["to"]))
+            seconds = float(content["to"]) - float(content["from"])
+            self._say(f"window of {seconds:.1f} s selected")

@@ -1,0 +1,160 @@
+"""What Live and Flip have in common: a thread that polls, a command in another, and two outputs in the cell.
+
+A cell gets two outputs. The first is the widget. The second is a still: SVG and text, drawn anew when
+something ends and now and then between. JupyterLab shows an error in the place of a widget whose kernel is
+gone, whatever else that output carries; so the still is an output of its own, which the live widget hides
+while it has something to show.
+
+Callbacks of a page may come on any thread: they set an event or start a thread, and return. `tick` alone
+reads and sends, on the polling thread. `close` may be called twice.
+"""
+
+from __future__ import annotations
+
+import html
+import threading
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ipywidgets
+
+from engine.errors import EngineError
+from workbench.notebook.outputs import replace, show
+
+STILL_EVERY_S = 60.0
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
+    """A page's part that needs no script: figures as SVG, then lines."""
+    said = html.escape("\n".join(lines))
+    return f'<div data-apr-static="{html.escape(key)}">{"".join(figures)}<pre>{said}</pre></div>'
+
+
+def hide_still(key: str) -> str:
+    """A style that hides the still while the live widget that holds it is on the page."""
+    return f'<style>[data-apr-static="{html.escape(key)}"] {{ display: none; }}</style>'
+
+
+def close_tree(widget: ipywidgets.Widget) -> None:
+    """Close a widget, those inside it, and the layout and style that each has as widgets of their own."""
+    for child in getattr(widget, "children", ()):
+        close_tree(child)
+    for name in ("layout", "style"):
+        part = getattr(widget, name, None)
+        if isinstance(part, ipywidgets.Widget):
+            part.close()
+    widget.close()
+
+
+class Panel(ABC):
+    """A widget fed by a polling thread; `_begin` starts it once the widget is built."""
+
+    def __init__(self, refresh_s: float) -> None:
+        self.key = uuid.uuid4().hex[:12]
+        self._refresh_s = refresh_s
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._ended = threading.Condition()
+        self._shown, self._still_at = False, 0.0
+        self._root: ipywidgets.Widget | None = None
+        self._said = ipywidgets.Label()
+        self._thread = threading.Thread(target=self._poll, name=f"apr-{self.key}", daemon=True)
+
+    def _begin(self, root: ipywidgets.Widget) -> None:
+        self._root = root
+        self._thread.start()
+
+    @abstractmethod
+    def tick(self) -> None:
+        """Read what is new and send it; called on the polling thread."""
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Whether what is shown has ended: then `wait` returns."""
+
+    @abstractmethod
+    def still(self) -> tuple[list[str], list[str]]:
+        """Figures as SVG, and lines, of how it stands."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended; False when the time was up first. The kernel is busy meanwhile:
+        for cells that need the result."""
+        with self._ended:
+            return self._ended.wait_for(lambda: self.is_over or self.is_closed, timeout_s)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing.is_set()
+
+    def close(self) -> None:
+        """End the thread and every comm; what is shown goes on by itself."""
+        if self.is_closed:
+            return
+        self._closing.set()
+        self._wake.set()
+        with self._ended:
+            self._ended.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+        if self._root is not None:
+            close_tree(self._root)
+        self._update_still()
+
+    def _poll(self) -> None:
+        while not self.is_closed:
+            self._wake.clear()
+            try:
+                self.tick()
+            except (EngineError, OSError) as problem:
+                # A file that another process is just making or taking away: the next tick sees more.
+                self._say(str(problem))
+            with self._ended:
+                self._ended.notify_all()
+            if self._shown and time.monotonic() - self._still_at > STILL_EVERY_S:
+                self._update_still()
+            self._wake.wait(self._refresh_s)
+
+    # Commands
+
+    def _command(self, name: str, call: Callable[[], object]) -> None:
+        """Run a command of the engine in a thread; what it says, or why it refused, is shown."""
+
+        def work() -> None:
+            try:
+                said = str(call() or "")
+            except EngineError as error:
+                said = str(error)
+            self._say(said)
+            self._wake.set()
+
+        self._say(f"{name}: asking the engine")
+        threading.Thread(target=work, name=f"apr-{name}", daemon=True).start()
+
+    def _say(self, text: str) -> None:
+        if not self.is_closed:
+            self._said.value = text
+
+    # Outputs
+
+    def _ipython_display_(self) -> None:
+        figures, lines = self.still()
+        if self._root is not None and not self.is_closed:
+            view = {"version_major": 2, "version_minor": 0, "model_id": self._root.model_id}
+            show({VIEW: view, "text/plain": repr(self)})
+        self._shown, self._still_at = True, time.monotonic()
+        show(self._bundle(figures, lines), self.key)
+
+    def _update_still(self) -> None:
+        if self._shown:
+            self._still_at = time.monotonic()
+            replace(self._bundle(*self.still()), self.key)
+
+    def _bundle(self, figures: Sequence[str], lines: Sequence[str]) -> dict[str, Any]:
+        return {
+            "text/html": still_html(self.key, figures, lines),
+            "text/plain": "\n".join(lines),
+        }
