@@ -1,6 +1,7 @@
 # make demo   a live distillation on screen (headless without a terminal)
 # make test   the whole suite               make check   format, lint, types, import layers
-# Both make .venv first, at the versions in constraints.txt.
+# make contracts   run what the contracts promise, then plant each bug and see it caught
+# All make .venv first, at the versions in constraints.txt.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -8,7 +9,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo test check format soak fuzz gpu wheel clean
+.PHONY: demo test check contracts format soak notebooks fuzz gpu wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -23,12 +24,21 @@ check: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Unknown (exit 2) is not a failure of the code: a test of a GPU is unknown where there is none.
+contracts: .venv/.dev
+	$(BIN)/engine contracts validate
+	$(BIN)/engine contracts run --jobs 2 $(ARGS) || test $$? -eq 2
+
 format: .venv/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 soak: .venv/.dev
-	$(BIN)/python -m pytest -q -m "soak and not fuzz" --timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 $(ARGS)
+
+# The notebooks in a real JupyterLab and Chromium; pictures of what was seen go to build/screenshots.
+notebooks: .venv/.dev
+	APR_SCREENSHOTS=$${APR_SCREENSHOTS:-build/screenshots} $(BIN)/python -m pytest -v -m soak --timeout=600 tests/test_notebook_browser.py $(ARGS)
 
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -q -m fuzz --timeout=3600 $(ARGS)
