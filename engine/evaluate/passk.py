@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 
+# contract: eval-no-fake-pass-v1
 def pass_at_k(count: int, right: int, k: int) -> float:
     """Of one problem: `right` of `count` programs are right; k is at most `count`."""
     assert 0 <= right <= count and 1 <= k <= count
@@ -21,6 +22,7 @@ def pass_at_k(count: int, right: int, k: int) -> float:
     return 1 - math.comb(count - right, k) / math.comb(count, k)
 
 
+# contract: eval-no-fake-pass-v1
 def mean_pass_at_k(results: Sequence[tuple[int, int]], k: int) -> float | None:
     """Of pairs (count, right), one for each problem; None without a problem, and where one has fewer
     than k programs: neither is a share of nothing.

@@ -248,6 +248,7 @@ def _limits(cpu_s: int) -> Mapping[str, int]:
     }
 
 
+# contract: eval-no-fake-pass-v1
 def _verdict(said: bytes, status: int | None, nonce: str) -> Trial:
     try:
         record = json.loads(said)

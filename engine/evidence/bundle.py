@@ -65,8 +65,12 @@ class Bundle:
         bundle = cls(path)
         try:
             bundle.save(finding, blobs)
-        except BaseException:
+            # Its files are synced into it; its own name is the parent's.
+            sync_folder(folder)
+        except BaseException as error:
             shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise write_error("finding", path, "to reach the disk", error) from error
             raise
         return bundle
 

@@ -188,6 +188,7 @@ class _Cache:
         return self._decoder.logits_of(hidden_BTD[:, -1:])[:, 0]
 
 
+# contract: eval-no-fake-pass-v1
 def next_token(
     logits_V: Tensor, sampling: Sampling, random: torch.Generator, where: str = "logits"
 ) -> int:
