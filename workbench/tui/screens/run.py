@@ -93,9 +93,9 @@ class RunScreen(PollingScreen):
         TextPane { scrollbar-size-vertical: 1; }
         #loss { height: 2fr; padding: 0; }
         #pace { height: 1fr; padding: 0; }
-        #device { height: auto; max-height: 10; }
-        #decisions { min-height: 6; }
-        #result { height: auto; max-height: 14; }
+        #device { height: auto; max-height: 9; }
+        #decisions { min-height: 5; }
+        #result { height: auto; max-height: 12; }
     }
     RunScreen.-ended #top { height: 3fr; }
     RunScreen.-tabs, RunScreen.-single, RunScreen.-zoomed {
