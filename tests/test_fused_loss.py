@@ -103,7 +103,7 @@ class Case:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return float((found.detach().double() - wanted.double()).norm() / wanted.double().norm())
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from textual import on
 from textual.app import App
+from textual.binding import Binding, BindingType
 from textual.filter import LineFilter
 
 from engine.runlog.folder import RunFolder, is_run
 from workbench.feed import RunFeed, RunsFeed
+from workbench.tui.context import Context
+from workbench.tui.places import PLACES, place
 from workbench.tui.printable import Printable
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.screens.runs import RunsScreen
@@ -26,6 +30,10 @@ class WorkbenchApp(App[None]):
 
     TITLE = "apr-workbench"
     ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(place.key, f"visit('{place.name}')", place.name, show=False, tooltip=place.tooltip)
+        for place in PLACES
+    ]
 
     def __init__(
         self,
@@ -36,18 +44,26 @@ class WorkbenchApp(App[None]):
         ascii_only: bool = False,
     ) -> None:
         super().__init__()
-        self._paths = tuple(paths)
-        self._refresh_s, self._read_only, self._ascii_only = refresh_s, read_only, ascii_only
+        self.context = Context(tuple(paths), refresh_s, read_only, ascii_only)
         self._printable = Printable(ascii_only=ascii_only)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return [*super().get_line_filters(), self._printable]
 
     def on_mount(self) -> None:
-        if len(self._paths) == 1 and is_run(self._paths[0]):
-            self._open(RunFolder(self._paths[0]))
+        folders = self.context.folders
+        if len(folders) == 1 and is_run(folders[0]):
+            self._open(RunFolder(folders[0]))
         else:
-            self.push_screen(RunsScreen(RunsFeed(self._paths), refresh_s=self._refresh_s))
+            self.push_screen(RunsScreen(RunsFeed(folders), refresh_s=self.context.refresh_s))
+
+    def action_visit(self, name: str) -> None:
+        """Open a place; the one that is on screen already stays as it is."""
+        screen = self.screen
+        run = screen.run if isinstance(screen, RunScreen) else None
+        built = place(name).build(self.context, run)
+        if type(built) is not type(screen):
+            self.push_screen(built)
 
     @on(RunsScreen.Opened)
     def open_run(self, message: RunsScreen.Opened) -> None:
@@ -58,8 +74,8 @@ class WorkbenchApp(App[None]):
         self.push_screen(
             RunScreen(
                 RunFeed(run),
-                refresh_s=self._refresh_s,
-                read_only=self._read_only,
-                ascii_only=self._ascii_only,
+                refresh_s=self.context.refresh_s,
+                read_only=self.context.read_only,
+                ascii_only=self.context.ascii_only,
             )
         )

@@ -14,6 +14,7 @@ from textual.events import DescendantFocus, Resize
 from textual.widget import Widget
 
 from engine.errors import EngineError
+from engine.runlog.folder import RunFolder
 from workbench.feed import UNREADABLE, RunFeed, Snapshot
 from workbench.launch import resume_run, stop_run
 from workbench.suspicions import suspicions
@@ -123,6 +124,11 @@ class RunScreen(PollingScreen):
         self._feed, self._read_only, self._ascii_only = feed, read_only, ascii_only
         self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed, self._paused = "loss", False, False
+
+    @property
+    def run(self) -> RunFolder:
+        """The run that is shown."""
+        return self._feed.run
 
     def compose(self) -> ComposeResult:
         ascii_only = self._ascii_only

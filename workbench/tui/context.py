@@ -1,0 +1,20 @@
+"""What every screen is told: the folders looked at, how often, and what it may do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The choices of one start of the workbench."""
+
+    folders: tuple[Path, ...]
+    """As named on the command line: folders of runs, or the folder of one run."""
+    refresh_s: float = 1.0
+    """Seconds between two looks."""
+    read_only: bool = False
+    """Nothing may be started, stopped, killed or written."""
+    ascii_only: bool = False
+    """Only ASCII characters may be drawn."""
