@@ -11,6 +11,7 @@ from typing import Any
 from engine.experiments.judge import Pair
 from engine.experiments.outcome import Outcome
 from engine.experiments.plan import Change, Plan
+from engine.experiments.statistics import LEVEL, PRIOR_WEIGHT
 from engine.spec import RunSpec
 from engine.verdict import Level, Verdict
 
@@ -45,6 +46,8 @@ def plan(*changes: Change, **fields: Any) -> Plan:
         "metric": "step_s",
         "margin": 0.05,
         "alpha": 0.05,
+        "level": LEVEL,
+        "prior_weight": PRIOR_WEIGHT,
         "pairs_min": 4,
         "pairs_max": 16,
         "steps": 12,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,3 +163,18 @@ def test_an_arm_that_ended_early_has_fewer_steps_to_compare_and_no_other_ones() 
     assert equal(plan(THREADS), outcome("A"), before_any).level == Level.PASS
     other = outcome("B", facts=FACTS | {"tokens per step": [128, 64]})
     assert equal(plan(THREADS), outcome("A"), other).level == Level.FAIL
+
+
+def test_a_run_that_was_read_as_often_as_the_other_was_not_flipped(tmp_path: Path) -> None:
+    change = Change(key="watch.sample_seconds", a=1.0, b=0.0)
+    made = plan(change)
+    write_arms(tmp_path, made)
+    a = outcome("A", facts=FACTS | {"device": "cuda"}, slowed=0.0, readings=30)
+    b = outcome("B", facts=FACTS | {"device": "cuda"}, readings=0)
+    assert flipped(made, a, b, tmp_path).level == Level.PASS
+    assert equal(made, a, b).level == Level.PASS
+    same = replace(b, readings=30)
+    said = flipped(made, a, same, tmp_path)
+    assert said.level == Level.FAIL and "30 readings of the machine in A, 30 in B" in said.reason
+    back = plan(Change(key=change.key, a=0.0, b=1.0))
+    assert flipped(back, a, b, tmp_path).level == Level.FAIL

@@ -79,3 +79,13 @@ def test_a_healthy_run_raises_nothing(kit: Kit, tmp_path: Path, run: Path) -> No
     assert (
         "could not judge" in judged.stdout and "gpu_idle: the run computes on cpu" in judged.stdout
     )
+
+
+def test_a_run_that_asks_for_no_readings_has_none_and_trains(
+    kit: Kit, tmp_path: Path, run: Path
+) -> None:
+    spec = kit.spec(tmp_path, train__steps=2, watch__sample_seconds=0)
+    assert engine("distill", spec, "--out", run).returncode == 0
+    view = wait_until_ended(run).view
+    assert view.last_step == 2 and view.facts
+    assert len(view.hosts) == 0 and not view.gpu_tables

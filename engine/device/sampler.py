@@ -68,6 +68,7 @@ class Sampler:
         host: Host | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
+        tick_s: float = TICK_S,
         slow_every: int = 10,
     ) -> None:
         """`nvml` is what `open_nvml()` gave; `clock` is in seconds and never goes back."""
@@ -76,7 +77,7 @@ class Sampler:
         self._host = host or Host()
         self._clock = clock
         self._slow_every = slow_every
-        self.tick_s = TICK_S
+        self.tick_s = tick_s
         """Seconds from one tick to the next."""
         self._duty = _Duty()
         self._known_duty = absent(_TWO_LOOKS, "the sampler's clock")

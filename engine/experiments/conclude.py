@@ -36,14 +36,14 @@ from engine.experiments.record import (
     FlipVerdict,
     raw_runs,
 )
-from engine.experiments.statistics import PRIOR_WEIGHT, Interval
+from engine.experiments.statistics import Interval
 from engine.experiments.surroundings import Surroundings
 from engine.units import format_bytes
 from engine.verdict import Level, Verdict
 
 FOREIGN_BYTES = 1 << 30
 """Less is what a driver and a display hold."""
-METHOD = f"anytime-valid paired t mixture of ln(B/A), g = {PRIOR_WEIGHT:g}; one process a run"
+METHOD = "anytime-valid paired t mixture of ln(B/A), g = {:g}; one process a run"
 
 
 def conclude(
@@ -74,8 +74,8 @@ def conclude(
         margin=plan.margin,
         effect=None if interval is None else interval.ratio,
         interval=_ends(interval),
-        level=1 - plan.alpha,
-        method=METHOD,
+        level=plan.level,
+        method=METHOD.format(plan.prior_weight),
         n_pairs=0 if interval is None else interval.pairs,
         pairs_run=len(flip.pairs),
         pairs_needed=judgement.pairs_needed,

@@ -123,7 +123,9 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
 def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
     """Of the pairs in which both arms completed."""
     differences = [d for p in pairs if p.complete and (d := p.difference) is not None]
-    return anytime_interval(differences, alpha=plan.alpha) if differences else None
+    if not differences:
+        return None
+    return anytime_interval(differences, alpha=1 - plan.level, prior_weight=plan.prior_weight)
 
 
 def proofs_of(pairs: Sequence[Pair]) -> dict[str, Verdict | None]:
@@ -254,5 +256,5 @@ def _in_words(plan: Plan, word: str, interval: Interval) -> str:
     low, high = math.expm1(interval.low), math.expm1(interval.high)
     seen = f"{change:+.1%} [{low:+.1%}, {high:+.1%}] after {count_of(interval.pairs)}"
     if word == EQUIVALENT:
-        return f"B's {plan.metric} is the same as A's within {plan.margin:.0%}: {seen}"
+        return f"B's {plan.metric} is the same as A's within {100 * plan.margin:g} %: {seen}"
     return f"B's {plan.metric} is {'less' if word == FASTER else 'more'} than A's: {seen}"

@@ -54,6 +54,8 @@ class Outcome:
     """Launches of each kernel; None where the run counted none."""
     slowed: float | None = None
     """Share of the measured time in which heat or a power brake held the clocks down."""
+    readings: int = 0
+    """Looks at the machine while it ran."""
     late_compiles: int = 0
     """Kernels that a step had to wait for after the warm-up."""
     alerts: list[str] = field(default_factory=list)
@@ -111,6 +113,7 @@ def sum_up(
         facts=_facts(view),
         kernels=_launches(view),
         slowed=_mean(_first_gpu(view), "slowed", window),
+        readings=len(view.hosts),
         late_compiles=sum(event.after_warm_up for event in view.compiles),
         alerts=sorted(view.alerts),
         gpu_used_before_bytes=(view.facts or {}).get("gpu0_memory_used_bytes"),

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput, SpecError
-from engine.experiments.statistics import ALPHA
+from engine.experiments.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.runlog.folder import RunFolder
 from engine.spec import RunSpec, build_spec, load_spec, parse_set
 
@@ -43,6 +43,8 @@ METRICS = {
     "energy_per_token_j": "energy of the GPU over the measured steps by tokens, joules; less is better",
     "final_loss": "mean loss of the last quarter of the steps, nats; less is better",
 }
+OLDER = {"level": 0.95, "prior_weight": 10.0}
+"""What plans that do not name these were made with."""
 EXTERNAL = ("run",)
 """Sections that are no part of the experiment: where a run is kept."""
 
@@ -68,6 +70,7 @@ class Plan:
     margin: float
     """Share below which a difference does not matter: 0.05 is 5 %."""
     alpha: float
+    """A verdict is wrong in at most this share of experiments, however often one looks."""
     pairs_min: int
     pairs_max: int
     steps: int
@@ -87,6 +90,10 @@ class Plan:
     """Settings of arm A."""
     source: str
     """Spec file or run folder that A comes from."""
+    level: float = OLDER["level"]
+    """Of the interval that decides."""
+    prior_weight: float = OLDER["prior_weight"]
+    """g of that interval."""
 
     @property
     def sha256(self) -> str:
@@ -103,7 +110,11 @@ class Plan:
         return "+".join(change.key.replace(".", "-") for change in self.changes)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, allow_nan=False)
+        fields = dataclasses.asdict(self)
+        for name, value in OLDER.items():
+            if fields[name] == value:
+                del fields[name]  # as the plan was written, so that its hash stays what it was
+        return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False)
 
     def order(self) -> list[bool]:
         """For each pair whether B runs first: a fair coin of `order_seed` for each two pairs, which run
@@ -131,9 +142,9 @@ class Plan:
         able to tell on this machine before its verdict counts as measured."""
         return dataclasses.replace(
             self,
-            hypothesis=f"A made slower by {2 * self.margin:.0%} is seen as slower"
+            hypothesis=f"A made slower by {200 * self.margin:g} % is seen as slower"
             if slow
-            else f"two runs of the same spec differ in {self.metric} by less than {self.margin:.0%}",
+            else f"two runs of the same spec differ in {self.metric} by less than {100 * self.margin:g} %",
             changes=(),
             order_seed=self.order_seed + (2 if slow else 1),
             slow_a_by=2 * self.margin if slow else 0.0,
@@ -188,6 +199,8 @@ def make_plan(
         metric=metric,
         margin=margin,
         alpha=ALPHA,
+        level=LEVEL,
+        prior_weight=PRIOR_WEIGHT,
         pairs_min=PAIRS_MIN,
         pairs_max=pairs_max,
         steps=steps,
@@ -261,4 +274,4 @@ def _shortened(spec: RunSpec, steps: int) -> dict[str, dict[str, Any]]:
 
 def _default_hypothesis(changes: Sequence[Change], metric: str, margin: float) -> str:
     what = " and ".join(str(change) for change in changes) or "nothing"
-    return f"{what} changes {metric} by more than {margin:.0%}"
+    return f"{what} changes {metric} by more than {100 * margin:g} %"

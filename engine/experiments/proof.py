@@ -14,6 +14,7 @@ verdict is a screen and no measurement. A faster arm that computes something els
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from engine.runlog.folder import RunFolder
 from engine.verdict import Level, Verdict, lowest
 
 SLOW_KEY = "compute.slow_by"
+SAMPLING = "watch.sample_seconds"
 SLOWED_SHARE = 0.1
 """Clocks held down by heat in one arm so much more of the time than in the other make a pair worthless;
 a judgement, not a law."""
@@ -45,6 +47,7 @@ def flipped(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
     verdicts += [_decided(change, a, b) for change in plan.changes]
     if {"teacher.kernel", BACKEND} & plan.keys:
         verdicts.append(_other_kernels(a, b))
+    verdicts += [_other_readings(change, a, b) for change in plan.changes if change.key == SAMPLING]
     return lowest(verdicts)
 
 
@@ -111,6 +114,15 @@ def _other_kernels(a: Outcome, b: Outcome) -> Verdict:
     return Verdict(Level.PASS, f"kernels of A alone: {only[0]}; of B alone: {only[1]}")
 
 
+def _other_readings(change: Change, a: Outcome, b: Outcome) -> Verdict:
+    """Whether the arm that asked for more readings of the machine has them."""
+    text = f"{a.readings} readings of the machine in A, {b.readings} in B"
+    often, seldom = (a, b) if 0 < change.a < (change.b or math.inf) else (b, a)
+    if often.readings <= seldom.readings:
+        return Verdict(Level.FAIL, f"NotFlipped: {text}")
+    return Verdict(Level.PASS, text)
+
+
 def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
     """Whether nothing else differs: no device, precision, batch or model fell back."""
     for name, may_change in FACTS.items():
@@ -133,6 +145,9 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
     ]
     if missing:
         return Verdict(Level.UNKNOWN, f"not in both logs: {', '.join(missing)}")
+    if SAMPLING in plan.keys:
+        text = "device, precision, rows, tokens and models are the same; clocks are read as planned"
+        return Verdict(Level.PASS, text)
     if a.facts["device"] != CPU and None in (a.slowed, b.slowed):
         text = "no reading of the clocks fell into the measured steps of both arms"
         return Verdict(Level.UNKNOWN, text)

@@ -12,7 +12,10 @@ Student t tests over the effect, right-Haar prior on the scale, g-prior of weigh
     [mean - h, mean + h]
 
 The margin is what is too small to matter (5 % by default). An interval that lies outside the margin
-decides, one inside it says the arms are equivalent, any other asks for more pairs.
+decides, one inside it says the arms are equivalent, any other asks for more pairs. Each of these is a
+claim about one side (more than the margin, less than minus the margin, and for equivalence the two
+opposite ones, as in two one-sided tests), so a verdict that is wrong in at most `ALPHA` of experiments takes
+the interval of level 1 - 2 ALPHA, each end of which is passed with probability ALPHA.
 
 Validity assumes that the d are independent and roughly normal. `diagnose` looks for what would break
 that (order, trend, autocorrelation, a sign test that disagrees) and its findings make a verdict
@@ -32,8 +35,9 @@ from itertools import pairwise
 from engine.experiments.student import t_quantile, t_tail
 
 ALPHA = 0.05
-PRIOR_WEIGHT = 10.0
-"""g: with 10 the interval is finite from three pairs on."""
+LEVEL = 1 - 2 * ALPHA
+PRIOR_WEIGHT = 2.0
+"""g: the narrowest interval at eight pairs, and finite from the four with which a verdict begins."""
 AUTOCORRELATION_LIMIT = 0.5
 AUTOCORRELATION_ERRORS = 2.58
 """Independent pairs correlate by 1 / sqrt(n) at random, so that a few of them pass 0.5 by chance in one

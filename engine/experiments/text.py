@@ -28,7 +28,7 @@ def plan_lines(plan: Plan) -> list[str]:
     return [
         f"hypothesis: {plan.hypothesis}",
         *(f"{what}: {change.key}  A {change.a!r}  B {change.b!r}" for change in plan.changes),
-        f"metric: {plan.metric} ({METRICS[plan.metric]}), margin {plan.margin:.1%}, level {1 - plan.alpha:.0%}",
+        f"metric: {plan.metric} ({METRICS[plan.metric]}), margin {plan.margin:.1%}, level {plan.level:.0%}",
         f"pairs: {plan.pairs_min} to {plan.pairs_max} of {plan.steps} steps, the first {plan.warm_up_steps} warm up,"
         f" order by seed {plan.order_seed}",
         f"source: {plan.source}",

@@ -298,6 +298,12 @@ class MemorySection:
         "or only say so (report).",
         allowed=("enforce", "report"),
     )
+    limit_gib: float = setting(
+        0.0,
+        "Most GiB of the device's memory that the run may take; 0 is all that is free. Where it is short, the loss "
+        "takes smaller chunks, then the teacher stays in its blocks, then activations are made again.",
+        low=0.0,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +331,12 @@ class WatchSection:
         "What to do when the machine runs out of memory and all its processes wait for it: stop the run, which "
         "saves, before nobody can reach the machine (stop), or only report it.",
         allowed=("report", "stop"),
+    )
+    sample_seconds: float = setting(
+        1.0,
+        "Seconds between two readings of the GPU and the host, made longer where reading costs more than 0.5 % of "
+        "the time; 0 takes none, which serves to measure what watching costs.",
+        low=0,
     )
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import shlex
@@ -52,7 +53,7 @@ from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.recover import repair
 from engine.runlog.write import LogWriter
-from engine.spec import spec_from_dict
+from engine.spec import RunSpec, spec_from_dict
 from engine.supervise.attribution import attribute_exit, exception_name, find_kernel_line
 from engine.supervise.clocks import ClockWatch
 from engine.supervise.last_memory import memory_words
@@ -130,8 +131,10 @@ class _Supervisor:
         facts = read_facts(nvml=nvml)
         self.integrated_gpu = facts.has_integrated_gpu is True
         self._write_device(FactsRead(facts=facts.as_event_fields()))
-        sampler = Sampler(lambda: trainer.pid, nvml=nvml)
-        next_tick = next_sample = time.monotonic()
+        every_s = _spec(self.run).watch.sample_seconds
+        sampler = Sampler(lambda: trainer.pid, nvml=nvml, tick_s=every_s)
+        next_tick = time.monotonic()
+        next_sample = next_tick if every_s else math.inf
         while True:
             if time.monotonic() >= next_sample:
                 next_sample = max(next_sample + sampler.tick_s, time.monotonic())
@@ -260,10 +263,14 @@ def _tail(path: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
+def _spec(run: RunFolder) -> RunSpec:
+    return spec_from_dict(json.loads(run.effective.read_text())["spec"])
+
+
 def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
     """The trainer process, and our end of the pipe that tells it we live."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    spec = _spec(run)
     ranks = spec.compute.gpus
     module = shlex.split(os.environ.get(TRAINER, ""))
     if not module:
