@@ -18,9 +18,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
 from conftest import Kit
-from running import environment
+from running import engine, environment
 
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("default")]
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -29,6 +30,30 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 TOKEN = "a-token-of-this-test"
 DEADLINE_S = 150.0
+EIGHT = (
+    """\
+import os
+from pathlib import Path
+from IPython.display import display
+from workbench.notebook import Live
+runs = Path(os.environ["APR_NOTEBOOK_RUNS"])
+first = Live(os.environ["APR_NOTEBOOK_SPEC"], set=["train.steps=400"], out=runs / "eight")
+first.start()
+panels = [first, *(Live(runs / "eight") for _ in range(7))]""",
+    "display(*panels)",
+    "print('the window is', panels[-1].window)",
+)
+"""A page of eight widgets on one run, and what was selected in the last of them."""
+LATE = """async () => {
+  const late = [];
+  for (let i = 0; i < 100; i++) {
+    const begun = performance.now();
+    await new Promise(done => setTimeout(done, 20));
+    late.push(performance.now() - begun - 20);
+  }
+  return late.sort((a, b) => a - b);
+}"""
+"""How late a page's timers of 20 ms are, in milliseconds: what a click would wait."""
 CHARTS = "[...document.querySelectorAll('.apr-live canvas')].map(c => c.toDataURL()).join()"
 
 if CHROMIUM is None:
@@ -40,8 +65,11 @@ def folder(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Notebooks and a spec whose run takes some seconds, so that it can be watched."""
     folder = tmp_path_factory.mktemp("lab")
     kit.spec(folder, train__steps=2500, eval__every=250, checkpoint__every=0)
-    for name in ("01_first_run.ipynb", "02_dispatch_flip.ipynb"):
-        shutil.copy(NOTEBOOKS / name, folder)
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        shutil.copy(path, folder)
+    notebook = nbformat.read(NOTEBOOKS / "01_first_run.ipynb", 4)
+    notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in EIGHT]
+    nbformat.write(notebook, folder / "08_widgets.ipynb")
     return folder
 
 
@@ -53,6 +81,7 @@ def lab(folder: Path) -> Iterator[str]:
         "APR_NOTEBOOK_RUNS": str(folder / "runs"),
         "APR_NOTEBOOK_FLIP": "compute.slow_by=3",
         "APR_NOTEBOOK_BUDGET": "60s",
+        "APR_NOTEBOOK_EVIDENCE": str(NOTEBOOKS.parent / "evidence"),
         # A lock of its own, so that tests beside this one may flip too.
         "XDG_STATE_HOME": str(folder / "state"),
         "JUPYTER_CONFIG_DIR": str(folder / ".jupyter"),
@@ -186,7 +215,7 @@ def test_the_first_run_is_seen_growing_and_survives_the_kernel(
     command(page, "notebook:run-all-cells")
     page.wait_for_selector(".apr-live canvas")
     until(lambda: "COMPLETED" in status(page), "the same run")
-    assert [path.name for path in (folder / "runs").iterdir()] == ["first"]
+    assert [path.name for path in (folder / "runs").glob("first*")] == ["first"]
 
 
 def test_a_flip_is_started_by_a_click_and_its_verdict_read_from_the_page(
@@ -205,3 +234,62 @@ def test_a_flip_is_started_by_a_click_and_its_verdict_read_from_the_page(
     shoot("02-verdict")
     (written,) = (folder / "runs" / "flips").glob("*/verdict.json")
     assert f'"verdict": "{found[1]}"' in written.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("03_five_whys.ipynb", "pieces of evidence checked"),
+        ("04_reading_a_past_run.ipynb", "'(pass|unknown)'"),
+        ("05_a_7b_teacher_on_one_gpu.ipynb", "the figures above are those of the committed run"),
+    ],
+)
+def test_a_notebook_runs_top_to_bottom_without_an_error(
+    page: sync_api.Page, lab: str, folder: Path, shoot: Callable[[str], Path], name: str, last: str
+) -> None:
+    if name.startswith("04") and not (folder / "runs" / "past").exists():
+        done = engine("distill", folder / "spec.toml", "--out", folder / "runs" / "past")
+        assert done.returncode == 0, done.stderr
+    open_notebook(page, lab, name)
+    command(page, "notebook:run-all-cells")
+
+    def ended() -> bool:
+        text = page.inner_text(".jp-Notebook")
+        assert "Traceback (most recent call last)" not in text
+        return bool(re.search(last, text))
+
+    until(ended, f"{last!r}")
+    shoot(name[:2])
+    if name.startswith("03"):
+        assert "root cause: set the rate" in page.inner_text(".jp-Notebook")
+
+
+def test_eight_widgets_on_one_page_stay_responsive_and_a_drag_selects_a_time(
+    page: sync_api.Page, lab: str, folder: Path, shoot: Callable[[str], Path]
+) -> None:
+    open_notebook(page, lab, "08_widgets.ipynb")
+    for _ in range(2):
+        page.evaluate("window.jupyterapp.commands.execute('notebook:run-cell-and-select-next')")
+    until(lambda: page.locator(".apr-live canvas").count() >= 8, "eight widgets")
+    until(lambda: "step" in status(page), "the first steps")
+    late_ms = page.evaluate(LATE)
+    assert late_ms[50] < 20 and late_ms[95] < 200, f"timers are late by {late_ms[50]} ms"
+    shoot("08-running")
+    everywhere = page.locator(".apr-live .apr-status").all_inner_texts
+    until(lambda: all("COMPLETED" in text for text in everywhere()), "the end in all of them")
+    chart = page.locator(".apr-live").last.locator("canvas").last
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.5 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 0.5 * box["height"], steps=5)
+    page.mouse.up()
+    shoot("08-selected")
+    page.evaluate("window.jupyterapp.commands.execute('notebook:run-cell-and-select-next')")
+    found = until(
+        lambda: re.search(r"the window is \(([\d.]+), ([\d.]+)\)", page.inner_text(".jp-Notebook")),
+        "the window",
+    )
+    begin, end = float(found[1]), float(found[2])
+    assert 0 < end - begin < 600

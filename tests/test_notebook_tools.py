@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from running import engine
 
 from engine.errors import BadInput, UsageError
 from engine.evidence.bundle import find_bundles
+from engine.evidence.whys import CannotClose
 from engine.experiments.record import read_verdict
 from workbench.notebook import Compare, Doctor, Flip, Live, Whys
 
@@ -132,6 +134,17 @@ def test_a_finding_is_begun_linked_to_a_window_verified_and_exported(tmp_path: P
     assert "&lt;fell&gt;" in whys._tree.value
     assert whys.verify().integrity.level.name == "PASS"
     assert whys.export() == whys.bundle.path and (evidence / "LOG.md").is_file()
+    other = whys.suspect("n2", "luck", test="again", if_true="-", if_false="+", minutes=1)
+    with pytest.raises(CannotClose, match="E-WHY-002"):
+        whys.conclude("the rate was right")
+    seen = whys.reproduce("n2", [sys.executable, "-c", "print('again')"], expect_text="again")
+    with pytest.raises(CannotClose, match="E-WHY-004"):
+        whys.conclude("the rate was right")
+    whys.answer(other, "excluded", "it fell again", evidence=seen)
+    whys.reproduce("n3", [sys.executable, "-c", ""], expect_exit=1, says="contradicts")
+    whys.refute("n3", "nobody tried it")
+    whys.conclude("the rate was right")
+    assert whys.bundle.load().closed is not None
     whys.close()
     again = Whys("loss-falls", claim="the loss fell", folder=evidence)
     assert again.bundle == whys.bundle and len(find_bundles(evidence)) == 1

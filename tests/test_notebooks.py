@@ -29,6 +29,7 @@ def place(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "APR_NOTEBOOK_RUNS": str(folder / "runs"),
         "APR_NOTEBOOK_FLIP": "compute.slow_by=3",
         "APR_NOTEBOOK_BUDGET": "24s",
+        "APR_NOTEBOOK_EVIDENCE": str(NOTEBOOKS.parent / "evidence"),
         # A lock of its own, so that tests beside this one may flip too.
         "XDG_STATE_HOME": str(folder / "state"),
     }
@@ -88,6 +89,25 @@ def test_a_past_run_is_read(place: dict[str, str], monkeypatch: pytest.MonkeyPat
     assert "COMPLETED" in said(notebook)
     (figure,) = [d for d in outputs(notebook) if "application/vnd.plotly.v1+json" in d]
     assert "<svg" in figure["text/html"]
+
+
+def test_the_cause_of_a_planted_failure_is_reproduced_and_closed(
+    place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notebook = executed("03_five_whys.ipynb", place, monkeypatch)
+    words = said(notebook)
+    assert "root cause: set the rate on the optimizer's own groups" in words
+    assert "n2  supported  mechanism" in words and "exit 0, as expected" in words
+    assert "pass: root cause, 3 pieces of evidence checked" in words
+    assert Path(place["APR_NOTEBOOK_RUNS"], "evidence", "LOG.md").is_file()
+
+
+def test_the_committed_run_of_a_big_gpu_is_read_anywhere(
+    place: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = said(executed("05_a_7b_teacher_on_one_gpu.ipynb", place, monkeypatch))
+    assert "teacher.backend = " in words and "teacher_s" in words
+    assert "of the limit" in words and "tensor_util_pct" in words
 
 
 @pytest.mark.parametrize("name", ALL)

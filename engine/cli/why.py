@@ -117,6 +117,7 @@ def _add_link_arguments(link: argparse.ArgumentParser) -> None:
     link.add_argument("--to", dest="to_s", type=float, metavar="S", help="of a run: until then")
     link.add_argument("--exit", action="store_true", help="of a run: the record of how it ended")
     link.add_argument("--alert", metavar="ID", help="of a run: an alert, with its readings")
+    link.add_argument("--check", metavar="ID", help="of a run: what a first-minute check answered")
     link.add_argument("--lines", metavar="FIRST-LAST", help="of a file")
     link.add_argument(
         "--project", type=Path, metavar="DIR", help="git checkout to note (default: .)"
@@ -155,16 +156,16 @@ def _change(
     change: Callable[[Finding, Bundle, argparse.Namespace], tuple[Finding, list[Blob], str]],
     arguments: argparse.Namespace,
 ) -> int:
-    from engine.evidence.bundle import LOG, logged_seal
+    said = ""
 
-    with bundle.locked():
-        before = bundle.load()
+    def changed(before: Finding) -> tuple[Finding, list[Blob]]:
+        nonlocal said
         finding, blobs, said = change(before, bundle, arguments)
-        done = bundle.save(finding, blobs)
-        if before.closed is not None and done.closed is None:
-            print("the finding was closed; this opens it again", file=sys.stderr)
-        if logged_seal(bundle.path.parent / LOG, bundle.path.name) is not None:
-            bundle.export()
+        return finding, blobs
+
+    before, done = bundle.change(changed)
+    if before.closed is not None and done.closed is None:
+        print("the finding was closed; this opens it again", file=sys.stderr)
     return _say(bundle, done, said, as_json=arguments.json)
 
 
@@ -302,15 +303,17 @@ def _capture_run(run: Any, a: argparse.Namespace, redactor: Redactor) -> Capture
     begin = view_of(run).first_unix_s or 0.0
     from_unix_s = float("-inf") if a.from_s is None else begin + a.from_s
     to_unix_s = float("inf") if a.to_s is None else begin + a.to_s
-    asked = [x for x in (a.events, a.metric, a.alert, a.exit or None) if x is not None]
+    asked = [x for x in (a.events, a.metric, a.alert, a.check, a.exit or None) if x is not None]
     if len(asked) > 1 or not (asked or a.from_s is not None or a.to_s is not None):
         raise UsageError(
-            "of a run, expected one of --events, --metric, --alert, --exit, or a time: --from, --to"
+            "of a run, expected one of --events, --metric, --alert, --check, --exit, or a time: --from, --to"
         )
     if a.exit:
         found = capture.capture_exit(run, redactor)
     elif a.alert is not None:
         found = capture.capture_alert(run, a.alert, redactor)
+    elif a.check is not None:
+        found = capture.capture_check(run, a.check, redactor)
     elif a.events is not None:
         found = capture.capture_events(run, a.log, *_range(a.events), redactor)
     elif a.metric is not None:

@@ -32,7 +32,7 @@ from engine.evidence.finding import (
 )
 from engine.evidence.form import canonical, now_utc
 from engine.evidence.redact import Redactor
-from engine.runlog.events import AlertRaised, TrainerExited
+from engine.runlog.events import AlertRaised, Checked, TrainerExited
 from engine.runlog.folder import RunFolder
 
 LARGEST_KEPT_BYTES = 4 << 20
@@ -223,6 +223,18 @@ def capture_alert(run: RunFolder, id_: str, redactor: Redactor) -> Capture:
     assert isinstance(alert, AlertRaised)
     capture = capture_events(run, "watch", alert.seq, alert.seq, redactor)
     return capture.with_attached(window_blobs(run, alert.from_unix_s, alert.to_unix_s, redactor))
+
+
+def capture_check(run: RunFolder, id_: str, redactor: Redactor) -> Capture:
+    """The newest answer of a first-minute check, with its numbers. Raises BadInput."""
+    seqs = [
+        line.event.seq
+        for line in logs.read_log(run.events)
+        if isinstance(line.event, Checked) and line.event.id == id_
+    ]
+    if not seqs:
+        raise BadInput.expected("check", run.events, f"an answer of {id_}", "none")
+    return capture_events(run, "events", seqs[-1], seqs[-1], redactor)
 
 
 def capture_window(

@@ -155,7 +155,9 @@ function drawChart(canvas, chart, all) {
           if (down) pen.lineTo(px(s.x[i]), py(s.low[i]));
           else pen.moveTo(px(s.x[i]), py(s.low[i]));
           if (s.high[i] !== s.low[i]) pen.lineTo(px(s.x[i]), py(s.high[i]));
-          else if (!down) pen.lineTo(px(s.x[i]) + 0.5, py(s.low[i]));
+          // A value without a neighbour (the first step, one between two NaN) would be a line of no length.
+          const joined = i + 1 < s.length && !s.odd[i] && !s.odd[i + 1] && s.low[i + 1] <= s.high[i + 1];
+          if (!down && !joined) pen.fillRect(px(s.x[i]) - 2, py(s.low[i]) - 2, 4, 4);
           down = !s.odd[i];
         }
       }

@@ -4,10 +4,14 @@
     whys.link(live, "n1", metric="loss")                   the window selected in Live, else the whole run
     whys.link(flip, "n2")                                  the verdict of a Flip
     whys.add("attention ran on the CPU", why_of=["n1"])
+    whys.suspect("n2", "the loader is slow", test="...", if_true="...", if_false="...", minutes=2)
+    whys.reproduce("n2", "engine drill cpu_operators", expect_text="gpu_idle")
+    whys.answer("a1", "excluded", "data took 2 % of the step", evidence="e3")
+    whys.conclude("attention ran on the CPU")
 
 Each change is made under the lock of the bundle and shown at once; what is refused is said in the words of
-the engine. The buttons verify and export; the form adds an answer to a why. Closing a finding is left
-to `engine why close`, where its rules are answered.
+the engine. The buttons verify and export; the form adds an answer to a why. `conclude` refuses while a rule is
+open, and says which.
 """
 
 from __future__ import annotations
@@ -20,14 +24,31 @@ import ipywidgets
 
 from engine.errors import EngineError, UsageError
 from engine.evidence.bundle import Bundle, find_bundle, find_bundles
-from engine.evidence.capture import Capture, capture_metric, capture_window
+from engine.evidence.capture import (
+    Blob,
+    Capture,
+    capture_alert,
+    capture_check,
+    capture_metric,
+    capture_window,
+)
+from engine.evidence.command import COMMAND_LIMIT_S, capture_command
 from engine.evidence.context import run_blobs
 from engine.evidence.finding import Finding
 from engine.evidence.flips import capture_flip
 from engine.evidence.redact import Redactor
 from engine.evidence.report import tree_lines
 from engine.evidence.verify import Checked, check_bundle
-from engine.evidence.whys import add_node, blobs_of, link, new_finding, refute
+from engine.evidence.whys import (
+    add_alternative,
+    add_node,
+    answer,
+    blobs_of,
+    close,
+    link,
+    new_finding,
+    refute,
+)
 from workbench.notebook.flip import Flip
 from workbench.notebook.live import Live
 from workbench.notebook.panel import Panel, hide_still
@@ -78,13 +99,58 @@ class Whys(Panel):
         self._change(lambda f: (refute(f, node, reason), None))
 
     def link(
-        self, source: Live | Flip, node: str, *, metric: str = "", says: str = "supports"
+        self,
+        source: Live | Flip,
+        node: str,
+        *,
+        metric: str = "",
+        alert: str = "",
+        check: str = "",
+        says: str = "supports",
     ) -> str:
-        """Put evidence under a node; returns its id. Of a Live: `metric` (as `loss`, `gpu0.gpu_util_pct`) over
-        the window that is selected there, or all events of that window; of a Flip: its verdict. Raises
-        BadInput, UsageError."""
-        capture = _captured(source, metric)
+        """Put evidence under a node; returns its id. Of a Live: `alert` with its readings, what a `check`
+        answered, or `metric` (as `loss`, `gpu0.gpu_util_pct`) over the window that is selected there, or all
+        events of that window; of a Flip: its verdict. Raises BadInput, UsageError."""
+        return self._link(node, _captured(source, metric, alert, check), says)
 
+    def reproduce(
+        self,
+        node: str,
+        command: str | Sequence[str],
+        *,
+        expect_exit: int | None = None,
+        expect_text: str = "",
+        says: str = "supports",
+        limit_s: float = COMMAND_LIMIT_S,
+    ) -> str:
+        """Run a command, without a shell, that must end or say as was expected before; returns the id of the
+        evidence. The cell waits for it, `limit_s` seconds at most. Raises BadInput."""
+        capture = capture_command(
+            command, Redactor(), expect_exit=expect_exit, expect_text=expect_text, limit_s=limit_s
+        )
+        return self._link(node, capture, says)
+
+    def suspect(
+        self, node: str, claim: str, *, test: str, if_true: str, if_false: str, minutes: float
+    ) -> str:
+        """Name another explanation, and the cheapest test that tells them apart; returns its id. Raises
+        BadInput."""
+        asked = {"test": test, "if_true": if_true, "if_false": if_false, "minutes": minutes}
+        done = self._change(lambda f: (add_alternative(f, node, claim, **asked), None))  # type: ignore[arg-type]
+        return done.node(node).alternatives[-1].id
+
+    def answer(self, alternative: str, outcome: str, text: str, *, evidence: str) -> None:
+        """What the test of another explanation showed: `excluded`, `holds` or `undecided`. Raises BadInput."""
+        self._change(
+            lambda f: (answer(f, alternative, outcome=outcome, text=text, evidence=evidence), None)
+        )
+
+    def conclude(self, text: str = "", *, unresolved: str = "") -> None:
+        """End the finding with its root cause, or say why it stays without one. Raises CannotClose with the
+        rules that are open."""
+        self._change(lambda f: (close(f, unresolved=unresolved, text=text), None))
+
+    def _link(self, node: str, capture: Capture, says: str) -> str:
         def change(finding: Finding) -> tuple[Finding, Capture]:
             linked = link(finding, node, capture, says=says, relative_to=self.bundle.path)  # type: ignore[arg-type]
             return linked, capture
@@ -100,9 +166,11 @@ class Whys(Panel):
         return self.bundle.export().path
 
     def _change(self, change: Callable[[Finding], tuple[Finding, Capture | None]]) -> Finding:
-        with self.bundle.locked():
-            finding, capture = change(self.bundle.load())
-            done = self.bundle.save(finding, blobs_of(capture) if capture is not None else [])
+        def changed(before: Finding) -> tuple[Finding, list[Blob]]:
+            finding, capture = change(before)
+            return finding, blobs_of(capture) if capture is not None else []
+
+        _, done = self.bundle.change(changed)
         self._wake.set()
         return done
 
@@ -152,7 +220,7 @@ def _open(name: str, claim: str, folder: Path) -> Bundle:
     return Bundle.create(folder, new_finding(name, claim))
 
 
-def _captured(source: Live | Flip, metric: str) -> Capture:
+def _captured(source: Live | Flip, metric: str, alert: str, check: str) -> Capture:
     redactor = Redactor()
     if isinstance(source, Flip):
         if source.result is None:
@@ -161,8 +229,13 @@ def _captured(source: Live | Flip, metric: str) -> Capture:
     run = source.run
     if run is None:
         raise UsageError(f"{source!r}: expected a run that was started, found none")
+    if alert:
+        return capture_alert(run, alert, redactor).with_attached(run_blobs(run, redactor))
+    if check:
+        return capture_check(run, check, redactor).with_attached(run_blobs(run, redactor))
     if source.window is None and not metric:
-        raise UsageError(f"{source!r}: expected a metric or a selected window, found neither")
+        wanted = "an alert, a check, a metric or a selected window"
+        raise UsageError(f"{source!r}: expected {wanted}, found none of them")
     begin, end = source.window or (float("-inf"), float("inf"))
     if metric:
         found = capture_metric(run, metric, redactor, from_unix_s=begin, to_unix_s=end)
