@@ -16,6 +16,7 @@ from packed_models import lively, make_config, write
 
 from engine.errors import BadInput, NoAnswer
 from engine.models.completions import StopText
+from engine.models.decode import HISTORY, choose_cuda_graph, draw
 from engine.models.decoder import Decoder
 from engine.models.generate import GREEDY, Sampling, generate, next_token
 from engine.models.load import load_decoder, save_decoder
@@ -105,6 +106,70 @@ def test_the_number_of_rows_changes_no_token(sampling: Sampling, dtype: torch.dt
     assert backwards[::-1] == reference
 
 
+class _Device:
+    """Rows whose tokens are known beforehand: `script[prompt][n]` is the n-th token of a prompt."""
+
+    def __init__(self, script: dict[int, list[int]], rows: int) -> None:
+        self.script, self.vocab_size = script, 101
+        self.at: list[tuple[int, int]] = [(0, 0)] * rows
+        self.most = 0
+        self.unread = 0
+
+    def uniform(self, random: torch.Generator, count: int) -> None:
+        return None
+
+    def start(self, row: int, prompt: Sequence[int], uniform: None) -> _Device._Chosen:
+        self.at[row] = (prompt[0], 0)
+        return self._made()
+
+    def step(self) -> _Device._Chosen:
+        self.at = [(prompt, count + 1) for prompt, count in self.at]
+        return self._made()
+
+    def _made(self) -> _Device._Chosen:
+        self.unread += 1
+        self.most = max(self.most, self.unread)
+        tokens = [(self.script[prompt] + [99] * 100)[count] for prompt, count in self.at]
+        return _Device._Chosen(self, tokens)
+
+    class _Chosen:
+        def __init__(self, device: _Device, tokens: list[int]) -> None:
+            self.device, self.tokens = device, tokens
+
+        def wait(self) -> list[int]:
+            self.device.unread -= 1
+            return self.tokens
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=40), st.integers(1, 8), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_a_host_that_reads_behind_misses_and_adds_no_token(
+    lengths: list[int], rows: int, max_tokens: int
+) -> None:
+    # Sequences end by token 7 after `lengths` tokens, or by length; what follows is never seen.
+    script = {index: [20 + index] * (length - 1) + [7] for index, length in enumerate(lengths)}
+    device = _Device(script, rows)
+
+    def steps(*_: Any, **__: Any) -> _Device:
+        return device
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.models.generate.coverage", lambda *_: None)
+        patch.setattr("engine.models.generate.DecodeSteps", steps)
+        prompts = [[index] for index in script]
+        found = tokens_of(
+            Decoder(make_config()), prompts, max_tokens=max_tokens, end_ids=[7], tile=rows
+        )
+    assert found == [row[:max_tokens] for row in script.values()]
+    assert device.most <= HISTORY
+
+
+def test_a_cpu_has_no_graphs_and_says_why() -> None:
+    decision = choose_cuda_graph(lively(make_config()), 8)
+    assert decision.choice == "off"
+    assert "the model is on the CPU" in decision.lines()[1]
+
+
 def test_a_seed_is_one_text_and_another_seed_another() -> None:
     decoder = lively(make_config())
     one, again, other = (
@@ -128,6 +193,27 @@ def test_draws_follow_the_distribution_cut_by_top_k_and_top_p() -> None:
         # Four standard deviations of a share of 2,000 are at most 0.045.
         assert (share_V - expected).abs().max() < 0.045
         assert set(drawn) <= set(expected.nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.7, top_k=5),
+        Sampling(temperature=1.5, top_p=0.6),
+        Sampling(temperature=2.0, top_k=30, top_p=0.9),
+    ],
+)
+def test_a_draw_on_the_device_is_that_of_the_host(sampling: Sampling) -> None:
+    for seed in range(200):
+        logits_V = 3 * torch.randn(50, generator=torch.Generator().manual_seed(seed))
+        on_host = next_token(logits_V, sampling, torch.Generator().manual_seed(seed))
+        uniform = torch.rand((), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        assert int(draw(logits_V, sampling, uniform[None])) == on_host
+    last = torch.tensor([1.0 - 1e-16], dtype=torch.float64)
+    assert 0 <= int(draw(logits_V, sampling, last)) < 50
+    # Refused by whoever looks at the logits; here it must be some id.
+    assert 0 <= int(draw(torch.full((50,), torch.nan), sampling, last)) < 50
 
 
 def test_a_tiny_top_p_and_a_temperature_near_zero_are_greedy() -> None:

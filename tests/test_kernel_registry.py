@@ -48,6 +48,20 @@ def test_warming_twice_compiles_once_and_counts_no_hit() -> None:
     assert registry.requested() == {scaled()}
 
 
+def test_what_would_be_launched_can_be_noted_instead() -> None:
+    registry = KernelRegistry(ARCH)
+    with registry.noting() as noted:
+        registry.launch(scaled(), (1,))
+        registry.launch(deaf(1e-5), (1,))
+    assert noted == [scaled(), deaf(1e-5)]
+    assert registry.requested() == frozenset()
+    with ThreadPoolExecutor(1) as pool, registry.noting() as noted:
+        # Another thread's launches are its own: this one is not noted, and has nowhere to run or is refused.
+        error = pool.submit(registry.launch, scaled(), (1,)).exception()
+    assert error is not None
+    assert noted == []
+
+
 def test_a_miss_says_its_key_its_time_and_whether_the_disk_had_it() -> None:
     first, second = KernelRegistry(ARCH), KernelRegistry(ARCH)
     first.warm(scaled())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from engine.kernels import dequantize_triton, small_m
+from engine.kernels import dequantize_triton, small_m, small_m_inputs
 from engine.kernels.key import Variant
 from engine.kernels.linear import Kernel, Scratch, packed_linear
 from engine.kernels.prewarm import Matrix, matrices_of, prewarm_variants
@@ -70,7 +70,7 @@ def launches() -> Iterator[Launches]:
     noted = Launches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        for module in (dequantize_triton, small_m):
+        for module in (dequantize_triton, small_m, small_m_inputs):
             patch.setattr(module, "launch", noted)
         with PretendedGpu():
             yield noted

@@ -34,10 +34,18 @@ def test_every_shape_has_a_config_whose_numbers_fit(
     for count in (config.padded, config.rows, config.warps):
         assert count & (count - 1) == 0
     assert config.padded >= m
-    assert config.padded <= 4 if config.family == "columns" else config.padded >= 16
+    assert config.padded <= 8 if config.family == "codes" else config.padded >= 16
     assert config.rows >= 16
     assert 1 <= config.splits <= blocks
     assert config.stages >= 2
+
+
+@given(name=st.sampled_from(TYPES), rows=st.integers(1, 300_000), blocks=st.integers(1, 256))
+def test_the_order_of_a_sum_is_that_of_one_row_up_to_eight(
+    name: str, rows: int, blocks: int
+) -> None:
+    configs = [config_for(BLOCK_TYPES[name], rows, 256 * blocks, m, 90) for m in range(1, 9)]
+    assert len({(config.rows, config.splits, config.family) for config in configs}) == 1
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -135,14 +143,14 @@ def test_both_ways_to_unpack_give_the_same_bits(name: str, dtype: torch.dtype) -
     from engine.kernels.registry import launch
 
     weight = pack(on_gpu(name, 96, 1024))
-    for m in (1, 2, 8, 16, 64):
+    for m in (16, 64):
         config = dataclasses.replace(config_for(weight.type, 96, 1024, m, 90), splits=1)
         x_MK = torch.randn(m, 1024, device="cuda").to(dtype)
         found = []
         for plain in (False, True):
             y_MN = torch.full((m, 96), torch.nan, device="cuda", dtype=dtype)
             launch(
-                small_m._product(weight.type, config, dtype, dtype, None, plain=plain),
+                small_m._tile(weight.type, config, dtype, dtype, None, plain=plain),
                 (-(-96 // config.rows), 1),
                 x_MK,
                 *(weight.planes()[plane] for plane, _ in small_m._PLANES[name]),
@@ -156,3 +164,37 @@ def test_both_ways_to_unpack_give_the_same_bits(name: str, dtype: torch.dtype) -
             found.append(y_MN)
         assert not found[0].isnan().any()
         assert torch.equal(*found), m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TYPES)
+def test_both_ways_to_unpack_codes_give_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.kernels import small_m
+
+    weight, product = pack(on_gpu(name, 96, 1024)), small_m.product
+    for m in (1, 2, 4, 8):
+        config = dataclasses.replace(config_for(weight.type, 96, 1024, m, 90), splits=1)
+        x = small_m.whole_numbers(torch.randn(m, 1024, device="cuda").bfloat16())
+        found = []
+        for plain in (False, True):
+            monkeypatch.setattr(
+                small_m, "product", lambda *a, plain=plain, **k: product(*a, plain=plain, **k)
+            )
+            found.append(torch.full((1, m, 96), torch.nan, device="cuda"))
+            small_m.products(x, [weight], found[-1], config)
+        assert not found[0].isnan().any()
+        assert torch.equal(*found), m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "rows", "columns"), SHAPES)
+def test_a_row_is_the_same_bits_whatever_is_beside_it(name: str, rows: int, columns: int) -> None:
+    from engine.kernels.small_m import fused_linear
+
+    weight = pack(on_gpu(name, rows, columns))
+    x_MK = torch.randn(8, columns, device="cuda").bfloat16()
+    together_MN = fused_linear(x_MK, weight, None)
+    for m in range(1, 8):
+        assert torch.equal(fused_linear(x_MK[:m].contiguous(), weight, None), together_MN[:m]), m

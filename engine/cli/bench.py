@@ -3,7 +3,10 @@
 engine bench linear             a stack of linear layers: bf16, and from blocks, by number of rows
 engine bench teacher            a whole teacher: dense, in blocks and in fp8, compiled and not
 engine bench few                one matrix at a time with 1 to 64 rows, as when text is generated (GPU)
+engine bench decode             generating text: one token of 1 and 8 sequences, dense and in blocks
 engine bench loss               the loss head: ours, the plain form, and the products alone
+engine bench kd --against trl,liger,transformers
+                                whole distillation steps: ours, and those of the rivals that are installed
 engine bench teacher --json     as one JSON value; --out FILE keeps it
 
 On a CPU only ratios mean anything; `--shape tiny` ends in seconds there.
@@ -18,13 +21,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HELP = "measure linear layers, a teacher or the loss beside the roofline"
+from engine.cli import bench_kd
+
+HELP = "measure linear layers, a teacher, generation, the loss or whole steps beside the roofline and beside rivals"
 LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=("linear", "few", "teacher", "loss"), help="what to measure"
+        "what", choices=("linear", "few", "teacher", "decode", "loss", "kd"), help="what to measure"
     )
     parser.add_argument(
         "--shape",
@@ -38,13 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="teacher: a GGUF or .apr file, not random blocks",
     )
     parser.add_argument("--rows", type=int, nargs="+", help="rows of activations, or of the batch")
-    parser.add_argument("--seq-len", type=int, default=1024, help="teacher: tokens in a row (1024)")
+    parser.add_argument(
+        "--seq-len", type=int, default=1024, help="teacher, kd: tokens in a row (1024)"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--rounds", type=int, default=15, help="repetitions of each arm (15)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="also keep the result as JSON here"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON value")
+    bench_kd.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,17 +61,36 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.bench.rows import table
     from engine.bench.teacher import SHAPES
     from engine.bench.timing import measure_roofline
-    from engine.errors import EXIT_PASS, BadInput
+    from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
     from engine.runtime.device import choose_device
 
     device = torch.device(choose_device(arguments.device).choice)
     shape = arguments.shape or ("qwen2.5-7b" if device.type == "cuda" else "tiny")
     if shape not in SHAPES:
         raise BadInput.expected("--shape", shape, f"one of {', '.join(SHAPES)}", shape)
+    if arguments.what == "kd":
+        bench_kd.check(arguments)
     print(f"measuring on {_name(device)}", file=sys.stderr)
     roof = measure_roofline(device)
-    measure = {"linear": _linear, "few": _few, "teacher": _teacher, "loss": _loss}[arguments.what]
-    rows, extra = measure(arguments, shape, device)
+    rows: list[Any]
+    if arguments.what == "kd":
+        from engine.bench.kd import table as kd_table
+
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the arms are other processes
+        found, work = bench_kd.run(arguments, shape, device, roof.matmul_flop_per_s)
+        rows, lines = [row.as_dict() for row in found], kd_table(found)
+        extra: dict[str, Any] = {"work": work}
+    else:
+        measures = {
+            "linear": _linear,
+            "few": _few,
+            "teacher": _teacher,
+            "decode": _decode,
+            "loss": _loss,
+        }
+        measured, extra = measures[arguments.what](arguments, shape, device)
+        rows, lines = [row.as_dict(roof) for row in measured], table(measured, roof)
     result: dict[str, Any] = {
         "bench": arguments.what,
         "shape": shape,
@@ -73,22 +100,25 @@ def run(arguments: argparse.Namespace) -> int:
             "copy_bytes_per_s": roof.copy_bytes_per_s,
             "matmul_flop_per_s": roof.matmul_flop_per_s,
         },
-        "rows": [row.as_dict(roof) for row in rows],
+        "rows": rows,
         **extra,
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    # What rivals do is in their rows; only our own failure is one of this command.
+    failed = any(row.get("state") == "failed" and row["arm"].startswith("engine") for row in rows)
+    code = EXIT_FAIL if failed else EXIT_PASS
     if arguments.json:
         print(json.dumps(result, allow_nan=False))
-        return EXIT_PASS
-    print("\n".join(table(rows, roof)))
+        return code
+    print("\n".join(lines))
     copy, matmul = roof.copy_bytes_per_s / 1e12, roof.matmul_flop_per_s / 1e12
     print(f"roofline: copy {copy:.2f} TB/s, bf16 product {matmul:.0f} TFLOP/s, in this run")
     for name, value in extra.items():
         print(f"{name}: {value}")
     if device.type != "cuda":
         print("a CPU's times depend on what else runs: only ratios mean anything", file=sys.stderr)
-    return EXIT_PASS
+    return code
 
 
 def _name(device: Any) -> str:
@@ -157,6 +187,24 @@ def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[li
             "fp8_flop_per_s": found.fp8_flop_per_s,
         }
     return rows, extra
+
+
+def _decode(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
+    from engine.bench.decode import CONTEXT, ROW_COUNTS, bench_decode
+    from engine.bench.teacher import config_named
+
+    found = bench_decode(
+        config_named(shape),
+        device,
+        shape=shape,
+        row_counts=tuple(arguments.rows or ROW_COUNTS),
+        context=CONTEXT if device.type == "cuda" else 32,
+        rounds=arguments.rounds,
+    )
+    return found.rows, {
+        "tokens_per_s": found.tokens_per_s,
+        "weight_bytes": found.weight_bytes,
+    }
 
 
 def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import BadInput
+from engine.errors import BadInput, UsageError
 
 if TYPE_CHECKING:
     from engine.evaluate.model import Model
+    from engine.models.decode import GraphSetting
 
 HELP = "continue a text with a model"
 
@@ -71,6 +72,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, default=1.0, help="draw among those that reach P (1)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument(
+        "--cuda-graph",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="replay the steps of a GPU as one graph; the same tokens, faster (auto)",
+    )
 
 
 def positive(text: str) -> int:
@@ -108,6 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
         weights=arguments.weights,
         tokenizer=arguments.tokenizer,
     )
+    for line in graph_decision(model, 1, arguments.cuda_graph):
+        print(line, file=sys.stderr)
     text, tokens, ended = "", 0, None
     start_s = time.monotonic()
     for piece in complete(
@@ -118,6 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         stops=arguments.stop,
         sampling=sampling,
         tile=1,
+        cuda_graph=arguments.cuda_graph,
     ):
         text += piece.text
         tokens, ended = piece.tokens, piece.ended
@@ -139,6 +149,21 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     print(f"{tokens} tokens, {tokens / elapsed_s:.1f} a second; ended by {ended}", file=sys.stderr)
     return 0
+
+
+def graph_decision(model: Model, rows: int, setting: GraphSetting) -> list[str]:
+    """How steps are made on a GPU, as lines; none on a CPU, which has no choice. UsageError where
+    graphs are asked for and cannot be."""
+    from engine.models.decode import choose_cuda_graph
+
+    decision = choose_cuda_graph(model.decoder, rows, setting)
+    if setting == "on" and decision.choice != "on":
+        raise UsageError(
+            f"--cuda-graph on — expected a model whose steps can be captured, found that "
+            f"{decision.rejected[0][1]}",
+            hint="leave it out: the decoder makes each step, and the tokens are the same",
+        )
+    return [] if model.device.type == "cpu" else decision.lines()
 
 
 def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int:

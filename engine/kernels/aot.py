@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 
 import engine.kernels
 from engine.errors import InternalError
-from engine.kernels import dequantize_triton, fp8_quantise, kd_loss
+from engine.kernels import decode_launch, dequantize_triton, fp8_quantise, kd_loss, small_m
 from engine.kernels.compiler import ARCHITECTURES, compile_for
 from engine.kernels.key import Variant
 from engine.kernels.prewarm import Matrix, prewarm_variants
@@ -45,7 +45,7 @@ FUSED_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 SHAPES = ((512, 3584), (18944, 3584))
 """Rows and columns of the narrowest and the widest matrix of a layer of Qwen2.5-7B."""
 ROW_COUNTS = (1, 8, 64)
-"""Rows of activations: one, the most of the first family of fused kernels, the most of the second."""
+"""Rows of activations: one, the most that become whole numbers, the most that fused kernels take."""
 LOSS_IDS = 151936
 MARGIN_REGISTERS = 8
 """How many more registers are no regression: a GPU hands them out in eights."""
@@ -97,11 +97,25 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
         dequantize_triton.variants()
         + fp8_quantise.variants(arch)
         + _loss_variants()
+        + decode_launch.variants(arch)
         + prewarm_variants(plain, [torch.bfloat16], arch=arch, row_counts=ROW_COUNTS)
         + prewarm_variants(biased, [torch.bfloat16], arch=arch, row_counts=[1])
         + prewarm_variants(plain, [torch.float16, torch.float32], arch=arch, row_counts=[1])
+        + _generation_variants(arch)
     )
     return tuple(dict.fromkeys(found))
+
+
+def _generation_variants(arch: int) -> tuple[Variant, ...]:
+    """The products of a step of Qwen2.5-7B as Q4_K_M: q, k, v together, and gate and up."""
+    ahead = 2 if arch >= 90 else 0
+    found = []
+    for names, rows in ((("Q4_K", "Q4_K", "Q6_K"), 4608), (("Q4_K", "Q4_K"), 37888)):
+        types = [BLOCK_TYPES[name] for name in names]
+        for m in (1, 8):
+            config = small_m.config_for(types[0], rows, 3584, m, arch)
+            found.append(small_m.product(types, config, torch.float32, None, ahead=ahead))
+    return tuple(found)
 
 
 def _loss_variants() -> tuple[Variant, ...]:

@@ -45,6 +45,8 @@ class KernelKey:
     stages: int
     fp_fusion: bool
     """Whether `a * b + c` may become one rounded operation."""
+    dependent: bool
+    """Whether it may begin while the kernel before it still runs, for whose results it then waits."""
     target: str
     """Instruction set: `sm_90`."""
     compiler: str
@@ -83,7 +85,15 @@ class KernelKey:
 
     def __str__(self) -> str:
         types = tuple(type_ for _, type_ in self.types)
-        shown = _shown(self.kernel, types, self.constants, self.warps, self.stages, self.fp_fusion)
+        shown = _shown(
+            self.kernel,
+            types,
+            self.constants,
+            self.warps,
+            self.stages,
+            self.fp_fusion,
+            self.dependent,
+        )
         return f"{shown}, {self.target}"
 
 
@@ -94,10 +104,12 @@ def _shown(
     warps: int,
     stages: int,
     fp_fusion: bool,
+    dependent: bool,
 ) -> str:
     inside = ", ".join(f"{name}={value}" for name, value in constants)
     fused = "" if fp_fusion else ", no fused multiply-add"
-    return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}"
+    begun = ", begun early" if dependent else ""
+    return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}{begun}"
 
 
 # contract: kernel-keys-v1
@@ -115,6 +127,9 @@ class Variant:
     warps: int = 4
     stages: int = 3
     fp_fusion: bool = True
+    dependent: bool = False
+    """See `KernelKey`. The kernel has to wait (`griddepcontrol.wait`) before it reads or writes what
+    others do; compute capability 9 and above."""
     name: str = field(init=False, repr=False)
     """The function's, without underscores before it."""
     _identity: tuple[Any, ...] = field(init=False, repr=False)
@@ -136,6 +151,7 @@ class Variant:
             self.warps,
             self.stages,
             self.fp_fusion,
+            self.dependent,
         )
         object.__setattr__(self, "_identity", identity)
         object.__setattr__(self, "_hash", hash(identity))
@@ -150,7 +166,13 @@ class Variant:
 
     def __str__(self) -> str:
         return _shown(
-            self.name, self.types, self._spelled(), self.warps, self.stages, self.fp_fusion
+            self.name,
+            self.types,
+            self._spelled(),
+            self.warps,
+            self.stages,
+            self.fp_fusion,
+            self.dependent,
         )
 
     def key(self, target: str, compiler: str) -> KernelKey:
@@ -163,6 +185,7 @@ class Variant:
             warps=self.warps,
             stages=self.stages,
             fp_fusion=self.fp_fusion,
+            dependent=self.dependent,
             target=target,
             compiler=compiler,
         )

@@ -25,6 +25,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,12 +84,28 @@ class KernelRegistry:
         self._interpreted: set[Variant] = set()
         self._counts: dict[str, Counter[str]] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._noted = threading.local()
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Variant]]:
+        """Whatever this thread would launch inside is noted instead, in order: what to warm up before
+        the same is done in earnest."""
+        noted: list[Variant] = []
+        self._noted.variants = noted
+        try:
+            yield noted
+        finally:
+            self._noted.variants = None
 
     def launch(
         self, variant: Variant, grid: tuple[int, ...], *arguments: Tensor | int | float
     ) -> None:
         """Runs a kernel on the current stream of the current device. `arguments` are the runtime
         arguments in order."""
+        noted: list[Variant] | None = getattr(self._noted, "variants", None)
+        if noted is not None:
+            noted.append(variant)
+            return
         constants = [value for _, value in variant.constants]
         if knobs.runtime.interpret:
             check_arguments(variant, arguments, device=-1)

@@ -1,16 +1,18 @@
 """y = x W^T + b for few rows of x, multiplied while W is unpacked: one pass over the packed bytes.
 
 With one row of x the time is that of reading W, and packed W has 3.6 (Q4_K) or 2.4 (Q6_K) times
-fewer bytes than bf16. Two families of kernels (`small_m_k45.py`, `small_m_q6k.py`), both for any
-number of rows of W:
+fewer bytes than bf16. Two families of kernels, both for any number of rows of W:
 
-    columns   1 to 4 rows of x    scales applied to exact products of codes, in float32
-    tiles     5 to 64             weights scaled in float32, rounded once to the type of x
+    codes     1 to 8 rows of x    x as whole numbers, exact sums of a block (`small_m_codes.py`)
+    tiles     9 to 64, and all    weights scaled in float32, rounded once to the type of x
+              in float32          (`small_m_k45.py`, `small_m_q6k.py`)
 
 Sums over the columns of W may be split between programs when W has too few rows to occupy a GPU; the
-parts are then added by a second kernel, in a fixed order. Results are the same bits every time.
+parts are then added by a second kernel, in a fixed order. Results are the same bits every time, and
+with `codes` those of a row of x are the same whatever the number of rows.
 
     fused_linear    runs it
+    products        what it multiplies, for whoever has x as whole numbers and adds the parts himself
     takes           whether it can run
     crossover_rows  up to how many rows of x it is faster than dequantising and a matrix product
     config_for      how it is launched, from `small_m_table.py`
@@ -22,7 +24,7 @@ Not covered: gradients, types in blocks of 32, more than 64 rows of x.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,37 +33,44 @@ from torch import Tensor
 from triton import knobs
 
 from engine.errors import InternalError
+from engine.kernels import small_m_inputs
 from engine.kernels.key import Constant, Variant
 from engine.kernels.registry import current_arch, launch, pointer_type
-from engine.kernels.small_m_k45 import _columns_k45, _tiles_k45
+from engine.kernels.small_m_codes import _products
+from engine.kernels.small_m_inputs import Inputs, whole_numbers
+from engine.kernels.small_m_k45 import _tiles_k45
 from engine.kernels.small_m_parts import _add_splits
-from engine.kernels.small_m_q6k import _columns_q6_k, _tiles_q6_k
-from engine.kernels.small_m_table import MAX_ROWS, Config, config_for, crossover_rows
+from engine.kernels.small_m_q6k import _tiles_q6_k
+from engine.kernels.small_m_table import CODES_ROWS, MAX_ROWS, Config, config_for, crossover_rows
 from engine.quant.blocks import BlockType
 from engine.quant.planes import PackedMatrix
 
-__all__ = ["MAX_ROWS", "config_for", "crossover_rows", "fused_linear", "takes", "variants"]
+__all__ = [
+    "MAX_ROWS",
+    "config_for",
+    "crossover_rows",
+    "fused_linear",
+    "products",
+    "takes",
+    "variants",
+]
 
 # Shapes: M rows of x, K columns, N rows of W, S splits
 
 _ADD_SIZE = 256
-_KERNELS: dict[str, dict[str, Any]] = {
-    "Q4_K": {"columns": _columns_k45, "tiles": _tiles_k45},
-    "Q5_K": {"columns": _columns_k45, "tiles": _tiles_k45},
-    "Q6_K": {"columns": _columns_q6_k, "tiles": _tiles_q6_k},
-}
+_TILES: dict[str, Any] = {"Q4_K": _tiles_k45, "Q5_K": _tiles_k45, "Q6_K": _tiles_q6_k}
 _PLANES = {
     # Without high bits, the low ones are passed again in their place.
     "Q4_K": (("low", "*u8"), ("low", "*u8"), ("header", "*i32")),
     "Q5_K": (("low", "*u8"), ("high", "*u8"), ("header", "*i32")),
     "Q6_K": (("low", "*u8"), ("high", "*u8"), ("scales", "*i8"), ("d", "*fp16")),
 }
-"""What the kernels have pointers to."""
+"""What the kernels of tiles have pointers to."""
 
 
 def takes(type_: BlockType, m: int, device: torch.device) -> bool:
     """Whether `fused_linear` runs `m` rows times weights of this type on this device."""
-    return type_.name in _KERNELS and 1 <= m <= MAX_ROWS and device.type == "cuda"
+    return type_.name in _TILES and 1 <= m <= MAX_ROWS and device.type == "cuda"
 
 
 def fused_linear(
@@ -83,24 +92,80 @@ def fused_linear(
     if config.splits > 1:
         y = torch.empty(splits, m, weight.rows, dtype=torch.float32, device=x_MK.device)
     bias = x_MK if bias_N is None else bias_N
-    planes = weight.planes()
-    launch(
-        _product(weight.type, config, x_MK.dtype, y.dtype, _dtype(bias_N)),
-        (triton.cdiv(weight.rows, config.rows), splits),
-        x_MK,
-        *(planes[name] for name, _ in _PLANES[weight.type.name]),
-        bias,
-        y,
-        weight.rows,
-        weight.row_blocks,
-        m,
-        split_blocks,
-    )
+    if config.family == "codes":
+        products(whole_numbers(x_MK), [weight], y, config, bias_N)
+    else:
+        planes = weight.planes()
+        launch(
+            _tile(weight.type, config, x_MK.dtype, y.dtype, _dtype(bias_N)),
+            (triton.cdiv(weight.rows, config.rows), splits),
+            x_MK,
+            *(planes[name] for name, _ in _PLANES[weight.type.name]),
+            bias,
+            y,
+            weight.rows,
+            weight.row_blocks,
+            m,
+            split_blocks,
+        )
     if config.splits > 1:
         grid = (triton.cdiv(weight.rows, _ADD_SIZE), m)
         adding = _adding(x_MK.dtype, _dtype(bias_N))
         launch(adding, grid, y, bias, out_MN, splits, weight.rows, m)
     return out_MN
+
+
+def products(
+    x: Inputs,
+    weights: Sequence[PackedMatrix],
+    y: Tensor,
+    config: Config,
+    bias_N: Tensor | None = None,
+    *,
+    ahead: int = 0,
+) -> None:
+    """Writes x W^T of 1 to 3 matrices of one width, side by side, into y of shape (splits, M, all
+    rows); the first two of three are of one type. The bias is added where `config` splits no sums.
+    `ahead`: see `small_m_codes.py`.
+    """
+    m = len(x.scales_MB)
+    blocks = weights[0].row_blocks
+    split_blocks = triton.cdiv(blocks, config.splits)
+    if len(weights) > 3 or (len(weights) > 1 and weights[0].type != weights[1].type):
+        found = ", ".join(weight.type.name for weight in weights)
+        raise InternalError(
+            f"products: expected up to 3 matrices, the first two of one type, found {found}"
+        )
+    each = [_planes_of(weight) for weight in weights]
+    each += [each[0]] * (3 - len(each))
+    rows = [weight.rows for weight in weights] + [0] * (3 - len(weights))
+    tiles = sum(triton.cdiv(count, config.rows) for count in rows)
+    launch(
+        product([weight.type for weight in weights], config, y.dtype, _dtype(bias_N), ahead=ahead),
+        (tiles, triton.cdiv(blocks, split_blocks)),
+        *x,
+        *(plane for planes in each for plane in planes),
+        x.scales_MB if bias_N is None else bias_N,
+        y,
+        *rows,
+        blocks,
+        m,
+        split_blocks,
+    )
+
+
+def _planes_of(weight: PackedMatrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """low, high, header and d of a matrix, with another in the place of one it lacks."""
+    planes = weight.planes()
+    low = planes["low"]
+    if weight.type.name == "Q6_K":
+        return (
+            low,
+            planes["high"],
+            planes["scales"].view(torch.int32),
+            planes["d"].view(torch.uint8),
+        )
+    return low, planes.get("high", low), planes["header"], low
 
 
 def variants(
@@ -117,12 +182,13 @@ def variants(
     seen = set()
     for count in m:
         config = _config(type_, rows, columns, count, arch, dtype)
-        needed = [_product(type_, config, dtype, dtype, bias)]
+        out = torch.float32 if config.splits > 1 else dtype
+        if config.family == "codes":
+            needed = [small_m_inputs.variant(dtype), product([type_], config, out, bias)]
+        else:
+            needed = [_tile(type_, config, dtype, out, bias)]
         if config.splits > 1:
-            needed = [
-                _product(type_, config, dtype, torch.float32, bias),
-                _adding(dtype, bias),
-            ]
+            needed.append(_adding(dtype, bias))
         for variant in needed:
             if variant not in seen:
                 seen.add(variant)
@@ -132,14 +198,50 @@ def variants(
 def _config(
     type_: BlockType, rows: int, columns: int, m: int, arch: int, dtype: torch.dtype
 ) -> Config:
-    config = config_for(type_, rows, columns, m, arch)
     if dtype == torch.float32:
-        # Twice the bytes, and products without a matrix unit: small, so that it fits everywhere.
-        config = dataclasses.replace(config, rows=16, warps=4, stages=1)
-    return config
+        # Nothing of x is rounded. Twice the bytes, and products without a matrix unit: small, so that
+        # it fits everywhere.
+        config = config_for(type_, rows, columns, max(m, CODES_ROWS + 1), arch)
+        return dataclasses.replace(config, rows=16, warps=4, stages=1)
+    return config_for(type_, rows, columns, m, arch)
 
 
-def _product(
+def product(
+    types: Sequence[BlockType],
+    config: Config,
+    out: torch.dtype,
+    bias: torch.dtype | None,
+    *,
+    ahead: int = 0,
+    plain: bool = False,
+) -> Variant:
+    """The kernel of `products`."""
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("COUNT", len(types)),
+        ("KIND", types[0].name),
+        ("LAST", types[-1].name),
+        ("MP", config.padded),
+        ("ROWS", config.rows),
+        ("BIAS", bias is not None and config.splits == 1),
+        ("PLAIN", plain or bool(knobs.runtime.interpret)),
+        ("STAGES", config.stages),
+        ("AHEAD", ahead),
+    )
+    planes = ("*u8", "*u8", "*i32", "*u8") * 3
+    ends = (pointer_type(torch.float32 if bias is None else bias), pointer_type(out))
+    return Variant(
+        function=_products,
+        types=("*i8", "*fp32", "*i32", *planes, *ends, *["i32"] * 6),
+        constants=constants,
+        warps=config.warps,
+        stages=config.stages,
+        # Rounded where it is written, so that no number of rows rounds elsewhere.
+        fp_fusion=False,
+        dependent=ahead > 0,
+    )
+
+
+def _tile(
     type_: BlockType,
     config: Config,
     dtype: torch.dtype,
@@ -148,8 +250,8 @@ def _product(
     *,
     plain: bool = False,
 ) -> Variant:
-    """The kernel that multiplies. Where sums are split, `out` is float32 and the bias is added
-    later. `plain` keeps the form without PTX where that is not the only one."""
+    """The kernel of `tiles`. Where sums are split, `out` is float32 and the bias is added later.
+    `plain` keeps the form without PTX where that is not the only one."""
     constants: list[tuple[str, Constant]] = []
     if type_.name != "Q6_K":
         constants.append(("HIGH", 16 if type_.name == "Q5_K" else 0))
@@ -164,7 +266,7 @@ def _product(
     pointers = [pointer_type(dtype), *planes]
     pointers += [pointer_type(dtype if bias is None else bias), pointer_type(out)]
     return Variant(
-        function=_KERNELS[type_.name][config.family],
+        function=_TILES[type_.name],
         types=(*pointers, *["i32"] * 4),
         constants=tuple(constants),
         warps=config.warps,
@@ -189,9 +291,9 @@ def _dtype(bias_N: Tensor | None) -> torch.dtype | None:
 
 def _check(x_MK: Tensor, weight: PackedMatrix, bias_N: Tensor | None, out_MN: Tensor) -> None:
     name = weight.type.name
-    if name not in _KERNELS or x_MK.ndim != 2 or not 1 <= len(x_MK) <= MAX_ROWS:
+    if name not in _TILES or x_MK.ndim != 2 or not 1 <= len(x_MK) <= MAX_ROWS:
         raise InternalError(
-            f"fused linear: expected 1 to {MAX_ROWS} rows times {', '.join(_KERNELS)}, "
+            f"fused linear: expected 1 to {MAX_ROWS} rows times {', '.join(_TILES)}, "
             f"found {tuple(x_MK.shape)} times {name}"
         )
     wanted = {"x": (len(x_MK), weight.columns), "out": (len(x_MK), weight.rows)}

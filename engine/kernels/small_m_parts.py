@@ -1,14 +1,9 @@
 """What the kernels for few rows of activations share: codes as floats, inputs in pairs, results.
 
-Codes come in words of 16 bits, because that is what a matrix unit takes: a lane of it holds two
-neighbouring 16-bit numbers in one register. Of such a pair of words, one shift and one operation on
-32 bits take a nibble each and put it into the low bits of a float whose other bits are fixed:
-
-    bf16   0x4300 | q   is 128 + q, exactly, for q < 128
-    fp16   0x6400 | q   is 1024 + q, exactly, for q < 1024
-
-so a code costs less than one instruction, and no conversion, which is slow. The constant is taken
-off afterwards, once for each sum of codes times inputs: sum (128 + q) x = sum q x + 128 sum x.
+`floats`: codes come in words of 16 bits, because that is what a matrix unit takes: a lane of it holds two
+neighbouring 16-bit numbers in one register. One shift and one operation on 32 bits take a nibble of such a
+word and put it into a float whose other bits are fixed: 0x43000000 | q << 16 is 128 + q, exactly, for
+q < 128. So there is no conversion, which is slow; the constant is taken off with the minimum.
 
 Triton does not find those operations on pairs, so they are spelled in PTX. The plain form of the
 same is for float32 inputs and for the interpreter, and tests hold both to the same bits.
@@ -18,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -32,52 +28,6 @@ def _plain(low, high, LOW: tl.constexpr, DOWN: tl.constexpr, MASK: tl.constexpr)
     if MASK != 0:
         code |= ((high >> DOWN) if DOWN >= 0 else (high << -DOWN)) & MASK
     return code
-
-
-@triton.jit
-def codes(
-    low,
-    high,
-    LOW: tl.constexpr,
-    DOWN: tl.constexpr,
-    MASK: tl.constexpr,
-    DOT: tl.constexpr,
-    PLAIN: tl.constexpr,
-):
-    """The codes of `_plain` plus 128, or 1024 for fp16, in DOT."""
-    if DOT == tl.float32:
-        out = (_plain(low, high, LOW, DOWN, MASK) + 128).to(tl.float32)
-    elif PLAIN:
-        MAGIC: tl.constexpr = 0x6400 if DOT == tl.float16 else 0x4300
-        out = (_plain(low, high, LOW, DOWN, MASK) | MAGIC).to(DOT, bitcast=True)
-    else:
-        MAGICS: tl.constexpr = 0x64006400 if DOT == tl.float16 else 0x43004300
-        if MASK == 0:
-            bits = tl.inline_asm_elementwise(
-                f"{{ .reg .b32 t; shr.u32 t, $1, {LOW};"
-                f" lop3.b32 $0, t, 0x000F000F, {MAGICS}, 0xEA; }}",
-                "=r,r",
-                [low],
-                dtype=tl.int16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            MOVE: tl.constexpr = "shr" if DOWN >= 0 else "shl"
-            BY: tl.constexpr = DOWN if DOWN >= 0 else -DOWN
-            MASKS: tl.constexpr = MASK * 0x10001
-            bits = tl.inline_asm_elementwise(
-                f"{{ .reg .b32 t, s; shr.u32 t, $1, {LOW};"
-                f" lop3.b32 t, t, 0x000F000F, {MAGICS}, 0xEA;"
-                f" {MOVE}.b32 s, $2, {BY}; lop3.b32 $0, s, {MASKS}, t, 0xEA; }}",
-                "=r,r,r",
-                [low, high],
-                dtype=tl.int16,
-                is_pure=True,
-                pack=2,
-            )
-        out = bits.to(DOT, bitcast=True)
-    return out
 
 
 @triton.jit
@@ -153,10 +103,10 @@ def four_words(pointer_R):
 
 
 @triton.jit
-def turned(step, start, end):
-    """Where a program is at `step` of start to end. Each begins elsewhere and goes round: they run
+def turned(tile, step, start, end):
+    """Where program `tile` is at `step` of start to end. Each begins elsewhere and goes round: they run
     at the same time, and would all want the same inputs from the same part of the L2 cache."""
-    at = step + tl.program_id(0) % (end - start)
+    at = step + tile % (end - start)
     return tl.where(at >= end, at - (end - start), at)
 
 
@@ -167,8 +117,40 @@ def half(word, shift):
 
 
 @triton.jit
-def store(y_RM, y_ptr, bias_ptr, first_row, rows, m, BIAS: tl.constexpr):
-    """Writes rows `first_row` and on of W times all rows of x into y of shape (splits, m, rows), at
+def words_of_d(d_ptr, row_R, row_blocks, b):
+    """The 32-bit words in which the halves of block b lie, and where in the word."""
+    at_R = row_R * row_blocks + b
+    word_R = tl.load(d_ptr.to(tl.pointer_type(tl.int32)) + (at_R >> 1))
+    return word_R, (16 * (at_R & 1)).to(tl.int32)
+
+
+@triton.jit
+def prefetched(row_R, SIZE: tl.constexpr, tile, start, end, AHEAD: tl.constexpr):
+    """Asks for the first blocks of SIZE bytes that a program will read of its rows, to be in the L2
+    cache when it reads them."""
+    first = turned(tile, start, start, end)
+    for ahead in tl.static_range(AHEAD):
+        b = tl.minimum(first + ahead, end - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [row_R + b * SIZE],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def after_others():
+    """Lets the next kernel begin, and waits until the one before has written all its results."""
+    gdc_launch_dependents()
+    gdc_wait()
+
+
+@triton.jit
+def store(y_RM, y_ptr, bias_ptr, first_row, rows, stride, m, BIAS: tl.constexpr):
+    """Writes rows `first_row` and on of W times all rows of x into y of shape (splits, m, stride), at
     the second number of this program."""
     ROWS: tl.constexpr = y_RM.shape[0]
     row_R = first_row + tl.arange(0, ROWS)
@@ -177,7 +159,7 @@ def store(y_RM, y_ptr, bias_ptr, first_row, rows, m, BIAS: tl.constexpr):
         bias_R = tl.load(bias_ptr + row_R, mask=row_R < rows, other=0)
         y_RM += bias_R.to(tl.float32)[:, None]
     there = (row_R < rows)[:, None] & (m_M < m)[None, :]
-    at_M = (tl.program_id(1) * m + m_M).to(tl.int64) * rows
+    at_M = (tl.program_id(1) * m + m_M).to(tl.int64) * stride
     tl.store(y_ptr + at_M[None, :] + row_R[:, None], y_RM.to(y_ptr.dtype.element_ty), mask=there)
 
 

@@ -5,13 +5,6 @@ groups of 32 values g = 0..3 lie in words 16 (g mod 2) to 16 (g mod 2) + 16, low
 high ones for the others. Word i of those holds values 2i and 2i + 1; the top two bits of both are
 bits 2g and 2g + 1 of the two bytes of word 16 h + i of the high plane. A scale belongs to 16 values,
 which is 8 words.
-
-`_columns_q6_k` has a column for each 8 words of a block, and separate sums for the two nibbles:
-
-    p[r, n] = sum over values k of scale n of (128 + q[r, k]) x[k]
-    y[r]   += sum over n of d s[r, n] (p[r, n] - 160 X[n]),  X[n] = sum x[k]
-
-`_tiles_q6_k` scales weights before the product.
 """
 
 from __future__ import annotations
@@ -19,103 +12,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.small_m_parts import codes, floats, four_words, half, inputs, store, turned
+from engine.kernels.small_m_parts import (
+    floats,
+    four_words,
+    half,
+    inputs,
+    store,
+    turned,
+    words_of_d,
+)
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-# Arguments of both: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8 (rows, row_blocks,
+# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8 (rows, row_blocks,
 # 128), `high_ptr`, *u8 (.., 64), `scales_ptr`, *i8 (.., 16) and `d_ptr`, *fp16 (rows, row_blocks);
 # the rest as in small_m_k45.py.
-# Shapes: R rows of W, K words of a block or of a group, N columns, M rows of x, L values of a scale
-
-
-@triton.jit
-def _words_of_d(d_ptr, row_R, row_blocks, b):
-    """The 32-bit words in which the halves of block b lie, and where in the word."""
-    at_R = row_R * row_blocks + b
-    word_R = tl.load(d_ptr.to(tl.pointer_type(tl.int32)) + (at_R >> 1))
-    return word_R, (16 * (at_R & 1)).to(tl.int32)
-
-
-@triton.jit
-def _columns_q6_k(
-    x_ptr,
-    low_ptr,
-    high_ptr,
-    scales_ptr,
-    d_ptr,
-    bias_ptr,
-    y_ptr,
-    rows,
-    row_blocks,
-    m,
-    split_blocks,
-    MP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BIAS: tl.constexpr,
-    PLAIN: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    DOT: tl.constexpr = x_ptr.dtype.element_ty
-    ZERO: tl.constexpr = 1024.0 + 32 if DOT == tl.float16 else 128.0 + 32
-    N: tl.constexpr = 8 * MP
-    first_row = tl.program_id(0) * ROWS
-    row_R = tl.minimum(first_row + tl.arange(0, ROWS), rows - 1).to(tl.int64)
-    # Groups 0 and 2 of both halves, or groups 1 and 3: words with the same bits of `high`.
-    i_K = tl.arange(0, 32)
-    word_K = 32 * (i_K // 16) + i_K % 16
-    low_words = (low_ptr + row_R * (row_blocks * 128)).to(tl.pointer_type(tl.int16))[:, None]
-    low_words += word_K[None, :]
-    high_words = (high_ptr + row_R * (row_blocks * 64)).to(tl.pointer_type(tl.int16))[:, None]
-    high_words += i_K[None, :]
-    scales_R = (scales_ptr + row_R * (row_blocks * 16)).to(tl.pointer_type(tl.int32))
-    n_N = tl.arange(0, N)
-    # Which 8 words of a block: half, group mod 2 and half of the group, a bit each.
-    part_N = n_N // MP
-    m_N = n_N % MP
-    there_N = m_N < m
-    x_N = m_N * (row_blocks * 256)
-    # Moves the column's byte to the top.
-    scale_shift = (24 - 8 * (part_N % 4))[None, :]
-    late = (part_N >= 4)[None, :]
-    y_RN = tl.zeros([ROWS, N], tl.float32)
-    start = tl.program_id(1) * split_blocks
-    end = tl.minimum(start + split_blocks, row_blocks)
-    for step in tl.range(start, end, num_stages=STAGES):
-        b = turned(step, start, end)
-        high = tl.load(high_words + b * 32, eviction_policy="evict_first")
-        word_R, place_R = _words_of_d(d_ptr, row_R, row_blocks, b)
-        d_R = half(word_R, place_R)
-        s0_R, s1_R, s2_R, s3_R = four_words(scales_R + b * 4)
-        p_RN = tl.zeros([ROWS, N], tl.float32)
-        q_RN = tl.zeros([ROWS, N], tl.float32)
-        for v in tl.static_range(2):
-            low = tl.load(low_words + b * 64 + 16 * v, eviction_policy="evict_first")
-            part_K = 4 * (i_K // 16) + 2 * v + i_K // 8 % 2
-            own_KN = (part_K[:, None] == part_N[None, :]) & there_N[None, :]
-            for u in tl.static_range(2):
-                pair_K = b * 128 + 64 * (i_K // 16) + 32 * u + 16 * v + i_K % 16
-                at_KN = (m_N * (row_blocks * 128))[None, :] + pair_K[:, None]
-                even_KN, odd_KN = inputs(x_ptr, at_KN, own_KN, DOT)
-                even = codes(low, high, 4 * u, 2 * v + 4 * u - 4, 48, DOT, PLAIN)
-                odd = codes(low, high, 4 * u + 8, 2 * v + 4 * u + 4, 48, DOT, PLAIN)
-                if u == 0:
-                    p_RN = tl.dot(even, even_KN, p_RN, input_precision="ieee")
-                    p_RN = tl.dot(odd, odd_KN, p_RN, input_precision="ieee")
-                else:
-                    q_RN = tl.dot(even, even_KN, q_RN, input_precision="ieee")
-                    q_RN = tl.dot(odd, odd_KN, q_RN, input_precision="ieee")
-        for u in tl.static_range(2):
-            first_N = b * 256 + 128 * (part_N // 4) + 64 * u + 16 * (part_N % 4)
-            at_NL = (x_N + first_N)[:, None] + tl.arange(0, 16)[None, :]
-            x_NL = tl.load(x_ptr + at_NL, mask=there_N[:, None], other=0)
-            sum_N = tl.sum(x_NL.to(tl.float32), axis=1)[None, :]
-            early_R, late_R = (s1_R, s3_R) if u else (s0_R, s2_R)
-            scale = tl.where(late, late_R[:, None], early_R[:, None])
-            scale = ((scale << scale_shift) >> 24).to(tl.float32)
-            y_RN += (d_R[:, None] * scale) * ((q_RN if u else p_RN) - ZERO * sum_N)
-    y_RM = tl.sum(tl.reshape(y_RN, [ROWS, 8, MP]), axis=1)
-    store(y_RM, y_ptr, bias_ptr, first_row, rows, m, BIAS)
+# Shapes: R rows of W, K words of a group, M rows of x
 
 
 @triton.jit
@@ -153,8 +65,8 @@ def _tiles_q6_k(
     start = tl.program_id(1) * split_blocks
     end = tl.minimum(start + split_blocks, row_blocks)
     for step in tl.range(start, end, num_stages=STAGES):
-        b = turned(step, start, end)
-        word_R, place_R = _words_of_d(d_ptr, row_R, row_blocks, b)
+        b = turned(tl.program_id(0), step, start, end)
+        word_R, place_R = words_of_d(d_ptr, row_R, row_blocks, b)
         d_R = half(word_R, place_R)
         s0_R, s1_R, s2_R, s3_R = four_words(scales_R + b * 4)
         for h in tl.static_range(2):
@@ -179,4 +91,4 @@ def _tiles_q6_k(
                     odd = (scale * odd - zero).to(DOT)
                     y_RM = tl.dot(even, even_KM, y_RM, input_precision="ieee")
                     y_RM = tl.dot(odd, odd_KM, y_RM, input_precision="ieee")
-    store(y_RM, y_ptr, bias_ptr, first_row, rows, m, BIAS)
+    store(y_RM, y_ptr, bias_ptr, first_row, rows, rows, m, BIAS)

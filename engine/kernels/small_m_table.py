@@ -17,13 +17,15 @@ from engine.quant.blocks import BlockType
 
 MAX_ROWS = 64
 """Of x."""
+CODES_ROWS = 8
+"""Of x, up to which it becomes whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    family: Literal["columns", "tiles"]
+    family: Literal["codes", "tiles"]
     padded: int
-    """Rows of x, padded to a power of two."""
+    """Rows of x that there is room for."""
     rows: int
     """Rows of W of one program."""
     warps: int
@@ -34,29 +36,33 @@ class Config:
 
 
 # For padded rows of x: rows of W, warps and stages of a program, for matrices that occupy a GPU of
-# 132 multiprocessors without being split, and for others.
+# 132 multiprocessors without being split, and for others. From 1 to 8 rows of x, the kernels of codes,
+# rows of W are the same: the order of a sum depends on them.
 _Shape = tuple[int, int, int]
 _LAUNCHES: dict[str, dict[int, tuple[_Shape, _Shape]]] = {
     "Q4_K": {
-        1: ((32, 2, 3), (32, 2, 3)),
-        2: ((64, 2, 3), (64, 2, 3)),
-        4: ((32, 2, 3), (32, 2, 3)),
+        1: ((64, 4, 3), (32, 2, 2)),
+        2: ((64, 4, 3), (32, 2, 2)),
+        4: ((64, 4, 3), (32, 2, 2)),
+        8: ((64, 4, 3), (32, 2, 2)),
         16: ((32, 2, 3), (32, 2, 3)),
         32: ((32, 2, 3), (32, 2, 2)),
         64: ((128, 4, 2), (64, 4, 2)),
     },
     "Q5_K": {
-        1: ((32, 2, 3), (32, 2, 3)),
-        2: ((32, 2, 2), (32, 2, 2)),
-        4: ((32, 2, 2), (32, 2, 2)),
+        1: ((64, 4, 2), (32, 2, 2)),
+        2: ((64, 4, 2), (32, 2, 2)),
+        4: ((64, 4, 2), (32, 2, 2)),
+        8: ((64, 4, 2), (32, 2, 2)),
         16: ((32, 2, 2), (32, 2, 2)),
         32: ((32, 2, 3), (32, 2, 2)),
         64: ((64, 4, 2), (64, 4, 2)),
     },
     "Q6_K": {
         1: ((64, 4, 2), (32, 2, 2)),
-        2: ((64, 2, 3), (32, 2, 3)),
-        4: ((64, 2, 3), (64, 2, 3)),
+        2: ((64, 4, 2), (32, 2, 2)),
+        4: ((64, 4, 2), (32, 2, 2)),
+        8: ((64, 4, 2), (32, 2, 2)),
         16: ((32, 2, 2), (32, 2, 2)),
         32: ((64, 2, 2), (32, 2, 2)),
         64: ((128, 4, 2), (64, 4, 2)),
@@ -70,10 +76,8 @@ _FEW_WARPS = 528
 
 def config_for(type_: BlockType, rows: int, columns: int, m: int, arch: int) -> Config:
     """How to launch `m` rows of x times a matrix, on compute capability `arch`."""
+    family: Literal["codes", "tiles"] = "codes" if m <= CODES_ROWS else "tiles"
     padded = 1 << (m - 1).bit_length()
-    # Between 4 and 16 rows, tiles padded to 16 are faster than columns.
-    family: Literal["columns", "tiles"] = "columns" if padded <= 4 else "tiles"
-    padded = padded if padded <= 4 else max(padded, 16)
     blocks = columns // type_.block_size
     shape = _LAUNCHES[type_.name][padded][0 if rows >= _FULL_ROWS else 1]
     programs = -(-rows // shape[0])

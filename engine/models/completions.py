@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from engine.errors import BadInput
 from engine.formats.tokenizer import Tokenizer
+from engine.models.decode import GraphSetting
 from engine.models.decoder import Decoder
 from engine.models.generate import GREEDY, TILE, Ended, Sampling, generate
 
@@ -84,6 +85,7 @@ def complete(
     tile: int = TILE,
     rows: int | None = None,
     capacity: int | None = None,
+    cuda_graph: GraphSetting = "auto",
 ) -> Iterator[Piece]:
     """The completions of `prompts` as they come; each prompt's last piece says how it ended.
 
@@ -112,6 +114,7 @@ def complete(
         tile=tile,
         rows=rows,
         capacity=capacity,
+        cuda_graph=cuda_graph,
     ):
         counts[index] += 1
         piece = texts[index].sure(last=ended is not None)

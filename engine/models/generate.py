@@ -18,12 +18,17 @@ so it meets the same numbers whichever slot it is in.
 
 Logits that are NaN or infinite raise `NoAnswer`: an argmax of NaN is a token like any other.
 
-Weights may be dense or in blocks: the decoder is the same. Not covered: CUDA graphs, beams, penalties.
+Weights may be dense or in blocks: the decoder is the same. On a GPU, where `engine.models.decode` covers
+the model, it makes the steps: there tokens are chosen on the device, and the host, which looks for stop
+strings, reads them some steps behind. A sequence that turns out to have ended is cut there.
+
+Not covered: beams, penalties.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -32,12 +37,23 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput, NoAnswer
+from engine.models.decode import (
+    HISTORY,
+    Chosen,
+    DecodeSteps,
+    GraphSetting,
+    choose_cuda_graph,
+    coverage,
+)
 from engine.models.decoder import Decoder, Past
 
 # Shapes: B rows of a tile, T tokens, V vocabulary, S slots for tokens, K key/value heads, E their width
 
 TILE = 8
 """Sequences that are run side by side where many are wanted."""
+
+AHEAD = 2
+"""Steps that a GPU may be ahead of the host."""
 
 Ended = Literal["end_of_text", "stop", "length"]
 
@@ -88,6 +104,9 @@ class _Sequence:
     tokens: list[int]
     """What was generated; the last one is not in the cache yet."""
     random: torch.Generator
+    ended: bool = False
+    asked: int = 0
+    """Tokens that the device was asked for, at most those that are wanted."""
 
 
 @torch.inference_mode()
@@ -103,12 +122,14 @@ def generate(
     tile: int = TILE,
     rows: int | None = None,
     capacity: int | None = None,
+    cuda_graph: GraphSetting = "auto",
 ) -> Iterator[Generated]:
     """The tokens of each prompt's continuation, as they come; sequences are interleaved.
 
     `keys` name the sequences for sampling (their index), `rows` of `tile` slots are used (all).
     `capacity` is the length of the cache, by itself that of the longest prompt and `max_tokens`; it is
-    part of a product's shape, so give it where results of several calls have to be equal.
+    part of a product's shape, so give it where results of several calls have to be equal. `cuda_graph`
+    changes no token.
 
     Raises BadInput for a prompt that is empty or too long for the model, `NoAnswer`.
     """
@@ -118,13 +139,15 @@ def generate(
     capacity = needed if capacity is None else capacity
     _check(decoder, prompts, max(needed, capacity), max_tokens)
     assert capacity >= needed
-    cache = _Cache(decoder, tile, capacity)
     waiting = iter(range(len(prompts)))
     running: list[_Sequence | None] = [None] * rows
     ends = frozenset(end_ids)
 
-    def choose(sequence: _Sequence, logits_V: Tensor) -> Generated:
-        token = next_token(logits_V, sampling, sequence.random, f"sequence {sequence.index}")
+    def begin(index: int) -> _Sequence:
+        key = index if keys is None else keys[index]
+        return _Sequence(index, len(prompts[index]), [], _random(sampling.seed, key))
+
+    def take(sequence: _Sequence, token: int) -> Generated:
         sequence.tokens.append(token)
         ended: Ended | None = None
         if token in ends:
@@ -133,21 +156,32 @@ def generate(
             ended = "stop"
         elif len(sequence.tokens) >= max_tokens:
             ended = "length"
+        sequence.ended = ended is not None
         return Generated(sequence.index, token, ended)
+
+    if coverage(decoder, tile) is None:
+        graph = choose_cuda_graph(decoder, tile, cuda_graph).choice == "on"
+        steps = DecodeSteps(decoder, tile, capacity, graph=graph, sampling=sampling)
+        yield from _ahead(steps, prompts, waiting, running, begin, take, max_tokens)
+        return
+    cache = Cache(decoder, tile, capacity)
+
+    def choose(sequence: _Sequence, logits_V: Tensor) -> Generated:
+        where = f"sequence {sequence.index}"
+        return take(sequence, next_token(logits_V, sampling, sequence.random, where))
 
     while True:
         for slot in range(rows):
             while running[slot] is None and (index := next(waiting, None)) is not None:
-                key = index if keys is None else keys[index]
-                sequence = _Sequence(index, len(prompts[index]), [], _random(sampling.seed, key))
+                sequence = begin(index)
                 generated = choose(sequence, cache.start(slot, prompts[index]))
                 running[slot] = sequence if generated.ended is None else None
                 yield generated
         alive = [(slot, sequence) for slot, sequence in enumerate(running) if sequence is not None]
         if not alive:
             return
-        steps = {slot: (sequence.tokens[-1], sequence.length) for slot, sequence in alive}
-        logits_BV = cache.step(steps)
+        places = {slot: (sequence.tokens[-1], sequence.length) for slot, sequence in alive}
+        logits_BV = cache.step(places)
         for slot, sequence in alive:
             sequence.length += 1
             generated = choose(sequence, logits_BV[slot])
@@ -156,7 +190,54 @@ def generate(
             yield generated
 
 
-class _Cache:
+def _ahead(
+    steps: DecodeSteps,
+    prompts: Sequence[Sequence[int]],
+    waiting: Iterator[int],
+    running: list[_Sequence | None],
+    begin: Callable[[int], _Sequence],
+    take: Callable[[_Sequence, int], Generated],
+    max_tokens: int,
+) -> Iterator[Generated]:
+    """`generate`, with the device some steps ahead of the host."""
+    pending: deque[tuple[Chosen, list[tuple[int, _Sequence]]]] = deque()
+    while True:
+        for slot in range(len(running)):
+            if running[slot] is None and (index := next(waiting, None)) is not None:
+                sequence = begin(index)
+                running[slot] = sequence
+                uniform = steps.uniform(sequence.random, max_tokens)
+                pending.append((steps.start(slot, prompts[index], uniform), [(slot, sequence)]))
+                sequence.asked = 1
+        wanted = [
+            (slot, sequence)
+            for slot, sequence in enumerate(running)
+            if sequence is not None and sequence.asked < max_tokens
+        ]
+        if wanted:
+            pending.append((steps.step(), wanted))
+            for _, sequence in wanted:
+                sequence.asked += 1
+        elif not pending:
+            return
+        while pending and (len(pending) > AHEAD or not wanted):
+            chosen, of = pending.popleft()
+            tokens = chosen.wait()
+            for slot, sequence in of:
+                if sequence.ended:
+                    continue
+                if tokens[slot] < 0:
+                    raise _not_finite(f"sequence {sequence.index}", -tokens[slot], steps.vocab_size)
+                generated = take(sequence, tokens[slot])
+                if sequence.ended:
+                    running[slot] = None
+                yield generated
+            # A free row is worth no more waiting, while there is room for what it would add.
+            if None in running and len(pending) <= HISTORY // 2:
+                break
+
+
+class Cache:
     """Keys and values of `tile` slots, and the forward passes on top of them."""
 
     def __init__(self, decoder: Decoder, tile: int, capacity: int) -> None:
@@ -196,9 +277,7 @@ def next_token(
     logits_V = logits_V.float()
     if not bool(logits_V.isfinite().all()):
         bad = int((~logits_V.isfinite()).sum())
-        raise NoAnswer(
-            f"generate: {where} — expected finite logits, found {bad:,} of {len(logits_V):,} NaN or infinite"
-        )
+        raise _not_finite(where, bad, len(logits_V))
     if sampling.temperature == 0:
         # The first of equals: argmax promises none of them.
         return int((logits_V == logits_V.max()).nonzero()[0, 0])
@@ -213,6 +292,12 @@ def next_token(
     drawn = torch.rand((), generator=random, dtype=torch.float64) * p_V.sum()
     at = int(torch.searchsorted(p_V.cumsum(0), drawn, right=True))
     return int(ids_V[min(at, len(p_V) - 1)])
+
+
+def _not_finite(where: str, bad: int, ids: int) -> NoAnswer:
+    return NoAnswer(
+        f"generate: {where} — expected finite logits, found {bad:,} of {ids:,} NaN or infinite"
+    )
 
 
 def _random(seed: int, key: object) -> torch.Generator:

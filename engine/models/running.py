@@ -16,19 +16,25 @@ begins (`engine.distill.student`). Where documents begin is left open in the com
 
 Checkpointing. Backward runs each layer a second time, for a third more of the forward's arithmetic, and
 between the passes only the input of each layer is kept.
+
+A layer that FSDP2 shards has hooks that gather its weights before its forward pass and share out their
+gradients in the backward pass. What is compiled or made again is then put between the hooks, as the
+layer's own `forward`: no compiler sees a collective, and recomputing gathers nothing anew.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from engine.models.decoder import Decoder, RunLayer, Sight, run_layer
+from engine.models.decoder import Decoder, Layer, RunLayer, Sight, run_layer
 
 # Shapes: B rows, T tokens, D model width
 
@@ -39,6 +45,12 @@ def has_compiler(device: str) -> bool:
     return c_compiler and (device == "cpu" or importlib.util.find_spec("triton") is not None)
 
 
+def without_hooks(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
+    """The layer as it is written, and nothing that hangs on it."""
+    assert isinstance(layer, Layer)
+    return Layer.forward(layer, x_BTD, sight)
+
+
 class CompiledLayers:
     """Runs layers compiled, for training batches of `rows` rows of `length` tokens."""
 
@@ -46,7 +58,7 @@ class CompiledLayers:
         self.shape = (rows, length)
 
         def student_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
-            return run_layer(layer, x_BTD, sight)
+            return without_hooks(layer, x_BTD, sight)
 
         # A break of the graph would hide what was not compiled.
         self._compiled: Any = torch.compile(
@@ -55,7 +67,7 @@ class CompiledLayers:
 
     def __call__(self, layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
         if x_BTD.shape[:2] != self.shape or not torch.is_grad_enabled():
-            return run_layer(layer, x_BTD, sight)
+            return without_hooks(layer, x_BTD, sight)
         out_BTD: Tensor = self._compiled(layer, x_BTD, sight)
         return out_BTD
 
@@ -80,5 +92,11 @@ def set_running(
 ) -> None:
     """Puts what was chosen into effect."""
     decoder.packed = packed
-    run: RunLayer = run_layer if compiled is None else compiled
-    decoder.run_layer = checkpointed(run) if checkpointing else run
+    sharded = any(isinstance(layer, FSDPModule) for layer in decoder.layers)
+    written = without_hooks if sharded else run_layer
+    run: RunLayer = written if compiled is None else compiled
+    run = checkpointed(run) if checkpointing else run
+    decoder.run_layer = run_layer if sharded else run
+    if sharded:
+        for layer in decoder.layers:
+            layer.forward = partial(run, layer)

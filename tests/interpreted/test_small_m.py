@@ -21,7 +21,7 @@ from engine.quant.tensor import QuantTensor
 
 pytest.importorskip("triton")
 
-from engine.kernels import small_m
+from engine.kernels import small_m, small_m_inputs
 from engine.kernels.key import Variant
 from engine.kernels.small_m_table import Config, config_for
 
@@ -116,14 +116,16 @@ def test_warm_up_knows_each_variant_that_is_launched(
     name: str, bias: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[Variant] = []
-    monkeypatch.setattr(small_m, "launch", lambda variant, *rest: launched.append(variant))
+    for module in (small_m, small_m_inputs):
+        monkeypatch.setattr(module, "launch", lambda variant, *rest: launched.append(variant))
     weight = pack(random_matrix(name, 21, 1280))
     bias_N = None if bias is None else torch.randn(21, dtype=bias)
-    for m in (1, 3, 9, 64):
-        launched.clear()
-        small_m.fused_linear(torch.randn(m, 1280), weight, bias_N)
-        known = small_m.variants(weight.type, 21, 1280, torch.float32, bias, arch=0, m=(m,))
-        assert launched == list(known)
+    for dtype in (torch.float32, torch.bfloat16):
+        for m in (1, 3, 9, 64):
+            launched.clear()
+            small_m.fused_linear(torch.randn(m, 1280).to(dtype), weight, bias_N)
+            known = small_m.variants(weight.type, 21, 1280, dtype, bias, arch=0, m=(m,))
+            assert launched == list(known)
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:

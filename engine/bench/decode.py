@@ -1,0 +1,157 @@
+"""Generating text: one token of 1 or 8 sequences, beside the time it takes to read the weights.
+
+    arm               weights             a step
+    bf16 decoder      floats              the decoder as written
+    bf16 kernels      floats              `engine.models.decode`, one launch after the other
+    bf16 graph        floats              the same, captured once and replayed
+    Q4_K_M ...        in their blocks     the same three, of packed weights
+    ... early         either              a graph whose kernels begin before the one before has ended
+
+Weights are random, of a real shape. The bound is reading once whatever a step has to: all matrices as
+they lie in memory, but for the embedding, of which it is a row; the keys and values of every sequence.
+Its rate is that of a copy in the same run. Each arm generates with sequences of `context` tokens, whose
+number grows while it is measured: the bound is that of the middle. `ratio` is the speed relative to the
+decoder with the same weights and sequences. `tokens_per_s` are those of all sequences together.
+
+On a CPU there is the decoder alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from engine.bench.random_weights import RandomWeights
+from engine.bench.rows import BenchRow
+from engine.bench.timing import time_arms
+from engine.models.config import ModelConfig
+from engine.models.decode import EARLY_CAPABILITY, DecodeSteps, coverage
+from engine.models.decoder import Decoder
+from engine.models.freeze import freeze
+from engine.models.generate import Cache
+from engine.models.load import decoder_of
+from engine.models.load_packed import packed_decoder_of
+from engine.models.packed import PackedEmbedding
+
+ROW_COUNTS = (1, 8)
+CONTEXT = 512
+STEPS = 8
+"""Of a graph, in one measurement."""
+
+
+class _Arm(NamedTuple):
+    run: Callable[[], object]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBench:
+    rows: list[BenchRow]
+    tokens_per_s: dict[str, float]
+    """By arm and number of sequences."""
+    weight_bytes: dict[str, int]
+    """What a step reads of the weights."""
+
+
+@torch.inference_mode()
+def bench_decode(
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    shape: str,
+    row_counts: tuple[int, ...] = ROW_COUNTS,
+    context: int = CONTEXT,
+    rounds: int = 15,
+) -> DecodeBench:
+    """Every arm, those of the same weights and number of sequences in turns."""
+    found = DecodeBench(rows=[], tokens_per_s={}, weight_bytes={})
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    for name, load in (("bf16", decoder_of), ("Q4_K_M", packed_decoder_of)):
+        with RandomWeights(config, "q4_k_m", device) as weights:
+            decoder = freeze(load(weights, dtype, device))
+        found.weight_bytes[name] = weight_bytes(decoder)
+        for rows in row_counts:
+            arms = _arms(name, decoder, rows, context, rounds)
+            times = time_arms({arm: each.run for arm, each in arms.items()}, device, rounds=rounds)
+            per_step = {arm: times[arm].seconds / each.steps for arm, each in arms.items()}
+            for arm, each in arms.items():
+                seconds = per_step[arm]
+                middle = context + each.steps * (rounds + 3) // 2
+                found.rows.append(
+                    BenchRow(
+                        arm=arm,
+                        shape=shape,
+                        rows=rows,
+                        seconds=seconds,
+                        spread=times[arm].spread,
+                        flop=2.0 * rows * _values(config),
+                        bytes=float(
+                            found.weight_bytes[name] + rows * middle * _token_bytes(config, dtype)
+                        ),
+                        ratio=per_step[f"{name} decoder"] / seconds,
+                    )
+                )
+                found.tokens_per_s[f"{arm}, {rows}"] = rows / seconds
+        del decoder, arms
+    return found
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Of everything that a step reads whole: all but an embedding that is not the head too."""
+    tied = decoder.head is None
+    skipped = {id(decoder.embed)} if not tied else set()
+    total, seen = 0, set()
+    for module in decoder.modules():
+        if id(module) in skipped or (isinstance(module, PackedEmbedding) and not tied):
+            continue
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                total += tensor.nbytes
+    return total
+
+
+def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> dict[str, _Arm]:
+    capacity = context + STEPS * (rounds + 4) + 1
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(decoder.config.vocab_size, (rows, context), generator=generator)
+    cache = Cache(decoder, rows, capacity)
+    for row, prompt in enumerate(prompts.tolist()):
+        cache.start(row, prompt)
+    places = {row: (int(prompts[row, -1]), context) for row in range(rows)}
+    arms = {f"{name} decoder": _Arm(partial(cache.step, places), 1)}
+    if coverage(decoder, rows) is not None:
+        return arms
+
+    def of(graph: bool, early: bool) -> _Arm:
+        steps = DecodeSteps(decoder, rows, capacity, graph=graph, early=early)
+        for row, prompt in enumerate(prompts.tolist()):
+            steps.start(row, prompt)
+        count = STEPS if graph else 1
+        return _Arm(lambda: [steps.step() for _ in range(count)], count)
+
+    arms[f"{name} kernels"] = of(graph=False, early=False)
+    arms[f"{name} graph"] = of(graph=True, early=False)
+    if torch.cuda.get_device_capability(decoder.norm.weight.device) >= EARLY_CAPABILITY:
+        arms[f"{name} graph, early"] = of(graph=True, early=True)
+    return arms
+
+
+def _values(config: ModelConfig) -> int:
+    """Weights that a token is multiplied with."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    linear = [each for each in decoder.modules() if isinstance(each, nn.Linear)]
+    head = 0 if decoder.head is not None else decoder.embed.weight.numel()
+    return sum(each.weight.numel() for each in linear) + head
+
+
+def _token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of the keys and values of one token."""
+    width = config.num_key_value_heads * config.head_dim
+    return 2 * config.num_hidden_layers * width * dtype.itemsize

@@ -1,0 +1,104 @@
+"""Rows of x as 13-bit whole numbers, for products with codes (`small_m_codes.py`).
+
+Of each 256 values, the block of a K-quant, the largest becomes 4095:
+
+    scale = max |x| / 4095,  x ~ scale n,  n = 128 upper + lower,  |upper| <= 32, -64 <= lower < 64
+
+The error is at most half a `scale`, of normal numbers 2e-4 of their size, of a block in which one value
+outweighs all others 1.2e-3; that of a result in bf16 is 1.7e-3. A block with a value that is NaN or
+infinite has NaN for its scale, and so has all that is made of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.key import Variant
+from engine.kernels.registry import launch, pointer_type
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+# Shapes: M rows of x, K columns, B blocks of a row, E values of a block
+
+BLOCK = 256
+LARGEST = 4095
+
+
+class Inputs(NamedTuple):
+    """Rows of x as whole numbers."""
+
+    codes_MB2E: Tensor
+    """int8: the upper bytes of a block's numbers, then the lower ones."""
+    scales_MB: Tensor
+    """float32."""
+    sums_MB8: Tensor
+    """int32: of each 32 numbers."""
+
+
+def empty_inputs(m: int, columns: int, device: torch.device) -> Inputs:
+    blocks = columns // BLOCK
+    return Inputs(
+        torch.empty(m, blocks, 2, BLOCK, dtype=torch.int8, device=device),
+        torch.empty(m, blocks, dtype=torch.float32, device=device),
+        torch.empty(m, blocks, 8, dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit
+def write_codes(x_BE, codes_ptr, scales_ptr, sums_ptr, block_B, there_B):
+    """Writes blocks of values, float32 of (B, 256), as whole numbers at the blocks numbered."""
+    B: tl.constexpr = x_BE.shape[0]
+    # 0 times NaN or infinity is NaN, and a maximum does not see a NaN.
+    largest_B = tl.max(tl.abs(x_BE), axis=1) + tl.sum(x_BE * 0.0, axis=1)
+    some_B = largest_B > 0
+    inverse_B = tl.where(some_B, 4095.0 / tl.where(some_B, largest_B, 1.0), 0.0)
+    # So large a number has no place for fractions: adding it rounds to the nearest, even ones first.
+    n_BE = (x_BE * inverse_B[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    n_BE = tl.minimum(tl.maximum(n_BE, -4095), 4095)
+    upper_BE = (n_BE + 64) >> 7
+    at_BE = (block_B * 512)[:, None] + tl.arange(0, 256)[None, :]
+    there_BE = there_B[:, None] & (tl.arange(0, 256) >= 0)[None, :]
+    tl.store(codes_ptr + at_BE, upper_BE.to(tl.int8), mask=there_BE)
+    tl.store(codes_ptr + 256 + at_BE, (n_BE - upper_BE * 128).to(tl.int8), mask=there_BE)
+    sums_B8 = tl.sum(tl.reshape(n_BE, [B, 8, 32]), axis=2)
+    at_B8 = (block_B * 8)[:, None] + tl.arange(0, 8)[None, :]
+    there_B8 = there_B[:, None] & (tl.arange(0, 8) >= 0)[None, :]
+    tl.store(sums_ptr + at_B8, sums_B8, mask=there_B8)
+    tl.store(scales_ptr + block_B, largest_B / 4095.0, mask=there_B)
+
+
+@triton.jit
+def _write_inputs(
+    x_ptr,  # *       (m, row_blocks * 256)
+    codes_ptr,  # *i8   (m, row_blocks, 2, 256)
+    scales_ptr,  # *fp32 (m, row_blocks)
+    sums_ptr,  # *i32  (m, row_blocks, 8)
+):
+    block_B = tl.program_id(0) + tl.arange(0, 1)
+    at_BE = (block_B * 256)[:, None] + tl.arange(0, 256)[None, :]
+    x_BE = tl.load(x_ptr + at_BE).to(tl.float32)
+    write_codes(x_BE, codes_ptr, scales_ptr, sums_ptr, block_B, block_B >= 0)
+
+
+def variant(dtype: torch.dtype) -> Variant:
+    return Variant(
+        function=_write_inputs,
+        types=(pointer_type(dtype), "*i8", "*fp32", "*i32"),
+        constants=(),
+        warps=1,
+        stages=1,
+        fp_fusion=False,
+    )
+
+
+def whole_numbers(x_MK: Tensor) -> Inputs:
+    """Contiguous rows of any float type as whole numbers."""
+    m, columns = x_MK.shape
+    found = empty_inputs(m, columns, x_MK.device)
+    launch(variant(x_MK.dtype), (m * (columns // BLOCK),), x_MK, *found)
+    return found

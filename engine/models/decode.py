@@ -1,0 +1,473 @@
+"""One token of each row at once, on a GPU, without asking the host for anything.
+
+A step is the decoder's own weights in few kernels: products (`engine.kernels.small_m`, or the library's
+for floats), and what stands between them (`engine.kernels.decode`). `engine.models.decoder` is the
+oracle, and runs the prompts. Lengths, positions and tokens are on the device, so that all steps are the
+same work at the same addresses: they are captured once, as a CUDA graph, and replayed. The host then
+launches one thing a token where it would launch 250, which take longer than their work.
+
+    start    a prompt into a row, run by itself: what it gets depends on nothing else
+    step     one token of every row; rows that nobody uses are run along
+    chosen   the tokens of a step, when the device gets there: the host may be some steps ahead
+
+A row's bits are the same whatever the number of rows: with weights in blocks the kernels see to that;
+products of floats are of 8 rows always, which takes as long as one.
+
+Covered: CUDA with bf16, up to 8 rows, all matrices in K-quants or all in floats. `coverage` says why
+not; then, and on a CPU, the decoder itself makes the steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.decision import SET_BY_USER, Decision
+from engine.models.decoder import Attention, Decoder, FeedForward, Layer, Past, RMSNorm, frequencies
+from engine.models.packed import PackedLinear
+
+if TYPE_CHECKING:
+    from engine.kernels.decode_launch import Out, Parts
+    from engine.models.generate import Sampling
+
+# Shapes: M rows of a step, T tokens of a prompt, D model width, V vocabulary, K key/value heads,
+# E width of a head
+
+ROWS = 8
+"""Rows of a step, at most; those of every product of floats."""
+LEAST_CAPABILITY = (8, 0)
+EARLY_CAPABILITY = (9, 0)
+"""From here on a kernel may begin while the one before it still runs."""
+BLOCKS_AHEAD = 2
+"""Of weights, that a product asks for while it waits for its inputs."""
+HISTORY = 32
+"""Steps and starts whose tokens may wait for the host."""
+TYPES = ("Q4_K", "Q5_K", "Q6_K")
+
+GraphSetting = Literal["auto", "on", "off"]
+
+
+def coverage(decoder: Decoder, rows: int) -> str | None:
+    """Why the steps of this decoder cannot be made here; None where they can."""
+    from engine.kernels.dequantize import has_triton
+
+    like = decoder.norm.weight
+    config = decoder.config
+    if like.device.type != "cuda":
+        return "the model is on the CPU"
+    if not has_triton():
+        return "there is no triton"
+    if torch.cuda.get_device_capability(like.device) < LEAST_CAPABILITY:
+        return "the GPU's capability is below 8.0"
+    if like.dtype != torch.bfloat16:
+        return f"the model computes in {str(like.dtype).removeprefix('torch.')}, not bfloat16"
+    if rows > ROWS:
+        return f"{rows} sequences are run at once, more than {ROWS}"
+    width = config.head_dim
+    if width & (width - 1) or not 32 <= width <= 256:
+        return f"heads are {width} wide, not 32, 64, 128 or 256"
+    groups = config.num_attention_heads // config.num_key_value_heads
+    if groups > 16:
+        return f"{groups} query heads share one key head, more than 16"
+    return next(filter(None, map(_why_not, decoder.layers)), None) or _why_not_head(decoder)
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    assert isinstance(layer, Layer)
+    attention, mlp = layer.attention, layer.mlp
+    groups = (
+        (attention.q, attention.k, attention.v),
+        (attention.o,),
+        (mlp.gate, mlp.up),
+        (mlp.down,),
+    )
+    matrices = [each for group in groups for each in group]
+    if all(type(each) is nn.Linear for each in matrices):
+        return None
+    if not all(isinstance(each, PackedLinear) for each in matrices):
+        return "some matrices of a layer are in blocks and some are not"
+    for group in groups:
+        names = [each.packed.type.name for each in group if isinstance(each, PackedLinear)]
+        if any(name not in TYPES for name in names):
+            return f"a matrix is of {', '.join(names)}, not {', '.join(TYPES)}"
+        if len(names) > 1 and names[0] != names[1]:
+            return f"matrices of one input are of {' and '.join(names[:2])}"
+    if len({getattr(each, "bias", None) is None for each in groups[0]}) > 1:
+        return "some of q, k and v have biases and some have none"
+    return None
+
+
+def _why_not_head(decoder: Decoder) -> str | None:
+    head = decoder.head
+    if isinstance(head, PackedLinear) and head.packed.type.name not in TYPES:
+        return f"the head is of {head.packed.type.name}, not {', '.join(TYPES)}"
+    if head is None and not isinstance(decoder.embed, nn.Embedding):
+        return "the head is an embedding in blocks"
+    return None
+
+
+class Chosen(NamedTuple):
+    """The tokens of one step, on their way to the host."""
+
+    pinned_M: Tensor
+    arrived: torch.cuda.Event | None
+    """None where they are there."""
+
+    def wait(self) -> list[int]:
+        """Each row's token; where its logits are not finite, how many are, negative."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return [int(one) for one in self.pinned_M.tolist()]
+
+
+class DecodeSteps:
+    """The rows of one generation: their caches and what runs them.
+
+    `capacity` is how many tokens a row may have. With `graph`, steps are replays. `early` is whether
+    kernels begin while the one before still runs, by itself where the GPU can. Whether the decoder is
+    one of those that it can run, `coverage` says; without a graph also on a CPU, in Triton's
+    interpreter.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        rows: int,
+        capacity: int,
+        *,
+        graph: bool = True,
+        sampling: Sampling | None = None,
+        early: bool | None = None,
+    ) -> None:
+        from engine.kernels import decode_launch as kernels
+
+        config = decoder.config
+        like = decoder.norm.weight
+        device, self._dtype = like.device, like.dtype
+        self._decoder, self._rows, self._device = decoder, rows, device
+        self._capacity = capacity
+        self._sampling = sampling
+        on_gpu = device.type == "cuda"
+        capability = torch.cuda.get_device_capability(device) if on_gpu else LEAST_CAPABILITY
+        self._early = capability >= EARLY_CAPABILITY if early is None else early
+        self._ahead = BLOCKS_AHEAD if self._early else 0
+        self._arch = capability[0] * 10 + capability[1]
+        shape = (rows, capacity, config.num_key_value_heads, config.head_dim)
+        self._caches = [
+            (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(config.num_hidden_layers)
+        ]
+        heads = config.num_attention_heads
+        chunks = -(-capacity // kernels.CHUNK)
+        partial = (chunks, rows, heads, config.head_dim)
+        self._sums = torch.empty(partial, dtype=torch.float32, device=device)
+        self._softmax = torch.empty((*partial[:3], 2), dtype=torch.float32, device=device)
+        self._frequency = frequencies(config, device)
+        self._token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._position = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._chosen = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._best = kernels.empty_best(rows, config.vocab_size, device)
+        self._outs: dict[int, Out] = {}
+        self._uniform: Tensor | None = None
+        """A number for each draw of each row, of which `_count` were taken."""
+        self._count = torch.zeros(rows, dtype=torch.int64, device=device)
+        if sampling is not None and sampling.temperature > 0:
+            self._uniform = torch.zeros(rows, capacity, dtype=torch.float64, device=device)
+        self._pinned = deque(
+            torch.empty(rows, dtype=torch.int32, pin_memory=on_gpu) for _ in range(HISTORY)
+        )
+        self._logits: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if on_gpu:
+            self._warm_up()
+        if graph:
+            self._capture()
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def vocab_size(self) -> int:
+        return self._decoder.config.vocab_size
+
+    def uniform(self, random: torch.Generator, count: int) -> Tensor | None:
+        """The numbers of `count` draws, as they are drawn one by one; None where tokens are not drawn."""
+        if self._uniform is None:
+            return None
+        drawn = [torch.rand((), generator=random, dtype=torch.float64) for _ in range(count)]
+        return torch.stack(drawn)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all rows."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._caches)
+
+    def start(self, row: int, prompt: Sequence[int], uniform: Tensor | None = None) -> Chosen:
+        """Puts a prompt into a row, and chooses what follows it. `uniform` are the numbers of its draws,
+        float64 on the host, where tokens are drawn."""
+        config, decoder = self._decoder.config, self._decoder
+        tokens_BT = torch.tensor([list(prompt)], device=self._device)
+        position_BT = torch.arange(len(prompt), device=self._device)[None]
+        # As long as the prompt, whatever the rows have room for: a length is part of a shape.
+        shape = (1, len(prompt), config.num_key_value_heads, config.head_dim)
+        pasts = [
+            Past(keys.new_empty(shape), keys.new_empty(shape), position_BT)
+            for keys, _ in self._caches
+        ]
+        hidden_BTD = decoder.hidden_with_past(tokens_BT, pasts)
+        logits_BV = decoder.logits_of(hidden_BTD[:, -1:])[:, 0]
+        for (keys, values), past in zip(self._caches, pasts, strict=True):
+            keys[row, : len(prompt)] = past.keys_BSKE[0]
+            values[row, : len(prompt)] = past.values_BSKE[0]
+        self._position[row] = len(prompt) - 1
+        if self._uniform is not None:
+            assert uniform is not None
+            self._uniform[row, : len(uniform)] = uniform.to(self._device)
+            self._count[row] = 0
+        one = slice(row, row + 1)
+        # Into buffers of its own, aligned as kernels want them, and from there into its row.
+        token, position, chosen = (
+            each[one].clone() for each in (self._token, self._position, self._chosen)
+        )
+        best = type(self._best)(*(each[:1].clone() for each in self._best))
+        self._choose(logits_BV.contiguous(), best, token, position, chosen, row)
+        for whole, part in (
+            (self._token, token),
+            (self._position, position),
+            (self._chosen, chosen),
+        ):
+            whole[one] = part
+        return self._sent()
+
+    def step(self) -> Chosen:
+        """One token of every row."""
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+        return self._sent()
+
+    def logits(self) -> Tensor:
+        """Those of the last step, (M, V)."""
+        assert self._logits is not None
+        return self._logits
+
+    def _sent(self) -> Chosen:
+        # The oldest of HISTORY: whoever asked for it has read it long ago.
+        pinned_M = self._pinned.popleft()
+        self._pinned.append(pinned_M)
+        pinned_M.copy_(self._chosen, non_blocking=True)
+        if self._device.type != "cuda":
+            return Chosen(pinned_M, None)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return Chosen(pinned_M, arrived)
+
+    def _warm_up(self) -> None:
+        """Compiles all kernels of a step, several at a time."""
+        from engine.kernels.registry import REGISTRY
+        from engine.kernels.warm import warm_up
+
+        with REGISTRY.noting() as wanted:
+            self._run()
+        warm_up(wanted)
+
+    def _capture(self) -> None:
+        """Runs a step, so that everything is allocated and loaded, and captures the next."""
+        stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._run()
+            torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self._run()
+        for each in (self._token, self._position, self._chosen, self._count):
+            each.zero_()
+        self._graph = graph
+
+    def _run(self) -> None:
+        from engine.kernels import decode_launch as kernels
+
+        decoder, early = self._decoder, self._early
+        kept = decoder.embed(self._token)
+        parts: Parts | None = None
+        for layer, (keys, values) in zip(decoder.layers, self._caches, strict=True):
+            assert isinstance(layer, Layer)
+            attention, mlp = layer.attention, layer.mlp
+            x = self._norm(parts, kept, layer.attention_norm, attention.q)
+            q, k, v = self._products(x, (attention.q, attention.k, attention.v))
+            heads = kernels.Heads(
+                _biases(attention), _norms(attention), self._frequency, _eps(attention)
+            )
+            kernels.attend(
+                *(q, k, v, heads, keys, values, self._position, self._sums, self._softmax),
+                early=early,
+            )
+            x = self._out(self._sums.shape[2] * self._sums.shape[3], attention.o)
+            kernels.join(self._sums, self._softmax, self._position, x, early=early)
+            (parts,) = self._products(x, (attention.o,))
+            x = self._norm(parts, kept, layer.mlp_norm, mlp.gate)
+            gate, up = self._products(x, (mlp.gate, mlp.up))
+            x = self._out(_columns(mlp), mlp.down)
+            kernels.gate(gate, up, x, self._rows, early=early)
+            (parts,) = self._products(x, (mlp.down,))
+        head = decoder.head
+        x = self._norm(parts, kept, decoder.norm, head)
+        self._logits = self._head(x, head)
+        self._choose(self._logits, self._best, self._token, self._position, self._chosen, None)
+
+    def _norm(
+        self, parts: Parts | None, kept: Tensor, norm: RMSNorm, reader: nn.Module | None
+    ) -> Out:
+        from engine.kernels.decode_launch import norm as launch_norm
+
+        out = self._out(kept.shape[1], reader)
+        launch_norm(parts, kept, norm.weight, norm.eps, out, early=self._early)
+        return out
+
+    def _out(self, columns: int, reader: nn.Module | None) -> Out:
+        """Where the inputs of `reader` go; its kind decides what they are."""
+        from engine.kernels.decode_launch import Out
+        from engine.kernels.small_m_inputs import empty_inputs
+
+        packed = isinstance(reader, PackedLinear)
+        key = columns if packed else -columns
+        if key not in self._outs:
+            codes = empty_inputs(self._rows, columns, self._device) if packed else None
+            floats = torch.zeros(ROWS, columns, dtype=self._dtype, device=self._device)
+            self._outs[key] = Out(floats, codes)
+        return self._outs[key]
+
+    def _products(self, x: Out, layers: Sequence[nn.Module]) -> list[Parts]:
+        """What each layer gives; biases of packed ones are left to whoever reads it."""
+        from engine.kernels import small_m
+        from engine.kernels.decode_launch import Parts
+
+        if x.codes is None:
+            return [Parts(layer(x.floats_MK)[None]) for layer in layers]
+        weights = [layer.packed for layer in layers if isinstance(layer, PackedLinear)]
+        rows = sum(weight.rows for weight in weights)
+        config = small_m.config_for(
+            weights[0].type, rows, weights[0].columns, self._rows, self._arch
+        )
+        splits = -(-weights[0].row_blocks // -(-weights[0].row_blocks // config.splits))
+        y = torch.empty(splits, self._rows, rows, dtype=torch.float32, device=self._device)
+        small_m.products(x.codes, weights, y, config, ahead=self._ahead)
+        firsts = [sum(weight.rows for weight in weights[:index]) for index in range(len(weights))]
+        return [Parts(y, first) for first in firsts]
+
+    def _head(self, x: Out, head: nn.Module | None) -> Tensor:
+        from engine.kernels import small_m
+
+        if not isinstance(head, PackedLinear):
+            return self._decoder.logits_of(x.floats_MK)[: self._rows]
+        assert x.codes is not None
+        weight = head.packed
+        logits = torch.empty(self._rows, weight.rows, dtype=self._dtype, device=self._device)
+        config = small_m.config_for(
+            weight.type, weight.rows, weight.columns, self._rows, self._arch
+        )
+        if config.splits > 1:
+            y = torch.empty(config.splits, *logits.shape, dtype=torch.float32, device=self._device)
+            splits = -(-weight.row_blocks // -(-weight.row_blocks // config.splits))
+            small_m.products(x.codes, [weight], y[:splits], config, ahead=self._ahead)
+            total = y[0]
+            for part in y[1:splits]:
+                total = total + part
+            return total.to(self._dtype)
+        small_m.products(x.codes, [weight], logits, config, ahead=self._ahead)
+        return logits
+
+    def _choose(
+        self,
+        logits: Tensor,
+        best: tuple[Tensor, Tensor, Tensor],
+        token: Tensor,
+        position: Tensor,
+        chosen: Tensor,
+        row: int | None,
+    ) -> None:
+        """Into token, position and chosen, of all rows or of one."""
+        from engine.kernels.decode_launch import Best
+        from engine.kernels.decode_launch import choose as launch_choose
+
+        launch_choose(
+            logits, Best(*best), token, position, chosen, self._capacity - 1, early=self._early
+        )
+        if self._uniform is None or self._sampling is None:
+            return
+        # Row by row: a sum over a row is another sum where it is one of many.
+        for at in range(len(logits)):
+            where = at if row is None else row
+            uniform = self._uniform[where].gather(0, self._count[where : where + 1])
+            drawn = draw(logits[at], self._sampling, uniform)
+            drawn = torch.where(chosen[at] < 0, chosen[at].long(), drawn)
+            chosen[at] = drawn.int()
+            token[at] = drawn.clamp(min=0)
+            self._count[where].add_(1).clamp_(max=self._capacity - 1)
+
+
+def draw(logits_V: Tensor, sampling: Sampling, uniform_1: Tensor) -> Tensor:
+    """The id that `engine.models.generate.next_token` draws with this uniform number, without asking
+    the host: int64, no dimension."""
+    scores_V, ids_V = (logits_V.double() / sampling.temperature).sort(descending=True, stable=True)
+    if sampling.top_k:
+        scores_V = scores_V[: sampling.top_k]
+    p_V = scores_V.softmax(0)
+    before_V = p_V.cumsum(0) - p_V
+    if sampling.top_p < 1:
+        p_V = torch.where(before_V < sampling.top_p, p_V, 0.0)
+    at_1 = torch.searchsorted(p_V.cumsum(0), uniform_1 * p_V.sum(), right=True)
+    # A draw of the very end lies beyond the last that has a share; where logits are NaN, none has.
+    at_1 = torch.minimum(at_1, (p_V > 0).sum() - 1).clamp(min=0)
+    return ids_V.gather(0, at_1)[0]
+
+
+def choose_cuda_graph(decoder: Decoder, rows: int, setting: GraphSetting = "auto") -> Decision:
+    """Whether steps are replayed as a CUDA graph, and why."""
+    knob = "--cuda-graph"
+    why_not = coverage(decoder, rows)
+    if why_not is not None:
+        reason = f"{why_not}: the decoder makes each step"
+        return Decision(knob=knob, choice="off", reason=reason, rejected=(("on", why_not),))
+    if setting != "auto":
+        return Decision(knob=knob, choice=setting, reason=SET_BY_USER, overridden=True)
+    return Decision(
+        knob=knob,
+        choice="on",
+        reason="launching the kernels of a step takes the host longer than their work takes the GPU",
+        rejected=(("off", "the same tokens, more slowly"),),
+    )
+
+
+def _biases(attention: Attention) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Those that a product with blocks leaves out."""
+    found = [
+        each.bias
+        for each in (attention.q, attention.k, attention.v)
+        if isinstance(each, PackedLinear) and each.bias is not None
+    ]
+    return (found[0], found[1], found[2]) if found else None
+
+
+def _norms(attention: Attention) -> tuple[Tensor, Tensor] | None:
+    if attention.q_norm is None or attention.k_norm is None:
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight
+
+
+def _eps(attention: Attention) -> float:
+    return 0.0 if attention.q_norm is None else attention.q_norm.eps
+
+
+def _columns(mlp: FeedForward) -> int:
+    down = mlp.down
+    if isinstance(down, PackedLinear):
+        return down.packed.columns
+    assert isinstance(down, nn.Linear)
+    return down.in_features
