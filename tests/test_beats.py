@@ -28,15 +28,18 @@ def test_a_beat_is_read_back_as_it_was_last_written(tmp_path: Path) -> None:
     writers = [BeatWriter(run, rank) for rank in range(3)]
     for writer, step in zip(writers, (7, 1 << 40, 0), strict=True):
         writer.write(step)
+        for _ in range(step % 8):
+            writer.entering()
         writer.close()
-    assert read_beats(run) == [Beat(r, os.getpid(), s) for r, s in enumerate((7, 1 << 40, 0))]
+    found = [(7, 7), (1 << 40, 0), (0, 0)]
+    assert read_beats(run) == [Beat(rank, os.getpid(), *at) for rank, at in enumerate(found)]
 
 
 def test_a_torn_or_foreign_file_is_no_beat(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     BeatWriter(run, 0).close()
     (tmp_path / "ranks" / "1.beat").write_bytes(b"half")
-    (tmp_path / "ranks" / "x.beat").write_bytes(bytes(16))
+    (tmp_path / "ranks" / "x.beat").write_bytes(bytes(24))
     assert [beat.rank for beat in read_beats(run)] == [0]
 
 
@@ -56,6 +59,14 @@ def test_who_is_behind_are_exactly_those_with_less_than_the_most(steps: list[int
 def test_the_words_name_rank_process_step_and_how_many_wait() -> None:
     beats = [Beat(0, 10, 41), Beat(1, 11, 40), Beat(2, 12, 41)]
     assert waited_for(beats) == "rank 1 (process 11) has not done step 41; 2 of 3 wait for it"
+
+
+def test_within_a_step_who_has_entered_fewer_collectives_is_waited_for() -> None:
+    beats = [Beat(0, 10, 40, 900), Beat(1, 11, 40, 899)]
+    assert waited_for(beats) == "rank 1 (process 11) has not done step 41; 1 of 2 wait for it"
+    assert waited_for([Beat(0, 10, 40, 900), Beat(1, 11, 41, 899)]) == (
+        "rank 0 (process 10) has not done step 41; 1 of 2 wait for it"
+    )
 
 
 def test_a_new_session_forgets_beats_and_the_lost_rank_but_no_log(tmp_path: Path) -> None:

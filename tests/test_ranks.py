@@ -128,6 +128,26 @@ def _long_run(kit: Kit, folder: Path) -> tuple[Path, subprocess.Popen[str]]:
     return folder / "run", launched
 
 
+def test_parts_that_two_ranks_wrote_are_continued_by_one_process_as_if_it_had(
+    kit: Kit, alone: RunView, tmp_path: Path
+) -> None:
+    parts = dict(checkpoint__sharded="on", train__stop_after=3, student__reshard="on")
+    half = _run(kit, tmp_path / "half", gpus=2, rows=2, **parts)
+    assert {d.knob: d.choice for d in half.decisions}["checkpoint.sharded"] == "on"
+    assert half.checks["checkpoint_reloads"].level == "pass"
+    run = tmp_path / "half" / "run"
+    files = {path.name for path in (run / "checkpoints" / "step-00000003").iterdir()}
+    shards = {f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)}
+    assert files == {"MANIFEST.json", "rng.safetensors", "state.json"} | shards
+    changed = ("compute.gpus=1", "train.rows=4", "train.stop_after=0")
+    sets = [word for each in changed for word in ("--set", each)]
+    sets += [word for each in changed for word in ("--allow-change", each.partition("=")[0])]
+    done = engine("distill", "--resume", run, *sets)
+    assert done.returncode == 0, done.stderr
+    whole = Follower(RunFolder(run)).read_all()
+    assert whole.steps.values("loss") == pytest.approx(alone.steps.values("loss"), rel=2e-5)
+
+
 def test_a_created_run_is_carried_out_by_torchrun_itself(
     kit: Kit, alone: RunView, tmp_path: Path
 ) -> None:

@@ -84,6 +84,17 @@ class Writer(Protocol):
     def write_to(self, sink: Sink) -> None: ...
 
 
+class SharedParts(Protocol):
+    """Files that several processes write, this one among them (`engine.distill.parts`)."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def write_into(self, folder: Path, /) -> Mapping[str, FileRecord]:
+        """Have them written into the partial folder; what each holds once all are on disk."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A checkpoint that is on disk in full."""
@@ -137,10 +148,15 @@ OS_CALLS = FileCalls()
 
 # contract: checkpoint-protocol-v1
 def save(
-    folder: Path, step: int, files: Mapping[str, bytes | Writer], *, calls: FileCalls = OS_CALLS
+    folder: Path,
+    step: int,
+    files: Mapping[str, bytes | Writer],
+    *,
+    parts: SharedParts | None = None,
+    calls: FileCalls = OS_CALLS,
 ) -> Saved:
     """Write one checkpoint and return when it is safe on disk. `folder` is made if its parent
-    exists.
+    exists. `parts` are files that other processes write to it too.
 
     Raises DiskFull when there is no room, before or during the write, and CheckpointError for any
     other I/O error or when the step is already published. After either, no partial folder is left
@@ -165,12 +181,13 @@ def save(
                 f"checkpoint: {final} — expected a step that is not saved yet, found one published"
             )
         _sweep(folder, calls)
-        _check_room(folder, sum(map(_size_bytes, files.values())), calls)
+        size = sum(map(_size_bytes, files.values()))
+        _check_room(folder, size + (0 if parts is None else parts.size_bytes), calls)
         calls.make_folder(partial)
         try:
-            records = {
-                name: _write_file(partial / name, content, calls) for name, content in files.items()
-            }
+            records = dict(parts.write_into(partial)) if parts is not None else {}
+            for name, content in files.items():
+                records[name] = _write_file(partial / name, content, calls)
             manifest = manifest_bytes(step, records)
             manifest_record = _write_file(partial / MANIFEST, manifest, calls)
             _sync_folder(partial, calls)

@@ -7,8 +7,10 @@ this machine, started by torchrun's agent; what a supervisor starts in place of 
   agent itself stays: torchrun's own would give them 30 s and then kill them, in the middle of a save.
 - A rank that dies takes the others with it, because they would wait for it for ever; the run is
   never restarted by itself. Which rank it was, and how it ended, is left in `ranks/lost.json`.
-- A rank that hangs makes the others' collectives time out. Those die first, so the culprit is named
-  by the beats: the rank that has not done its part of the step (`engine.runlog.beats`).
+- A rank that hangs is named by the beats: it has not done its part of a step that others have done
+  (`engine.runlog.beats`). When they have waited `compute.collective_timeout_s` for it, it is ended, and
+  with it the run. Where no beat tells (all ranks have come equally far), the collectives time out, and
+  whoever gives up waiting first is the one that is named.
 - When the supervisor dies, the ranks are asked to stop, and ended when they do not.
 - When this agent dies, the kernel sends each rank a SIGTERM (`die_with_parent`).
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -29,8 +32,11 @@ from types import FrameType
 from engine.distill.stopping import GRACE_S
 from engine.runlog.beats import LostRank, behind, forget, read_beats, waited_for, write_lost_rank
 from engine.runlog.folder import RunFolder, open_run
+from engine.spec import spec_from_dict
 
 SHUTDOWN_S = 5
+LEEWAY_S = 5.0
+"""More than a collective's own limit: where that one works, as gloo's does, it says more."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,10 +56,41 @@ def main() -> int:
         threading.Thread(
             target=_end_with_supervisor, args=(arguments.keep_alive_fd,), daemon=True
         ).start()
-    return launch(run, arguments.gpus, flags)
+    spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    hangs = HangWatch(run, spec.compute.collective_timeout_s + LEEWAY_S)
+    hangs.start()
+    return launch(run, arguments.gpus, flags, hangs)
 
 
-def launch(run: RunFolder, ranks: int, flags: list[str]) -> int:
+class HangWatch(threading.Thread):
+    """Ends the ranks that the others have waited for `limit_s`; `sentence` then says so."""
+
+    def __init__(self, run: RunFolder, limit_s: float, look_every_s: float = 1.0) -> None:
+        super().__init__(daemon=True, name="hang watch")
+        self.run_folder, self.limit_s, self.look_every_s = run, limit_s, look_every_s
+        self.sentence: str | None = None
+
+    def run(self) -> None:
+        before, since_s = read_beats(self.run_folder), time.monotonic()
+        looked_s = since_s
+        while True:
+            time.sleep(self.look_every_s)
+            beats, now_s = read_beats(self.run_folder), time.monotonic()
+            # Whoever was stopped itself does not know what the others did meanwhile.
+            absent = now_s - looked_s > self.look_every_s + LEEWAY_S
+            looked_s = now_s
+            if absent or beats != before or not behind(beats):
+                before, since_s = beats, now_s
+            elif now_s - since_s >= self.limit_s:
+                self.sentence = f"{waited_for(beats)}, for {self.limit_s:g} s"
+                children = _children()
+                for beat in behind(beats):
+                    if beat.pid in children:
+                        os.kill(beat.pid, signal.SIGKILL)
+                return
+
+
+def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> int:
     """Run `ranks` trainers to their end; the exit code is that of the first that failed, 128 + n
     when signal n ended it.
     """
@@ -79,7 +116,7 @@ def launch(run: RunFolder, ranks: int, flags: list[str]) -> int:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        lost = _who_failed(run, rank, failure.pid, failure.exitcode)
+        lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence)
         print(lost.sentence, file=sys.stderr)
         write_lost_rank(run, lost)
         code = failure.exitcode
@@ -87,7 +124,9 @@ def launch(run: RunFolder, ranks: int, flags: list[str]) -> int:
     return 0
 
 
-def _who_failed(run: RunFolder, rank: int, pid: int, returncode: int) -> LostRank:
+def _who_failed(
+    run: RunFolder, rank: int, pid: int, returncode: int, hang: str | None = None
+) -> LostRank:
     how = (
         f"was ended by {signal.Signals(-returncode).name}"
         if returncode < 0
@@ -97,7 +136,9 @@ def _who_failed(run: RunFolder, rank: int, pid: int, returncode: int) -> LostRan
     beats = read_beats(run)
     late = behind(beats)
     # A rank that gave up waiting is not the one that failed.
-    if late and rank not in {beat.rank for beat in late}:
+    if hang is not None and rank in {beat.rank for beat in late}:
+        sentence = f"{hang}; it was ended"
+    elif late and rank not in {beat.rank for beat in late}:
         sentence = f"{waited_for(beats)}; {sentence} when it had waited too long"
         rank, pid = late[0].rank, late[0].pid
     return LostRank(rank=rank, pid=pid, returncode=returncode, sentence=sentence)

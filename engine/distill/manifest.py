@@ -141,7 +141,7 @@ def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
     for name in sorted(present.keys() - records.keys() - {MANIFEST}):
         raise refusal(path / name, "only files in the manifest", "an extra file")
     for name, record in sorted(records.items()):
-        size, digest = _digest(path / name)
+        size, digest = digest_of(path / name)
         if size != record.size:
             raise refusal(path / name, f"{record.size} bytes", f"{size}")
         if digest != record.sha256:
@@ -194,7 +194,8 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _digest(path: Path) -> tuple[int, str]:
+def digest_of(path: Path) -> tuple[int, str]:
+    """Size in bytes and sha256 of a file."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while piece := file.read(_READ_BYTES):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor
 
+from engine.device.reading import Reading, absent, measured
 from engine.models.decoder import Decoder
-from engine.runtime.ranks import whole
+from engine.runtime.ranks import Ranks, whole
 
 
 @torch.no_grad()
@@ -28,3 +29,17 @@ def whole_student(student: Decoder) -> Decoder:
         target.copy_(whole(parameter))
     copy.packed = student.packed
     return copy.train(student.training)
+
+
+def least_available(ranks: Ranks, own: Reading, device: torch.device) -> Reading:
+    """The least memory that any rank may take, which every rank then plans with: ranks that chose
+    otherwise would launch other collectives. Unknown where it is on any of them. A collective.
+    """
+    known = -1.0 if own.number is None else own.number
+    all_R = ranks.gather(torch.tensor([known], dtype=torch.float64, device=device))
+    least = int(all_R.min())
+    if own.number is None or least == own.number:
+        return own
+    if least < 0:
+        return absent("not known to every rank", own.source)
+    return measured(least, f"{own.source}, the least of {ranks.world} ranks")

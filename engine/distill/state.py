@@ -11,8 +11,10 @@ The learning rate and the other settings of the optimizer are not state: they fo
 and the step. Everything else that the next step depends on is here, so on the same machine a
 restored run takes bit for bit the steps that the saved one would.
 
-A student that is sharded over several GPUs is written whole, as any other. Its tensors are gathered
-one at a time, by every rank in the same order.
+A student that is sharded over several GPUs is written whole, as any other: its tensors are gathered
+one at a time, by every rank in the same order. Or every rank writes what it has (`checkpoint.sharded`);
+`shard-*.safetensors` then stand in the place of the first two files, with the student's names behind
+"student/". Either is read as whole tensors, by any number of processes.
 
 Restoring compares every name, shape and dtype first and lists all that differ; only then is
 anything written into the live model and optimizer. safetensors layout (little-endian): u64 header
@@ -27,6 +29,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from safetensors.torch import load_file
@@ -34,12 +37,14 @@ from torch import Tensor, nn
 
 from engine.distill.checkpoint import Sink, VerifiedCheckpoint, Writer
 from engine.errors import CheckpointError
+from engine.runtime.parts import is_part, read_parts
 from engine.runtime.ranks import put, whole
 
 STUDENT_FILE = "student.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 RNG_FILE = "rng.safetensors"
 STATE_FILE = "state.json"
+STUDENT_PREFIX = "student/"
 SCHEMA = 1
 _ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
 _DTYPE_NAMES = {
@@ -130,9 +135,10 @@ def capture(
     )
 
 
-def pack(state: TrainingState) -> dict[str, bytes | Writer]:
-    """The files of a checkpoint, for `checkpoint.save`. Tensors are copied to the host one at a
-    time while they are written.
+def pack(state: TrainingState, *, sharded: bool = False) -> dict[str, bytes | Writer]:
+    """The files of a checkpoint, for `checkpoint.save`; without those tensors that are `sharded` over
+    ranks, which write them themselves. Tensors are copied to the host one at a time while they are
+    written.
     """
     scalars = {
         "schema": SCHEMA,
@@ -144,12 +150,19 @@ def pack(state: TrainingState) -> dict[str, bytes | Writer]:
         "tied": dict(state.tied),
         "unmoved": list(state.unmoved),
     }
+    tensors = {STUDENT_FILE: state.student, OPTIMIZER_FILE: state.optimizer}
     return {
-        STUDENT_FILE: TensorWriter(state.student),
-        OPTIMIZER_FILE: TensorWriter(state.optimizer),
+        **{name: TensorWriter(held) for name, held in tensors.items() if not sharded},
         RNG_FILE: TensorWriter(state.rng),
         STATE_FILE: json.dumps(scalars, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n",
     }
+
+
+def sharded_tensors(state: TrainingState) -> dict[str, Tensor]:
+    """What `pack` leaves to the ranks, by the names in their files."""
+    return {STUDENT_PREFIX + name: tensor for name, tensor in state.student.items()} | dict(
+        state.optimizer
+    )
 
 
 def take_part(files: Mapping[str, bytes | Writer]) -> None:
@@ -171,7 +184,9 @@ def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
     training state.
     """
     wanted = {STUDENT_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE}
-    if checkpoint.files.keys() != wanted:
+    names = {name for name in checkpoint.files if not is_part(name)}
+    sharded = names != checkpoint.files.keys()
+    if names != (wanted - {STUDENT_FILE, OPTIMIZER_FILE} if sharded else wanted):
         raise _mismatch(checkpoint.path, str(sorted(wanted)), str(sorted(checkpoint.files)))
     where = checkpoint.path / STATE_FILE
     scalars = json.loads(where.read_bytes())
@@ -189,18 +204,32 @@ def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
         raise _mismatch(where, f"schema {SCHEMA} with {sorted(fields)}", "other content")
     if scalars["step"] != checkpoint.step:
         raise _mismatch(where, f"step {checkpoint.step}, as the checkpoint", str(scalars["step"]))
+    student, optimizer = _read_sharded(checkpoint) if sharded else _read_whole(checkpoint)
     return TrainingState(
         step=scalars["step"],
         seed=scalars["seed"],
         spec_sha256=scalars["spec_sha256"],
         position=scalars["position"],
         best_held_out_loss=scalars["best_held_out_loss"],
-        student=load_file(checkpoint.path / STUDENT_FILE),
+        student=student,
         tied=scalars["tied"],
-        optimizer=load_file(checkpoint.path / OPTIMIZER_FILE),
+        optimizer=optimizer,
         unmoved=tuple(scalars["unmoved"]),
         rng=load_file(checkpoint.path / RNG_FILE),
     )
+
+
+_Tensors: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def _read_whole(checkpoint: VerifiedCheckpoint) -> _Tensors:
+    return load_file(checkpoint.path / STUDENT_FILE), load_file(checkpoint.path / OPTIMIZER_FILE)
+
+
+def _read_sharded(checkpoint: VerifiedCheckpoint) -> _Tensors:
+    student = read_parts(checkpoint.path, lambda name: name.startswith(STUDENT_PREFIX))
+    optimizer = read_parts(checkpoint.path, lambda name: name.partition("/")[0] in _ADAMW_KEYS)
+    return {name.removeprefix(STUDENT_PREFIX): t for name, t in student.items()}, optimizer
 
 
 # contract: checkpoint-protocol-v1

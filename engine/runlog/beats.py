@@ -1,14 +1,15 @@
 """How far each rank of a run with several GPUs has come: one small file a rank, readable at any time.
 
-    <run>/ranks/<rank>.beat        pid, step: two little-endian u64
+    <run>/ranks/<rank>.beat        pid, step, collectives entered: three little-endian u64
     <run>/ranks/<rank>.jsonl       the log of a rank other than the first, whose log is the run's
     <run>/ranks/lost.json          which rank ended the run, when one did
 
-A rank writes its beat once a step, when it has done all of its own part of that step and goes to
-wait for the others. So while a step hangs, the ranks that wait have a higher step than the one they
+A rank writes its beat when it enters a collective of a step, and when it has done all of its own part
+of that step and goes to wait for the others. Every rank enters the same collectives in the same order.
+So while a step hangs, the ranks that wait have a higher step, or have entered more, than the one they
 wait for, whatever stack each of them shows: in a collective all waiting ranks look alike.
 
-A beat is one write of 16 bytes to one place. It is no log: a torn or missing one is "not known".
+A beat is one write of 24 bytes to one place. It is no log: a torn or missing one is "not known".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from engine.runlog.folder import RunFolder, write_whole
 
-_BEAT = struct.Struct("<QQ")
+_BEAT = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,13 @@ class Beat:
     pid: int
     step: int
     """The last step that this rank has done its part of; 0 before the first."""
+    entered: int = 0
+    """Collectives of steps that this rank has entered."""
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How far it is, to compare with others."""
+        return self.step, self.entered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +60,21 @@ class BeatWriter:
         self._file = os.open(
             folder / f"{rank}.beat", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
         )
+        self._pid, self._step, self._entered = os.getpid(), 0, 0
         self.write(0)
 
     def write(self, step: int) -> None:
-        os.pwrite(self._file, _BEAT.pack(os.getpid(), step), 0)
+        """This rank has done its part of `step`."""
+        self._step = step
+        self._put()
+
+    def entering(self) -> None:
+        """This rank enters a collective."""
+        self._entered += 1
+        self._put()
+
+    def _put(self) -> None:
+        os.pwrite(self._file, _BEAT.pack(self._pid, self._step, self._entered), 0)
 
     def close(self) -> None:
         os.close(self._file)
@@ -67,15 +86,14 @@ def read_beats(run: RunFolder) -> list[Beat]:
     for path in _folder(run).glob("*.beat"):
         data = path.read_bytes()
         if path.stem.isdigit() and len(data) == _BEAT.size:
-            pid, step = _BEAT.unpack(data)
-            beats.append(Beat(int(path.stem), pid, step))
+            beats.append(Beat(int(path.stem), *_BEAT.unpack(data)))
     return sorted(beats, key=lambda beat: beat.rank)
 
 
 def behind(beats: list[Beat]) -> list[Beat]:
     """The ranks that the others wait for; none when all have come equally far."""
-    most = max((beat.step for beat in beats), default=0)
-    return [beat for beat in beats if beat.step < most]
+    most = max((beat.reached for beat in beats), default=(0, 0))
+    return [beat for beat in beats if beat.reached < most]
 
 
 def waited_for(beats: list[Beat]) -> str | None:
@@ -83,7 +101,9 @@ def waited_for(beats: list[Beat]) -> str | None:
     late = behind(beats)
     if not late:
         return None
+    # Who is behind within a step holds up the next one to be done.
     most = max(beat.step for beat in beats)
+    most += all(beat.step == most for beat in late)
     names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in late)
     have = "has" if len(late) == 1 else "have"
     return (

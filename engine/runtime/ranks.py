@@ -10,19 +10,21 @@ It is the sum, not the mean: the loss is divided by the labelled tokens of the w
 ranks already, so that the split of a batch over ranks changes rounding and nothing else.
 
 A collective waits for every rank. So no rank may leave a step early: what one rank alone can know (a
-signal, say) is made known to all in the step's one reduction, and all act on it together. A rank
+signal, say) is made known to all in the step's one exchange of numbers, and all act on it together. A rank
 that dies ends the run (`engine.distill.launch_ranks`); one that hangs is named by what it has not
 done (`engine.runlog.beats`).
 
-The teacher is whole on every rank: it is frozen, it has no parameters that could be sharded, and
-its blocks are small.
+The teacher is whole on every rank: it is frozen, so that nothing of it has to be exchanged, and has no
+parameters that FSDP2 could shard. One that is too large for a GPU stays in its blocks, or is stored.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.errors import BadInput
 
+T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -54,17 +57,29 @@ class Ranks:
         """Whether this is the one that writes the run's log, checkpoints and student."""
         return self.rank == 0
 
-    def sum_(self, values: Tensor) -> Tensor:
-        """`values` of every rank added up, in place; on one rank they are the sum already."""
-        if self.many:
-            dist.all_reduce(values)
-        return values
+    def gather(self, values_N: Tensor) -> Tensor:
+        """The `values_N` of every rank, (world, N), in the order of the ranks; one collective."""
+        if not self.many:
+            return values_N[None]
+        flat = values_N.new_empty(self.world * len(values_N))
+        dist.all_gather_into_tensor(flat, values_N)
+        return flat.view(self.world, -1)
 
-    def min_(self, values: Tensor) -> Tensor:
-        """The least of every rank's `values`, in place."""
-        if self.many:
-            dist.all_reduce(values, dist.ReduceOp.MIN)
-        return values
+    def tell(self, said: object) -> object:
+        """What the first rank says, on every rank. Small and picklable; a collective."""
+        if not self.many:
+            return said
+        words = [said]
+        dist.broadcast_object_list(words, src=0)
+        return words[0]
+
+    def collect(self, said: T) -> list[T]:
+        """What every rank says, in the order of the ranks, on each of them. As `tell`."""
+        if not self.many:
+            return [said]
+        words: list[Any] = [None] * self.world
+        dist.all_gather_object(words, said)
+        return words
 
     def wait_for_all(self) -> None:
         if self.many:
@@ -115,9 +130,19 @@ def leave(ranks: Ranks) -> None:
         dist.destroy_process_group()
 
 
-def shard(model: nn.Module, layers: nn.ModuleList, ranks: Ranks, device: torch.device) -> None:
+def shard(
+    model: nn.Module,
+    layers: nn.ModuleList,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    reshard: bool = True,
+    entering: Callable[[], None] = lambda: None,
+) -> None:
     """Shard `model` over the ranks in place: each of `layers` is gathered when it computes, what
-    is outside of them for the whole step.
+    is outside of them for the whole step. `reshard`: whether a layer is gathered once more for its
+    backward pass, and not kept from the one to the other. `entering` is called before each gathering of
+    weights and each reduction of gradients.
 
     The parameters keep their names and become DTensors. `model.hidden` takes part in it as
     `forward` would. Does nothing on one rank.
@@ -126,14 +151,72 @@ def shard(model: nn.Module, layers: nn.ModuleList, ranks: Ranks, device: torch.d
         return
     mesh = init_device_mesh(device.type, (ranks.world,))
     for layer in layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     for module in (model, *layers):
         assert isinstance(module, FSDPModule)
         # The sum of the ranks' gradients: see above. Gloo has no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        # The first torch that this engine runs on may not have these: a hang is then named by steps alone.
+        for name, collective in (
+            ("set_custom_all_gather", _Gathering(entering)),
+            ("set_custom_reduce_scatter", _Reducing(entering)),
+        ):
+            if hasattr(module, name):
+                getattr(module, name)(collective)
     register_fsdp_forward_method(model, "hidden")
+    cast(Any, model).gathered_early = (model,) if reshard else (model, *layers)
+
+
+class _Announced:
+    """A collective of FSDP2 that says when this rank enters it."""
+
+    def __init__(self, entering: Callable[[], None]) -> None:
+        self.entering = entering
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Gathering(_Announced):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.entering()
+        work: dist.Work | None = dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group, async_op
+        )
+        return work
+
+
+class _Reducing(_Announced):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.entering()
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op, group, async_op
+        )
+        return work
+
+
+def gather_early(model: nn.Module) -> None:
+    """Begin to gather, for the forward pass that comes next, what `model` then keeps to its backward
+    pass: what is launched before that pass runs beside it. Nothing where it is not sharded.
+    """
+    for module in getattr(model, "gathered_early", ()):
+        assert isinstance(module, FSDPModule)
+        module.unshard(async_op=True)
 
 
 def whole(tensor: Tensor) -> Tensor:

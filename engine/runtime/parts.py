@@ -1,0 +1,92 @@
+"""Named tensors of which each rank holds a part, as safetensors files: one file a rank.
+
+    shard-00001-model-00001-of-00001.safetensors      what the first rank has
+
+torch.distributed.checkpoint writes and reads them, with its safetensors back end: the header of each
+file says where its pieces begin in the whole, and nothing is a pickle, which would be code. So any
+number of ranks, or one process, can put the tensors together again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from engine.errors import CheckpointError
+from engine.runtime.ranks import Ranks
+
+
+def part_name(rank: int) -> str:
+    """The file that a rank writes; none where it has no part of anything."""
+    return f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+
+
+def is_part(name: str) -> bool:
+    return name.startswith("shard-") and name.endswith(".safetensors")
+
+
+def write_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write this rank's part of `tensors` into `folder`, which every rank sees; what all have whole is
+    written by the first. A collective: every rank gives the same names.
+
+    When it fails on any rank it raises on all: OSError when a disk refused, else CheckpointError.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    try:
+        with warnings.catch_warnings():
+            # A single process is told that it is one.
+            warnings.simplefilter("ignore", UserWarning)
+            save(dict(tensors), storage_writer=writer, planner=planner)
+    except CheckpointException as error:
+        rank, (why, _stack) = sorted(error.failures.items())[0]
+        if isinstance(why, OSError):
+            raise OSError(why.errno, f"rank {rank}: {why.strerror or why}") from error
+        raise CheckpointError(f"checkpoint: rank {rank} could not write its part: {why}") from error
+
+
+def read_parts(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The tensors in `folder` whose names are `wanted`, each whole, on the CPU. No collective.
+
+    Raises CheckpointError for pieces that do not cover their tensor.
+    """
+    reader = HuggingFaceStorageReader(str(folder))
+    found: dict[str, Tensor] = {}
+    for name, about in reader.read_metadata().state_dict_metadata.items():
+        if not wanted(name):
+            continue
+        assert isinstance(about, TensorStorageMetadata)
+        covered = sum(chunk.sizes.numel() for chunk in about.chunks)
+        if covered != about.size.numel():
+            raise CheckpointError(
+                f"checkpoint: {folder} — expected the {about.size.numel()} numbers of {name}, found {covered}"
+            )
+        found[name] = torch.empty(about.size, dtype=about.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def own_folder(ranks: Ranks, folder: Path, device: torch.device) -> None:
+    """CheckpointError on every rank, unless all of them see `folder`. A collective."""
+    sees_R = ranks.gather(torch.tensor([float(folder.is_dir())], device=device))[:, 0]
+    blind = [rank for rank, sees in enumerate(sees_R.tolist()) if not sees]
+    if blind:
+        raise CheckpointError(
+            f"checkpoint: {folder} — expected a folder that all ranks see, found none on rank {blind[0]}",
+            hint="put the run on storage that every machine has, or --set checkpoint.sharded=off",
+        )
