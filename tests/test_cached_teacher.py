@@ -78,12 +78,14 @@ def cached(
     spec: RunSpec,
     load: Callable[[], Teacher] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    *,
+    device: torch.device = CPU,
 ) -> CachedTeacher:
     opened = open_store(store)
     hidden = opened.identity.form == "hidden"
     return CachedTeacher(
         opened,
-        device=CPU,
+        device=device,
         vocab_size=300,
         head=online(spec).head() if hidden else None,
         online=load,
@@ -205,6 +207,36 @@ def test_notes_that_nobody_asks_about_are_forgotten(spec_file: Path, hidden_stor
             teacher.hidden(*given[index]),
             online(spec).hidden(*batches.batch_at(index).to_torch(CPU)[:2]),
         )
+
+
+@pytest.mark.gpu
+def test_rows_that_are_copied_beside_a_busy_gpu_are_those_that_are_stored(
+    spec_file: Path, hidden_store: Path
+) -> None:
+    """Asked for while the device still works through what came before, as a step does; their memory is
+    given away again while it does."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    spec, _ = load_spec(spec_file)
+    device = torch.device("cuda")
+    teacher, batches = cached(hidden_store, spec, device=device), batches_of(spec)
+    work = torch.randn(4096, 4096, device=device)
+    found = []
+    for index in range(8):
+        batch = batches.batch_at(index)
+        tokens_BT, documents_BT, _ = batch.to_torch(device)
+        teacher.note(batch, tokens_BT, documents_BT)
+        for _ in range(20):
+            work = (work @ work).clamp(-1, 1)
+        hidden_BTE = teacher.hidden(tokens_BT, documents_BT)
+        for _ in range(20):
+            work = (work @ work).clamp(-1, 1)
+        found.append(hidden_BTE + 0)
+        del hidden_BTE
+    on_host = cached(hidden_store, spec)
+    for index, copy_BTE in enumerate(found):
+        wanted_BTE = on_host.hidden(*batches.batch_at(index).to_torch(CPU)[:2])
+        assert torch.equal(copy_BTE.cpu(), wanted_BTE), index
 
 
 def test_rows_are_found_in_other_batches_and_orders(spec_file: Path, hidden_store: Path) -> None:

@@ -26,7 +26,7 @@ from test_memory_budget import (
     spec_of,
 )
 
-from engine.distill import memory_plan
+from engine.distill import fused_chunks, memory_plan
 from engine.distill.loss import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
@@ -103,7 +103,8 @@ class Case:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return float((found.detach().double() - wanted.double()).norm() / wanted.double().norm())
+    found, wanted = found.detach().double(), wanted.detach().double()
+    return float((found - wanted).norm() / wanted.norm())
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -303,6 +304,12 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         assert item(budget, "loss workspace") == each * logits, (divergence, fused)
     budget = budget_of(few, SMALL, None, fused_loss=True)
     assert item(budget, "loss workspace") == (4 + 2) * logits
+    assert memory_plan.FUSED_HELD == fused_chunks.HELD
+    # Two buffers of one chunk, and dz of four, or of all there are.
+    for rows, held in ((64, 256), (32, 128), (128, 256)):
+        spec = spec_of(train__rows=4, data__seq_len=64, loss__chunk_rows=rows)
+        budget = budget_of(spec, SMALL, SEVEN_B, fused_loss=True)
+        assert item(budget, "loss workspace") == SMALL.vocab_size * (8 * rows + 2 * held)
 
 
 @pytest.mark.gpu

@@ -28,5 +28,7 @@ def test_a_share_is_of_the_device_that_is_named_and_an_unknown_one_has_none() ->
     share = Bound(flops_per_token=flops, peak=peak_flops("NVIDIA H200")).share(10_000)
     assert share.number == pytest.approx(10_000 * 17.44e9 / 989.4e12, rel=1e-3)
     assert "datasheet" in share.source
+    two = Bound(flops_per_token=flops, peak=peak_flops("NVIDIA H200", 2)).share(20_000)
+    assert two.number == pytest.approx(share.number) and "2 GPUs" in two.source
     unknown = Bound(flops_per_token=flops, peak=peak_flops("NVIDIA GB10")).share(10_000)
     assert unknown.number is None and "GB10" in str(unknown.absent)

@@ -33,6 +33,7 @@ from engine.runlog.events import (
     GpuSample,
     HostSample,
     LogOpened,
+    MemoryMeasured,
     Note,
     Phase,
     RunStarted,
@@ -55,6 +56,7 @@ from engine.runlog.text import (
     one_line,
     result_lines,
     sample_text,
+    speed_lines,
     status_text,
     step_text,
 )
@@ -375,8 +377,9 @@ def test_readings_are_shown_with_their_units() -> None:
         source="device",
     )
     assert device_lines(view) == [
-        "GPU 1  util 0%  mem 1.0 GiB / 80.0 GiB",
-        "       power 72 W  sm clock 1980 MHz  40 C",
+        "GPU 1  util 0%",
+        "       power 72 W  40 C  sm clock 1980 MHz",
+        "       mem 1.0 GiB / 80.0 GiB (all processes, NVML)",
         "host   available 1.5 KiB / 2.0 KiB  load 0.2",
         "       trainer rss 0 B  cpu 101%",
     ]
@@ -392,10 +395,12 @@ def test_a_missing_reading_is_a_reason_or_not_measured_and_never_zero() -> None:
     )
     lines = device_lines(view)
     assert lines == [
-        "GPU 0  util not measured  mem not measured / not measured",
-        "       power Not Supported  sm clock not measured  not measured",
-        "GPU 4  util not measured  mem not measured / not measured",
-        "       power not measured  sm clock not measured  not measured",
+        "GPU 0  util not measured",
+        "       power Not Supported  not measured  sm clock not measured",
+        "       mem not measured / not measured (all processes, NVML)",
+        "GPU 4  util not measured",
+        "       power not measured  not measured  sm clock not measured",
+        "       mem not measured / not measured (all processes, NVML)",
         "host   available not measured / not measured  load no /proc",
         "       trainer rss no trainer is running  cpu not measured",
     ]
@@ -461,9 +466,34 @@ def test_the_status_names_the_alerts_that_stand() -> None:
 
 
 def test_counters_of_a_gpu_are_shown_where_it_has_them() -> None:
-    sample = GpuSample(index=0, gpu_util_pct=96.0, sm_util_pct=3.0, tensor_util_pct=0.2)
+    sample = GpuSample(
+        index=0,
+        gpu_util_pct=96.0,
+        sm_util_pct=3.0,
+        tensor_util_pct=0.2,
+        gpu_power_w=71.0,
+        gpu_power_limit_w=140.0,
+        sm_clock_mhz=1200.0,
+        clock_event_reasons="sw_power_cap",
+    )
     lines = device_lines(view_of(opened(1.0), sample, source="device"))
-    assert lines[2] == "       SM busy 3%  tensor 0%"
+    assert lines[0] == "GPU 0  util 96%, tensor cores 0%"
+    assert "power 71 W of 140 W" in lines[1]
+    assert lines[1].endswith("sm clock 1200 MHz, held by sw_power_cap")
+    assert lines[3] == "       SM busy 3%"
+
+
+def test_the_memory_of_the_job_stands_beside_that_of_all_processes_and_of_the_pool() -> None:
+    peak = MemoryMeasured(
+        step=9, measured_bytes=3 * 1024.0**3, predicted_bytes=0.0, source="torch's allocator"
+    )
+    view = view_of(opened(1.0), peak)
+    facts = FactsRead(facts={"cuda0_integrated": "yes"})
+    host = HostSample(host_available_bytes=1024.0**3, host_total_bytes=2 * 1024.0**3)
+    view = fold(view, "device", numbered([opened(1.0), facts, host, GpuSample(index=0)]))
+    words = "\n".join(device_lines(view))
+    assert "job 3.0 GiB at its peak by step 9 (torch's allocator)" in words
+    assert "available 1.0 GiB / 2.0 GiB (host pool, shared with the GPU)" in words
 
 
 def test_the_ledger_names_phases_longest_first_and_is_empty_where_nobody_measured() -> None:
@@ -472,3 +502,5 @@ def test_the_ledger_names_phases_longest_first_and_is_empty_where_nobody_measure
     line = ledger_line(RunView(phases=phases))
     assert line.startswith("step   220 ms: teacher 155 ms (70%), backward 44 ms (20%), student")
     assert "data" not in line
+    assert speed_lines(RunView(phases=phases)) == [line]
+    assert speed_lines(RunView()) == []

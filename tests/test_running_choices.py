@@ -20,7 +20,6 @@ def compiled(wanted: str = "auto", **changes: Any) -> Decision:
     facts: dict[str, Any] = dict(
         device="cuda",
         has_compiler=True,
-        ranks=1,
         steps=5000,
         tokens_per_step=8192,
         layer_weights=linear_weights(SHAPE),
@@ -42,15 +41,13 @@ def test_compiling_is_not_chosen_where_it_cannot_be_or_gains_nothing() -> None:
     for changes, word in (
         (dict(device="cpu"), "CPU"),
         (dict(has_compiler=False), "compiler"),
-        (dict(ranks=2), "ranks"),
     ):
         decision = compiled(**changes)
         assert decision.choice == "off" and word in decision.reason
     assert compiled("on", device="cpu").choice == "on"
     assert compiled("on", steps=1).overridden and compiled("off").choice == "off"
-    for changes in (dict(has_compiler=False), dict(ranks=2)):
-        with pytest.raises(BadInput, match=r"student\.compile"):
-            compiled("on", **changes)
+    with pytest.raises(BadInput, match=r"student\.compile"):
+        compiled("on", has_compiler=False)
 
 
 def attention(wanted: str = "auto", **changes: Any) -> Decision:

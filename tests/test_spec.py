@@ -132,13 +132,13 @@ def test_every_setting_is_documented_and_frozen() -> None:
         RunSpec().train.steps = 3  # type: ignore[misc]
 
 
-def test_hash_ignores_where_the_run_is_kept_and_nothing_else() -> None:
+def test_hash_ignores_where_the_run_is_kept_and_its_gates_and_nothing_else() -> None:
     base = build_spec(NO_TEACHER, check_paths=False)
     moved = build_spec({**NO_TEACHER, "run": {"out": "/elsewhere", "name": "x"}}, check_paths=False)
     assert base.sha256 == moved.sha256
     for option in options():
         section, name = option.key.split(".")
-        if section == "run":
+        if section in ("run", "gate"):
             continue
         value = getattr(getattr(base, section), name)
         other = (
@@ -175,7 +175,7 @@ def test_list_of_settings_is_frozen() -> None:
         "teacher.compile", "teacher.prefetch",
         "teacher.cache", "teacher.cache_miss", "teacher.attention", "teacher.allow_identical",
         "student.path", "student.config", "student.precision", "student.compile", "student.attention",
-        "student.checkpointing", "student.save_as",
+        "student.checkpointing", "student.reshard", "student.save_as",
         "vocab.align",
         "data.corpus", "data.tokenizer", "data.seq_len", "data.heldout_fraction",
         "data.include_tests", "data.max_bytes",
@@ -185,11 +185,13 @@ def test_list_of_settings_is_frozen() -> None:
         "train.schedule", "train.final_lr_ratio", "train.weight_decay", "train.beta1", "train.beta2",
         "train.eps", "train.clip_norm", "train.seed", "train.on_non_finite",
         "eval.every", "eval.rows",
-        "checkpoint.every", "checkpoint.keep_last", "checkpoint.at_end",
+        "checkpoint.every", "checkpoint.keep_last", "checkpoint.at_end", "checkpoint.sharded",
         "compute.device", "compute.gpus", "compute.collective_timeout_s", "compute.threads",
         "compute.thread_wait", "compute.slow_by",
         "compute.deterministic",
-        "memory.allocator", "memory.budget", "kernels.prewarm",
+        "memory.allocator", "memory.budget", "memory.limit_gib", "kernels.prewarm",
         "checks.enabled", "checks.skip", "checks.on_fail",
         "watch.stall_seconds", "watch.on_stall", "watch.on_thrash",
+        "gate.smoke_steps", "gate.teacher_reference", "gate.teacher_kl", "gate.cache_cosine", "gate.cache_rows",
+        "gate.heldout_loss", "gate.heldout_share", "gate.pass_at_1",
     ]  # fmt: skip

@@ -30,6 +30,7 @@ from engine.bench.timing import Timing, time_arms
 from engine.distill.choose_loss import choose_loss_kernel
 from engine.distill.loss import default_chunk_rows, distillation_loss
 from engine.distill.loss_job import LossKernel
+from engine.distill.memory_plan import FUSED_HELD
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
 from engine.models.head import Head
@@ -38,8 +39,8 @@ from engine.models.product import multiply
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack
 
-# Shapes: N tokens, C tokens of a chunk, V student vocabulary, W teacher vocabulary, D student width,
-# E teacher width
+# Shapes: N tokens, C tokens of a chunk, G of a group of chunks, V student vocabulary, W teacher vocabulary,
+# D student width, E teacher width
 
 ORACLE_ROWS = 512
 """Tokens whose logits are held at a time in float64."""
@@ -114,6 +115,7 @@ class _Loss:
             temperature=self.temperature,
             denominator=float(self.shape.tokens),
             kernel=kernel,
+            undivided=True,
         )
         torch.autograd.backward(terms.loss)
 
@@ -128,7 +130,8 @@ class _Loss:
         torch.autograd.backward(loss)
 
     def products(self, out: torch.dtype) -> Callable[[], None]:
-        """The products of the fused form's chunks, into memory that is there already."""
+        """The products of the fused form, by its chunks and groups of chunks, into memory that is there
+        already."""
         shape, h_ND, w_VD = self.shape, self.hidden_ND.detach(), self.head_VD.detach()
         most = default_chunk_rows(self.device, shape.vocabulary, "fused")
         step = -(-shape.tokens // -(-shape.tokens // most))
@@ -136,20 +139,24 @@ class _Loss:
         def empty(*size: int, dtype: torch.dtype = out) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=self.device)
 
+        held = min(step * FUSED_HELD, shape.tokens)
         z_CV, t_CV = empty(step, shape.vocabulary), empty(step, shape.vocabulary)
-        dz_CV = torch.randn(step, shape.vocabulary, device=self.device, dtype=self.dtype)
+        dz_GV = torch.randn(held, shape.vocabulary, device=self.device, dtype=self.dtype)
         dh_ND, dw_VD = empty(shape.tokens, shape.width), empty(shape.vocabulary, shape.width)
 
         def run() -> None:
-            for start in range(0, shape.tokens, step):
-                rows = slice(start, min(start + step, shape.tokens))
-                count = rows.stop - start
-                multiply(z_CV[:count], h_ND[rows], w_VD.t())
-                multiply(
-                    t_CV[:count], self.teacher_NE[rows], self.teacher_WE[: shape.vocabulary].t()
-                )
-                multiply(dh_ND[rows], dz_CV[:count], w_VD)
-                multiply(dw_VD, dz_CV[:count].t(), h_ND[rows], add=start > 0)
+            for begun in range(0, shape.tokens, held):
+                group = slice(begun, min(begun + held, shape.tokens))
+                for start in range(begun, group.stop, step):
+                    rows = slice(start, min(start + step, group.stop))
+                    count = rows.stop - start
+                    multiply(z_CV[:count], h_ND[rows], w_VD.t())
+                    multiply(
+                        t_CV[:count], self.teacher_NE[rows], self.teacher_WE[: shape.vocabulary].t()
+                    )
+                count = group.stop - begun
+                multiply(dh_ND[group], dz_GV[:count], w_VD)
+                multiply(dw_VD, dz_GV[:count].t(), h_ND[group], add=begun > 0)
 
         return run
 

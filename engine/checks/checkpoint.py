@@ -7,7 +7,8 @@ A run of 25 hours left a file of 200 bytes. Nobody had opened it before the run 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from engine.checks.updates import Sample
 from engine.errors import EngineError
 from engine.formats.open import open_weights
 from engine.models.decoder import Decoder
+from engine.runtime.parts import read_parts
 from engine.units import format_bytes
 
 ROWS = 2
@@ -47,7 +49,7 @@ class CheckpointReloads:
         # Attention over packed documents and over a mask round differently.
         copy.packed = student.packed
         try:
-            differing = _read_into(copy, path / "student.safetensors", live)
+            differing = _read_into(copy, path, live)
         except EngineError as error:
             return failed(f"{path.name} cannot be read: {error}", **numbers)
         numbers["differing"] = len(differing)
@@ -77,16 +79,15 @@ class CheckpointReloads:
 
 
 def _read_into(copy: Decoder, path: Path, live: Mapping[str, torch.Tensor]) -> list[str]:
-    """Fills `copy` from the file; the names of tensors that are missing or differ in a bit from the
-    live ones."""
+    """Fills `copy` from the checkpoint; the names of tensors that are missing or differ in a bit from
+    the live ones."""
     differing = []
-    with open_weights(path) as weights:
+    with _stored_student(path) as stored_student:
         for name, target in copy.named_parameters():
-            if name not in weights.tensors:
+            stored = stored_student(name)
+            if stored is None:
                 differing.append(name)
                 continue
-            stored = weights.get(name)
-            assert isinstance(stored, torch.Tensor)
             if stored.shape != target.shape or stored.dtype != target.dtype:
                 differing.append(name)
                 continue
@@ -94,3 +95,20 @@ def _read_into(copy: Decoder, path: Path, live: Mapping[str, torch.Tensor]) -> l
             if not torch.equal(target, live[name]):
                 differing.append(name)
     return differing
+
+
+@contextmanager
+def _stored_student(path: Path) -> Iterator[Callable[[str], torch.Tensor | None]]:
+    """Gives the student's tensors in a checkpoint by name; None for one that is not there."""
+    if not (path / "student.safetensors").exists():
+        parts = read_parts(path, lambda name: name.startswith("student/"))
+        yield lambda name: parts.get(f"student/{name}")
+        return
+    with open_weights(path / "student.safetensors") as weights:
+
+        def get(name: str) -> torch.Tensor | None:
+            found = weights.get(name) if name in weights.tensors else None
+            assert found is None or isinstance(found, torch.Tensor)
+            return found
+
+        yield get

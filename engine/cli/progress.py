@@ -16,7 +16,15 @@ import time
 from engine.errors import EXIT_FAIL
 from engine.runlog.events import AlertRaised, AnyEvent, Phase, kind_of
 from engine.runlog.follow import Follower
-from engine.runlog.text import alert_lines, event_text, has_ended, result_lines, status_text
+from engine.runlog.text import (
+    alert_lines,
+    event_text,
+    has_ended,
+    result_lines,
+    share_of_peak,
+    speed_lines,
+    status_text,
+)
 from engine.runlog.view import RunView
 from engine.supervise.launch import Launched
 
@@ -125,15 +133,17 @@ def _settle(follower: Follower) -> None:
 def _report(launched: Launched, follower: Follower, *, as_json: bool, results: bool) -> int:
     view, state = follower.view, follower.state
     code = exit_code(view, launched.process.returncode)
-    for line in result_lines(view) if results and not as_json else []:
+    for line in [*result_lines(view), *speed_lines(view)] if results and not as_json else []:
         print(line)
     if as_json:
         receipt = launched.run.read_receipt() or {}
-        print(
-            json.dumps(
-                {**receipt, "state": state, "exit_code": code, "run": str(launched.run.path)}
-            )
-        )
+        pace = {
+            "tokens_per_second": view.tokens_per_second(),
+            "share_of_peak": share_of_peak(view),
+            "phases_s": dict(view.phases),
+        }
+        ending = {"state": state, "exit_code": code, "run": str(launched.run.path)}
+        print(json.dumps({**receipt, **pace, **ending}))
     print(status_text(view, follower.alive), file=sys.stderr)
     if state not in ("completed",):
         print(

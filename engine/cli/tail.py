@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         has_ended,
         line_text,
         result_lines,
+        speed_lines,
         status_text,
     )
 
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(as_json(follower), allow_nan=False))
         return 0
     print(f"{follower.run.name}: {status_text(view, follower.alive)}")
-    for line in result_lines(view):
+    for line in [*result_lines(view), *speed_lines(view)]:
         print(line)
     for heading, lines in (
         *(
@@ -95,6 +96,7 @@ def as_json(follower: Any) -> dict[str, Any]:
     import msgspec
 
     from engine.runlog.events import name_of_non_finite
+    from engine.runlog.text import share_of_peak
 
     def clean(value: Any) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
@@ -117,6 +119,8 @@ def as_json(follower: Any) -> dict[str, Any]:
         if last >= 0
         else None,
         "tokens_per_second": view.tokens_per_second(),
+        "share_of_peak": share_of_peak(view),
+        "phases_s": clean(dict(view.phases)),
         "eta_s": view.eta_s(),
         "started": plain(view.started),
         "phase": plain(view.phase),

@@ -27,7 +27,6 @@ def choose_compile(
     *,
     device: str,
     has_compiler: bool,
-    ranks: int,
     steps: int,
     tokens_per_step: int,
     layer_weights: int,
@@ -40,11 +39,7 @@ def choose_compile(
     knob = "student.compile"
     saved_s = steps * tokens_per_step * layer_weights * SAVED_S_PER_TOKEN_AND_WEIGHT
     why_not = None
-    if ranks > 1:
-        why_not = (
-            f"the student is sharded over {ranks} ranks, whose layers are gathered as they run"
-        )
-    elif not has_compiler:
+    if not has_compiler:
         why_not = "torch.compile finds no compiler for this device (Triton on a GPU, g++ on a CPU)"
     if wanted == "on" and why_not is not None:
         raise BadInput.expected(

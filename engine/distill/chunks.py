@@ -1,15 +1,20 @@
 """The chunk loop of the distillation loss: hidden states in, sums and finished gradients out.
 
-Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary (of the teacher's head no more
-rows are asked for), D student width, E teacher width.
+Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary (of the
+teacher's head no more rows are asked for), D student width, E teacher width.
 
 Each chunk of rows goes through: two matrix products (logits of both sides), the arithmetic between
-them (`loss_job.Chunks`, in one of its forms), and two matrix products of dz for dH and dW. All chunks
-are as nearly of one size as their number allows.
+them (`loss_job.Chunks`, in one of its forms), and two matrix products of dz for dH and dW. A form that
+holds dz of some chunks at a time has them multiplied together: dW, as large as the head, is then read
+and written so much less often. All chunks are as nearly of one size as their number allows.
+
+A caller who promises to multiply the loss by nothing has the gradients finished here, divided by the
+denominator inside their products; else backward takes one more pass over them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,7 +29,7 @@ from engine.models.product import multiply, operand_dtype, sum_dtype
 
 class ChunkedLoss(torch.autograd.Function):
     """Sums over rows of loss, CE, T^2 times the divergence and agreement, and the extremes of
-    `Totals`; the gradients of the loss are finished in forward.
+    `Totals`; the gradients of the loss are made in forward. The loss is divided by `job.divisor`.
     """
 
     @staticmethod
@@ -44,9 +49,15 @@ class ChunkedLoss(torch.autograd.Function):
         with torch.autocast(device.type, enabled=False):
             if rows:
                 totals = _all_chunks(h_MD, w_VD, dh_MD, dw_VD, job)
-        ctx.save_for_backward(dh_MD, dw_VD)
-        ctx.dtypes = (hidden_MD.dtype, head_VD.dtype)
-        terms = _terms(job, totals, device)
+        if job.finished:
+            # Not saved but given away, so that nobody has to copy what it may keep.
+            ctx.gradients = (dh_MD, dw_VD)
+        else:
+            ctx.save_for_backward(dh_MD, dw_VD)
+        ctx.dtypes, ctx.job = (hidden_MD.dtype, head_VD.dtype), job
+        loss, *metrics = _terms(job, totals, device)
+        assert loss is not None
+        terms = [loss / job.divisor, *metrics]
         # copy: an output must not share memory with another, or autograd would take both for one
         terms = [None if term is None else term.to(wide, copy=True) for term in terms]
         ctx.mark_non_differentiable(*(term for term in terms[1:] if term is not None))
@@ -55,9 +66,20 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_metrics: Tensor | None) -> Any:
-        dh_MD, dw_VD = ctx.saved_tensors
         hidden_dtype, head_dtype = ctx.dtypes
-        return _scaled(dh_MD, upstream, hidden_dtype), _scaled(dw_VD, upstream, head_dtype), None
+        if not ctx.job.finished:
+            dh_MD, dw_VD = ctx.saved_tensors
+            factor = upstream / ctx.job.divisor
+            return _scaled(dh_MD, factor, hidden_dtype), _scaled(dw_VD, factor, head_dtype), None
+        if ctx.gradients is None:
+            raise RuntimeError("undivided loss: expected one backward pass, found a second")
+        (dh_MD, dw_VD), ctx.gradients = ctx.gradients, None
+        # A promise that was broken must not go unseen: what goes through the hidden states is NaN then.
+        one = torch.where(upstream == 1, upstream, math.nan)
+        if dh_MD is None and dw_VD is not None:
+            dw_VD.mul_(one)
+        dw_VD = None if dw_VD is None else dw_VD.to(head_dtype)
+        return _scaled(dh_MD, one, hidden_dtype), dw_VD, None
 
 
 def _all_chunks(
@@ -67,14 +89,19 @@ def _all_chunks(
     count = -(-rows // job.chunk_rows)
     step = -(-rows // count)
     chunks = _form(job, step, w_VD)
-    for start in range(0, rows, step):
-        chunk = slice(start, min(start + step, rows))
-        dz_CV = chunks.differentiate(h_MD[chunk], w_VD, chunk)
+    finished = job.finished and not isinstance(job.divisor, Tensor)
+    scale = 1 / float(job.divisor) if finished else 1.0
+    for begun in range(0, rows, step * chunks.held):
+        group = slice(begun, min(begun + step * chunks.held, rows))
+        for start in range(group.start, group.stop, step):
+            chunk = slice(start, min(start + step, rows))
+            chunks.differentiate(h_MD[chunk], w_VD, chunk)
+        dz_GV = chunks.gradient(group)
         if dh_MD is not None:
-            multiply(dh_MD[chunk], dz_CV, w_VD)
+            multiply(dh_MD[group], dz_GV, w_VD, scale=scale)
         if dw_VD is not None:
-            multiply(dw_VD, dz_CV.t(), h_MD[chunk], add=start > 0)
-        del dz_CV  # or it would be beside the next chunk's
+            multiply(dw_VD, dz_GV.t(), h_MD[group], scale=scale, add=begun > 0)
+        del dz_GV  # or it would be beside the next group's
     return chunks.totals()
 
 

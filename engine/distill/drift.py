@@ -15,8 +15,15 @@ from engine.errors import CheckpointError
 from engine.runlog.events import RunStarted
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
+from engine.spec import settings_sha256
 
 _VERSIONS = ("engine", "python", "torch", "device")
+
+
+def written_sha256(folder: RunFolder) -> str:
+    """The hash of the settings as they were written down: an engine that has gained settings since gives
+    them their defaults, and the run is the same one."""
+    return settings_sha256(json.loads(folder.effective.read_text())["spec"])
 
 
 def changes_since(folder: RunFolder, spec_sha256: str) -> list[str] | None:

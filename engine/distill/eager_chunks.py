@@ -32,7 +32,11 @@ class EagerChunks:
         self._tally = Tally(w_VD.device)
         self._narrow_CV: Tensor | None = None
 
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> Tensor:
+    @property
+    def held(self) -> int:
+        return 1
+
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
         self._narrow_CV = None  # or it would be beside this chunk's
         views = [buffer[: chunk.stop - chunk.start] for buffer in self._buffers]
         labels_C1 = self._job.labels_M[chunk].unsqueeze(1)
@@ -42,6 +46,9 @@ class EagerChunks:
             dz_CV = self._distillation(views, h_CD, w_VD, self._teacher, chunk, labels_C1)
         self._tally.see(dz_CV)
         self._narrow_CV = dz_CV.to(h_CD.dtype)
+
+    def gradient(self, group: slice) -> Tensor:
+        assert self._narrow_CV is not None
         return self._narrow_CV
 
     def totals(self) -> Totals:

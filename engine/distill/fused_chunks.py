@@ -1,7 +1,8 @@
 """The fused form of the loss: between the products of a chunk, one kernel (`engine.kernels.kd_loss`).
 
-Two [C, V] buffers of fp32 logits and one of dz in the dtype of the products, reused by every chunk.
-Every row has a place of its own for its results, so nothing is added up between chunks.
+Two [C, V] buffers of fp32 logits, reused by every chunk, and one of dz in the dtype of the products for
+`HELD` chunks, which in bf16 is as large as both: dH and dW are products of so many rows at once. Every
+row has a place of its own for its results, so nothing is added up between chunks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ from engine.kernels.kd_loss import LossRows, row_buffer
 from engine.models.head import project
 from engine.models.product import multiply
 
-# Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary, D student width
+# Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
+# D student width
+
+HELD = 4
+"""Chunks whose dz is held: of 8192 rows in chunks of 2048, dW in one product takes 3.6 ms and in four 4.0."""
 
 
 class FusedChunks:
@@ -29,12 +34,18 @@ class FusedChunks:
         self._t_CV = (
             None if teacher is None else row_buffer(rows, vocabulary, torch.float32, device)
         )
-        self._dz_CV = row_buffer(rows, vocabulary, w_VD.dtype, device)
+        held = min(rows * HELD, len(job.labels_M))
+        self._dz_GV = row_buffer(held, vocabulary, w_VD.dtype, device)
+        self._begun = 0
         self._rows = LossRows.empty(len(job.labels_M), vocabulary, device)
 
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> Tensor:
-        count = chunk.stop - chunk.start
-        z_CV, dz_CV, t_CV = self._z_CV[:count], self._dz_CV[:count], None
+    @property
+    def held(self) -> int:
+        return HELD
+
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
+        count, place = chunk.stop - chunk.start, chunk.start - self._begun
+        z_CV, dz_CV, t_CV = self._z_CV[:count], self._dz_GV[place : place + count], None
         multiply(z_CV, h_CD, w_VD.t())
         if self._teacher is not None and self._t_CV is not None:
             t_CV = self._t_CV[:count]
@@ -49,7 +60,10 @@ class FusedChunks:
             temperature=self._job.temperature,
             divergence=self._job.divergence,
         )
-        return dz_CV
+
+    def gradient(self, group: slice) -> Tensor:
+        self._begun = group.stop
+        return self._dz_GV[: group.stop - group.start]
 
     def totals(self) -> Totals:
         rows, teaching = self._rows, self._teacher is not None

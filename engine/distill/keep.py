@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from engine.distill import checkpoint, record, state
-from engine.distill.drift import changes_since
+from engine.distill.drift import changes_since, written_sha256
 from engine.distill.manifest import published
+from engine.distill.parts import Parts
 from engine.distill.trainer import Trainer
 from engine.errors import CheckpointError
 from engine.runlog.events import CheckpointSaved, Note
@@ -31,13 +32,16 @@ class Keeper:
     ) -> None:
         self.log, self.folder, self.spec = log, folder, spec
         self.ranks = ranks or Ranks()
+        self.sharded = False
+        """Whether every rank writes its own part of a checkpoint."""
         self.saved_step = -1
         self.best_loss: float | None = None
         self.best_step: int | None = None
 
     def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
         """Publish a checkpoint, say so once it is safe, then delete what is no longer kept; returns
-        where it is. Of several ranks the first writes, and the others give it their parts.
+        where it is. Of several ranks the first writes, and the others give it their parts, or write
+        them themselves.
         """
         # One pass over the weights, far cheaper than writing them.
         with torch.no_grad():
@@ -58,15 +62,22 @@ class Keeper:
             position={"rows": trainer.position},
             best_held_out_loss=self.best_loss,
         )
-        files = state.pack(captured)
+        files = state.pack(captured, sharded=self.sharded)
+        parts = None
+        if self.sharded:
+            parts = Parts(state.sharded_tensors(captured), self.ranks, trainer.device)
         self.saved_step = trainer.step
         if not self.ranks.first:
-            state.take_part(files)
+            state.take_part(files) if parts is None else parts.follow()
             self.ranks.wait_for_all()
             return next(published(self.folder.checkpoints))
         # A run goes on from a checkpoint: the log must not have lost the steps that led to it.
         self.log.sync()
-        saved = checkpoint.save(self.folder.checkpoints, trainer.step, files)
+        try:
+            saved = checkpoint.save(self.folder.checkpoints, trainer.step, files, parts=parts)
+        finally:
+            if parts is not None:
+                parts.give_up()
         self.ranks.wait_for_all()
         self.log.write(
             CheckpointSaved(
@@ -105,7 +116,7 @@ class Keeper:
         if changes is not None:
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
             self.log.write(Note(level="warning", text=text))
-        elif found.spec_sha256 != self.spec.sha256:
+        elif found.spec_sha256 not in (self.spec.sha256, written_sha256(self.folder)):
             raise CheckpointError(
                 f"checkpoint: {newest.path} — expected spec {self.spec.sha256[:12]}, "
                 f"found {found.spec_sha256[:12]}",

@@ -66,7 +66,7 @@ from engine.models.product import operand_dtype
 # over it; on a GPU the chunk must be long enough (about a thousand rows at V = 152k) for the matrix
 # products to run at full rate. Four such buffers are alive at once, and half of two more; of the fused
 # form's, two and half of one, which may be twice as large: fewer passes over dW and over a head in
-# blocks.
+# blocks. Beside them the fused form holds as much again of finished gradients.
 CPU_CHUNK_BYTES = 4 * 2**20
 GPU_CHUNK_BYTES = 640 * 2**20
 FUSED_CHUNK_BYTES = 1280 * 2**20
@@ -93,6 +93,7 @@ def distillation_loss(
     beta: float = 0.5,
     kernel: LossKernel = "eager",
     targets: SparseTargets | None = None,
+    undivided: bool = False,
 ) -> LossTerms:
     """The loss of N tokens and, through autograd, its gradients for the student's hidden states and
     head.
@@ -112,6 +113,10 @@ def distillation_loss(
     `kernel="fused"` has one kernel of ours do everything between the products, on a GPU
     (`engine.distill.choose_loss`); it has no `jsd` and no float64. `targets` stand in the place of the
     teacher's hidden states and head, for `forward_kl`; their form is always eager.
+
+    `undivided` promises that backward begins at this call's `loss` itself, with a gradient of 1: no
+    factor, no other loss added. It saves a pass over the gradient of the head; where the promise is
+    broken, gradients are NaN.
 
     With alpha = 1 the teacher is not touched and may be None. Raises ValueError for anything that
     does not fit together.
@@ -167,6 +172,9 @@ def distillation_loss(
     if kernel == "fused":
         check_fused(divergence, operand_dtype(student_hidden_ND))
     wants_gradient = torch.is_grad_enabled()
+    # No labelled row means a sum of exactly 0, and the step's denominator may then be 0 too: 0 / 0
+    # would be NaN.
+    n = denominator if labelled else 1.0
     job = Job(
         labels_M=labels_M,
         teacher=teacher,
@@ -179,16 +187,15 @@ def distillation_loss(
         chunk_rows=chunk_rows or default_chunk_rows(device, vocabulary, kernel),
         wants_hidden=wants_gradient and student_hidden_ND.requires_grad,
         wants_head=wants_gradient and student_head_VD.requires_grad,
+        divisor=n,
+        finished=undivided and not isinstance(n, Tensor),
     )
     loss, ce, kd, agreeing, lowest, largest = cast(
         tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
         ChunkedLoss.apply(hidden_MD, student_head_VD, job),  # type: ignore[no-untyped-call]
     )
-    # No labelled row means a sum of exactly 0, and the step's denominator may then be 0 too: 0 / 0
-    # would be NaN.
-    n = denominator if labelled else 1.0
     return LossTerms(
-        loss=loss / n,
+        loss=loss,
         ce=ce / n,
         kd=None if kd is None else kd / n,
         agreement=None if agreeing is None else agreeing / n,

@@ -58,6 +58,11 @@ class Job:
     chunk_rows: int
     wants_hidden: bool
     wants_head: bool
+    divisor: float | Tensor = 1.0
+    """Of the loss."""
+    finished: bool = False
+    """Whether nothing will multiply the loss, so that its gradients can be divided on the way; the
+    divisor is a number of the host then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +114,18 @@ class LossTerms:
 class Chunks(Protocol):
     """One form of the arithmetic between the products."""
 
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> Tensor:
-        """dz of shape (C, V) in the dtype of the products, valid until the next call. Chunks come in
-        order, each once."""
+    @property
+    def held(self) -> int:
+        """How many chunks it holds dz of."""
+        ...
+
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
+        """Makes dz of a chunk. Chunks come in order, each once."""
+        ...
+
+    def gradient(self, group: slice) -> Tensor:
+        """dz of all chunks since the last call, at most `held`, of shape (G, V) in the dtype of the
+        products; valid until the next chunk."""
         ...
 
     def totals(self) -> Totals:

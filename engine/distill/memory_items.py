@@ -10,8 +10,8 @@ of the head and of the lookup, which are summed last: 8 V D more then. The fused
 clipping work in place.
 
 Of the loss: two buffers (C, V) in fp32, four with a teacher, and one in bf16 for the products; of the
-fused form one, two with a teacher, and one in the dtype of the products. The gradients of the hidden
-states, 4 N D, and of the head, 4 V D, which backward multiplies into a second one.
+fused form one, two with a teacher, and one in the dtype of the products for each of some chunks. The
+gradients of the hidden states, 4 N D, and of the head, 4 V D, which becomes the weights' gradient.
 
 Bytes are those asked for: torch rounds each tensor up to 512 bytes, and what is free may lie in
 pieces that are too small.
@@ -32,7 +32,13 @@ from engine.distill.activations import (
     shared_width,
 )
 from engine.distill.budget import PHASES, BudgetItem
-from engine.distill.memory_plan import EVAL_CHUNK_ROWS, EVAL_ROWS_AT_ONCE, MemoryPlan
+from engine.distill.memory_plan import (
+    EVAL_CHUNK_ROWS,
+    EVAL_ROWS_AT_ONCE,
+    FUSED_HELD,
+    MemoryPlan,
+)
+from engine.distill.memory_ranks import rank_items
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
 from engine.teachers.cache_rows import HIDDEN, Identity
@@ -47,7 +53,7 @@ _STEP = (_TEACHER, _LOSS, _BACKWARD)
 
 def items_of(plan: MemoryPlan) -> tuple[BudgetItem, ...]:
     """Every item that is not empty."""
-    parts = (_teacher_items, _student_items, _loss_items, _evaluation_items)
+    parts = (_teacher_items, _student_items, rank_items, _loss_items, _evaluation_items)
     return tuple(item for part in parts for item in part(plan) if item.bytes)
 
 
@@ -143,32 +149,39 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
             how=f"{format_count(head)} x {plan.teacher_each} bytes; in blocks, less",
             lasting=True,
         )
+    # On a GPU those of the next batch arrive meanwhile, in memory that nothing else is given.
     yield BudgetItem(
         name="teacher outputs",
-        bytes=round(stored.token_bytes * plan.tokens),
-        how=f"{format_count(plan.tokens)} tokens x {stored.token_bytes:,.0f} bytes: {stored.words}",
-        phases=(_LOSS, _BACKWARD, _LAST),
+        bytes=round(stored.token_bytes * plan.tokens) * (2 if plan.on_gpu else 1),
+        how=f"{format_count(plan.tokens)} tokens x {stored.token_bytes:,.0f} bytes: {stored.words}"
+        + (", and the next batch's" if plan.on_gpu else ""),
+        phases=PHASES[1:] if plan.on_gpu else (_LOSS, _BACKWARD, _LAST),
+        lasting=plan.on_gpu,
     )
 
 
 def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     parameters, layers = count_parameters(plan.student), plan.student.num_hidden_layers
     count, tokens = format_count(parameters), plan.tokens
+    of_all = f", shared by {plan.ranks} GPUs" if plan.ranks > 1 else ""
     yield BudgetItem(
-        name="student weights", bytes=4 * parameters, how=f"{count} x 4 bytes", lasting=True
+        name="student weights",
+        bytes=plan.share(4 * parameters),
+        how=f"{count} x 4 bytes{of_all}",
+        lasting=True,
     )
     yield BudgetItem(
         name="AdamW moments",
-        bytes=8 * parameters,
-        how=f"{count} x 2 x 4 bytes, from the first step on",
+        bytes=plan.share(8 * parameters),
+        how=f"{count} x 2 x 4 bytes{of_all}, from the first step on",
         phases=PHASES[1:],
         lasting=True,
     )
     accumulated = plan.spec.train.accumulation > 1
     yield BudgetItem(
         name="gradients",
-        bytes=4 * parameters,
-        how=f"{count} x 4 bytes, "
+        bytes=plan.share(4 * parameters),
+        how=f"{count} x 4 bytes{of_all}, "
         + ("kept between passes" if accumulated else "from the backward pass on"),
         phases=(*_STEP, _LAST, _EVALUATION) if accumulated else (_LAST, _EVALUATION),
     )
@@ -202,11 +215,12 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     chunk, buffers = plan.chunk_rows, _loss_buffers(plan)
     # For the products: a copy of the eager form's, and the fused form's own.
     narrow = plan.each if plan.fused_loss or (plan.on_gpu and plan.each == 2) else 0
+    held = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
     yield BudgetItem(
         name="loss workspace",
-        bytes=student.vocab_size * chunk * (4 * buffers + narrow),
+        bytes=student.vocab_size * (4 * buffers * chunk + narrow * held),
         how=f"{buffers} x {format_count(chunk)} rows x {student.vocab_size} x 4 bytes"
-        + (f", and once x {narrow} bytes" if narrow else ""),
+        + (f", and {format_count(held)} rows x {narrow} bytes" if narrow else ""),
         phases=(_LOSS,),
     )
     yield BudgetItem(
@@ -228,7 +242,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         phases=(_LOSS, _BACKWARD),
     )
     narrow_each = plan.each if plan.each < 4 else 0
-    scaled = 4 * head + tokens * width * (4 + narrow_each)
+    scaled = tokens * width * (4 + narrow_each)
     # One layer: two gradients of feed-forward width, the residual's, and a matrix's in both
     # dtypes. The hidden states' gradient is gone by then.
     matrix = linear_sizes(student)["down"] * (4 + narrow_each)
@@ -237,7 +251,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     yield BudgetItem(
         name="backward temporaries",
         bytes=max(scaled, inside + plan.each * tokens * width),
-        how="the larger of a second gradient of the head and a layer's gradients",
+        how="the larger of a second gradient of the hidden states and a layer's gradients",
         phases=(_BACKWARD,),
     )
     # Tied: the head's and the lookup's, beside their sum, which is the gradient or is added to it.

@@ -42,6 +42,7 @@ def predict(
     teacher_packed: bool = False,
     checkpointing: bool = False,
     prefetches: bool = False,
+    reshard: bool = True,
     stored: Identity | None = None,
     fused_loss: bool = False,
 ) -> MemoryBudget:
@@ -51,7 +52,8 @@ def predict(
     given beside the dequantized backend, it is what the other one would need. `shares_heads`:
     whether bf16 attention with a mask takes fewer key/value heads than query heads on this GPU
     (`engine.models.decoder`: capability 9), without copying them. The last four say how layers are
-    run (`engine.models.running`).
+    run (`engine.models.running`). `reshard`: whether ranks give gathered layers back before their
+    backward pass.
     """
     plan = MemoryPlan(
         spec=spec,
@@ -69,6 +71,8 @@ def predict(
         checkpointing=checkpointing,
         fused_loss=fused_loss,
         prefetches=prefetches,
+        ranks=spec.compute.gpus,
+        reshard=reshard,
         stored=stored if backend == "cached" else None,
     )
     budget = MemoryBudget(device=device, items=items_of(plan), available=available)

@@ -18,6 +18,7 @@ weights of the layers."""
 # What other modules use, here for where torch is not; a test holds each to its original.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 640 * 2**20}
 FUSED_CHUNK_BYTES = 1280 * 2**20
+FUSED_HELD = 4
 SMALLEST_CHUNK_ROWS = 16
 EVAL_ROWS_AT_ONCE = 16
 EVAL_CHUNK_ROWS = 2048
@@ -44,6 +45,10 @@ class MemoryPlan:
     stored: Identity | None = None
     """Of the teacher's outputs, where they come from a store."""
     fused_loss: bool = False
+    ranks: int = 1
+    """GPUs that share the student; the rest is of one of them."""
+    reshard: bool = True
+    """Whether a rank gives a layer's gathered weights back before their backward pass."""
     prefetches: bool = False
     """Whether the teacher begins with the next batch early, on a stream of its own."""
 
@@ -64,6 +69,10 @@ class MemoryPlan:
     def teaching(self) -> ModelConfig | None:
         """The teacher, when the objective asks it."""
         return self.teacher if self.spec.loss.alpha < 1 else None
+
+    def share(self, size: int) -> int:
+        """What a rank has of something that all of them share."""
+        return -(-size // self.ranks)
 
     @property
     def tokens(self) -> int:

@@ -172,7 +172,7 @@ def _load_teacher(
     if backend == "quantized":
         tokens = spec.train.rows * spec.data.seq_len
         record.decide(log, kernel_for(spec.teacher.kernel, config, tokens, arithmetic.capability))
-    running = choose_running(log, spec, job.inputs, arithmetic, precision, spec.compute.gpus)
+    running = choose_running(log, spec, job.inputs, arithmetic, precision)
     say(f"loading the teacher: {spec.teacher.path}")
     built = build_teacher(
         spec.teacher.path,

@@ -43,11 +43,12 @@ def _forward(config: ModelConfig, seq_len: int) -> float:
     return 2.0 * weights + attention
 
 
-def peak_flops(device_name: str) -> Reading:
-    """Operations a second of dense bf16 products on a device of this name."""
+def peak_flops(device_name: str, gpus: int = 1) -> Reading:
+    """Operations a second of dense bf16 products on `gpus` devices of this name."""
     for name, rate in DENSE_BF16_FLOPS.items():
         if name in device_name:
-            return measured(rate, f"NVIDIA's datasheet of {name}, dense bf16")
+            several = "" if gpus == 1 else f", of {gpus} GPUs"
+            return measured(gpus * rate, f"NVIDIA's datasheet of {name}, dense bf16{several}")
     return absent(f"no rate is known for {device_name}", "datasheets")
 
 

@@ -29,6 +29,7 @@ from engine.checks.runner import Checks
 from engine.data.batches import Batches
 from engine.distill import record
 from engine.distill.checking import context_of
+from engine.distill.choose_ranks import choose_sharded
 from engine.distill.compiles import Compiles
 from engine.distill.drift import check_same_teacher, versions_changed
 from engine.distill.heldout import heldout_loss
@@ -50,7 +51,7 @@ from engine.distill.setup import (
     plan_memory,
     prepare_data,
 )
-from engine.distill.sharding import whole_student
+from engine.distill.sharding import least_available, whole_student
 from engine.distill.state import capture, restore
 from engine.distill.stopping import StopRequest
 from engine.distill.student import put_to_run
@@ -164,6 +165,9 @@ class _Job:
         if self.ranks.many:
             record.phase(self.log, "meeting the other ranks", f"{self.ranks.world} of them")
             join(self.ranks, self.device, timeout_s=spec.compute.collective_timeout_s)
+            # Ranks that chose for themselves would not do the same collectives.
+            available = least_available(self.ranks, arithmetic.available, self.device)
+            self.arithmetic = arithmetic = replace(arithmetic, available=available)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.data = prepare_data(self.log, spec, inputs, self.before.data if self.before else None)
@@ -181,7 +185,8 @@ class _Job:
             if self.ranks.first:
                 self.ranks.wait_for_all()
             resumed_from = trainer.step
-        self._put_to_run(trainer)
+        # Sharded layers are others to a compiler, and are compiled when they are sharded.
+        self._put_to_run(trainer, compiled=self.running.compiled and not self.ranks.many)
         begun = record.start(
             self.log, self.folder.name, spec, trainer, resumed_from, self._bound(trainer, inputs)
         )
@@ -196,7 +201,10 @@ class _Job:
             self._evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
         self._check(trainer, inputs)
         if self.ranks.many:
-            trainer = self._shard(trainer, inputs)
+            trainer = self._shard(trainer)
+            self.checks.look_at(self._context(trainer, inputs))
+            # Once nothing holds what every rank had alone.
+            self._put_to_run(trainer, compiled=self.running.compiled)
         with arithmetic.memory.use():  # AdamW makes its moments in the first step
             ended_early = self._train(trainer)
         self.compiles.write_counts(self.step)
@@ -222,7 +230,7 @@ class _Job:
                 seed=spec.train.seed,
             ),
             train=spec.train,
-            loss=replace(spec.loss, kernel=self.loss_kernel),
+            loss=replace(spec.loss, kernel=self.loss_kernel, chunk_rows=self.chunk_rows),
             device=self.device,
             precision=self.arithmetic.precision,
             slow_by=spec.compute.slow_by,
@@ -231,7 +239,7 @@ class _Job:
             arrived=self.beat.write if self.beat else lambda step: None,
         )
 
-    def _shard(self, alone: Trainer, inputs: Inputs) -> Trainer:
+    def _shard(self, alone: Trainer) -> Trainer:
         """The same trainer with its student shared out over the ranks; until here every rank has
         done the same on its own.
         """
@@ -245,11 +253,22 @@ class _Job:
             position={"rows": alone.position},
             best_held_out_loss=None,
         )
-        shard(alone.student, alone.student.layers, self.ranks, self.device)
+        student = alone.student
+        shard(
+            student,
+            student.layers,
+            self.ranks,
+            self.device,
+            reshard=self.reshard,
+            entering=self.beat.entering if self.beat else lambda: None,
+        )
         trainer = self._make_trainer(alone.student, alone.teacher, self.ranks)
         restore(captured, trainer.student, trainer.optimizer)
         trainer.step, trainer.position = alone.step, alone.position
-        self.checks.look_at(self._context(trainer, inputs))
+        # Weights and two moments, in fp32.
+        size = 12 * sum(p.numel() for p in trainer.parameters)
+        choice = choose_sharded(self.spec.checkpoint.sharded, whole_bytes=size)
+        self.keeper.sharded = record.decide(self.log, choice) == "on"
         return trainer
 
     def _load_teacher(self, inputs: Inputs) -> Teacher | None:
@@ -270,10 +289,9 @@ class _Job:
             inputs,
             self.arithmetic,
             precision,
-            self.ranks.world,
             asks_teacher=stored is None,
         )
-        backend, self.checkpointing, self.budget = plan_memory(
+        fitted = plan_memory(
             log,
             self.spec,
             inputs,
@@ -283,6 +301,9 @@ class _Job:
             stored,
             fused_loss=self.loss_kernel == "fused",
         )
+        backend, self.checkpointing = fitted.backend, fitted.checkpointing
+        self.budget = fitted.budget
+        self.chunk_rows, self.reshard = fitted.chunk_rows, fitted.reshard
         if backend == "none":
             return None
         if stored is not None:
@@ -376,17 +397,17 @@ class _Job:
                 inputs.teacher if trainer.teaching else None,
                 self.spec.data.seq_len,
             ),
-            peak=peak_flops(name),
+            peak=peak_flops(name, self.ranks.world),
         )
 
-    def _put_to_run(self, trainer: Trainer) -> None:
+    def _put_to_run(self, trainer: Trainer, *, compiled: bool) -> None:
         """The student's layers as was chosen, compiled before anything waits for them."""
-        if self.running.compiled:
+        if compiled:
             record.phase(self.log, "compiling the student's layers")
         agreement = put_to_run(
             trainer,
             length=self.spec.data.seq_len,
-            compiled=self.running.compiled,
+            compiled=compiled,
             packed=self.running.packed,
             checkpointing=self.checkpointing,
         )

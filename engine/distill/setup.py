@@ -8,7 +8,7 @@ before a byte is uploaded.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,9 +24,12 @@ from engine.device.threads import choose_thread_wait
 from engine.distill import record
 from engine.distill.activations import linear_weights
 from engine.distill.budget import MemoryBudget
-from engine.distill.choices import choose_attention, choose_checkpointing, choose_compile
+from engine.distill.choices import choose_attention, choose_compile
 from engine.distill.choose_loss import choose_loss_kernel
+from engine.distill.choose_ranks import choose_reshard
+from engine.distill.fitting import Fitted, fit
 from engine.distill.inputs import Inputs
+from engine.distill.loss import default_chunk_rows
 from engine.distill.loss_job import LossKernel
 from engine.distill.memory_model import predict
 from engine.distill.memory_plan import ITEM_BYTES
@@ -44,7 +47,6 @@ from engine.runtime.managed import MemoryScope, memory_scope
 from engine.spec import RunSpec
 from engine.teachers.cache_rows import HIDDEN
 from engine.teachers.choose import (
-    choose_backend,
     choose_kernel,
     choose_prefetch,
     choose_teacher_compile,
@@ -93,6 +95,9 @@ def choose_arithmetic(log: LogWriter, spec: RunSpec) -> Arithmetic:
     memory = memory_scope(allocator, device)
     if memory.compiled is not None:
         record.compiled_library(log, memory.compiled)
+    limit_bytes = round(spec.memory.limit_gib * 2**30)
+    if limit_bytes and device.type == "cuda" and allocator == "native":
+        limit_allocator(limit_bytes)
     precision = record.decide(
         log, choose_precision("student.precision", spec.student.precision, device.type)
     )
@@ -106,7 +111,7 @@ def choose_arithmetic(log: LogWriter, spec: RunSpec) -> Arithmetic:
         device=device,
         precision=precision,
         memory=memory,
-        available=_available(device, facts),
+        available=limited(_available(device, facts), limit_bytes),
     )
 
 
@@ -126,6 +131,20 @@ def _available(device: torch.device, facts: DeviceFacts) -> Reading:
     return measured(min(free, round(DEVICE_SHARE * total)), "cuMemGetInfo")
 
 
+def limit_allocator(limit_bytes: int) -> None:
+    """Has torch's allocator take no more than this of the current GPU, what it keeps for later included."""
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
+
+
+def limited(available: Reading, limit_bytes: int) -> Reading:
+    """What is there, and no more than memory.limit_gib; 0 is no limit."""
+    there = available.number
+    if not limit_bytes or (there is not None and there <= limit_bytes):
+        return available
+    return measured(limit_bytes, "memory.limit_gib")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
     """How layers are run (`engine.models.running`)."""
@@ -143,7 +162,6 @@ def choose_running(
     inputs: Inputs,
     arithmetic: Arithmetic,
     precision: str,
-    ranks: int,
     *,
     asks_teacher: bool = True,
 ) -> Running:
@@ -155,7 +173,6 @@ def choose_running(
         spec.student.compile,
         device=device,
         has_compiler=has_compiler(device),
-        ranks=ranks,
         steps=spec.train.steps,
         tokens_per_step=spec.train.rows * spec.train.accumulation * spec.data.seq_len,
         layer_weights=linear_weights(inputs.student),
@@ -226,19 +243,20 @@ def plan_memory(
     stored: Stored | None = None,
     *,
     fused_loss: bool,
-) -> tuple[str, bool, MemoryBudget]:
-    """The teacher's backend, whether activations are made again, and what the run will need with
-    both. `precision` is the teacher's, `stored` what there is of its outputs. Raises BadInput for a
-    run that does not fit, unless memory.budget says to report it only."""
+) -> Fitted:
+    """The teacher's backend, whether activations are made again, how many tokens a chunk of the loss
+    has, and what the run will need so. `precision` is the teacher's, `stored` what there is of its
+    outputs. Raises BadInput for a run that does not fit, unless memory.budget says to report it only.
+    """
     teacher = inputs.teacher if spec.has_teacher else None
     size = inputs.teacher_size if teacher is not None else None
     packed_bytes = None
     if size is not None and size.matrices:
         packed_bytes = size.weight_bytes(ITEM_BYTES[precision])
 
-    def budget(backend: str, again: bool = spec.student.checkpointing == "on") -> MemoryBudget:
+    def need(backend: str, again: bool, chunk_rows: int, reshard: bool = True) -> MemoryBudget:
         return predict(
-            spec,
+            replace(spec, loss=replace(spec.loss, chunk_rows=chunk_rows)),
             teacher=teacher,
             teacher_packed_bytes=packed_bytes,
             backend=backend,
@@ -252,37 +270,44 @@ def plan_memory(
             packed=running.packed,
             teacher_packed=running.teacher_packed,
             prefetches=running.prefetches,
+            reshard=reshard,
             checkpointing=again,
             stored=None if stored is None else stored.identity,
             fused_loss=fused_loss,
         )
 
     available = arithmetic.available.number
-    backend = record.decide(
-        log,
-        choose_backend(
-            spec.teacher.backend,
-            config=teacher,
-            quantised_blocks=packed_bytes is not None,
-            dense_bytes=budget("dequantized").total_bytes,
-            packed_bytes=budget("quantized").total_bytes if packed_bytes is not None else None,
-            available_bytes=None if available is None else int(available),
-            precision=precision,
-            stored=None if stored is None else stored.words,
-        ),
-    )
-    choice = choose_checkpointing(
-        spec.student.checkpointing,
-        without_bytes=budget(backend, False).total_bytes,
-        with_bytes=budget(backend, True).total_bytes,
+    kernel: LossKernel = "fused" if fused_loss else "eager"
+    usual = default_chunk_rows(arithmetic.device, inputs.student.vocab_size, kernel)
+    fitted = fit(
+        need,
         available_bytes=None if available is None else int(available),
+        backend=spec.teacher.backend,
+        checkpointing=spec.student.checkpointing,
+        chunk_rows=spec.loss.chunk_rows,
+        usual_chunk_rows=min(usual, spec.train.rows * spec.data.seq_len),
+        teacher=teacher,
+        quantised_blocks=packed_bytes is not None,
+        precision=precision,
+        stored=None if stored is None else stored.words,
     )
-    checkpointing = record.decide(log, choice) == "on"
-    chosen = budget(backend, checkpointing)
-    record.memory_plan(log, chosen)
+    for decision in fitted.decisions:
+        record.decide(log, decision)
+    if spec.compute.gpus > 1:
+        chosen = (fitted.backend, fitted.checkpointing, fitted.chunk_rows)
+        kept = need(*chosen, reshard=False)
+        choice = choose_reshard(
+            spec.student.reshard,
+            kept_bytes=kept.total_bytes,
+            given_bytes=fitted.budget.total_bytes,
+            available_bytes=None if available is None else int(available),
+        )
+        if record.decide(log, choice) == "off":
+            fitted = replace(fitted, budget=kept, reshard=False)
+    record.memory_plan(log, fitted.budget)
     if spec.memory.budget == "enforce":
-        chosen.refuse_if_too_big()
-    return backend, checkpointing, chosen
+        fitted.budget.refuse_if_too_big()
+    return fitted
 
 
 def kernel_for(

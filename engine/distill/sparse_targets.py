@@ -47,7 +47,11 @@ class SparseChunks:
         self._tally = Tally(w_VD.device)
         self._narrow_CV: Tensor | None = None
 
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> Tensor:
+    @property
+    def held(self) -> int:
+        return 1
+
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
         self._narrow_CV = None  # or it would be beside this chunk's
         z_CV, q_CV, slope_CV = (buffer[: chunk.stop - chunk.start] for buffer in self._buffers)
         job, T = self._job, self._job.temperature
@@ -71,6 +75,9 @@ class SparseChunks:
         minus_label(dz_CV, labels_C1, job.alpha)
         self._tally.see(dz_CV)
         self._narrow_CV = dz_CV.to(h_CD.dtype)
+
+    def gradient(self, group: slice) -> Tensor:
+        assert self._narrow_CV is not None
         return self._narrow_CV
 
     def totals(self) -> Totals:

@@ -68,7 +68,8 @@ class Step:
     phases: Mapping[str, float]
     """Seconds of each phase by the device's clock (`engine.distill.ledger`)."""
     stop_asked: bool = False
-    """Whether any rank was asked to stop before this step ended: all stop after the same one."""
+    """Whether any rank was asked to stop, of several before the step before this one ended: all stop
+    after the same one."""
 
     def broken_invariants(self, temperature: float) -> Iterator[str]:
         """What the loss says of this step that cannot be true, in words."""

@@ -21,6 +21,7 @@ from engine.distill.trainer import Trainer
 from engine.errors import TrainingFailed
 from engine.models.attention import remember
 from engine.models.running import CompiledLayers, set_running
+from engine.runtime.ranks import own_part
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Relative distance, by the dtype of the products. In bf16 hidden states of fresh weights are 2 % from
@@ -87,15 +88,20 @@ def _answers(trainer: Trainer) -> _Answers:
     batch = trainer.batches.take(trainer.position, trainer.train.rows)
     tokens_BT, documents_BT, _ = batch.to_torch(trainer.device)
     remember(documents_BT, batch.documents_BT)
+    weights = _inside(trainer)
     with torch.enable_grad(), trainer.autocast():
         hidden_BTD = trainer.student.hidden(tokens_BT, documents_BT)
     generator = torch.Generator(hidden_BTD.device).manual_seed(0)
     upstream_BTD = torch.randn(
         hidden_BTD.shape, generator=generator, device=hidden_BTD.device, dtype=hidden_BTD.dtype
     )
-    return hidden_BTD.detach(), list(
-        torch.autograd.grad(hidden_BTD, _inside(trainer), upstream_BTD)
-    )
+    if not trainer.ranks.many:
+        return hidden_BTD.detach(), list(torch.autograd.grad(hidden_BTD, weights, upstream_BTD))
+    # Sharded weights get their gradients from hooks, which only a backward pass calls.
+    torch.autograd.backward(hidden_BTD, upstream_BTD)
+    found = [own_part(p.grad) for p in weights if p.grad is not None]
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return hidden_BTD.detach(), found
 
 
 def _inside(trainer: Trainer) -> list[Tensor]:
@@ -104,16 +110,23 @@ def _inside(trainer: Trainer) -> list[Tensor]:
 
 
 def _distance(trainer: Trainer, found: _Answers, expected: _Answers) -> Agreement:
-    sizes = torch.stack([g.float().norm() for g in expected[1]])
-    gaps = torch.stack(
-        [(a.float() - b.float()).norm() for a, b in zip(found[1], expected[1], strict=True)]
+    gaps = _norms(
+        trainer, [a.float() - b.float() for a, b in zip(found[1], expected[1], strict=True)]
     )
+    sizes = _norms(trainer, expected[1])
+    hidden, whole = _norms(trainer, [found[0].float() - expected[0].float(), expected[0]])
     each = gaps / sizes.clamp(min=SMALL * sizes.norm())
     worst = int(each.argmax())
     names = {id(p): name for name, p in trainer.student.named_parameters()}
     return Agreement(
-        hidden=float((found[0] - expected[0]).float().norm() / expected[0].float().norm()),
+        hidden=float(hidden / whole),
         gradient=float(gaps.norm() / sizes.norm()),
         worst=float(each[worst]),
         worst_name=names[id(_inside(trainer)[worst])],
     )
+
+
+def _norms(trainer: Trainer, tensors: list[Tensor]) -> Tensor:
+    """Of each tensor; of what all ranks have, where each has a part."""
+    squares = torch.stack([t.float().norm().double().square() for t in tensors])
+    return trainer.ranks.gather(squares).sum(0).sqrt()

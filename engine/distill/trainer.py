@@ -44,7 +44,7 @@ from engine.models.attention import remember
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.runtime.device import torch_dtype
-from engine.runtime.ranks import Ranks, whole
+from engine.runtime.ranks import Ranks, gather_early, own_part
 from engine.spec import LossSection, TrainSection
 from engine.teachers.protocol import GivesTargets, KnowsRows, Teacher
 
@@ -90,6 +90,8 @@ class Trainer:
         self.agrees = self.teaching
         """Whether the last step says how often teacher and student ranked the same id first."""
         self._looks_ahead = True
+        self._stops_seen = False
+        """Whether some rank was asked to stop, in a step whose numbers were read."""
         self._next: Given | None = None
 
     def forget_ahead(self) -> None:
@@ -101,7 +103,7 @@ class Trainer:
 
         The numbers of step n may be yielded when step n + 1 has been launched already, where
         `may_run_ahead(n)`: nobody looks at weights, optimizer or position as n left them. It is asked
-        when n has been launched, and not at all with several ranks, which would have to agree.
+        when n has been launched. Ranks may get different answers: each does the same in the same order.
         """
         self.student.train()
         under_way: UnderWay | None = None
@@ -109,8 +111,8 @@ class Trainer:
             if under_way is None:
                 under_way = self._begin(None)
             following = None
-            alone = not self.ranks.many and not self.slow_by
-            if alone and self.step < self.train.steps and may_run_ahead(self.step):
+            more = self.step < self.train.steps and not (self.slow_by or self._stops_seen)
+            if more and may_run_ahead(self.step):
                 following = self._begin(under_way)
             yield self._finish(under_way)
             under_way = following
@@ -163,13 +165,19 @@ class Trainer:
         """
         self.arrived(self.step + 1)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = whole(nn.utils.get_total_norm(grads)).detach().float()
+        norm = nn.utils.get_total_norm([own_part(g) for g in grads]).detach().float()
         stop = norm.new_full((1,), float(self.ranks.many and self.stop_asked()))
-        numbers = self.ranks.sum_(torch.cat([sums, stop]))
+        if self.ranks.many:
+            # In double: a square leaves the range of fp32 long before the norm does.
+            own = torch.cat([sums, stop, norm[None], bounds]).double()
+            own[5].square_()
+            all_RN = self.ranks.gather(own)
+            sums, stop = all_RN[:, :4].sum(0).float(), all_RN[:, 4:5].sum(0).float()
+            norm = all_RN[:, 5].sum().sqrt().float()
+            bounds = all_RN[:, 6:].amin(0).float()
         self._set_learning_rate()
-        update_if_finite(self.optimizer, numbers[0], norm, clip_norm=self.train.clip_norm)
-        bounds = self.ranks.min_(bounds)
-        return torch.cat([numbers, norm[None], bounds]).to("cpu", non_blocking=True)
+        update_if_finite(self.optimizer, sums[0], norm, clip_norm=self.train.clip_norm)
+        return torch.cat([sums, stop, norm[None], bounds]).to("cpu", non_blocking=True)
 
     def _finish(self, done: UnderWay) -> Step:
         """The numbers of a step that was launched: the one place where the host waits."""
@@ -182,6 +190,10 @@ class Trainer:
         if self.slow_by:
             self._wait(step_s * self.slow_by)
             step_s = time.perf_counter() - done.begun
+        # Of ranks, some may have launched the next step and some not. What was asked in the step before
+        # is known to all, and none has gone on from this one.
+        stop_asked = self._stops_seen
+        self._stops_seen = self._stops_seen or stops > 0
         # A caller that stops finds the weights as this step left them.
         last_launched = done.facts["step"] == self.step
         return Step(
@@ -196,7 +208,7 @@ class Trainer:
             step_s=step_s,
             updated=math.isfinite(loss) and math.isfinite(grad_norm),
             phases=phases,
-            stop_asked=last_launched and (stops > 0 if self.ranks.many else self.stop_asked()),
+            stop_asked=stop_asked if self.ranks.many else last_launched and self.stop_asked(),
         )
 
     def _wait(self, seconds: float) -> None:
@@ -266,6 +278,7 @@ class Trainer:
         labels_N = torch.from_numpy(given.batch.labels_BT).flatten()
         ledger.mark("teacher")
         begun = time.perf_counter()
+        gather_early(self.student)
         targets = self._targets(given)
         teacher_hidden_NE = teacher_head = None
         if targets is None:
@@ -289,6 +302,7 @@ class Trainer:
             beta=self.loss.beta,
             kernel="fused" if self.loss.kernel == "fused" else "eager",
             targets=targets,
+            undivided=True,
         )
         # Draws do not say which id the teacher ranks first.
         self.agrees = terms.agreement is not None

@@ -329,9 +329,9 @@ def status_text(view: RunView, alive: Liveness) -> str:
 
 def _pace(view: RunView, state: str, alive: Liveness) -> list[str]:
     parts = []
-    pace, eta_s = view.tokens_per_second(), view.eta_s()
-    if pace is not None:
-        parts.append(f"{format_count(pace)} tok/s{_share_of_peak(view, pace)}")
+    eta_s = view.eta_s()
+    if view.tokens_per_second() is not None:
+        parts.append(_pace_text(view))
     if eta_s and state == "running":
         parts.append(f"{format_seconds(eta_s)} left")
     if alive.trainer and not alive.supervisor:
@@ -339,13 +339,18 @@ def _pace(view: RunView, state: str, alive: Liveness) -> list[str]:
     return parts
 
 
-def _share_of_peak(view: RunView, tokens_per_s: float) -> str:
-    """How much of the device's dense bf16 rate the run's own arithmetic uses, where both are known."""
-    started = view.started
-    if started is None or not started.flops_per_token or not started.peak_flops_per_s:
-        return ""
-    share = tokens_per_s * started.flops_per_token / started.peak_flops_per_s
-    return f" ({share:.0%} of peak bf16)"
+def share_of_peak(view: RunView) -> float | None:
+    """How much of the device's dense bf16 rate the run's own arithmetic uses, 0 to 1; None where the
+    pace or the rate is not known."""
+    started, pace = view.started, view.tokens_per_second()
+    if started is None or not started.flops_per_token or not started.peak_flops_per_s or not pace:
+        return None
+    return pace * started.flops_per_token / started.peak_flops_per_s
+
+
+def _pace_text(view: RunView) -> str:
+    pace, share = view.tokens_per_second(), share_of_peak(view)
+    return f"{format_count(pace)} tok/s" + (f" ({share:.0%} of peak bf16)" if share else "")
 
 
 def _ending(view: RunView, state: str) -> list[str]:
@@ -402,16 +407,27 @@ def ledger_line(view: RunView) -> str:
     return f"step   {format_seconds(total)}: {words}"
 
 
+def speed_lines(view: RunView) -> list[str]:
+    """How fast the last steps were, as a share of what the device could, and where the newest one went."""
+    pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
+    return [*pace, *filter(None, [ledger_line(view)])]
+
+
 def device_lines(view: RunView) -> list[str]:
     """GPU and host readings, each a value or the reason why there is none."""
     lines = []
     for index, gpu in sorted(view.gpus.items()):
         cell = _cells(view, gpu, f"gpu{index}.")
         used, total = cell("gpu_mem_used_bytes"), cell("gpu_mem_total_bytes")
+        # What the utilisation hides stands beside it: any kernel counts as use, however small.
+        beside = "" if gpu.tensor_util_pct is None else f", tensor cores {cell('tensor_util_pct')}"
+        limit = "" if gpu.gpu_power_limit_w is None else f" of {cell('gpu_power_limit_w')}"
+        held = f", held by {gpu.clock_event_reasons}" if gpu.clock_event_reasons else ""
         lines += [
-            f"GPU {index}  util {cell('gpu_util_pct')}  mem {used} / {total}",
-            f"       power {cell('gpu_power_w')}  sm clock {cell('sm_clock_mhz')}"
-            f"  {cell('gpu_temperature_c')}",
+            f"GPU {index}  util {cell('gpu_util_pct')}{beside}",
+            f"       power {cell('gpu_power_w')}{limit}  {cell('gpu_temperature_c')}"
+            f"  sm clock {cell('sm_clock_mhz')}{one_line(held)}",
+            f"       mem {used} / {total} (all processes, NVML)",
         ]
         counters = [
             f"{words} {cell(name)}"
@@ -419,6 +435,11 @@ def device_lines(view: RunView) -> list[str]:
             if getattr(gpu, name) is not None
         ]
         lines += [f"       {'  '.join(counters)}"] if counters else []
+    if view.memory_peak is not None and view.memory_peak.measured_bytes is not None:
+        lines.append(
+            f"       job {format_bytes(view.memory_peak.measured_bytes)} at its peak by step "
+            f"{view.memory_peak.step} ({view.memory_peak.source})"
+        )
     if not view.gpus and view.facts is not None:
         reason = view.absent.get("gpu_count") or view.facts.get("nvml_absent") or NOT_MEASURED
         lines.append(f"GPU    {reason}")
@@ -426,17 +447,22 @@ def device_lines(view: RunView) -> list[str]:
         cell = _cells(view, view.host, "")
         free, total = cell("host_available_bytes"), cell("host_total_bytes")
         lines += [
-            f"host   available {free} / {total}  load {cell('load1')}",
+            f"host   available {free} / {total}{_pool(view)}  load {cell('load1')}",
             f"       trainer rss {cell('trainer_rss_bytes')}  cpu {cell('trainer_cpu_pct')}",
         ]
     return lines or ["no reading yet"]
+
+
+def _pool(view: RunView) -> str:
+    """That the host's memory is the GPU's, too, where it is."""
+    unified = (view.facts or {}).get("cuda0_integrated") == "yes"
+    return " (host pool, shared with the GPU)" if unified else ""
 
 
 # What the utilisation hides; only some GPUs have these counters, and `engine doctor` says why others do not.
 _COUNTERS = {
     "SM busy": "sm_util_pct",
     "occupancy": "sm_occupancy_pct",
-    "tensor": "tensor_util_pct",
     "DRAM": "dram_util_pct",
 }
 

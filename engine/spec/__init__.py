@@ -13,9 +13,17 @@ cross entropy, everywhere: loss = alpha * CE + (1 - alpha) * T^2 * KL(teacher ||
 
 from __future__ import annotations
 
-from engine.spec.build import build_spec, load_spec, spec_from_dict, spec_to_toml
+from engine.spec.build import build_spec, load_spec, read_spec, spec_from_dict, spec_to_toml
 from engine.spec.problems import key_lines
-from engine.spec.sections import KEYS, LossSection, Option, RunSpec, TrainSection, options
+from engine.spec.sections import (
+    KEYS,
+    LossSection,
+    Option,
+    RunSpec,
+    TrainSection,
+    options,
+    settings_sha256,
+)
 from engine.spec.values import parse_set
 
 __all__ = [
@@ -29,6 +37,8 @@ __all__ = [
     "load_spec",
     "options",
     "parse_set",
+    "read_spec",
+    "settings_sha256",
     "spec_from_dict",
     "spec_to_toml",
 ]

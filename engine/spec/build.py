@@ -123,8 +123,8 @@ def build_spec(
     return spec
 
 
-def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:
-    """The spec in a TOML file, with `--set` arguments over it, and the file's text."""
+def read_spec(path: Path) -> tuple[dict[str, Any], str]:
+    """What a TOML file says, and its text; nothing in it is checked yet. Raises BadInput."""
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -143,6 +143,12 @@ def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError([f"{path}: not TOML: {error}"]) from None
+    return tree, text
+
+
+def load_spec(path: Path, sets: list[str] | None = None) -> tuple[RunSpec, str]:
+    """The spec in a TOML file, with `--set` arguments over it, and the file's text."""
+    tree, text = read_spec(path)
     spec = build_spec(
         tree, file=str(path), base=path.resolve().parent, lines=key_lines(text), sets=sets
     )

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +125,12 @@ class StudentSection:
         "auto",
         "Whether activations are made again in the backward pass instead of kept. auto is on only where the "
         "run does not fit without it.",
+        allowed=("auto", "off", "on"),
+    )
+    reshard: str = setting(
+        "auto",
+        "With several GPUs: whether each layer's weights are gathered for its forward pass and again for its backward "
+        "pass (on), or kept in between (off). auto keeps them where they fit.",
         allowed=("auto", "off", "on"),
     )
     save_as: str = setting(
@@ -249,6 +255,12 @@ class CheckpointSection:
         True,
         "Save a checkpoint and the student at the end; an experiment that measures needs neither.",
     )
+    sharded: str = setting(
+        "auto",
+        "With several GPUs: whether every rank writes its own part of a checkpoint (on), or the first writes all of "
+        "it (off). auto is on for large students. Either is continued on any number of GPUs.",
+        allowed=("auto", "off", "on"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,6 +368,46 @@ class ChecksSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GateSection:
+    smoke_steps: int = setting(
+        20, "Steps on one batch of the run's own rows after which its loss has to be lower.", low=2
+    )
+    teacher_reference: str = setting(
+        "",
+        "The model that a quantized teacher was made from; empty compares with the values in its blocks.",
+        path=True,
+    )
+    teacher_kl: float = setting(
+        0.0,
+        "Largest mean KL(reference || teacher) in nats; 0 is the published noise of 4-bit weights.",
+        low=0.0,
+    )
+    cache_cosine: float = setting(
+        0.999,
+        "Least cosine between what teacher.cache holds of a token and what the teacher says.",
+        low=0.0,
+        high=1.0,
+    )
+    cache_rows: int = setting(16, "Stored rows that are asked of the teacher again.", low=1)
+    heldout_loss: float = setting(
+        0.0, "Largest held-out loss of the student in nats a token; 0 sets no such target.", low=0.0
+    )
+    heldout_share: float = setting(
+        0.0,
+        "Least share of the way from the untrained student's held-out loss to the teacher's; at 0 the "
+        "student has to be better than untrained.",
+        low=0.0,
+        high=1.0,
+    )
+    pass_at_1: float = setting(
+        0.0,
+        "Least lower end of the 95 % interval of pass@1 (HumanEval, MBPP); 0 asks for none.",
+        low=0.0,
+        high=1.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
     run: RunSection = dataclasses.field(default_factory=RunSection)
     teacher: TeacherSection = dataclasses.field(default_factory=TeacherSection)
@@ -371,22 +423,27 @@ class RunSpec:
     kernels: KernelsSection = dataclasses.field(default_factory=KernelsSection)
     checks: ChecksSection = dataclasses.field(default_factory=ChecksSection)
     watch: WatchSection = dataclasses.field(default_factory=WatchSection)
+    gate: GateSection = dataclasses.field(default_factory=GateSection)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)
 
     @property
     def sha256(self) -> str:
-        """Hash of every setting except where the run is kept: equal hashes mean the same
-        experiment.
-        """
-        settings = self.to_dict()
-        del settings["run"]
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        """Hash of every setting that has a part in the run: equal hashes mean the same experiment."""
+        return settings_sha256(self.to_dict())
 
     @property
     def has_teacher(self) -> bool:
         return self.teacher.backend != "none" and bool(self.teacher.path)
+
+
+def settings_sha256(settings: Mapping[str, Any]) -> str:
+    """Hash of settings as `to_dict` gives them, without where the run is kept and what is asked of its
+    result. Of settings that were written down it is what it was then, whatever has been added since.
+    """
+    kept = {name: section for name, section in settings.items() if name not in ("run", "gate")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,9 @@ the device. `note` says that two tensors on the device are a batch of the host, 
 who asks with these very tensors gets what was read. Tensors that were not noted are read back from the
 device, which waits for it: right, and for checks and evaluations only.
 
+On a GPU rows are copied on a stream of their own: they are asked for when the step before is still
+computed, and are there when their turn comes.
+
 Goes around every other teacher. It reads ahead by itself, so nothing needs to go around it.
 """
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,6 +94,9 @@ class CachedTeacher:
         self._head, self._load, self._say = head, online, say
         self._online: Teacher | None = None
         self._reader = Reader(store, device)
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._noted: deque[_Noted] = deque()
         self._said = 0
 
@@ -174,9 +181,22 @@ class CachedTeacher:
         self._say_refusals()
         if fields is not None:
             self.hits += len(noted.keys)
-            fields = tuple(field.to(self._device, non_blocking=True) for field in fields)
-        self._reader.take_back(noted.reading)
+            fields = self._on_device(fields, noted.reading)
         return fields, noted.keys
+
+    def _on_device(self, fields: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, ...]:
+        """Copies what was read, for the current stream."""
+        if self._stream is None:
+            return tuple(field.to(self._device) for field in fields)
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            copies = tuple(field.to(self._device, non_blocking=True) for field in fields)
+            self._reader.take_back(reading)
+        current.wait_stream(self._stream)
+        for copy in copies:
+            # Its memory is the other stream's, which is not to have it back before this one is done.
+            copy.record_stream(current)
+        return copies
 
     def _asked(self, rows: int) -> Teacher:
         """The teacher itself, for a batch of `rows` rows that is a miss."""

@@ -7,6 +7,7 @@ user would. What a random teacher teaches is noise; what it costs is not.
 
     exact       bf16 weights, every product in bf16, full-vocabulary KL        8 x 1024 tokens a step
     quantized   the same from weights that stay in their blocks
+    within      the same with memory.limit_gib=24, and whatever is chosen then
     fp8         products of the teacher's body in 8-bit floats
     cached      the teacher's hidden states out of `engine prepare`, exact KL
     bar         500 steps of 32 x 256 tokens from process start to saved student
@@ -31,10 +32,9 @@ from engine.formats.gguf_write import write_gguf
 from engine.quant.tensor import QuantTensor
 from engine.runlog.folder import open_run
 from engine.runlog.follow import Follower
-from engine.runlog.view import STEP_FIELDS
 
 WARM_UP = 5
-PHASES = tuple(name for name in STEP_FIELDS if name.endswith("_s") and name != "step_s")
+PHASES = ("data_s", "teacher_s")
 SPEC = """
 [teacher]
 path = "teacher.gguf"
@@ -63,6 +63,7 @@ on_fail = "report"  # random weights know nothing of any text, and the check tha
 SETS = {
     "exact": ["teacher.backend=dequantized"],
     "quantized": ["teacher.backend=quantized"],
+    "within": ["memory.limit_gib=24"],
     "fp8": ["teacher.backend=dequantized", "teacher.precision=fp8"],
     "cached": ["teacher.backend=cached"],
     "bar": [],
@@ -133,6 +134,12 @@ def figures(out: Path, wall_s: float) -> dict[str, object]:
         "compiled_after_warm_up": sum(event.after_warm_up for event in view.compiles),
         "compile_s": round(sum(event.compile_s or 0 for event in view.compiles), 2),
         "decisions": {d.knob: d.choice for d in view.decisions},
+        "reasons": {
+            d.knob: d.reason
+            for d in view.decisions
+            if d.knob in ("teacher.backend", "loss.chunk_rows", "student.checkpointing")
+        },
+        "ledger_ms": ledger(out),
         "phases_ms": {
             name: round(1e3 * statistics.median(known), 2)
             for name in PHASES
@@ -146,6 +153,16 @@ def figures(out: Path, wall_s: float) -> dict[str, object]:
         "checks_s": round(sum(c.cost_s or 0 for c in view.checks.values()), 2),
         "alerts": sorted(view.alerts),
         "teacher_held_out": getattr(view.eval_of("teacher"), "loss", None),
+    }
+
+
+def ledger(out: Path) -> dict[str, float]:
+    """Median milliseconds of each phase by the device's clock."""
+    events = [json.loads(line) for line in (out / "events.jsonl").open()]
+    phases = [e["phases"] for e in events if e["kind"] == "step" and e.get("phases")][WARM_UP:]
+    return {
+        name: round(1e3 * statistics.median(p[name] for p in phases if name in p), 2)
+        for name in {name for p in phases for name in p}
     }
 
 

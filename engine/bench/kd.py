@@ -1,0 +1,148 @@
+"""Whole distillation steps, ours beside those of other libraries: `engine bench kd --against ...`.
+
+Every arm is a process of its own (`engine.bench.kd_arm`), one after another on the same device, with
+the same weights, rows, objective, optimizer and number of steps (`engine.bench.kd_shape`; what differs is
+said in the table). A rival that is not installed is `absent`, one that broke or gave no answer in time
+`failed`, each with its reason: a table never has fewer rows than were asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from engine.distill.roofline import flops_per_token
+from engine.models.config import ModelConfig
+from engine.units import format_bytes, format_count
+
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+}
+"""What rivals' processes are given: nobody is to ask a network, or to say more than what broke."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KdRow:
+    """One arm, as it is printed and kept."""
+
+    arm: str
+    state: str
+    """measured, absent or failed."""
+    why: str | None = None
+    objective: str | None = None
+    versions: str | None = None
+    step_s: float | None = None
+    """Median of the measured steps."""
+    spread: float | None = None
+    """(largest - smallest) / median of them."""
+    tokens_per_s: float | None = None
+    share_of_bound: float | None = None
+    """Of what the run's own arithmetic would take at the rate of the largest product measured here."""
+    peak_bytes: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    ready_s: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_arm(arm: str, device: str, shape: str, *, timeout_s: float) -> dict[str, Any]:
+    """What the arm's process said, or how it failed to."""
+    command = [sys.executable, "-m", "engine.bench.kd_arm", arm, device, shape]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, **QUIET}
+        )
+    except subprocess.TimeoutExpired:
+        return {"arm": arm, "state": "failed", "why": f"no answer in {timeout_s:g} s"}
+    if done.returncode:
+        last = [line for line in done.stderr.splitlines() if line.strip()]
+        words = last[-1].strip() if last else "nothing was said"
+        return {"arm": arm, "state": "failed", "why": f"exit code {done.returncode}: {words}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def row_of(
+    found: Mapping[str, Any],
+    *,
+    tokens: int,
+    seq_len: int,
+    teacher: ModelConfig,
+    student: ModelConfig,
+    flop_per_s: float,
+) -> KdRow:
+    """An arm's answer with its rates."""
+    if found["state"] != "measured":
+        return KdRow(arm=found["arm"], state=found["state"], why=found["why"])
+    times = found["step_s"]
+    middle = statistics.median(times)
+    bound = flop_per_s / flops_per_token(student, teacher, seq_len)
+    names = ("arm", "state", "objective", "versions", "peak_bytes", "ready_s")
+    return KdRow(
+        **{name: found[name] for name in (*names, "first_loss", "last_loss")},
+        step_s=middle,
+        spread=(max(times) - min(times)) / middle,
+        tokens_per_s=tokens / middle,
+        share_of_bound=tokens / middle / bound,
+    )
+
+
+def bench_kd(
+    arms: Mapping[str, str | None],
+    measure: Callable[[str], KdRow],
+    say: Callable[[str], None],
+) -> list[KdRow]:
+    """A row for each arm, in order. `arms` has why one cannot run, None for those that can."""
+    rows = []
+    for arm, why in arms.items():
+        if why is not None:
+            rows.append(KdRow(arm=arm, state="absent", why=why))
+            continue
+        say(f"  {arm}")
+        rows.append(measure(arm))
+    return rows
+
+
+HEADER = ("arm", "tokens/s", "of bound", "ms/step", "+-", "peak", "first loss", "objective")
+
+
+def table(rows: list[KdRow]) -> list[str]:
+    """Aligned lines for people; after them, what was not measured and why."""
+    cells: list[tuple[str, ...]] = [HEADER]
+    for row in rows:
+        if row.state != "measured":
+            cells.append((row.arm, *[""] * 6, row.state))
+            continue
+        assert row.tokens_per_s and row.step_s and row.first_loss is not None
+        cells.append(
+            (
+                row.arm,
+                format_count(row.tokens_per_s),
+                f"{row.share_of_bound or 0:.0%}",
+                f"{row.step_s * 1e3:.1f}",
+                f"{row.spread or 0:.0%}",
+                "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
+                f"{row.first_loss:.4f}",
+                row.objective or "",
+            )
+        )
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if 0 < i < 7 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    return lines + [f"{row.arm}: {row.state}: {row.why}" for row in rows if row.state != "measured"]

@@ -1,0 +1,155 @@
+"""One arm of `engine bench kd`, in a process of its own: what it imports, patches, compiles or holds in
+memory touches no other.
+
+    python -m engine.bench.kd_arm ARM DEVICE SHAPE-AS-JSON         one JSON value as its last line
+
+    engine          our trainer, the teacher as dense weights     compiled on a GPU
+    engine packed   the same with the teacher in its blocks
+    transformers, liger, trl                                      `engine.bench.kd_rivals`
+
+Times are between the ends of steps, with the device waited for. The peak is the allocator's, of
+weights, steps and optimizer; making the models is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from engine.bench.kd_rivals import OBJECTIVES, STEPS, versions
+from engine.bench.kd_shape import (
+    KdShape,
+    batches_of,
+    dense_teacher,
+    fresh_student,
+    products_dtype,
+    weights_of,
+)
+from engine.distill.choices import choose_attention
+from engine.distill.choose_loss import choose_loss_kernel
+from engine.distill.student import put_to_run
+from engine.distill.trainer import Trainer
+from engine.kernels.dequantize import has_triton
+from engine.models.load_packed import packed_decoder_of
+from engine.models.running import has_compiler
+from engine.spec import LossSection, TrainSection
+from engine.teachers.compiled import compile_layers, warm_up
+from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.protocol import Teacher
+from engine.teachers.quantized import QuantizedTeacher
+from engine.teachers.truncating import TruncatingTeacher
+
+OURS = ("engine", "engine packed")
+
+
+def measure(arm: str, device: torch.device, shape: KdShape) -> dict[str, Any]:
+    """Losses and seconds of every step after the warm-up, and the peak in bytes (None on a CPU)."""
+    begun = time.perf_counter()
+    steps = _ours(arm, device, shape) if arm in OURS else STEPS[arm](shape, device)
+    ready_s = time.perf_counter() - begun
+    cuda = device.type == "cuda"
+    # A rival with a loop of its own is done by now, and has measured itself.
+    if cuda and not hasattr(steps, "seconds"):
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    losses, seconds = [], []
+    last = time.perf_counter()
+    for loss in steps:
+        if cuda:
+            torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        losses.append(loss)
+        seconds.append(now - last)
+        last = now
+    seconds = getattr(steps, "seconds", seconds)
+    peak = torch.cuda.max_memory_allocated(device) if cuda else None
+    return {
+        "arm": arm,
+        "state": "measured",
+        "objective": OBJECTIVES.get(arm, "CE + T^2 KL"),
+        "versions": f"torch {torch.__version__}" + ("" if arm in OURS else f", {versions(arm)}"),
+        "ready_s": ready_s,
+        "step_s": seconds[shape.warm_up :],
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "peak_bytes": peak,
+    }
+
+
+def _ours(arm: str, device: torch.device, shape: KdShape) -> Iterator[float]:
+    cuda = device.type == "cuda"
+    precision = "bf16" if cuda else "fp32"
+    capability = torch.cuda.get_device_capability(device) if cuda else None
+    batches, student = batches_of(shape), fresh_student(shape, device)
+    frozen: DequantizedTeacher | QuantizedTeacher
+    if arm == "engine packed":
+        decoder = packed_decoder_of(weights_of(shape, device), products_dtype(device), device)
+        frozen = QuantizedTeacher(decoder, precision)
+    else:
+        frozen = DequantizedTeacher(dense_teacher(shape, device), precision)
+    teacher: Teacher = TruncatingTeacher(frozen, student.config.vocab_size)
+
+    def packed(knob: str, config: Any) -> bool:
+        decision = choose_attention(
+            knob,
+            "auto",
+            config=config,
+            device=device.type,
+            precision=precision,
+            capability=capability,
+        )
+        return decision.choice == "packed"
+
+    frozen.decoder.packed = packed("teacher.attention", frozen.decoder.config)
+    if cuda and has_compiler("cuda"):
+        compile_layers(frozen.decoder, shape.seq_len, single=shape.rows == 1)
+        warm_up(teacher, frozen.decoder, batches.batch_at(0), shape.rows, precision)
+    kernel = choose_loss_kernel(
+        "auto",
+        device=device.type,
+        capability=capability,
+        has_triton=has_triton(),
+        divergence="forward_kl",
+    ).choice
+    trainer = Trainer(
+        student=student,
+        teacher=teacher,
+        batches=batches,
+        train=TrainSection(
+            steps=shape.warm_up + shape.steps,
+            rows=shape.rows,
+            lr=shape.lr,
+            warmup_steps=0,
+            schedule="constant",
+            weight_decay=0.01,
+            beta2=0.999,
+            clip_norm=shape.clip_norm,
+        ),
+        loss=LossSection(alpha=shape.alpha, temperature=shape.temperature, kernel=kernel),
+        device=device,
+        precision=precision,
+    )
+    put_to_run(
+        trainer,
+        length=shape.seq_len,
+        compiled=cuda and has_compiler("cuda"),
+        packed=packed("student.attention", student.config),
+        checkpointing=False,
+    )
+    # Not ahead of the host: rivals are waited for after each step too.
+    return (step.loss for step in trainer.steps())
+
+
+def main() -> None:
+    arm, device, shape = sys.argv[1:]
+    print(json.dumps(measure(arm, torch.device(device), KdShape.loads(shape)), allow_nan=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The work that every arm of `engine bench kd` does, and what it starts from: the same weights, the same
+rows, the same objective.
+
+    L = alpha CE + (1 - alpha) T^2 KL(teacher || student)        over the student's ids, mean of all tokens
+
+Weights are random, of the shapes and the block types of a Q4_K_M file; rows are random ids, each row one
+document, so that nobody has less to attend to. What such a teacher teaches is noise; what it costs is
+not. Arms that compute this objective have the same loss in their first step, up to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.bench.random_weights import RandomWeights
+from engine.bench.teacher import config_named
+from engine.data.batches import Batches
+from engine.data.tokens import TokenStream
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.load import decoder_of, new_decoder
+from engine.models.names import hf_names
+
+EXTRA_IDS = 128
+"""Of the teacher beside the student's, as of Qwen2.5-7B and 0.5B."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KdShape:
+    teacher: str = "qwen2.5-7b"
+    student: str = "qwen2.5-0.5b"
+    rows: int = 8
+    seq_len: int = 1024
+    alpha: float = 0.5
+    temperature: float = 2.0
+    steps: int = 10
+    warm_up: int = 4
+    lr: float = 1e-4
+    clip_norm: float = 1.0
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq_len
+
+    def configs(self) -> tuple[ModelConfig, ModelConfig]:
+        """Of the teacher and the student, which has `EXTRA_IDS` ids less."""
+        teacher, student = config_named(self.teacher), config_named(self.student)
+        ids = min(student.vocab_size, teacher.vocab_size - EXTRA_IDS)
+        return teacher, replace(student, vocab_size=ids)
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def loads(text: str) -> KdShape:
+        return KdShape(**json.loads(text))
+
+
+def weights_of(shape: KdShape, device: torch.device) -> RandomWeights:
+    """The teacher as a file would hold it, in blocks."""
+    return RandomWeights(shape.configs()[0], "q4_k_m", device)
+
+
+def dense_teacher(shape: KdShape, device: torch.device) -> Decoder:
+    return decoder_of(weights_of(shape, device), products_dtype(device), device)
+
+
+def fresh_student(shape: KdShape, device: torch.device) -> Decoder:
+    """In fp32: master weights."""
+    return new_decoder(shape.configs()[1], seed=0).to(device)
+
+
+def products_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def batches_of(shape: KdShape) -> Batches:
+    """Rows for every step of an arm, none of them twice."""
+    ids = shape.configs()[1].vocab_size
+    # And one more token, for the last one to predict.
+    count = shape.tokens * (shape.steps + shape.warm_up) + 1
+    tokens = np.random.default_rng(0).integers(0, ids, count, dtype=np.uint32)
+    # One document for all rows: each label is the next token, across rows too.
+    stream = TokenStream(tokens=tokens, documents=np.zeros(count, dtype=np.int32), sha256="")
+    return Batches(stream, seq_len=shape.seq_len, rows_per_batch=shape.rows, seed=0)
+
+
+def hf_state(decoder: Decoder) -> dict[str, Tensor]:
+    """The decoder's own tensors under the names that transformers has for them."""
+    names = hf_names(decoder.config)
+    state = {names[name]: tensor for name, tensor in decoder.state_dict().items() if name in names}
+    assert set(state) == set(names.values()), "every tensor has a name there"
+    return state
