@@ -9,7 +9,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo test check contracts format soak notebooks fuzz gpu wheel clean
+.PHONY: demo test check contracts format soak notebooks fuzz gpu peers wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -45,6 +45,11 @@ fuzz: .venv/.dev
 
 gpu: .venv/.dev
 	$(BIN)/python -m pytest -q -m gpu $(ARGS)
+
+# The other programs that `engine publish --verify` asks; llama.cpp is compiled, which takes minutes.
+peers: .venv/.dev
+	$(PIP) --editable ".[peers]"
+	$(BIN)/python -m pytest -v tests/test_publish_verify.py $(ARGS)
 
 wheel: .venv/.dev
 	$(BIN)/python -m build --wheel

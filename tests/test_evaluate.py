@@ -25,7 +25,14 @@ from engine.data.tokens import make_stream
 from engine.distill.trainer import Trainer
 from engine.errors import BadInput, NoAnswer
 from engine.evaluate import humaneval as module
-from engine.evaluate.humaneval import Settings, compare, evaluate, report, self_test
+from engine.evaluate.humaneval import (
+    Settings,
+    compare,
+    evaluate,
+    report,
+    report_of_file,
+    self_test,
+)
 from engine.evaluate.model import Model, open_model
 from engine.evaluate.passk import mean_pass_at_k, pass_at_k
 from engine.evaluate.perplexity import perplexity, read_documents
@@ -35,6 +42,7 @@ from engine.evaluate.sandbox import Exam, Sandbox, Trial, open_sandbox
 from engine.evaluate.statistics import bootstrap, mcnemar, wilson
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import read_config
+from engine.models.generate import Sampling
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.spec import LossSection, TrainSection
 
@@ -281,6 +289,27 @@ def test_a_model_that_knows_the_answers_passes_and_no_other_does(
     assert compared == (0, 3, 0, 1, mcnemar(3, 0))
 
 
+@pytest.mark.parametrize("benchmark", ["humaneval", "mbpp"])
+def test_a_random_model_scores_below_one_percent(
+    benchmark: str, ignorant: Path, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    lines = humaneval_lines() if benchmark == "humaneval" else mbpp_lines()
+    problems = read_problems(write_lines(tmp_path / "own.jsonl", lines), benchmark)
+    # Likeliest and drawn: gibberish of both kinds is run.
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        settings = Settings(
+            max_tokens=24, sampling=sampling, samples=3 if sampling.temperature else 1
+        )
+        results = open_results(tmp_path / f"{sampling.temperature}.jsonl", {"benchmark": benchmark})
+        try:
+            evaluate(open_model(ignorant), problems, sandbox, results, settings)
+        finally:
+            results.close()
+        found = report(problems, settings, read_results(results.path)[1])
+        assert found.known and found.attempts == 4 * settings.samples
+        assert found.pass_at_k[1] < 0.01
+
+
 def test_the_batch_size_and_a_second_time_change_nothing(
     knowing: Path, problems: Problems, sandbox: Sandbox, tmp_path: Path
 ) -> None:
@@ -421,6 +450,47 @@ def test_the_command_prints_the_figures_and_compares(
     assert second["compared"]["p"] == mcnemar(3, 0)
     assert len(second["per_problem_results"]) == 4
     assert command(knowing, "b.jsonl") | {"compared": None} == second | {"compared": None}
+    # Against the model itself: it is judged too, and its results lie beside the others.
+    both = command(knowing, "b.jsonl", "--against", str(ignorant))
+    assert both["compared"] == second["compared"]
+    beside = read_results(tmp_path / "ignorant-humaneval.jsonl")[1]
+    assert {one.task_id for one in beside} == {f"Own/{index}" for index in range(4)}
+    same = command(knowing, "b.jsonl", "--against", str(tmp_path / "ignorant-humaneval.jsonl"))
+    assert same["compared"] == both["compared"]
+
+
+@pytest.mark.usefixtures("no_hostiles", "sandbox")
+def test_results_of_other_problems_are_no_second_model(
+    knowing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = str(write_lines(tmp_path / "own.jsonl", humaneval_lines()))
+    other = tmp_path / "other.jsonl"
+    open_results(other, {"benchmark": "humaneval", "data_sha256": "0" * 64}).close()
+    given = ["eval", "humaneval", str(knowing), "--data", data, "--against", str(other)]
+    assert main([*given, "--results", str(tmp_path / "a.jsonl")]) == 64
+    assert "expected data_sha256" in capsys.readouterr().err
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_file_of_results_alone_says_how_many_are_missing(
+    knowing: Path, problems: Problems, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    about = {"benchmark": "humaneval", "problems": 4, "settings": {"samples": 1}}
+    results = open_results(tmp_path / "a.jsonl", about)
+    try:
+        evaluate(open_model(knowing), problems, sandbox, results, SETTINGS)
+    finally:
+        results.close()
+    found, said = report_of_file(results.path)
+    assert found == report(problems, SETTINGS, read_results(results.path)[1]) and found.known
+    assert said["problems"] == 4
+    first, *lines = results.path.read_text().splitlines()
+    results.path.write_text("\n".join([first, *lines[:3]]) + "\n")
+    half, _ = report_of_file(results.path)
+    assert not half.known and half.attempts == 3 and half.pass_at_k == {}
+    results.path.write_text("{}\n")
+    with pytest.raises(BadInput):
+        report_of_file(results.path)
 
 
 @pytest.mark.usefixtures("no_hostiles", "sandbox")
@@ -539,6 +609,9 @@ def test_the_perplexity_command_prints_both_sides(
     assert told["kl"]["value"] > 0 and told["perplexity"] == pytest.approx(
         math.exp(told["loss"]["value"])
     )
+    assert len(told["weights_sha256"]) == len(told["data_sha256"]) == 64
+    assert main([*given, "--against", str(kit.teacher), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told, "the same numbers twice"
     assert main([*given, "--against", str(kit.teacher)]) == 0
     said = capsys.readouterr().out
     assert "top-1 agreement" in said and "part_00.py" in said and "no interval" in said

@@ -159,6 +159,19 @@ def test_a_folder_with_two_candidates_is_refused_with_their_names(
     assert "hint: name one of them" in text
 
 
+def test_a_hugging_face_folder_is_its_safetensors_whatever_lies_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(SAFETENSORS)
+    for name, raw in (("m-Q4_K_M.gguf", GGUF), ("m.apr", APR)):
+        (tmp_path / name).write_bytes(raw)
+    assert {info.file.name for info in open_weights(tmp_path).tensors.values()} == {
+        "model.safetensors"
+    }
+    assert open_weights(tmp_path / "m.apr").format == "apr"
+    (tmp_path / "config.json").unlink()
+    assert "expected the weights of one model" in refusal(tmp_path)
+
+
 def test_the_parts_of_a_split_gguf_are_one_candidate(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"m-0000{number}-of-00002.gguf").write_bytes(b"GGUF")

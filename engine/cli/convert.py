@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON value")
 
 
-class _Reporter:
+class Reporter:
     """Progress on stderr: one line redrawn on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         format_=arguments.format,
         tokenizer=not arguments.no_tokenizer,
         device=arguments.device,
-        on_tensor=_Reporter(),
+        on_tensor=Reporter(),
     )
     for text in done.warnings:
         print(f"warning: {text}", file=sys.stderr)

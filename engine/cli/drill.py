@@ -20,6 +20,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,7 @@ def _report(
     value: dict[str, Any],
     lines: list[str],
 ) -> None:
+    value = {"unix_s": round(time.time()), **value}
     if arguments.out is not None:
         (folder / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")

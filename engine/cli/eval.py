@@ -4,7 +4,8 @@ engine eval ppl MODEL --data texts/                      held-out loss and perpl
 engine eval ppl STUDENT --data texts/ --against TEACHER  both, their difference, KL, top-1 agreement
 engine eval humaneval MODEL --data HumanEval.jsonl.gz    pass@1 of the likeliest programs
 engine eval mbpp MODEL --data mbpp.jsonl --samples 20 --temperature 0.8
-engine eval humaneval MODEL --data HumanEval.jsonl.gz --against other.jsonl    two models, McNemar's test
+engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against TEACHER      both, McNemar's exact test
+engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      the teacher's results are there
 
 Programs are run in a sandbox (bubblewrap), which is tried first with programs that mean harm; without one
 nothing is run. Each result is a line of --results as it is judged: the same command again goes on where it
@@ -21,9 +22,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.eval_text import perplexity_json, perplexity_lines, report_json, report_lines
 from engine.cli.generate import (
     add_model_arguments,
     add_sampling_arguments,
+    graph_decision,
     most_tokens,
     positive,
     prepare_threads,
@@ -31,10 +34,10 @@ from engine.cli.generate import (
 from engine.errors import EXIT_PASS, EXIT_UNKNOWN, UsageError
 
 if TYPE_CHECKING:
-    from engine.evaluate.humaneval import Compared, Progress, Report, Settings
+    from engine.evaluate.humaneval import Progress, Settings
     from engine.evaluate.model import Model
-    from engine.evaluate.perplexity import Figure, Perplexity
-    from engine.evaluate.results import Result
+    from engine.evaluate.problems import Problems
+    from engine.evaluate.sandbox import Sandbox
 
 HELP = "judge a model: perplexity, programming problems"
 
@@ -63,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--results", type=Path, metavar="FILE", help="where results go (MODEL-WHAT.jsonl here)"
         )
         code.add_argument(
-            "--against", type=Path, metavar="RESULTS", help="another model's file of results"
+            "--against",
+            type=Path,
+            metavar="MODEL|RESULTS",
+            help="a second model, or its file of results: McNemar's test",
         )
         code.add_argument(
             "--without", action="append", default=[], metavar="TASK_ID", help="leave one out"
@@ -94,7 +100,7 @@ def _open(arguments: argparse.Namespace, path: Path) -> Model:
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
-    from engine.evaluate.perplexity import perplexity, read_documents
+    from engine.evaluate.perplexity import documents_sha256, perplexity, read_documents
 
     documents, skipped = read_documents(arguments.data)
     model = _open(arguments, arguments.model)
@@ -108,83 +114,21 @@ def _perplexity(arguments: argparse.Namespace) -> int:
         progress=_Said("documents"),
     )
     if arguments.json:
-        print(json.dumps(_perplexity_json(found, model, against), allow_nan=False))
+        record = perplexity_json(found, model, against) | {
+            "data_sha256": documents_sha256(documents)
+        }
+        print(json.dumps(record, allow_nan=False))
     else:
-        print("\n".join(_perplexity_lines(found, against)))
+        print("\n".join(perplexity_lines(found, against)))
     return EXIT_PASS
 
 
-def _perplexity_json(found: Perplexity, model: Model, against: Model | None) -> dict[str, object]:
-    from dataclasses import asdict
-
-    figures: dict[str, Figure | None] = {
-        "loss": found.loss,
-        "against_loss": found.against,
-        "difference": found.difference,
-        "kl": found.kl,
-        "top1_agreement": found.agreement,
-    }
-    return {
-        "benchmark": "ppl",
-        "model": str(model.path),
-        "against": None if against is None else str(against.path),
-        "tokens": found.tokens,
-        "interval": "95 %, percentile bootstrap over documents",
-        **{name: None if one is None else asdict(one) for name, one in figures.items()},
-        "perplexity": _exp(found.loss.value),
-        "documents": [asdict(one) for one in found.documents],
-        "skipped": [asdict(one) for one in found.skipped],
-    }
-
-
-def _perplexity_lines(found: Perplexity, against: Model | None) -> list[str]:
-    header = f"{'nats/token':>10}  {'tokens':>9}  "
-    header += (
-        "document" if against is None else f"{'against':>10}  {'KL':>8}  {'top-1':>7}  document"
-    )
-    lines = [header]
-    for one in found.documents:
-        line = f"{one.nats / one.tokens:10.4f}  {one.tokens:9,}  "
-        if one.against_nats is not None and one.kl is not None and one.agreed is not None:
-            line += f"{one.against_nats / one.tokens:10.4f}  {one.kl / one.tokens:8.4f}  "
-            line += f"{one.agreed / one.tokens:7.1%}  "
-        lines.append(line + one.name)
-    lines += [f"skipped  {one.name}: {one.reason}" for one in found.skipped]
-    lines.append(f"loss {_figure(found.loss)}, {found.tokens:,} tokens")
-    lines.append(f"perplexity {_figure(found.loss, exponential=True)}")
-    for name, figure in (
-        ("against: loss", found.against),
-        ("difference", found.difference),
-        ("KL(against || model)", found.kl),
-        ("top-1 agreement", found.agreement),
-    ):
-        if figure is not None:
-            lines.append(f"{name} {_figure(figure)}")
-    lines.append("intervals: 95 %, percentile bootstrap over documents")
-    return lines
-
-
-def _figure(figure: Figure, *, exponential: bool = False) -> str:
-    value = _exp if exponential else float
-    text = f"{value(figure.value):.4f}"
-    if figure.interval is None:
-        return f"{text} (no interval: one document)"
-    return f"{text} [{value(figure.interval.low):.4f}, {value(figure.interval.high):.4f}]"
-
-
-def _exp(nats: float) -> float:
-    import math
-
-    return math.exp(min(nats, 700.0))  # beyond it, larger than a float
-
-
 def _problems(arguments: argparse.Namespace) -> int:
-    from dataclasses import asdict, replace
+    from dataclasses import replace
 
-    from engine.evaluate.humaneval import Settings, compare, evaluate, report, self_test
-    from engine.evaluate.model import weights_sha256
-    from engine.evaluate.problems import STOPS, read_problems
-    from engine.evaluate.results import open_results, read_results
+    from engine.evaluate.humaneval import Settings, compare, report, self_test
+    from engine.evaluate.problems import read_problems
+    from engine.evaluate.results import is_results, read_results
     from engine.evaluate.sandbox import open_sandbox
     from engine.models.generate import Sampling
 
@@ -209,23 +153,79 @@ def _problems(arguments: argparse.Namespace) -> int:
         problems,
         problems=tuple(one for one in problems.problems if one.task_id not in arguments.without),
     )
+    against, others = arguments.against, None
+    if against is not None and is_results(against):
+        other, others = read_results(against)
+        _refuse_other_data(against, other, problems)
     sandbox = open_sandbox()
     print(
         f"sandbox: {sandbox.version}; self-test of {len(problems.problems)} problems",
         file=sys.stderr,
     )
     self_test(sandbox, problems.problems)
-    model = _open(arguments, arguments.model)
+    settings = Settings(samples=arguments.samples, sampling=sampling)
+    path = arguments.results or _results_file(arguments.model, problems)
+    about = _judge(arguments, arguments.model, path, problems, sandbox, settings)
+    lines = read_results(path)[1]
+    found = report(problems, settings, lines)
+    compared = None
+    if against is not None:
+        if others is None:
+            place = path.with_name(_results_file(against, problems).name)
+            if place == path:
+                place = path.with_name(f"against-{path.name}")
+            _judge(arguments, against, place, problems, sandbox, settings)
+            others = read_results(place)[1]
+            print(f"{against}: {place}", file=sys.stderr)
+        compared = compare(lines, others)
+    if arguments.json:
+        print(json.dumps(report_json(found, about, lines, compared), allow_nan=False))
+    else:
+        print("\n".join(report_lines(found, settings, lines, compared)))
+        print(path)
+    return EXIT_PASS if found.known else EXIT_UNKNOWN
+
+
+def _results_file(model: Path, problems: Problems) -> Path:
+    return Path(f"{model.resolve().name}-{problems.benchmark}.jsonl")
+
+
+def _refuse_other_data(path: Path, about: dict[str, Any], problems: Problems) -> None:
+    for key, wanted in (("benchmark", problems.benchmark), ("data_sha256", problems.sha256)):
+        if about.get(key) != wanted:
+            raise UsageError(
+                f"--against {path} — expected {key} {wanted}, found {about.get(key)}: results of the "
+                "same problems"
+            )
+
+
+def _judge(
+    arguments: argparse.Namespace,
+    path: Path,
+    where: Path,
+    problems: Problems,
+    sandbox: Sandbox,
+    settings: Settings,
+) -> dict[str, Any]:
+    """Every program of one model that `where` does not have yet; what its results are about."""
+    from dataclasses import asdict, replace
+
+    from engine.evaluate.humaneval import evaluate
+    from engine.evaluate.model import weights_sha256
+    from engine.evaluate.problems import STOPS
+    from engine.evaluate.results import open_results
+    from engine.models.generate import TILE
+
+    model = _open(arguments, path)
+    for line in graph_decision(model, TILE, arguments.cuda_graph):
+        print(line, file=sys.stderr)
     prompts = [problem.prompt for problem in problems.problems]
-    settings = Settings(
-        samples=arguments.samples,
-        sampling=sampling,
-        max_tokens=most_tokens(model, prompts, arguments.max_tokens),
-    )
+    settings = replace(settings, max_tokens=most_tokens(model, prompts, arguments.max_tokens))
     about = {
         "benchmark": problems.benchmark,
-        "model": str(arguments.model.resolve()),
-        "weights_sha256": weights_sha256(arguments.model),
+        "problems": len(problems.problems),
+        "model": str(path.resolve()),
+        "weights_sha256": weights_sha256(path),
         "tokenizer_sha256": model.tokenizer.sha256,
         "weights": model.weights,
         "precision": model.precision,
@@ -236,82 +236,23 @@ def _problems(arguments: argparse.Namespace) -> int:
         "stops": list(STOPS[problems.benchmark]),
         "sandbox": {"cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
     }
-    name = f"{arguments.model.resolve().name}-{problems.benchmark}.jsonl"
-    results = open_results(arguments.results or Path(name), about)
+    results = open_results(where, about)
     try:
         if results.done:
             print(f"{results.path}: {len(results.done)} are finished", file=sys.stderr)
         evaluate(
-            model, problems, sandbox, results, settings, rows=arguments.rows, progress=_Judged()
+            model,
+            problems,
+            sandbox,
+            results,
+            settings,
+            rows=arguments.rows,
+            cuda_graph=arguments.cuda_graph,
+            progress=_Judged(),
         )
     finally:
         results.close()
-    about, lines = read_results(results.path)
-    found = report(problems, settings, lines)
-    compared = None
-    if arguments.against is not None:
-        other, others = read_results(arguments.against)
-        for key in ("benchmark", "data_sha256"):
-            if other.get(key) != about[key]:
-                raise UsageError(f"--against {arguments.against} — expected the same {key}")
-        compared = compare(lines, others)
-    if arguments.json:
-        print(json.dumps(_report_json(found, about, lines, compared), allow_nan=False))
-    else:
-        print("\n".join(_report_lines(found, settings, lines, compared)))
-        print(results.path)
-    return EXIT_PASS if found.known else EXIT_UNKNOWN
-
-
-def _report_json(
-    found: Report, about: dict[str, Any], lines: list[Result], compared: Compared | None
-) -> dict[str, object]:
-    return {
-        **{key: about[key] for key in ("benchmark", "model", "weights_sha256", "data_sha256")},
-        "mode": "measured" if found.known else "unknown",
-        "problems": found.problems,
-        "samples": found.samples,
-        "without": about["without"],
-        "attempts": found.attempts,
-        # A figure of half of the problems is no figure of the model.
-        "passed": found.passed if found.known else None,
-        "pass_at_k": {str(k): value for k, value in found.pass_at_k.items()} if found.known else {},
-        "interval": found.interval if found.known else None,
-        "harness": list(found.harness),
-        "compared": None if compared is None else compared._asdict(),
-        "per_problem_results": [
-            {
-                "task_id": one.task_id,
-                "sample": one.sample,
-                "outcome": one.outcome,
-                "reason": one.reason,
-            }
-            for one in lines
-        ],
-    }
-
-
-def _report_lines(
-    found: Report, settings: Settings, lines: list[Result], compared: Compared | None
-) -> list[str]:
-    text = [f"{one.outcome:8} {one.task_id:16} {one.reason}" for one in lines]
-    if not found.known:
-        missing = found.problems * found.samples - found.attempts
-        text.append(f"unknown: {missing} of {found.problems * found.samples} were not judged")
-        return [*text, *found.harness]
-    for k, value in found.pass_at_k.items():
-        line = f"pass@{k} {value:.1%}"
-        if k == 1 and found.interval is not None:
-            line += f" [{found.interval.low:.1%}, {found.interval.high:.1%}] (95 %, Wilson)"
-        text.append(line)
-    text.append(f"{found.passed} of {found.attempts} programs, {found.problems} problems")
-    if compared is not None:
-        text.append(
-            f"against: {compared.only_first} solved by this model alone, {compared.only_second} by the "
-            f"other alone, {compared.both} by both, {compared.neither} by neither; McNemar p = "
-            f"{compared.p:.3g}"
-        )
-    return text
+    return about
 
 
 class _Said:

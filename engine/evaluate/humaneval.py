@@ -17,17 +17,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.errors import NoAnswer
+from engine.errors import BadInput, NoAnswer
 from engine.evaluate.hostile import HOSTILES, Hostile, not_contained
 from engine.evaluate.model import Model
 from engine.evaluate.passk import mean_pass_at_k
 from engine.evaluate.problems import STOPS, Problem, Problems
-from engine.evaluate.results import Result, Results
+from engine.evaluate.results import Result, Results, read_results
 from engine.evaluate.sandbox import Sandbox, Trial
 from engine.evaluate.statistics import Interval, mcnemar, wilson
 from engine.models.completions import complete
+from engine.models.decode import GraphSetting
 from engine.models.generate import Sampling
 
 _LISTED = 5
@@ -102,6 +104,7 @@ def evaluate(
     settings: Settings,
     *,
     rows: int | None = None,
+    cuda_graph: GraphSetting = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> None:
     """Generates, tries and records every program that `results` does not have yet.
@@ -127,7 +130,9 @@ def evaluate(
 
     with ThreadPoolExecutor(_workers()) as pool:
         try:
-            for about, program, tests in _generated(model, problems, todo, settings, rows):
+            for about, program, tests in _generated(
+                model, problems, todo, settings, rows, cuda_graph
+            ):
                 pending[pool.submit(sandbox.try_program, program, tests)] = about
                 record(wait=False)
         finally:
@@ -137,22 +142,42 @@ def evaluate(
 def report(problems: Problems, settings: Settings, results: Sequence[Result]) -> Report:
     """The figures of what was judged; the last line of a program counts."""
     names = {problem.task_id for problem in problems.problems}
-    last = {(one.task_id, one.sample): one for one in results if one.task_id in names}
+    known = [one for one in results if one.task_id in names]
+    return _counted(problems.benchmark, len(names), settings.samples, known)
+
+
+def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
+    """The same from a file of results alone, and what the file is about. Raises `BadInput`."""
+    about, results = read_results(path)
+    try:
+        benchmark, problems = about["benchmark"], about["problems"]
+        samples = about["settings"]["samples"]
+    except (KeyError, TypeError):
+        raise BadInput.expected(
+            "results", path, "its benchmark, problems and settings", "a first line without them"
+        ) from None
+    return _counted(benchmark, problems, samples, results), about
+
+
+def _counted(benchmark: str, problems: int, samples: int, results: Sequence[Result]) -> Report:
+    last = {(one.task_id, one.sample): one for one in results}
     judged = [one for one in last.values() if one.outcome != "harness"]
-    right = {name: [0, 0] for name in names}
+    right: dict[str, list[int]] = {}
     for one in judged:
-        right[one.task_id][0] += 1
-        right[one.task_id][1] += one.outcome == "pass"
-    counts = [(count, passed) for count, passed in right.values()]
-    pass_at = {k: value for k in KS if (value := mean_pass_at_k(counts, k)) is not None}
-    passed = sum(passed for _, passed in counts)
-    shares = [passed / count for count, passed in counts if count]
+        counts = right.setdefault(one.task_id, [0, 0])
+        counts[0] += 1
+        counts[1] += one.outcome == "pass"
+    # A problem without a program is one of no programs, not one less.
+    every = [(count, passed) for count, passed in right.values()]
+    every += [(0, 0)] * (problems - len(every))
+    pass_at = {k: value for k in KS if (value := mean_pass_at_k(every, k)) is not None}
+    shares = [passed / count for count, passed in right.values()]
     return Report(
-        benchmark=problems.benchmark,
-        problems=len(names),
-        samples=settings.samples,
+        benchmark=benchmark,
+        problems=problems,
+        samples=samples,
         attempts=len(judged),
-        passed=passed,
+        passed=sum(passed for _, passed in right.values()),
         harness=tuple(
             f"{one.task_id}: {one.reason}" for one in last.values() if one.outcome == "harness"
         ),
@@ -205,6 +230,7 @@ def _generated(
     todo: Sequence[tuple[Problem, int]],
     settings: Settings,
     rows: int | None,
+    cuda_graph: GraphSetting,
 ) -> Iterator[tuple[Result, str, Any]]:
     """What is known of each program before its trial, the program, and its tests."""
     if not todo:
@@ -223,6 +249,7 @@ def _generated(
         keys=[f"{problem.task_id}/{sample}" for problem, sample in todo],
         capacity=max(len(ids) for ids in lengths) + settings.max_tokens,
         rows=rows,
+        cuda_graph=cuda_graph,
     ):
         texts[piece.prompt] += piece.text
         if piece.ended is not None:

@@ -19,6 +19,8 @@ A loss that is not finite raises `NoAnswer`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,6 +92,14 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
     if not documents:
         raise CorpusError.expected("documents", source, "at least one", "none")
     return documents, skipped
+
+
+def documents_sha256(documents: Sequence[Document]) -> str:
+    """Of names and texts, in their order."""
+    digest = hashlib.sha256()
+    for one in documents:
+        digest.update(json.dumps([one.name, one.text]).encode() + b"\n")
+    return digest.hexdigest()
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ from typing import IO, Any
 from engine.errors import BadInput, write_error
 
 VERSION = 1
+_BEGINNING = b'{"kind": "evaluation"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,15 @@ def open_results(path: str | Path, about: Mapping[str, Any]) -> Results:
     except OSError as error:
         raise write_error("results", path, "a file to append to", error) from error
     return Results(path, file, done)
+
+
+def is_results(path: str | Path) -> bool:
+    """Whether a path is a file that begins as one of results does; a model's begins otherwise."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(len(_BEGINNING)) == _BEGINNING
+    except OSError:
+        return False
 
 
 def read_results(path: str | Path) -> tuple[dict[str, Any], list[Result]]:

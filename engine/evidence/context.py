@@ -27,7 +27,7 @@ from engine.runlog.follow import Follower
 from engine.runlog.read import BrokenLog, LogReader
 from engine.runlog.view import RunView
 from engine.runlog.write import read_boot_id
-from engine.spec import spec_from_dict
+from engine.spec import settings_sha256
 
 STACKS_KEPT = 8
 STDERR_BYTES = 64 << 10
@@ -95,11 +95,13 @@ def of_the_run(run: RunFolder, view: RunView) -> dict[str, Any]:
 
 
 def spec_hash(run: RunFolder) -> dict[str, Any]:
-    """The hash of the settings after defaults: as recorded, and as they give it now."""
+    """The hash of the settings after defaults: as recorded, and as the settings beside it give it. Those
+    are taken as they were written: a setting that has been added since is none of this run's.
+    """
     try:
         effective = json.loads(run.effective.read_bytes())
         recorded = effective.get("spec_sha256")
-        return {"recorded": recorded, "found": spec_from_dict(effective["spec"]).sha256}
+        return {"recorded": recorded, "found": settings_sha256(effective["spec"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EngineError) as error:
         return {"recorded": None, "found": None, "why": f"effective.json: {error}"}
 

@@ -1,9 +1,10 @@
 """Opens a model's weights, whatever format they are in and whatever their names are.
 
 A file is what its first bytes say (`engine.formats.kinds`). A folder holds one model: safetensors
-as Hugging Face lays it out, or exactly one .gguf or .apr file (or the parts of one split .gguf). A
-folder with more than one candidate is refused with their names: which of them was meant is not
-guessed.
+as Hugging Face lays it out, or exactly one .gguf or .apr file (or the parts of one split .gguf).
+Beside a config.json the folder is its safetensors, as for everybody else who reads such a folder; a
+.gguf or .apr there is named by itself. Any other folder with more than one candidate is refused with
+their names: which of them was meant is not guessed.
 
 Pickles (.pt, .bin, .pth, the .metadata of a distributed checkpoint) are refused (PK01). Loading one
 runs whatever program it holds, and nothing that is opened here is ever executed.
@@ -96,6 +97,9 @@ def _in_folder(folder: Path) -> Path:
             part = _GGUF_PART.fullmatch(name)
             # Any part of a split file stands for all of them.
             found.setdefault(f"{part[1]}-*-of-{part[2]}.gguf" if part else name, folder / name)
+    ours = {name: file for name, file in found.items() if name in (SINGLE_FILE, INDEX_FILE)}
+    if ours and "config.json" in names:
+        found = ours
     if len(found) > 1:
         hint = "name one of them instead of the folder"
         refuse(folder, "the weights of one model", ", ".join(found), hint)

@@ -11,6 +11,7 @@ have a key for. A chat template is text of the model's author: carried along, ne
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,20 @@ _OF_THE_GGUF = (
 )
 
 
-def about(weights: WeightFile, format_: str) -> dict[str, Any]:
-    """Metadata for a new file of `format_`, "gguf" or "apr"; it always has a name."""
+def about(
+    weights: WeightFile, format_: str, origin: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Metadata for a new file of `format_`, "gguf" or "apr"; it always has a name.
+
+    `origin` is said besides, by the keys of .apr: `name`, `author`, `version`, `description`, `license`.
+    """
     found: dict[str, Any] = {}
     if weights.format == format_ == "apr":
         # What the writer works out by itself it does not take from here.
         found = {k: v for k, v in weights.metadata.items() if not k.startswith("tokenizer.")}
     elif weights.format == format_ == "gguf":
-        origin = [key for key in weights.metadata if key.startswith("general.")]
-        found = {key: weights.metadata[key] for key in origin if key not in _OF_THE_GGUF}
+        general = [key for key in weights.metadata if key.startswith("general.")]
+        found = {key: weights.metadata[key] for key in general if key not in _OF_THE_GGUF}
     elif weights.format != "safetensors":
         pairs = list(_ORIGIN.items())
         if format_ == "apr":
@@ -50,6 +56,8 @@ def about(weights: WeightFile, format_: str) -> dict[str, Any]:
     template = chat_template(weights)
     if template is not None:
         found[_TEMPLATE_KEY[format_]] = template
+    for key, value in (origin or {}).items():
+        found[key if format_ == "apr" else _ORIGIN[key]] = value
     name = "name" if format_ == "apr" else _ORIGIN["name"]
     if not isinstance(found.get(name), str):
         found[name] = _file_name(weights)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -56,8 +56,8 @@ from engine.quant.tensor import QuantTensor
 CONVENTION_OF = {"safetensors": "hf", "gguf": "gguf", "apr": "apr"}
 _FORMAT_OF_SUFFIX = {".gguf": "gguf", ".apr": "apr", "": "safetensors"}
 _TYPE_OF = {dtype: name for name, dtype in FLOATS.items()}
-# `general.file_type` of llama.cpp, which has one number for each mixture.
-_FILE_TYPES = {"f32": 0, "q8_0": 7, "q4_k_m": 15, "q6_k": 18, "bf16": 32}
+FILE_TYPES = {"f32": 0, "q8_0": 7, "q4_k_m": 15, "q6_k": 18, "bf16": 32}
+"""`general.file_type` of llama.cpp, which has one number for each mixture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +130,14 @@ def convert(
     *,
     format_: str | None = None,
     tokenizer: bool = True,
+    origin: Mapping[str, str] | None = None,
     device: str | torch.device = "cpu",
     on_tensor: Callable[[Progress], None] = lambda progress: None,
 ) -> Converted:
     """Writes the model in `source` to `target`, which must not exist; `device` does the arithmetic.
 
-    `tokenizer=False` leaves the tokenizer out, for one that the new format has no way to say.
+    `tokenizer=False` leaves the tokenizer out, for one that the new format has no way to say. `origin` is
+    what a GGUF or .apr file says of the model beside what its source does: `name`, `license`, ...
     Raises `WeightsError`, `UsageError`, `TokenizerError`, `DiskFull`.
     """
     started_s = time.monotonic()
@@ -158,7 +160,7 @@ def convert(
         convention = CONVENTION_OF[format_]
         tensors = _converted(weights, config, types, convention, device, tally)
         tensors = _reporting(tensors, len(types), on_tensor)
-        _write(target, format_, quant, weights, config, tensors, tokenizer_json)
+        _write(target, format_, quant, weights, config, tensors, tokenizer_json, origin or {})
         warnings = tuple(weights.warnings)
     return Converted(
         source=source,
@@ -248,6 +250,7 @@ def _write(
     config: ModelConfig,
     tensors: Iterator[tuple[str, Tensor | QuantTensor]],
     tokenizer_json: bytes | None,
+    origin: Mapping[str, str],
 ) -> None:
     raw = {**weights.config_dict(), **config.to_hf_dict()}
     for stale in ("torch_dtype", "dtype"):
@@ -262,9 +265,9 @@ def _write(
             beside=folder_of(weights) if weights.format == "safetensors" else None,
         )
         return
-    metadata = about(weights, format_)
+    metadata = about(weights, format_, origin)
     if format_ == "gguf":
-        metadata["general.file_type"] = _FILE_TYPES[quant]
+        metadata["general.file_type"] = FILE_TYPES[quant]
         if config.rope_scaling is not None:
             stored = divisors(config.rope_scaling, config.rope_theta, config.head_dim)
             tensors = chain([(ROPE_DIVISORS, torch.tensor(stored))], tensors)

@@ -1,0 +1,132 @@
+"""The gates of a distillation: what has to hold before the next phase is paid for.
+
+    engine gate kd.toml                                     smoke, teacher, cache: before the run
+    engine gate runs/kd --eval runs/kd-humaneval.jsonl      and of the finished run: heldout, eval
+    engine gate runs/kd --set gate.heldout_loss=3.0 --set gate.pass_at_1=0.15 --only heldout,eval
+
+smoke    one batch of the run's rows, trained on some steps: its loss has to fall (gate.smoke_steps)
+teacher  a quantized teacher within the noise of 4-bit weights of its reference (gate.teacher_*)
+cache    each token of stored rows at a cosine of 0.999 or more from the teacher (gate.cache_*)
+heldout  the student's held-out loss, or its share of the way to the teacher's (gate.heldout_*)
+eval     the lower end of the interval of pass@1 (gate.pass_at_1)
+
+Thresholds are settings of the spec's section [gate]; --set changes one for this call. They are no part of
+the experiment: two specs that differ in them alone are one. A gate that has nothing to judge does not apply
+(n/a), and says why; one that was not measured is unknown.
+
+Exit codes: 0 every gate that applies holds, 1 one does not, 2 one is unknown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import UsageError
+
+if TYPE_CHECKING:
+    from engine.gate.gate import Gate
+    from engine.gate.subject import Subject
+
+HELP = "say which gates of a distillation hold"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "subject", type=Path, metavar="SPEC|RUN", help="a TOML file, or a run folder"
+    )
+    parser.add_argument(
+        "--eval",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="results of `engine eval humaneval` or `mbpp`; repeatable",
+    )
+    parser.add_argument("--only", default="", metavar="IDS", help="gates to ask, by commas")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one setting"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from engine.cli.generate import prepare_threads
+    from engine.gate.gate import IDS, verdict_of
+
+    only = [name.strip() for name in arguments.only.split(",") if name.strip()] or list(IDS)
+    if unknown := [name for name in only if name not in IDS]:
+        raise UsageError(f"--only {unknown[0]} — expected some of {', '.join(IDS)}")
+    prepare_threads()
+    subject = _subject(arguments)
+
+    from engine.gate.run import ask_gates
+
+    gates = []
+    for gate in ask_gates(subject, only):
+        gates.append(gate)
+        if not arguments.json:
+            print(_line(gate), flush=True)
+    verdict = verdict_of(gates)
+    level = verdict.level.name.lower()
+    if arguments.json:
+        print(
+            json.dumps({"level": level, "subject": str(arguments.subject), "gates": _json(gates)})
+        )
+    else:
+        print(f"gates: {level}", file=sys.stderr)
+    return verdict.exit_code
+
+
+def _subject(arguments: argparse.Namespace) -> Subject:
+    from engine.errors import RunLogError
+    from engine.evidence.context import view_of
+    from engine.gate.subject import Subject
+    from engine.runlog.folder import open_run
+    from engine.spec import build_spec, load_spec
+    from engine.spec.environment import sets_from_environment
+
+    path, evaluations = arguments.subject, tuple(arguments.eval)
+    if not path.is_dir():
+        spec, _ = load_spec(path, sets_from_environment(os.environ) + arguments.set)
+        return Subject(spec=spec, run=None, view=None, evaluations=evaluations, say=_say)
+    found = open_run(path)
+    others = [text for text in arguments.set if not text.startswith("gate.")]
+    if others:
+        raise UsageError(
+            f"--set {others[0]} — expected a setting of [gate]: a finished run has its others"
+        )
+    try:
+        tree = json.loads(found.effective.read_bytes())["spec"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunLogError.expected("settings", found.effective, "a run's", str(error)) from error
+    spec = build_spec(
+        tree, file="effective.json", base=Path("/"), sets=arguments.set, check_paths=False
+    )
+    return Subject(spec=spec, run=found, view=view_of(found), evaluations=evaluations, say=_say)
+
+
+def _line(gate: Gate) -> str:
+    return f"{gate.level:7} {gate.id:8} {gate.reason}"
+
+
+def _json(gates: list[Gate]) -> list[dict[str, object]]:
+    return [
+        {"id": one.id, "level": one.level, "reason": one.reason, "numbers": _plain(one.numbers)}
+        for one in gates
+    ]
+
+
+def _plain(numbers: dict[str, float]) -> dict[str, float | str]:
+    """JSON has no NaN: such a number is its name."""
+    from math import isfinite
+
+    return {name: value if isfinite(value) else str(value) for name, value in numbers.items()}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

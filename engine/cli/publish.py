@@ -1,0 +1,176 @@
+"""Publish the student of a finished run, or verify a folder that was published.
+
+engine publish runs/kd out/my-student            Hugging Face folder, GGUF in Q4_K_M, .apr, model card
+engine publish runs/kd out/my-student --eval runs/kd-humaneval.jsonl --eval ppl.json
+engine publish --verify out/my-student           load it three ways and compare
+
+A card shows what was measured, with its source: the run's receipt, and evaluations of these very weights
+(--eval: the results of `engine eval humaneval`, or what `engine eval ppl --json` printed). Without a receipt
+or an evaluation it is refused, with the command that makes what is missing; --unevaluated publishes it
+anyway, and the card says so at its head. What contradicts (changed files, another receipt) is always refused.
+
+The folder appears whole, after it was verified. The same command again changes nothing. receipt.json,
+spec.toml and effective.json are copied as they are, with the names of folders in them.
+
+Verification: this engine, transformers, and llama.cpp where llama-cpp-python is installed (`pip install
+'apr-workbench[peers]'`): the same 50 greedy tokens in float, logits within the noise of the block type in
+blocks. Exit codes of --verify: 0 all ways agree, 1 one does not, 2 one is not installed or not sure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.cli.convert import Reporter
+from engine.cli.generate import prepare_threads
+from engine.errors import EXIT_PASS, UsageError
+
+if TYPE_CHECKING:
+    from engine.publish.package import Published
+    from engine.publish.verify import Verification
+
+HELP = "publish a finished run's student, or verify a published folder"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from engine.publish.mixture import QUANTS, TYPES_OF
+
+    def quants(format_: str) -> list[str]:
+        return [name for name, kind in QUANTS.items() if kind in TYPES_OF[format_]]
+
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a finished run")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="what to make")
+    parser.add_argument("--verify", type=Path, metavar="DIR", help="verify a folder instead")
+    parser.add_argument("--name", help="of the model (the name of DIR)")
+    parser.add_argument(
+        "--gguf", choices=[*quants("gguf"), "none"], default="q4_k_m", help="(q4_k_m)"
+    )
+    parser.add_argument(
+        "--apr", choices=[*quants("apr"), "none"], help="(the student's own float type)"
+    )
+    parser.add_argument(
+        "--eval",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="an evaluation of the student; repeatable",
+    )
+    parser.add_argument("--license", metavar="ID", help="instead of the one that is inherited")
+    parser.add_argument(
+        "--base-model",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a base model's name on the Hub; repeatable",
+    )
+    parser.add_argument(
+        "--unevaluated", action="store_true", help="publish without evidence; the card says so"
+    )
+    parser.add_argument(
+        "--unverified", action="store_true", help="do not load it three ways; the card says so"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON value")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.verify is not None:
+        if arguments.run is not None:
+            raise UsageError("--verify DIR — expected no RUN beside it", hint="one at a time")
+        prepare_threads()
+        return _verify(arguments)
+    if arguments.folder is None:
+        raise UsageError("expected RUN and DIR, or --verify DIR")
+    name = arguments.name or arguments.folder.resolve().name
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"name: {name!r} — expected letters, digits, '.', '_' and '-'", hint="say --name NAME"
+        )
+    prepare_threads()
+    return _publish(arguments, name)
+
+
+def _publish(arguments: argparse.Namespace, name: str) -> int:
+    from engine.publish.package import Wanted, publish, verification_json
+    from engine.runlog.folder import open_run
+
+    done = publish(
+        open_run(arguments.run),
+        Wanted(
+            folder=arguments.folder,
+            name=name,
+            gguf=arguments.gguf,
+            apr=arguments.apr or "as saved",
+            licence=arguments.license,
+            base_models=tuple(arguments.base_model),
+            evaluations=tuple(arguments.eval),
+            unevaluated=arguments.unevaluated,
+            unverified=arguments.unverified,
+        ),
+        _say,
+        Reporter(),
+    )
+    if arguments.json:
+        found = None if done.verification is None else verification_json(done.verification)
+        print(
+            json.dumps(
+                {
+                    "folder": str(done.folder),
+                    "bytes": done.bytes,
+                    "was_there": done.was_there,
+                    "missing": [one.what for one in done.proof.missing],
+                    "weights_sha256": done.proof.weights_sha256,
+                    "verification": found,
+                },
+                allow_nan=False,
+            )
+        )
+        return EXIT_PASS
+    for line in _summary(done):
+        print(line, file=sys.stderr)
+    print(done.folder)
+    return EXIT_PASS
+
+
+def _summary(done: Published) -> list[str]:
+    from engine.units import format_bytes
+
+    if done.was_there:
+        return [f"{done.folder}: published before, from this run, and whole; nothing was changed"]
+    lines = [] if done.verification is None else _lines(done.verification)
+    lines += [f"unevaluated: the card says that it lacks {one.what}" for one in done.proof.missing]
+    count = sum(1 for path in done.folder.iterdir() if path.is_file())
+    return [*lines, f"{count} files, {format_bytes(done.bytes)}"]
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from engine.publish.package import verification_json
+    from engine.publish.verify import verify
+
+    found = verify(arguments.verify, _say)
+    if arguments.json:
+        record: dict[str, Any] = {"folder": str(arguments.verify), **verification_json(found)}
+        print(json.dumps(record, allow_nan=False))
+    else:
+        print("\n".join(_lines(found)))
+        print(f"{found.prompt!r} goes on with {found.text[:200]!r}", file=sys.stderr)
+    return found.verdict.exit_code
+
+
+def _lines(found: Verification) -> list[str]:
+    width = max(len(one.id) for one in found.outcomes)
+    return [
+        f"{one.verdict.level.name.lower():8} {one.id:{width}}  {one.verdict.reason}"
+        for one in found.outcomes
+    ]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

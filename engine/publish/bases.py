@@ -1,0 +1,142 @@
+"""What a student was made from, and under which licence that may be passed on.
+
+    student base    its weights were the first of the student's: a derived work
+    teacher         its answers were what the student learnt
+
+A licence is read where its author wrote it: `license:` in the front matter of the README.md beside the
+weights, or the metadata of a GGUF or .apr file. Nothing is guessed: without such a line it is unknown, and
+the card says so. Two bases with different licences are no licence of one name: the card says `other`, and
+lists both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadInput
+from engine.formats.open import open_weights
+
+UNKNOWN = "unknown"
+_README = "README.md"
+_README_BYTES = 1 << 20
+_LICENCE_FILES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENCE")
+_HUB_FOLDER = re.compile(r"models--([^/]+?)--([^/]+)$")
+_METADATA_KEYS = {"gguf": "general.license", "apr": "license"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    role: str
+    """`student base` or `teacher`."""
+    name: str
+    """On the Hub where its folder says so, else that of its file or folder."""
+    on_hub: bool
+    licence: str | None
+    why: str
+    """Where the licence was read, or why there is none."""
+    licence_file: Path | None
+    sha256: str | None
+    """Of its tensors, as the run hashed them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Licence:
+    """Of the published model."""
+
+    identifier: str
+    why: str
+
+
+def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base, ...]:
+    """The models that a run of these settings started from; `hashes` are the receipt's."""
+    found = []
+    student, teacher = receipt_spec.get("student") or {}, receipt_spec.get("teacher") or {}
+    if student.get("path"):
+        found.append(_base("student base", Path(student["path"]), hashes.get("student_start")))
+    if teacher.get("path") and teacher.get("backend") != "none":
+        found.append(_base("teacher", Path(teacher["path"]), hashes.get("teacher")))
+    return tuple(found)
+
+
+def inherited(bases: Sequence[Base], given: str | None) -> Licence:
+    """The licence of a model made from `bases`; `given` is what the publisher says instead."""
+    if given is not None:
+        return Licence(identifier=given, why="given by the publisher (--license)")
+    if not bases:
+        return Licence(
+            identifier=UNKNOWN,
+            why="the weights were made new and had no teacher: nothing to inherit from",
+        )
+    if lacking := [base for base in bases if base.licence is None]:
+        said = "; ".join(f"{base.role} {base.name}: {base.why}" for base in lacking)
+        return Licence(identifier=UNKNOWN, why=said)
+    names = sorted({str(base.licence) for base in bases})
+    said = "; ".join(f"{base.licence} of the {base.role} {base.name}" for base in bases)
+    if len(names) > 1:
+        return Licence(identifier="other", why=f"the bases differ: {said}")
+    return Licence(identifier=names[0], why=f"inherited: {said}")
+
+
+def _base(role: str, path: Path, sha256: Any) -> Base:
+    folder = path if path.is_dir() else path.parent
+    name, on_hub = _name_of(path)
+    licence, why = _licence_of(path)
+    files = (folder / one for one in _LICENCE_FILES)
+    return Base(
+        role=role,
+        name=name,
+        on_hub=on_hub,
+        licence=licence,
+        why=why,
+        licence_file=next((one for one in files if one.is_file()), None),
+        sha256=sha256 if isinstance(sha256, str) else None,
+    )
+
+
+def _name_of(path: Path) -> tuple[str, bool]:
+    """`org/name` where the path is in a cache of the Hub, else the last part of the path."""
+    for part in (path, *path.parents):
+        if found := _HUB_FOLDER.search(part.name):
+            return f"{found[1]}/{found[2]}", True
+    return path.name, False
+
+
+def _licence_of(path: Path) -> tuple[str | None, str]:
+    if not path.exists():
+        return None, "it is not where the run found it"
+    if path.is_dir():
+        readme = path / _README
+        if not readme.is_file():
+            return None, "no README.md beside its weights"
+        found = front_matter(readme).get("license")
+        if found is None:
+            return None, "its README.md has no `license:` in its front matter"
+        return found, "its README.md"
+    try:
+        with open_weights(path) as weights:
+            found = weights.metadata.get(_METADATA_KEYS.get(weights.format, ""))
+    except BadInput as error:
+        return None, error.message
+    if not isinstance(found, str) or not found:
+        return None, "its metadata has no licence"
+    return found, "its metadata"
+
+
+def front_matter(readme: Path) -> dict[str, str]:
+    """The plain `key: text` lines between the two `---` at the head of a model card."""
+    try:
+        with readme.open("rb") as file:
+            text = file.read(_README_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return {}
+    lines = text.splitlines()
+    if not lines or lines[0].strip() != "---" or "---" not in (rest := lines[1:]):
+        return {}
+    pairs = (
+        line.split(":", 1) for line in rest[: rest.index("---")] if re.match(r"\w+:\s*\S", line)
+    )
+    return {key: value.strip().strip("'\"") for key, value in pairs}
