@@ -45,6 +45,15 @@ async def poll(pilot: Pilot[None]) -> None:
     await settle(pilot)
 
 
+async def shows(pilot: Pilot[None], words: str) -> bool:
+    """Whether words are on the screen, as soon as what is going on is drawn."""
+    for _ in range(100):
+        if words in words_of(pilot):
+            return True
+        await pilot.pause(0.05)
+    return False
+
+
 async def press(pilot: Pilot[None], *keys: str) -> None:
     await pilot.press(*keys)
     await settle(pilot)

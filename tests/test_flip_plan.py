@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from flip_pairs import plan
 
-from engine.errors import BadInput, SpecError, UsageError
+from engine.errors import BadInput, EngineError, SpecError, UsageError
 from engine.experiments.amounts import parse_share, parse_time
 from engine.experiments.knobs import asks_parity
-from engine.experiments.plan import Plan, make_plan, read_plan
+from engine.experiments.plan import Plan, load_source, make_plan, read_plan
 from engine.runlog.folder import create_run
 from engine.spec import KEYS, load_spec
 from tests.conftest import Kit
@@ -41,6 +41,13 @@ def test_a_run_folder_is_as_good_a_source_as_its_spec(spec: Path, tmp_path: Path
     from_spec = make_plan(spec, ["compute.threads=2"], order_seed=3)
     from_run = make_plan(run.path, ["compute.threads=2"], order_seed=3)
     assert replace(from_run, source="") == replace(from_spec, source="")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"spec": 3}'])
+def test_a_run_folder_whose_settings_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "effective.json").write_text(text)
+    with pytest.raises(EngineError, match=r"effective\.json"):
+        load_source(tmp_path)
 
 
 def test_a_plan_survives_its_file_and_every_part_of_it_is_hashed(spec: Path) -> None:

@@ -106,7 +106,7 @@ def test_the_committed_run_of_a_big_gpu_is_read_anywhere(
     place: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = said(executed("05_a_7b_teacher_on_one_gpu.ipynb", place, monkeypatch))
-    assert "teacher.backend = " in words and "teacher_s" in words
+    assert "teacher.backend = " in words and "backward" in words
     assert "of the limit" in words and "tensor_util_pct" in words
 
 

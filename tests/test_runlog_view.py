@@ -194,7 +194,7 @@ def test_a_resume_drops_what_it_repeats_and_nothing_else(
             kept.append(event)
     view = fold_all(logs)
     steps = [event for event in kept if isinstance(event, StepDone)]
-    for name in STEP_FIELDS[:-1]:
+    for name in STEP_FIELDS[:-3]:
         assert repr(view.steps.values(name)) == repr(
             [None if (v := getattr(e, name)) is None else float(v) for e in steps]
         )
@@ -548,14 +548,16 @@ def test_many_events_of_a_rare_kind_do_not_take_quadratic_time() -> None:
     minutes."""
     bad = NonFinite(step=1, field="loss", value="nan")
     note = Note(level="info", text="x")
-    events = numbered([opened(0.0), *([bad] * 50_000), *([note] * 50_000)])
-    begin = time.perf_counter()
-    view = fold(RunView(), "events", events)
-    assert len(view.non_finite) == len(view.notes) == 50_000
-    assert time.perf_counter() - begin < 3.0
 
+    def seconds(count: int) -> float:
+        events = numbered([opened(0.0), *([bad] * count), *([note] * count)])
+        begin = time.process_time()
+        view = fold(RunView(), "events", events)
+        assert len(view.non_finite) == len(view.notes) == count
+        return time.process_time() - begin
 
-# Alerts, stacks and signs of life.
+    # Ten times as many take ten times as long, a hundred if each is copied; the best of some tries.
+    assert min(seconds(30_000) / seconds(3_000) for _ in range(5)) < 40
 
 
 def test_alerts_stand_until_they_are_cleared_or_a_new_watcher_comes() -> None:

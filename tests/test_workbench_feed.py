@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from run_folders import (
     START_UNIX_S,
-    Scene,
     Unknown,
     completed,
     corrupt,
@@ -24,7 +22,8 @@ from run_folders import (
 
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
-from workbench.feed import RunFeed, RunRow, RunsFeed
+from workbench.feed import RunFeed
+from workbench.runs_feed import RunRow, RunsFeed
 
 NOW_UNIX_S = START_UNIX_S + 3600.0
 
@@ -163,109 +162,3 @@ def test_a_broken_log_does_not_keep_the_others_from_being_read(
     snapshot = feed_of(run).poll()
     assert snapshot.state == "unreadable"
     assert snapshot.view.last_step == 60
-
-
-# Many runs.
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the runs whose logs were asked for."""
-    names: list[str] = []
-    real = Follower.poll
-
-    def spy(self: Follower) -> bool:
-        names.append(self.run.name)
-        return real(self)
-
-    monkeypatch.setattr(Follower, "poll", spy)
-    return names
-
-
-def test_all_runs_of_a_folder_are_rows(tmp_path: Path) -> None:
-    completed(tmp_path / "a")
-    killed(tmp_path / "b")
-    scene = running(tmp_path / "c", done=10)
-    (tmp_path / "not-a-run").mkdir()
-    snapshot = RunsFeed([tmp_path], wall=lambda: NOW_UNIX_S).poll()
-    scene.close()
-    rows = {row.name: row for row in snapshot.rows}
-    assert {name: row.state for name, row in rows.items()} == {
-        "a": "completed",
-        "b": "killed",
-        "c": "running",
-    }
-    assert rows["a"].heldout == 2.6290
-    assert rows["a"].loss == pytest.approx(loss_at(60))
-    assert rows["c"].tokens_per_second == pytest.approx(4096.0)
-    assert (rows["c"].last_step, rows["c"].total_steps) == (10, 60)
-    assert rows["a"].age_s == pytest.approx(3600.0)
-
-
-def test_an_ended_run_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
-    completed(tmp_path / "ended")
-    scene = running(tmp_path / "going", done=3)
-    feed = RunsFeed([tmp_path])
-    feed.poll()
-    reads.clear()
-    feed.poll()
-    scene.close()
-    assert set(reads) == {"going"}
-
-
-def test_an_ended_run_whose_log_grows_is_read_again(tmp_path: Path) -> None:
-    run = killed(tmp_path / "run")
-    feed = RunsFeed([tmp_path])
-    assert feed.poll().rows[0].state == "killed"
-    scene = Scene.__new__(Scene)
-    scene.run, scene.now_s, scene.start_unix_s, scene.writers = run, 0.0, START_UNIX_S + 900, {}
-    scene.open().begin(60, resumed_from=20).steps(21, 40)
-    row = feed.poll().rows[0]
-    scene.close()
-    assert (row.state, row.last_step) == ("running", 40)
-
-
-def test_age_goes_on_without_reading(tmp_path: Path) -> None:
-    completed(tmp_path / "run")
-    now = [NOW_UNIX_S]
-    feed = RunsFeed([tmp_path], wall=lambda: now[0])
-    feed.poll()
-    now[0] += 60
-    assert feed.poll().rows[0].age_s == pytest.approx(3660.0)
-
-
-def test_a_run_named_twice_is_one_row(tmp_path: Path) -> None:
-    run = completed(tmp_path / "runs" / "a")
-    completed(tmp_path / "more" / "b")
-    feed = RunsFeed([tmp_path / "runs", run.path, tmp_path / "more"])
-    assert [row.name for row in feed.poll().rows] == ["a", "b"]
-
-
-def test_a_folder_that_does_not_exist_has_no_runs(tmp_path: Path) -> None:
-    snapshot = RunsFeed([tmp_path / "nothing"]).poll()
-    assert (snapshot.rows, snapshot.error) == ((), None)
-
-
-def test_an_unreadable_run_is_a_row_with_its_reason(tmp_path: Path) -> None:
-    row = row_of(corrupt(tmp_path / "run"))
-    assert row.state == "unreadable"
-    assert "line number 20" in (row.error or "")
-
-
-def test_runs_that_the_time_does_not_reach_are_said_to_be_read(tmp_path: Path) -> None:
-    for name in "abc":
-        completed(tmp_path / name)
-    clock = iter(float(n) for n in range(1000))
-    feed = RunsFeed([tmp_path], monotonic=lambda: next(clock), budget_s=2.0)
-    first = feed.poll()
-    assert first.behind
-    assert {row.state for row in first.rows} >= {"reading"}
-    for _ in range(10):
-        last = feed.poll()
-    assert [row.state for row in last.rows] == ["completed"] * 3
-
-
-def test_a_loss_that_is_nan_is_nan_in_the_row(tmp_path: Path) -> None:
-    loss = row_of(completed(tmp_path / "run", nan={60})).loss
-    assert loss is not None
-    assert math.isnan(loss)

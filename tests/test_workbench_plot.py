@@ -158,7 +158,7 @@ def test_forms_tell_traces_apart_without_colour() -> None:
     lines = plain(render_plot(traces, 80, HEIGHT))
     forms = {row.strip() for row in area(lines)} - {""}
     assert len(forms) == 3, "three flat lines, three patterns"
-    for form, name in zip(UNICODE.traces, ("loss 5.0", "ce 4.0", "kd 3.0"), strict=True):
+    for form, name in zip(UNICODE.traces[:3], ("loss 5.0", "ce 4.0", "kd 3.0"), strict=True):
         assert f"{form} {name}" in lines[0]
 
 

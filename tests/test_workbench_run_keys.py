@@ -11,8 +11,9 @@ from textual.pilot import Pilot
 
 from engine.errors import BadInput
 from engine.runlog.folder import RunFolder
-from workbench.tui.screens import run as run_screen
-from workbench.tui.widgets.log_pane import LogView, matches
+from workbench.log import matches
+from workbench.tui.screens import acting
+from workbench.tui.widgets.log_pane import LogView
 
 
 def test_the_log_is_filtered_as_it_is_typed(tmp_path: Path) -> None:
@@ -70,12 +71,12 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(f"stop {run.name}")
         return "asked the run to stop"
 
-    def resume(run: RunFolder) -> RunFolder:
+    def resume(run: RunFolder, **options: object) -> RunFolder:
         asked.append(f"resume {run.name}")
         raise BadInput("checkpoint: damaged", hint="use an older one")
 
-    monkeypatch.setattr(run_screen, "stop_run", stop)
-    monkeypatch.setattr(run_screen, "resume_run", resume)
+    monkeypatch.setattr(acting, "stop_run", stop)
+    monkeypatch.setattr(acting, "resume_run", resume)
     return asked
 
 
@@ -105,11 +106,12 @@ def test_a_run_that_has_ended_is_not_stopped(tmp_path: Path, commands: list[str]
 
 
 def test_a_refused_resume_is_told_in_the_engines_words(tmp_path: Path, commands: list[str]) -> None:
-    seen = texts_of(killed(tmp_path / "run").path, (120, 40), "R")
+    seen = texts_of(killed(tmp_path / "run").path, (120, 40), "R", "y")
     assert "R resume" in seen[0]
+    assert "engine distill --resume" in seen[1]
     assert commands == ["resume run"]
-    assert "checkpoint: damaged" in seen[1]
-    assert "use an older one" in seen[1]
+    assert "checkpoint: damaged" in seen[2]
+    assert "use an older one" in seen[2]
 
 
 def test_read_only_disables_both(tmp_path: Path, commands: list[str]) -> None:
@@ -124,7 +126,7 @@ def test_read_only_disables_both(tmp_path: Path, commands: list[str]) -> None:
 
 
 def test_help_lists_every_key_of_the_screen(tmp_path: Path) -> None:
-    seen = texts_of(completed(tmp_path / "run").path, (120, 40), "question_mark", "escape")
-    for words in ("1-8", "ask the run to stop", "continue a run", "logarithmic", "this help"):
+    seen = texts_of(completed(tmp_path / "run").path, (120, 90), "question_mark", "escape")
+    for words in ("1-9", "ask the run to stop", "continue a run", "logarithmic", "this help"):
         assert words in seen[1]
     assert "COMPLETED" in seen[2]

@@ -2,79 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
-import select
-import struct
+import shutil
+import signal
+import subprocess
 import sys
-import termios
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from run_folders import completed, running
-
-ROOT = Path(__file__).parent.parent
-DEADLINE_S = 20.0
-ENTER_ALTERNATE, LEAVE_ALTERNATE = "\x1b[?1049h", "\x1b[?1049l"
-SHOW_CURSOR, MOUSE_OFF = "\x1b[?25h", "\x1b[?1000l"
-
-
-def set_size(fd: int, columns: int, rows: int) -> None:
-    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-
-class Terminal:
-    """`python -m workbench` on a pseudo-terminal of its own."""
-
-    def __init__(self, *arguments: str, columns: int = 100, rows: int = 30, **environ: str) -> None:
-        self.output = ""
-        self.deadline_s = time.monotonic() + DEADLINE_S
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            # Before the program begins, so that it never sees another size.
-            set_size(0, columns, rows)
-            unset = ("LC_", "LANG", "COLUMNS", "LINES", "NO_COLOR", "SSH_", "TMUX")
-            kept = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
-            kept |= {
-                "TERM": "xterm-256color",
-                "LANG": "C.UTF-8",
-                "PYTHONPATH": str(ROOT),
-                **environ,
-            }
-            os.execve(sys.executable, [sys.executable, "-m", "workbench", *arguments], kept)
-
-    def read_until(self, *texts: str) -> None:
-        """Read until each of `texts` has been written."""
-        while not all(text in self.output for text in texts):
-            assert self._read(), f"expected {texts}, found the end of {self.output[-2000:]!r}"
-
-    def _read(self) -> bool:
-        left_s = self.deadline_s - time.monotonic()
-        ready, _, _ = select.select([self.fd], [], [], max(0.0, left_s))
-        assert ready, f"expected more within {DEADLINE_S} s, found {self.output[-2000:]!r}"
-        try:
-            block = os.read(self.fd, 65536)
-        except OSError:
-            # Linux reports the end of a terminal whose last process is gone as EIO.
-            return False
-        self.output += block.decode("utf-8", errors="replace")
-        return bool(block)
-
-    def resize(self, columns: int, rows: int) -> None:
-        """Change the size, of which the kernel tells the process by SIGWINCH."""
-        set_size(self.fd, columns, rows)
-
-    def press(self, keys: str) -> None:
-        os.write(self.fd, keys.encode())
-
-    def wait(self) -> int:
-        """Read to the end; the exit code."""
-        while self._read():
-            pass
-        _, status = os.waitpid(self.pid, 0)
-        os.close(self.fd)
-        return os.waitstatus_to_exitcode(status)
+from terminals import (
+    DEADLINE_S,
+    ENTER_ALTERNATE,
+    LEAVE_ALTERNATE,
+    MOUSE_OFF,
+    ROOT,
+    SHOW_CURSOR,
+    Terminal,
+)
 
 
 def assert_restored(output: str) -> None:
@@ -123,3 +70,122 @@ def test_a_terminal_without_utf8_gets_ascii(tmp_path: Path) -> None:
     terminal.press("q")
     assert terminal.wait() == 0
     assert terminal.output.isascii()
+
+
+BROKEN = """
+import sys
+from workbench import cli
+from {module} import {name}
+def broken(self, *_, **__):
+    raise ZeroDivisionError("planted")
+{name}.{method} = broken
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method"),
+    [
+        ("workbench.tui.widgets.status_line", "StatusLine", "watch_snapshot"),
+        ("workbench.tui.widgets.status_line", "StatusLine", "render_line"),
+        ("workbench.tui.screens.run", "RunScreen", "compose"),
+        ("workbench.feed", "RunFeed", "poll"),
+    ],
+    ids=["watcher", "drawing", "composing", "thread"],
+)
+def test_a_crash_restores_the_terminal_and_shows_where_it_was(
+    tmp_path: Path, module: str, name: str, method: str
+) -> None:
+    code = BROKEN.format(module=module, name=name, method=method)
+    terminal = Terminal(str(completed(tmp_path / "kd-small").path), code=code)
+    assert terminal.wait() == 70
+    assert_restored(terminal.output)
+    after = terminal.output[terminal.output.rindex(LEAVE_ALTERNATE) :]
+    assert "ZeroDivisionError" in after
+    assert "planted" in after
+    assert "the screen broke, which does nothing to a run" in after
+
+
+def test_a_terminated_workbench_restores_the_terminal(tmp_path: Path) -> None:
+    terminal = Terminal(str(completed(tmp_path / "kd-small").path))
+    terminal.read_until("COMPLETED")
+    os.kill(terminal.pid, signal.SIGTERM)
+    assert terminal.wait() == 143
+    assert_restored(terminal.output)
+
+
+def test_ctrl_c_quits_from_under_a_question(tmp_path: Path) -> None:
+    scene = running(tmp_path / "kd-small")
+    terminal = Terminal(str(scene.run.path))
+    terminal.read_until("RUNNING")
+    terminal.press("?")
+    terminal.read_until("esc closes")
+    terminal.press("\x03")
+    assert terminal.wait() == 0
+    scene.close()
+    assert_restored(terminal.output)
+
+
+def test_a_wrong_theme_is_refused_before_the_screen_changes(tmp_path: Path) -> None:
+    terminal = Terminal(str(completed(tmp_path / "kd").path), APR_WORKBENCH_THEME="drak")
+    assert terminal.wait() == 64
+    assert ENTER_ALTERNATE not in terminal.output
+    assert "did you mean 'dark'?" in terminal.output
+
+
+class Tmux:
+    """A tmux server of its own, with no configuration."""
+
+    def __init__(self, socket: Path) -> None:
+        self.socket = socket
+
+    def __call__(self, *arguments: str) -> str:
+        command = ["tmux", "-S", str(self.socket), "-f", "/dev/null", *arguments]
+        unset = ("TMUX", "NO_COLOR", "LC_", "LANG", "SSH_")
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
+        done = subprocess.run(
+            command,
+            env=environ | {"LANG": "C.UTF-8", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    def wait_until(self, is_so: Callable[[str], bool]) -> str:
+        """The pane, as soon as something holds of it."""
+        until_s = time.monotonic() + DEADLINE_S
+        while not is_so(shown := self("capture-pane", "-p")):
+            assert time.monotonic() < until_s, f"found {shown}"
+        return shown
+
+    def wait_for(self, text: str) -> str:
+        """The pane, as soon as a text is in it."""
+        return self.wait_until(lambda shown: text in shown)
+
+
+@pytest.fixture
+def tmux(tmp_path: Path) -> Iterator[Tmux]:
+    if shutil.which("tmux") is None:
+        pytest.skip("no tmux here")
+    server = Tmux(tmp_path / "tmux")
+    yield server
+    subprocess.run(["tmux", "-S", str(server.socket), "kill-server"], capture_output=True)
+
+
+def test_in_tmux_it_starts_resizes_quits_and_leaves_the_pane_as_it_was(
+    tmp_path: Path, tmux: Tmux
+) -> None:
+    run = completed(tmp_path / "kd-small").path
+    command = f"echo before; {sys.executable} -m workbench {run}; echo ended $?; cat"
+    tmux("new-session", "-d", "-x", "100", "-y", "30", command)
+    assert "quit" in tmux.wait_for("COMPLETED")
+    assert tmux("display-message", "-p", "#{alternate_on}").strip() == "1"
+    tmux("resize-window", "-x", "39", "-y", "8")
+    tmux.wait_until(lambda shown: "COMPLETED" in shown and "quit" not in shown)
+    tmux("resize-window", "-x", "120", "-y", "40")
+    tmux.wait_for("quit")
+    tmux("send-keys", "C-c")
+    assert "before" in tmux.wait_for("ended 0")
+    flags = "#{alternate_on} #{cursor_flag} #{mouse_any_flag} #{bracket_paste_flag}"
+    assert tmux("display-message", "-p", flags).split()[:3] == ["0", "1", "0"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runlog.table import Table
-from workbench.traces import LIMIT, Decimator, TableTraces, Trace, column, tokens_per_second
+from workbench.traces import LIMIT, Decimator, TableTraces, Trace, column
 
 VALUES = st.none() | st.floats()
 
@@ -102,11 +102,6 @@ def test_a_table_that_was_cut_back_is_read_again() -> None:
     resumed = table.cut(2).extended([{"step": 3.0, "loss": 1.5}])
     trace = traces.update(resumed)["loss"]
     assert [bucket.high for bucket in trace.buckets] == [3.0, 2.0, 1.5]
-
-
-def test_tokens_per_second_is_absent_where_no_time_was_measured() -> None:
-    rows = [{"tokens": 100.0, "step_s": 0.5}, {"tokens": 100.0, "step_s": 0.0}, {"tokens": 100.0}]
-    assert tokens_per_second(Table(("tokens", "step_s")).extended(rows), 0) == [200.0, None, None]
 
 
 @settings(max_examples=20)

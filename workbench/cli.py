@@ -34,8 +34,12 @@ other commands:
   engine tail PATH                                       the same in plain lines
 
 environment:
-  NO_COLOR=1                   no colour; no meaning is carried by colour alone
-  TEXTUAL_THEME=textual-light  another theme
+  NO_COLOR=1                    no colour; no meaning is carried by colour alone
+  APR_WORKBENCH_THEME=NAME      as --theme; else TEXTUAL_THEME, else dark, or light where the
+                                terminal says in COLORFGBG that it is
+  APR_WORKBENCH_CAPTURES=DIR    where S saves panes and screens (default: apr-workbench-captures/)
+
+`?` shows the keys, ctrl+p finds every command by name.
 """
 DEMO_HELP = """\
 Start the example: a small student learns from a small teacher to continue Python source, in a few
@@ -54,12 +58,24 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _screen_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--read-only", action="store_true", help="no key stops or resumes a run")
+    parser.add_argument(
+        "--read-only",
+        action="store_true",
+        help="no key starts, stops or changes a run, a flip or evidence",
+    )
     parser.add_argument(
         "--ascii",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="draw with ASCII only; by default when the locale is not UTF-8",
+    )
+    parser.add_argument(
+        "--theme",
+        metavar="NAME",
+        help="colours: dark, light, colourblind-dark, colourblind-light or one of Textual's",
+    )
+    parser.add_argument(
+        "--list-themes", action="store_true", help="print the names of all themes and end"
     )
     parser.add_argument("--version", action="version", version=f"apr-workbench {VERSION}")
 
@@ -110,11 +126,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["demo"]:
-            return _demo(_demo_parser().parse_args(arguments[1:]))
-        return _watch(_watch_parser().parse_args(arguments))
+            options, show = _demo_parser().parse_args(arguments[1:]), _demo
+        else:
+            options, show = _watch_parser().parse_args(arguments), _watch
+        return _list_themes() if options.list_themes else show(options)
     except EngineError as error:
         print(f"apr-workbench: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _list_themes() -> int:
+    """Print the names of all themes, the workbench's own first; exit code 0."""
+    from workbench.tui.themes import theme_names
+
+    print("\n".join(theme_names()))
+    return 0
 
 
 def _watch(options: argparse.Namespace) -> int:
@@ -129,10 +155,18 @@ def _watch(options: argparse.Namespace) -> int:
             "stdin and stdout: expected a terminal, found a pipe or a file",
             hint="`engine runs` lists runs, `engine tail PATH` prints one",
         )
+    _check_theme(options)
     code = _show(paths, options)
     if len(paths) == 1 and is_run(paths[0]):
-        _print_result(RunFolder(paths[0]))
+        _print_result(RunFolder(paths[0]), code)
     return code
+
+
+def _check_theme(options: argparse.Namespace) -> None:
+    """Choose the theme before anything is started: a wrong name is a wrong command line."""
+    from workbench.tui.themes import chosen_theme
+
+    options.theme = chosen_theme(options.theme, os.environ)
 
 
 def _has_terminal() -> bool:
@@ -154,10 +188,11 @@ def _demo(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execv(ENGINE[0], [*ENGINE, *distill_arguments(spec, options.sets, out)])
+    _check_theme(options)
     print(f"starting {out}", file=sys.stderr)
     run = start_run(spec, options.sets, out)
     code = _show([run.path], options)
-    _print_result(run)
+    _print_result(run, code)
     return code
 
 
@@ -177,7 +212,7 @@ def launch_environ() -> Mapping[str, str]:
 
 def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
     """Open the terminal UI and wait until it is closed; 70 when it broke, whose traceback Textual
-    has printed."""
+    has printed, and 143 when it was terminated."""
     # Imported here, because --help and a demo without a terminal need no Textual.
     from workbench.tui.app import WorkbenchApp, refresh_seconds
     from workbench.tui.printable import is_utf8
@@ -188,9 +223,10 @@ def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
         refresh_s=refresh_seconds(os.environ),
         read_only=options.read_only,
         ascii_only=ascii_only,
+        theme=options.theme,
     )
     app.run()
-    return InternalError.exit_code if app.return_code else 0
+    return InternalError.exit_code if app.return_code == 1 else app.return_code or 0
 
 
 def farewell(snapshot: Snapshot) -> list[str]:
@@ -210,5 +246,13 @@ def farewell(snapshot: Snapshot) -> list[str]:
     return lines
 
 
-def _print_result(run: RunFolder) -> None:
+def _print_result(run: RunFolder, code: int) -> None:
+    if code == InternalError.exit_code:
+        # What broke the screen could break the summary, too.
+        print(
+            "apr-workbench: the screen broke, which does nothing to a run\n"
+            f"hint: `engine tail {run.path}` prints this one",
+            file=sys.stderr,
+        )
+        return
     print("\n".join(farewell(RunFeed(run).read_all())))

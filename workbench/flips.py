@@ -1,4 +1,4 @@
-"""What the screen of a flip is fed: frozen snapshots of a flip folder, while it goes on and after.
+"""What the screens of flips are fed: frozen snapshots of a flip folder, while it goes on and after.
 
 The flip itself is `engine flip` in a process of its own; this reads what it has written. So a flip
 that was started in a shell, or before this program, is shown in the same way, and leaving the screen
@@ -7,19 +7,54 @@ does not end it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput, RunLogError
-from engine.experiments.judge import Pair, interval_of
+from engine.experiments.judge import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
 from engine.experiments.plan import Plan, make_plan
 from engine.experiments.record import find_flips, read_pairs, read_plan_of, read_verdict
-from engine.experiments.text import pair_heading, pair_line, plan_lines
+from engine.experiments.text import (
+    ASCII,
+    UNICODE,
+    interval_text,
+    pair_heading,
+    pair_line,
+    plan_lines,
+    verdict_lines,
+)
 from engine.runlog.folder import RunFolder, find_runs
 from engine.runlog.follow import Follower
 from engine.runlog.read import writer_is_alive
 from workbench.launch import StartedFlip
+from workbench.listing import Listing, Row, Tone
+
+FLIPS = "flips"
+NONE = """\
+No flip in {folders} yet.
+
+A flip runs a spec twice in turn, as it is and with one setting changed, until it is clear which is
+better:
+
+  F on the screen of a run                 what its alerts and decisions suggest
+  engine flip RUN --set compute.threads=1  the same from a shell"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlSnapshot:
+    """A control that was run with a flip: A against A (`same`), or A made slower (`slow`)."""
+
+    kind: str
+    plan: Plan
+    pairs: tuple[Pair, ...]
+
+    def line(self) -> str:
+        """`control slow: 4 pairs, B/A 0.909 [0.900, 0.918]`."""
+        interval = interval_of(self.plan, self.pairs)
+        seen = "" if interval is None else f", B/A {interval_text(interval)}"
+        return f"control {self.kind}: {count_of(len(self.pairs))}{seen}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +72,26 @@ class FlipSnapshot:
     """The fields of verdict.json; None before there is one."""
     error: str
     """Why it was refused, or what could not be read."""
+    controls: tuple[ControlSnapshot, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """The verdict with its class, or what goes on, in words."""
+        if self.going_on:
+            return self.arm
+        if self.verdict is not None:
+            return f"{self.verdict['verdict']} ({self.verdict['class']})"
+        return "it ended without a verdict" if self.plan else "refused"
 
     def lines(self) -> list[str]:
-        """The plan, and a line for each pair."""
+        """The plan, a line for each pair, and one for each control."""
         if self.plan is None:
             return []
         table = [pair_heading(self.plan)] if self.pairs else []
         for count, pair in enumerate(self.pairs, start=1):
             interval = interval_of(self.plan, self.pairs[:count])
             table += pair_line(self.plan, pair, interval).splitlines()
-        return [*plan_lines(self.plan), "", *table]
+        return [*plan_lines(self.plan), "", *table, *(control.line() for control in self.controls)]
 
 
 class FlipFeed:
@@ -60,12 +105,14 @@ class FlipFeed:
         """The flip as it is now."""
         plan, verdict, error = None, None, ""
         pairs: tuple[Pair, ...] = ()
+        controls: tuple[ControlSnapshot, ...] = ()
         # Asked first: what ends while it is read is seen as ended at the next look, with its verdict.
         going_on = self._goes_on()
         try:
             if (self.folder / "pairs.jsonl").is_file():
                 plan = read_plan_of(self.folder)
                 pairs = tuple(read_pairs(self.folder))
+                controls = tuple(_controls(self.folder))
                 verdict = read_verdict(self.folder)
             arm = self._arm(plan) if going_on else ""
         except RunLogError as problem:
@@ -80,6 +127,7 @@ class FlipFeed:
             arm=arm,
             verdict=verdict,
             error=error,
+            controls=controls,
         )
 
     def _goes_on(self) -> bool:
@@ -88,25 +136,49 @@ class FlipFeed:
         return writer_is_alive(self.folder / "pairs.jsonl")
 
     def _arm(self, plan: Plan | None) -> str:
-        arms = find_runs(self.folder / "arms")
-        if plan is None or not arms:
+        places = {"": self.folder / "arms"}
+        places |= {
+            f"control {path.name}, ": path / "arms" for path in (self.folder / "controls").glob("*")
+        }
+        newest = [
+            (runs[0].path.stat().st_mtime_ns, what, runs[0])
+            for what, place in places.items()
+            if (runs := find_runs(place))
+        ]
+        if plan is None or not newest:
             return "starting"
-        view = Follower(RunFolder(arms[0].path)).read_all()
+        _, what, run = max(newest, key=lambda one: one[0])
+        view = Follower(RunFolder(run.path)).read_all()
         phase = view.phase.name if view.phase is not None else "starting"
-        number, _, arm = arms[0].name.partition("-")
-        return f"pair {int(number)}, arm {arm[:1].upper()}: step {view.last_step}/{plan.steps}, {phase}"
+        number, _, arm = run.name.partition("-")
+        steps = f"step {view.last_step}/{plan.steps}"
+        return f"{what}pair {int(number)}, arm {arm[:1].upper()}: {steps}, {phase}"
 
 
-def plan_of(source: Path, assignment: str, hypothesis: str, budget_s: float) -> list[str] | str:
-    """The plan that `engine flip` would register, in lines; or why there can be none."""
+def _controls(folder: Path) -> Iterator[ControlSnapshot]:
+    for path in sorted((folder / "controls").glob("*")):
+        if (path / "pairs.jsonl").is_file():
+            plan, pairs = read_plan_of(path), tuple(read_pairs(path))
+            yield ControlSnapshot(kind=path.name, plan=plan, pairs=pairs)
+
+
+def plan_of(
+    source: Path, assignment: str, hypothesis: str, budget_s: float, **choices: Any
+) -> list[str] | str:
+    """The plan that `engine flip` would register, in lines; or why there can be none. `choices` are
+    those of `make_plan`."""
     try:
         plan = make_plan(
-            source, [assignment], order_seed=0, hypothesis=hypothesis, budget_s=budget_s
+            source, [assignment], order_seed=0, hypothesis=hypothesis, budget_s=budget_s, **choices
         )
     except BadInput as problem:
         return str(problem)
-    # The seed is drawn, and with it the hash made, when the flip starts.
-    return [line for line in plan_lines(plan) if not line.startswith(("plan sha256", "source"))]
+    return without_seed(plan_lines(plan))
+
+
+def without_seed(lines: Sequence[str]) -> list[str]:
+    """A plan without its hash: the seed is drawn, and with it the hash made, when the flip starts."""
+    return [line for line in lines if not line.startswith(("plan sha256", "source"))]
 
 
 def going_on(flips: Path, source: Path) -> Path | None:
@@ -120,3 +192,90 @@ def going_on(flips: Path, source: Path) -> Path | None:
         except RunLogError:
             continue
     return None
+
+
+class FlipsFeed:
+    """The flips in some folders, newest first; one that has ended is read again when it changed."""
+
+    def __init__(self, folders: Sequence[Path], *, ascii_only: bool = False) -> None:
+        self.folders, self._ascii_only = tuple(folders), ascii_only
+        self._rows: dict[Path, tuple[object, Row]] = {}
+
+    def poll(self) -> Listing:
+        """The list of them."""
+        rows = [self._row(path) for folder in self.folders for path in find_flips(folder)]
+        words = ", ".join(map(str, self.folders))
+        count = f"{len(rows)} flip{'' if len(rows) == 1 else 's'}"
+        return Listing(
+            head=f"experiments: {count} in {words}",
+            rows=tuple(rows),
+            empty=NONE.format(folders=words),
+        )
+
+    def _row(self, path: Path) -> Row:
+        files = (path / "pairs.jsonl", path / "verdict.json", path / "plan.json")
+        seen = tuple((f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file())
+        known = self._rows.get(path)
+        if known is not None and known[0] == seen and not writer_is_alive(path / "pairs.jsonl"):
+            return known[1]
+        snapshot = FlipFeed(path).poll()
+        row = row_of(snapshot, ascii_only=self._ascii_only)
+        # One that goes on changes without its files: it is read again.
+        self._rows[path] = (None if snapshot.going_on else seen, row)
+        return row
+
+
+def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:
+    """A flip in a list."""
+    name = snapshot.folder.name
+    if snapshot.error:
+        text = f"{name}  cannot be read"
+        lines = (text, *(f"  {line}" for line in snapshot.error.splitlines()))
+        return Row(key=str(snapshot.folder), text=text, tone="bad", lines=lines)
+    if snapshot.verdict is None or snapshot.going_on:
+        knobs = ", ".join(snapshot.plan.keys) if snapshot.plan is not None else ""
+        text = f"{name}  {snapshot.state}, {count_of(len(snapshot.pairs))}  {knobs}"
+    else:
+        text = _verdict_text(name, snapshot.verdict)
+    return Row(
+        key=str(snapshot.folder),
+        text=text,
+        tone=_tone(snapshot),
+        sign="~" if snapshot.going_on else "",
+        lines=tuple(flip_lines(snapshot, ascii_only=ascii_only)),
+    )
+
+
+def _verdict_text(name: str, fields: Mapping[str, Any]) -> str:
+    """What was decided first: of a long line the end is cut off."""
+    effect = "" if fields["effect"] is None else f"  B/A {fields['effect']:.3f}"
+    broken = ", interrupted" if fields["interrupted"] else ""
+    changes = "; ".join(fields["changes"])
+    pairs = count_of(fields["n_pairs"])
+    return f"{fields['verdict']} ({fields['class']}{broken}){effect}  {changes}  {pairs}  {name}"
+
+
+def _tone(snapshot: FlipSnapshot) -> Tone:
+    if snapshot.going_on:
+        return "plain"
+    word = snapshot.verdict["verdict"] if snapshot.verdict is not None else INCONCLUSIVE
+    if word in DECIDED:
+        return "good"
+    return "unsure" if word == INCONCLUSIVE else "bad"
+
+
+def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool) -> list[str]:
+    """All of a flip: its state, verdict with class and controls, plan and pairs."""
+    drawn = ASCII if ascii_only else UNICODE
+    lines = [f"{snapshot.folder.name}: {snapshot.state}"]
+    if snapshot.verdict is not None:
+        lines += ["verdict", *_indented(verdict_lines(snapshot.verdict, characters=drawn))]
+    if snapshot.plan is not None:
+        lines += ["plan and pairs", *_indented(snapshot.lines())]
+    if snapshot.error:
+        lines += ["error", *_indented(snapshot.error.splitlines())]
+    return [*lines, "folder", f"  {snapshot.folder}"]
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" if line else "" for line in lines]

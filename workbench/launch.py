@@ -8,7 +8,7 @@ closing the terminal of a screen cannot reach it.
 
 from __future__ import annotations
 
-import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -40,9 +40,44 @@ def start_run(
     return _detached([*distill_arguments(spec, sets, out), "--detach"], engine)
 
 
-def resume_run(run: RunFolder, *, engine: Sequence[str] = ENGINE) -> RunFolder:
-    """Continue a run that has ended, from its newest checkpoint."""
-    return _detached(["distill", "--resume", str(run.path), "--detach"], engine)
+def check_run(
+    spec: Path, sets: Sequence[str], out: Path | None = None, *, engine: Sequence[str] = ENGINE
+) -> str:
+    """What `engine distill --check` says of a spec and its inputs that are sound; BadInput with
+    everything that is wrong when they are not. Nothing is started and nothing is written."""
+    return _run([*distill_arguments(spec, sets, out), "--check"], engine).stderr.strip()
+
+
+def resume_arguments(
+    run: RunFolder, *, allow_fallback: bool = False, allow_change: Sequence[str] = ()
+) -> list[str]:
+    """The arguments of `engine distill` that continue a run."""
+    arguments = ["distill", "--resume", str(run.path)]
+    arguments += ["--allow-fallback"] if allow_fallback else []
+    for key in allow_change:
+        arguments += ["--allow-change", key]
+    return arguments
+
+
+def resume_run(
+    run: RunFolder,
+    *,
+    allow_fallback: bool = False,
+    allow_change: Sequence[str] = (),
+    engine: Sequence[str] = ENGINE,
+) -> RunFolder:
+    """Continue a run that has ended, from its newest checkpoint.
+
+    With `allow_fallback` from an older one when that is damaged. Raises BadInput when it has nothing
+    left to do, or when the environment changes a setting that is not in `allow_change`.
+    """
+    arguments = resume_arguments(run, allow_fallback=allow_fallback, allow_change=allow_change)
+    return _detached([*arguments, "--detach"], engine)
+
+
+def command_text(arguments: Sequence[str]) -> str:
+    """The command as it is typed in a shell."""
+    return shlex.join(["engine", *arguments])
 
 
 def stop_run(run: RunFolder, *, engine: Sequence[str] = ENGINE) -> str:
@@ -74,6 +109,35 @@ class StartedFlip:
             self._process.send_signal(signal.SIGINT)
 
 
+def flip_arguments(
+    source: Path,
+    assignment: str,
+    folder: Path,
+    hypothesis: str,
+    budget: str,
+    options: Sequence[str],
+) -> list[str]:
+    """The arguments of `engine flip` for a new flip."""
+    arguments = ["flip", str(source), "--set", assignment, "--out", str(folder), "--budget", budget]
+    return [*arguments, *(["--hypothesis", hypothesis] if hypothesis else []), *options]
+
+
+def check_flip(
+    source: Path,
+    assignment: str,
+    folder: Path,
+    *,
+    hypothesis: str = "",
+    budget: str = "5m",
+    options: Sequence[str] = (),
+    engine: Sequence[str] = ENGINE,
+) -> list[str]:
+    """What `engine flip --dry-run` says of a flip that can be started: its plan, and what it takes.
+    Both arms' inputs are looked at and nothing is started. Raises BadInput for one that is refused."""
+    arguments = flip_arguments(source, assignment, folder, hypothesis, budget, options)
+    return _run([*arguments, "--dry-run"], engine).stderr.strip().splitlines()
+
+
 def start_flip(
     source: Path,
     assignment: str,
@@ -81,13 +145,13 @@ def start_flip(
     *,
     hypothesis: str = "",
     budget: str = "5m",
+    options: Sequence[str] = (),
     engine: Sequence[str] = ENGINE,
 ) -> StartedFlip:
-    """Start `engine flip`. What it prints goes beside its folder, to `<folder>.txt`. Raises BadInput
-    when that cannot be written."""
+    """Start `engine flip`, with more `options` of it. What it prints goes beside its folder, to
+    `<folder>.txt`. Raises BadInput when that cannot be written."""
     words = folder.with_name(f"{folder.name}.txt")
-    arguments = ["flip", str(source), "--set", assignment, "--out", str(folder), "--budget", budget]
-    arguments += ["--hypothesis", hypothesis] if hypothesis else []
+    arguments = flip_arguments(source, assignment, folder, hypothesis, budget, options)
     try:
         words.parent.mkdir(parents=True, exist_ok=True)
         with words.open("wb") as output:
@@ -103,13 +167,6 @@ def start_flip(
             "flip", words, "to write it", problem.strerror or str(problem)
         ) from problem
     return StartedFlip(process, folder, words)
-
-
-def keep_flip(folder: Path, hypothesis: str, *, engine: Sequence[str] = ENGINE) -> str:
-    """Begin a finding in ./evidence with the flip as its evidence; returns where it is."""
-    slug = re.sub(r"[^a-z0-9]+", "-", f"flip-{folder.name}".lower()).strip("-")
-    _run(["why", "new", slug, "--claim", hypothesis], engine)
-    return _run(["why", "link", "n1", str(folder), "--finding", slug], engine).stdout.strip()
 
 
 def _detached(arguments: Sequence[str], engine: Sequence[str]) -> RunFolder:

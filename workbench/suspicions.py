@@ -1,16 +1,26 @@
 """What a flip could test about a run, most pressing first: one for each alert that names a flip, then
 one for each choice that was made automatically and could have been made otherwise.
+
+What cannot be tested on this run comes last, with the reason: a flip would refuse it, or would compare
+a run with itself. The reasons here are those that settings, decisions and device facts alone give;
+`engine flip --dry-run` has the last word before a start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
+from engine.experiments.knobs import as_choice
+from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
 from engine.spec import KEYS
 
 _SET = "--set "
+NO_BLOCKS = "no quantized blocks"
+"""In the reason of a Decision that rejects weights in blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +32,89 @@ class Suspicion:
     hypothesis: str
     source: str
     """What raised it: the alert or the decision, in words."""
+    impossible: str = ""
+    """Why it cannot be tested on this run; empty where it can."""
+
+    @property
+    def knob(self) -> str:
+        return self.assignment.partition("=")[0]
+
+    @property
+    def value(self) -> str:
+        return self.assignment.partition("=")[2]
 
 
-def suspicions(view: RunView) -> tuple[Suspicion, ...]:
-    """Each assignment once, by whoever named it first."""
+def suspicions(view: RunView, settings: Mapping[str, Any] | None = None) -> tuple[Suspicion, ...]:
+    """Each assignment once, by whoever named it first; what cannot be tested comes last. `settings`
+    are those of the run by dotted key, where they could be read."""
     found: dict[str, Suspicion] = {}
     for suspicion in (*_of_alerts(view), *_of_decisions(view)):
         found.setdefault(suspicion.assignment, suspicion)
-    return tuple(found.values())
+    judged = [
+        replace(one, impossible=why_impossible(one, view, settings or {})) for one in found.values()
+    ]
+    # A stable sort: the order within both halves stays.
+    return tuple(sorted(judged, key=lambda one: bool(one.impossible)))
+
+
+def settings_of(run: RunFolder) -> dict[str, Any]:
+    """The settings of a run after defaults, by dotted key; none where they cannot be read."""
+    try:
+        tree = json.loads(run.effective.read_bytes())["spec"]
+        return {f"{s}.{key}": value for s, part in tree.items() for key, value in part.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def why_impossible(one: Suspicion, view: RunView, settings: Mapping[str, Any]) -> str:
+    """Why a flip of this cannot say anything about this run; empty where it can."""
+    if one.knob not in KEYS or not one.value:
+        return f"{one.knob} is no setting"
+    if one.knob in settings and as_choice(settings[one.knob]) == one.value:
+        return f"it is {one.value} already"
+    chosen = {decision.knob: decision for decision in view.decisions}
+    decision = chosen.get(one.knob)
+    if decision is not None and decision.choice == one.value:
+        return f"the run chose {one.value} by itself: both arms would do the same"
+    device = chosen["compute.device"].choice if "compute.device" in chosen else ""
+    on_cpu = "cpu" in (device, settings.get("compute.device"))
+    match one.knob, one.value:
+        case "memory.allocator", "managed":
+            if on_cpu:
+                return "managed memory belongs to a GPU, and the run computes on the CPU"
+            if _has_no_gpu(view):
+                return "managed memory belongs to a GPU, and none was found on this machine"
+        case "compute.device", "cuda":
+            if _has_no_gpu(view):
+                return "no GPU was found on this machine"
+        case ("teacher.kernel" | "loss.kernel", "fused") | (
+            "student.attention" | "teacher.attention",
+            "packed",
+        ):
+            if on_cpu:
+                return "its kernels need a GPU, and the run computes on the CPU"
+        case "teacher.backend", "quantized" | "dequantized" | "cached":
+            if settings.get("teacher.path") == "":
+                return "the run has no teacher"
+            if one.value == "quantized" and _teacher_has_no_blocks(one.knob, view, settings):
+                return "the teacher's file holds dense weights: it has no quantized blocks"
+    return ""
+
+
+def _has_no_gpu(view: RunView) -> bool:
+    """Whether the run's own facts say that there is no GPU; where there are no facts, nothing is said."""
+    if view.facts is None:
+        return False
+    return not (view.facts.get("cuda_count") or view.facts.get("gpu_count"))
+
+
+def _teacher_has_no_blocks(knob: str, view: RunView, settings: Mapping[str, Any]) -> bool:
+    for decision in view.decisions:
+        if decision.knob == knob and any(
+            value == "quantized" and NO_BLOCKS in why for value, why in decision.rejected
+        ):
+            return True
+    return str(settings.get("teacher.path", "")).endswith(".safetensors")
 
 
 def _of_alerts(view: RunView) -> Iterator[Suspicion]:

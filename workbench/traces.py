@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from engine.runlog.table import Table
 
@@ -41,6 +42,8 @@ class Trace:
     buckets: tuple[Bucket, ...]
     last: float | None
     """The newest entry, None when it is absent."""
+    gap: float = math.inf
+    """Points further apart than this on x belong to no common line: between them nothing is known."""
 
     @property
     def is_empty(self) -> bool:
@@ -49,13 +52,16 @@ class Trace:
 
 
 def _bucket_of(xs: Sequence[float], ys: Sequence[float | None]) -> Bucket:
-    present = [y for y in ys if y is not None]
-    finite = [y for y in present if math.isfinite(y)]
+    present = [y for y in ys if y is not None] if None in ys else ys
+    # One sum tells whether every value is finite: NaN and infinity go through it.
+    finite = present
+    if not math.isfinite(sum(present)):  # type: ignore[arg-type]
+        finite = [y for y in present if y is not None and math.isfinite(y)]
     return Bucket(
         x_first=xs[0],
         x_last=xs[-1],
-        low=min(finite, default=None),
-        high=max(finite, default=None),
+        low=min(finite, default=None),  # type: ignore[type-var]
+        high=max(finite, default=None),  # type: ignore[type-var]
         non_finite=len(finite) != len(present),
     )
 
@@ -114,20 +120,12 @@ def column(name: str) -> Column:
     return lambda table, start: table.values(name, start)
 
 
-def tokens_per_second(table: Table, start: int) -> list[float | None]:
-    """Tokens of each step by its seconds; absent where either is absent or no time passed."""
-    pairs = zip(table.values("tokens", start), table.values("step_s", start), strict=True)
-    return [
-        tokens / seconds if tokens is not None and seconds else None for tokens, seconds in pairs
-    ]
-
-
 STEP_COLUMNS: Mapping[str, Column] = {
     "loss": column("loss"),
     "ce": column("ce"),
     "kd": column("kd"),
     "step_s": column("step_s"),
-    "tokens_per_s": tokens_per_second,
+    "tokens_per_s": column("tokens_per_s"),
 }
 
 
@@ -159,3 +157,42 @@ class TableTraces:
             traces[name] = Trace(name=name, buckets=self._decimators[name].buckets(), last=ys[-1])
         self._traces = traces
         return traces
+
+
+def trace_in(
+    table: Table,
+    name: str,
+    low: float,
+    high: float,
+    count: int,
+    *,
+    x: str = "step",
+    gap: float = math.inf,
+) -> Trace:
+    """A column over the rows whose `x` is in [low, high], in at most `count` buckets of equal width on x.
+
+    `x` names a column that never decreases. Every bucket holds the extremes of all its rows, which costs
+    hardly more for a million rows than for a thousand.
+    """
+    begin, end = table.find(x, low), table.find(x, math.nextafter(high, math.inf))
+    if end - begin <= count:
+        edges = range(begin, end + 1)
+    else:
+        width = (high - low) / count
+        inner = {table.find(x, low + width * index) for index in range(1, count)}
+        edges = sorted({begin, end} | inner)  # type: ignore[assignment]
+    xs = table.columns[x]
+    buckets = []
+    for first, stop in pairwise(edges):
+        found = table.range(name, first, stop)
+        buckets.append(
+            Bucket(
+                x_first=xs[first],
+                x_last=xs[stop - 1],
+                low=found.low,
+                high=found.high,
+                non_finite=found.non_finite,
+            )
+        )
+    last = table.value(name, end - 1) if end > begin else None
+    return Trace(name=name, buckets=tuple(buckets), last=last, gap=gap)

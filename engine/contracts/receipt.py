@@ -142,8 +142,8 @@ def _planted(receipt: Receipt, planted: Planted) -> Answer:
     return Answer(Rank.PASS, f"caught by {', '.join(planted.turns_red)}")
 
 
-def code_hash(contract: Contract, sources: Sources) -> str:
-    """One hash of the code that a contract's receipts are of."""
+def code_files(contract: Contract, sources: Sources) -> list[Path]:
+    """The files of the code that a contract's receipts are of, whether they are there or not."""
     files: set[Path] = {sources.file_of(bound.partition(":")[0]) for bound in contract.binds}
     files |= {sources.file_of(planted.module) for planted in contract.planted}
     files |= {
@@ -156,8 +156,13 @@ def code_hash(contract: Contract, sources: Sources) -> str:
         if scheme == "python":
             file = sources.root / split_node(target)[0]
             files |= {file, *sources.helpers(file), file.parent / "conftest.py"}
+    return sorted(files)
+
+
+def code_hash(contract: Contract, sources: Sources) -> str:
+    """One hash of the code that a contract's receipts are of."""
     digest = hashlib.sha256()
-    for file in sorted(files):
+    for file in code_files(contract, sources):
         name = (
             str(file.relative_to(sources.root)) if file.is_relative_to(sources.root) else str(file)
         )

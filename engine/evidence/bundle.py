@@ -23,7 +23,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,6 +157,20 @@ class Bundle:
             yield
         finally:
             os.close(fd)
+
+    def change(
+        self, change: Callable[[Finding], tuple[Finding, Iterable[Blob]]]
+    ) -> tuple[Finding, Finding]:
+        """What `change` makes of the finding, with its new artifacts, saved under the lock; an entry
+        that LOG.md has of it is made again. Returns the finding before and after. Raises what `change`
+        raises, and leaves everything as it was then."""
+        with self.locked():
+            before = self.load()
+            finding, blobs = change(before)
+            done = self.save(finding, blobs)
+            if logged_seal(self.path.parent / LOG, self.path.name) is not None:
+                self.export()
+        return before, done
 
     def export(self, to: Path | None = None) -> Bundle:
         """Enter the finding into LOG.md of its evidence folder; with `to`, copy it into that one first.

@@ -164,7 +164,11 @@ def load_source(path: Path, sets: Sequence[str] = ()) -> RunSpec:
         run = RunFolder(path)
         if not run.effective.is_file():
             raise BadInput.expected("run folder", path, "effective.json", "none")
-        tree = json.loads(run.effective.read_text())["spec"]
+        try:
+            tree = json.loads(run.effective.read_text())["spec"]
+        except (ValueError, KeyError, TypeError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise BadInput.expected("run folder", run.effective, "settings", found) from None
         return build_spec(tree, file=str(run.effective), base=Path("/"), check_paths=False)
     return load_spec(path, list(sets))[0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from engine.runlog.folder import RunFolder
 from engine.runlog.read import READ_BYTES, BrokenLog, Liveness, LogReader
 from engine.runlog.view import SOURCES, LogLine, RunView, Source, fold
@@ -13,7 +15,7 @@ class Follower:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._readers = {
+        self._readers: dict[Source, LogReader] = {
             "events": LogReader(run.events),
             "device": LogReader(run.device),
             "watch": LogReader(run.watch),
@@ -35,6 +37,17 @@ class Follower:
             self._shown[line.source] = max(line.event.seq, self._shown.get(line.source, -1))
         return lines
 
+    def reader(self, source: Source) -> LogReader:
+        """The reader of one of the logs."""
+        return self._readers[source]
+
+    @property
+    def share_read(self) -> float:
+        """How much of what is on the disk now has been read, 0 to 1."""
+        sizes = {source: _size(reader.path) for source, reader in self._readers.items()}
+        done = sum(min(self._readers[s].read_bytes, size) for s, size in sizes.items())
+        return done / sum(sizes.values()) if sum(sizes.values()) else 1.0
+
     @property
     def state(self) -> str:
         """The state of the view, meaningful once everything there is has been read."""
@@ -53,7 +66,7 @@ class Follower:
         fault: BrokenLog | None = None
         for source in SOURCES:
             try:
-                events = self._readers[source].poll(max_bytes)
+                events = self._readers[source].skim(max_bytes)
             except BrokenLog as broken:
                 events, fault = list(broken.before), fault or broken
             self.view = fold(self.view, source, events)
@@ -79,3 +92,10 @@ class Follower:
         if fault is not None:
             raise fault
         return self.view
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -13,21 +13,24 @@ reader stays at the fault and raises again when it is asked again.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.errors import RunLogError
-from engine.runlog.events import KINDS, NON_FINITE, AnyEvent, Known, Unrecognised
+from engine.runlog.events import KINDS, NON_FINITE, AnyEvent, LogOpened, Unrecognised
+from engine.runlog.skim import Skimmed, decode_block
 
-READ_BYTES = 2 << 20
+READ_BYTES = 16 << 20
+PART_BYTES = 128 << 10
 LONGEST_LINE_BYTES = 8 << 20
 
-_typed = msgspec.json.Decoder(Known)
 _plain = msgspec.json.Decoder()
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -94,23 +97,31 @@ class LogReader:
     """Reads one log from its start and then follows it. A file that does not exist yet is an empty
     one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, at: Point | None = None) -> None:
+        """Reads from the beginning, or from a point that another reader of this log has noted."""
         self.path = path
-        self._offset = 0
-        self._next_seq = 0
+        begin = at or Point(0, 0, 0.0, -math.inf)
+        self._offset = begin.offset
+        self._next_seq = begin.number
         self._file_id: tuple[int, int] | None = None
+        self.points = [begin]
+        """Places about PART_BYTES apart, as far as the log was read; only ever added to."""
 
     def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
         """Events since the last call, at most about `max_bytes` of them (one line at least); an
         empty list when there is nothing new. Raises BrokenLog."""
         lines = self._read_lines(max_bytes)
-        if not lines:
-            return []
-        events = self._decode_at_once(lines)
-        if events is None:
-            events = self._decode_each(lines)
-        self._advance(len(lines), len(events))
-        return events
+        return self._decode(lines, skim=False)  # type: ignore[return-value]
+
+    def skim(self, max_bytes: int = READ_BYTES) -> list[Skimmed]:
+        """As `poll`, three times as fast on a long log: steps that many later lines of the same read
+        follow are given as their columns alone."""
+        return self._decode(self._read_lines(max_bytes), skim=True)
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of the file was returned so far."""
+        return self._offset
 
     def _read_lines(self, max_bytes: int) -> bytes:
         """Whole lines from the offset on."""
@@ -121,7 +132,8 @@ class LogReader:
                 # The newline in front of the offset is read too: it is gone when the file was cut
                 # or rewritten.
                 file.seek(max(0, self._offset - 1))
-                if self._offset and (file_id != self._file_id or file.read(1) != b"\n"):
+                is_other = self._file_id not in (None, file_id)
+                if self._offset and (is_other or file.read(1) != b"\n"):
                     raise BrokenLog(
                         f"run log: {self.path} — expected the {self._offset} bytes read so far, "
                         f"found {status.st_size}: it was cut or replaced while it was being read"
@@ -149,18 +161,63 @@ class LogReader:
             )
         return block[:end]
 
-    def _decode_at_once(self, lines: bytes) -> list[AnyEvent] | None:
-        """The events of many lines; None when a line needs a closer look."""
-        if b'"nf"' in lines:
-            return None
+    @property
+    def lines_read(self) -> int:
+        """How many lines were returned so far."""
+        return self._next_seq
+
+    def _decode(self, lines: bytes, *, skim: bool) -> list[Skimmed]:
+        events = self._decode_at_once(lines, skim=skim)
+        if events is not None:
+            return events
+        # One line of a form of its own must not make a long block slow.
+        events = []
         try:
-            events: list[AnyEvent] = _typed.decode_lines(lines)
-        except _NOT_JSON:
+            for part in _parts(lines):
+                found = self._decode_at_once(part, skim=False)
+                events += self._decode_each(part) if found is None else found
+        except BrokenLog as broken:
+            # Parts are decoded whole: every one of them is an event.
+            broken.before = (*events, *broken.before)  # type: ignore[arg-type]
+            raise
+        return events
+
+    def _decode_at_once(self, lines: bytes, *, skim: bool) -> list[Skimmed] | None:
+        """The events of many lines; None when a line needs a closer look."""
+        try:
+            events = decode_block(lines, skim=skim)
+        except (*_NOT_JSON, LookupError, ValueError):
             return None
         first = self._next_seq
         numbered = [event.seq for event in events] == list(range(first, first + len(events)))
         timed = min([event.t_s for event in events], default=0.0) >= 0
-        return events if numbered and timed and len(events) == lines.count(b"\n") else None
+        counts = [
+            lines.count(b"\n", begin, begin + PART_BYTES)
+            for begin in range(0, len(lines), PART_BYTES)
+        ]
+        if not (numbered and timed and len(events) == sum(counts)):
+            return None
+        for index, number in enumerate(accumulate(counts[:-1]), start=1):
+            end = lines.rfind(b"\n", 0, index * PART_BYTES) + 1
+            self._add_point(events[self.points[-1].number - first : number], self._offset + end)
+        self._advance(lines, events)
+        return events
+
+    def _add_point(self, events: Sequence[Skimmed], offset: int) -> None:
+        """Note where the lines after `events`, which follow the newest point, begin."""
+        number, _, opened_s, latest_s = self.points[-1]
+        if not events:
+            return
+        kinds = list(map(type, events))
+        begin = 0
+        while LogOpened in kinds[begin:]:
+            end = kinds.index(LogOpened, begin)
+            if end:
+                latest_s = max(latest_s, opened_s + events[end - 1].t_s)
+            opened_s, begin = events[end].unix_s, end + 1  # type: ignore[union-attr]
+        # Within a session times never go back.
+        latest_s = max(latest_s, opened_s + events[-1].t_s)
+        self.points.append(Point(number + len(events), offset, opened_s, latest_s))
 
     def _decode_each(self, lines: bytes) -> list[AnyEvent]:
         events: list[AnyEvent] = []
@@ -182,7 +239,7 @@ class LogReader:
                 offset += len(line) + 1
                 seq += 1
         except RunLogError as fault:
-            self._advance(offset - self._offset, len(events))
+            self._advance(lines[: offset - self._offset], events)
             if hole:
                 raise BrokenLog(
                     f"run log: {where} — expected a record, found zeros: what was written there had "
@@ -192,11 +249,23 @@ class LogReader:
                     hole=True,
                 ) from None
             raise BrokenLog(fault.message, before=events) from None
+        self._advance(lines, events)
         return events
 
-    def _advance(self, read_bytes: int, events: int) -> None:
-        self._offset += read_bytes
-        self._next_seq += events
+    def _advance(self, lines: bytes, events: Sequence[Skimmed]) -> None:
+        rest = events[self.points[-1].number - self._next_seq :]
+        self._offset += len(lines)
+        self._next_seq += len(events)
+        self._add_point(rest, self._offset)
+
+
+def _parts(lines: bytes) -> Iterator[bytes]:
+    """Whole lines in parts of about PART_BYTES."""
+    begin = 0
+    while begin < len(lines):
+        end = lines.find(b"\n", begin + PART_BYTES) + 1 or len(lines)
+        yield lines[begin:end]
+        begin = end
 
 
 def writer_is_alive(path: Path) -> bool:
@@ -222,6 +291,18 @@ def writer_is_alive(path: Path) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+class Point(NamedTuple):
+    """A place in a log from which it can be read again."""
+
+    number: int
+    """Of the line that begins here, from 0."""
+    offset: int
+    opened_unix_s: float
+    """Wall time of `t_s = 0` in the session that goes on here."""
+    unix_s: float
+    """No line before this point is later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+
+from engine.runlog.extremes import Extremes, Range
 
 Column = Sequence[float | None]
 
@@ -18,13 +21,14 @@ Column = Sequence[float | None]
 class Table:
     """Named columns of equal length: numbers, each of which may be absent."""
 
-    __slots__ = ("_absent", "columns", "length")
+    __slots__ = ("_absent", "_extremes", "columns", "length")
 
     def __init__(self, fields: Iterable[str]) -> None:
         self.columns: dict[str, array[float]] = {name: array("d") for name in fields}
         """The storage, which may be longer than this snapshot: read it with `value` and
         `values`."""
         self._absent: dict[str, bytearray] = {name: bytearray() for name in self.columns}
+        self._extremes: dict[str, Extremes] = {}
         self.length = 0
 
     def extended(self, rows: Iterable[Mapping[str, float | None]]) -> Table:
@@ -53,6 +57,7 @@ class Table:
     def _snapshot(self) -> Table:
         table = Table.__new__(Table)
         table.columns, table._absent, table.length = self.columns, self._absent, self.length
+        table._extremes = self._extremes
         return table
 
     def cut(self, length: int) -> Table:
@@ -83,6 +88,20 @@ class Table:
         if 1 not in absent:
             return entries
         return [None if gone else entry for entry, gone in zip(entries, absent, strict=True)]
+
+    def range(self, name: str, start: int = 0, stop: int | None = None) -> Range:
+        """The lowest and highest finite value in rows [start, stop) of a column, in time that hardly
+        depends on how many rows they are."""
+        extremes = self._extremes.get(name)
+        if extremes is None:
+            # Two threads may both make one: each is right, and one of them is kept.
+            extremes = self._extremes[name] = Extremes(self.columns[name], self._absent[name])
+        start, stop, _ = slice(start, stop).indices(self.length)
+        return extremes.of(start, stop, self.length)
+
+    def find(self, name: str, value: float) -> int:
+        """The first row of a column that never decreases whose entry is not under `value`."""
+        return bisect_left(self.columns[name], value, 0, self.length)
 
     def last(self, name: str) -> float | None:
         """The newest entry, None when there is none or it was absent."""

@@ -16,10 +16,10 @@ earlier session ended is no longer shown as the state of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from operator import itemgetter
+from itertools import accumulate, groupby, islice, pairwise
+from operator import itemgetter, le, lt
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
@@ -57,6 +57,7 @@ from engine.runlog.events import (
     VocabularyCut,
 )
 from engine.runlog.read import Liveness
+from engine.runlog.skim import LINES_KEPT, Skimmed, StepRow, phases_of
 from engine.runlog.table import Column
 from engine.runlog.table import Table as Table
 
@@ -79,7 +80,11 @@ STEP_FIELDS = (
     "teacher_s",
     "position",
     "unix_s",
+    "tokens_per_s",
+    "clock_s",
 )
+"""`tokens_per_s` is absent where no time passed; `clock_s` is `unix_s` that never goes back: while a
+clock that was set back catches up, it stands still."""
 HOST_FIELDS = (
     "unix_s",
     "host_available_bytes",
@@ -105,13 +110,16 @@ GPU_FIELDS = (
     "dram_util_pct",
     "slowed",
 )
-LOG_LINES_KEPT = 2000
+LOG_LINES_KEPT = LINES_KEPT
 
 LineKey: TypeAlias = tuple[float, Source, int]
 """Time, log and number of a line: an order of all lines that does not depend on who read them
 when."""
 
 Sample = TypeVar("Sample", HostSample, GpuSample)
+_READINGS = frozenset({HostSample, GpuSample})
+_NOT_SHOWN = _READINGS | {StepRow}
+"""A step of which only the columns were read is no line: a reader gives the newest lines whole."""
 _NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
 
 
@@ -126,8 +134,7 @@ class Clock:
     boot_id: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogLine:
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     """One event as the log pane shows it."""
 
     unix_s: float
@@ -201,6 +208,11 @@ class RunView:
     """Those that stand, by id."""
     alert_count: int = 0
     """How often one was raised in this session."""
+    marks: tuple[LogLine, ...] = ()
+    """What stands out on a time line, of all sessions, in the order of time: alerts that were raised or
+    cleared, compiles, and where a trainer began."""
+    asides: tuple[LogLine, ...] = ()
+    """Every line of the supervisor's logs that is no reading, in the order of time."""
     stack_dump: StackDump | None = None
     """The newest of this session."""
     stack_dump_unix_s: float | None = None
@@ -287,7 +299,7 @@ class RunView:
         return step, unix_s
 
 
-def fold(view: RunView, source: Source, events: Sequence[AnyEvent]) -> RunView:
+def fold(view: RunView, source: Source, events: Sequence[Skimmed]) -> RunView:
     """`view` after `events` of one log, in the order they were read from it.
 
     How the lines are dealt into batches, and in which turn the logs are read, changes nothing.
@@ -312,7 +324,9 @@ class _Batch:
         self.lists: dict[str, list[Any]] = {}
         self.notes: list[tuple[LineKey, Note]] = []
         self.lines: list[LogLine] = []
-        self.steps: list[StepDone] = []
+        self.marks: list[LogLine] = []
+        self.asides: list[LogLine] = []
+        self.steps: list[StepDone | StepRow] = []
         self.hosts: list[HostSample] = []
         self.gpus: dict[int, list[GpuSample]] = {}
 
@@ -325,14 +339,15 @@ class _Batch:
             self.lists[name] = list(getattr(self.view, name))
         return self.lists[name]
 
-    def unix_s(self, event: AnyEvent) -> float:
+    def unix_s(self, event: Skimmed) -> float:
         return self.clock.unix_s + event.t_s if self.clock else event.t_s
 
-    def take_session(self, events: Sequence[AnyEvent]) -> None:
+    def take_session(self, events: Sequence[Skimmed]) -> None:
         """Events of one session of the writer, its opening first when it is among them."""
         if isinstance(events[0], LogOpened):
             self.open_session(events[0])
-        times = [self.unix_s(event) for event in events]
+        opened_s = self.clock.unix_s if self.clock else 0.0
+        times = [opened_s + event.t_s for event in events]
         if self.source == "events":
             self.hear(events, times)
         first, last = self.get("first_unix_s"), self.get("last_unix_s")
@@ -340,20 +355,24 @@ class _Batch:
         self.changes["first_unix_s"] = earliest if first is None else min(first, earliest)
         self.changes["last_unix_s"] = latest if last is None else max(last, latest)
         self.show(events, times)
-        for event, unix_s in zip(events, times, strict=True):
-            # Exact types first: a million of these come for each of the others.
-            if type(event) is StepDone:
-                self.steps.append(event)
-                self.changes["phases"] = event.phases
-            elif type(event) is HostSample:
-                self.hosts.append(event)
-            elif type(event) is GpuSample:
-                self.gpus.setdefault(event.index, []).append(event)
+        # In runs of one kind: a million of steps and readings come for each of the others.
+        begin = 0
+        for kind, group in groupby(map(type, events)):
+            end = begin + sum(1 for _ in group)
+            if kind is StepDone or kind is StepRow:
+                self.steps += events[begin:end]  # type: ignore[arg-type]
+            elif kind is HostSample:
+                self.hosts += events[begin:end]  # type: ignore[arg-type]
+            elif kind is GpuSample:
+                for sample in events[begin:end]:
+                    self.gpus.setdefault(sample.index, []).append(sample)  # type: ignore[arg-type,union-attr]
             else:
-                self.take(event, unix_s)
+                for event, unix_s in zip(events[begin:end], times[begin:end], strict=True):
+                    self.take(event, unix_s)  # type: ignore[arg-type]
+            begin = end
         self.flush()
 
-    def hear(self, events: Sequence[AnyEvent], times: list[float]) -> None:
+    def hear(self, events: Sequence[Skimmed], times: list[float]) -> None:
         """Note when the trainer last got somewhere. A note is no sign of that: a thread that only
         watches may write one."""
         for event, unix_s in zip(reversed(events), reversed(times), strict=True):
@@ -398,18 +417,27 @@ class _Batch:
     def forget_exit(self) -> None:
         self.changes |= {"exit": None, "exit_unix_s": None}
 
-    def show(self, events: Sequence[AnyEvent], times: list[float]) -> None:
+    def show(self, events: Sequence[Skimmed], times: list[float]) -> None:
         """Make log lines of the newest events: more than are kept cannot be seen.
 
         Within a session times never go back: they are of a monotonic clock, in the order of `seq`.
         """
-        shown = [row for row, e in enumerate(events) if type(e) not in (HostSample, GpuSample)]
-        self.lines += [
-            LogLine(unix_s=times[row], source=self.source, event=events[row])
-            for row in shown[-LOG_LINES_KEPT:]
-        ]
+        if self.source != "events":
+            self.asides += [
+                LogLine(unix_s=unix_s, source=self.source, event=event)  # type: ignore[arg-type]
+                for event, unix_s in zip(events, times, strict=True)
+                if type(event) not in _READINGS
+            ]
+        shown = (
+            LogLine(unix_s=times[row], source=self.source, event=events[row])  # type: ignore[arg-type]
+            for row in range(len(events) - 1, -1, -1)
+            if type(events[row]) not in _NOT_SHOWN
+        )
+        self.lines += reversed(list(islice(shown, LOG_LINES_KEPT)))
 
     def take(self, event: AnyEvent, unix_s: float) -> None:
+        if isinstance(event, AlertRaised | AlertCleared | Compiled | RunStarted):
+            self.marks.append(LogLine(unix_s=unix_s, source=self.source, event=event))
         match event:
             case RunStarted():
                 self.flush()
@@ -486,8 +514,13 @@ class _Batch:
     def flush(self) -> None:
         """Turn the steps and readings gathered so far, all of one session, into rows."""
         if self.steps:
-            times = [self.unix_s(step) for step in self.steps]
-            self.changes["steps"] = self.get("steps").extended_by(_columns(self.steps, times))
+            opened_s = self.clock.unix_s if self.clock else 0.0
+            times = [opened_s + step.t_s for step in self.steps]
+            table: Table = self.get("steps")
+            clock_s = accumulate([table.last("clock_s") or times[0], *times], max)
+            columns = {**_columns(self.steps, times), "clock_s": list(clock_s)[1:]}
+            self.changes["steps"] = table.extended_by(columns)
+            self.changes["phases"] = phases_of(self.steps[-1])
             self.steps = []
         if self.hosts:
             self.changes["hosts"] = self.extended(self.get("hosts"), self.hosts)
@@ -514,17 +547,19 @@ class _Batch:
         A reading without a value was either not taken at that tick, and keeps the one it had, or it
         is gone. The first sample of those that lack it says why, the others do not repeat it.
         """
-        unknown = {n for n in samples[0].__struct_fields__ if n not in _NOT_A_READING}
+        said: dict[str, tuple[int, str]] = {}
+        for row, sample in enumerate(samples):
+            if sample.absent:
+                said |= {name: (row, reason) for name, reason in sample.absent.items()}
+        fields = [n for n in samples[0].__struct_fields__ if n not in _NOT_A_READING]
         values: dict[str, Any] = {}
-        reasons: dict[str, str] = {}
-        for sample in reversed(samples):
-            for name, reason in sample.absent.items():
-                if name not in values:
-                    reasons.setdefault(name, reason)
-            unknown -= reasons.keys()
-            found = {n: v for n in unknown if (v := getattr(sample, n)) is not None}
-            values |= found
-            unknown -= found.keys()
+        for name in fields:
+            for row in range(len(samples) - 1, said.get(name, (-1,))[0], -1):
+                if (value := getattr(samples[row], name)) is not None:
+                    values[name] = value
+                    break
+        reasons = {name: reason for name, (_, reason) in said.items() if name not in values}
+        unknown = set(fields) - values.keys() - reasons.keys()
         if before is not None:
             values |= {n: v for n in unknown if (v := getattr(before, n)) is not None}
         known = {prefix + name for name in values}
@@ -541,6 +576,12 @@ class _Batch:
             notes = sorted([*known, *self.notes], key=itemgetter(0))
             self.changes["note_keys"] = tuple(key for key, _ in notes)
             self.changes["notes"] = tuple(note for _, note in notes)
+        if self.marks:
+            marks = [*self.view.marks, *self.marks]
+            self.changes["marks"] = tuple(sorted(marks, key=lambda line: line.key))
+        if self.asides:
+            asides = [*self.view.asides, *self.asides]
+            self.changes["asides"] = tuple(sorted(asides, key=lambda line: line.key))
         if self.lines:
             self.changes["lines"] = _newest_lines(self.view.lines, self.lines)
         self.drop_outdated()
@@ -566,7 +607,7 @@ class _Batch:
             self.forget_exit()
 
 
-def _columns(steps: Sequence[StepDone], times: list[float]) -> dict[str, Column]:
+def _columns(steps: Sequence[StepDone | StepRow], times: list[float]) -> dict[str, Column]:
     """STEP_FIELDS of many steps; written out because this is three times as fast as by name."""
     return {
         "step": [step.step for step in steps],
@@ -584,13 +625,19 @@ def _columns(steps: Sequence[StepDone], times: list[float]) -> dict[str, Column]
         "teacher_s": [step.teacher_s for step in steps],
         "position": [step.position for step in steps],
         "unix_s": times,
+        "tokens_per_s": [
+            step.tokens / step.step_s if step.step_s is not None and step.step_s > 0 else None
+            for step in steps
+        ],
     }
 
 
 def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:
     """The newest of both in the order of time."""
-    merged: Iterable[LogLine] = (*lines, *new)
+    merged = [*lines, *new]
     # Almost always the new lines are in order and the latest: then nothing has to be sorted.
-    if any(left.key > right.key for left, right in pairwise((*lines[-1:], *new))):
-        merged = sorted(merged, key=lambda line: line.key)
-    return tuple(merged)[-LOG_LINES_KEPT:]
+    times = [line.unix_s for line in merged]
+    of_one_log = len({line.source for line in merged}) == 1
+    if not all(map(le if of_one_log else lt, times, times[1:])):
+        merged.sort(key=lambda line: line.key)
+    return tuple(merged[-LOG_LINES_KEPT:])

@@ -1,36 +1,67 @@
 """Real screens of real runs, as SVG: `.venv/bin/python evidence/screenshots/make.py RUNS RUN`.
 
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
-in the folder RUNS, the screen of the run folder RUN at two sizes, and a flip of it before it starts.
+in the folder RUNS; the run folder RUN at two sizes, in a light theme and in one for the colour-blind;
+a flip of it before it starts; help and palette; and each of the screens that can be reached from
+everywhere (contracts, drills, findings, doctor), as they are in the folder where this is started.
 """
 
 import asyncio
 import sys
 from pathlib import Path
 
+from textual.command import CommandPalette
+from textual.widgets import OptionList
+
 from workbench.tui.app import WorkbenchApp
+from workbench.tui.places import PLACES
 
 HERE = Path(__file__).parent
+TOGETHER = 3
+"""How many runs the comparison is of."""
 
 
-async def save(path: Path, size: tuple[int, int], name: str, *keys: str) -> None:
-    app = WorkbenchApp([path], refresh_s=3600.0)
+async def save(
+    path: Path, size: tuple[int, int], name: str, *keys: str, theme: str = "dark"
+) -> None:
+    """Open the workbench on `path`, press keys, and save what is seen as `name`."""
+    app = WorkbenchApp([path], refresh_s=3600.0, theme=theme)
     async with app.run_test(size=size) as pilot:
-        await app.workers.wait_for_complete()
-        await pilot.pause()
-        await pilot.pause()
-        for key in keys:
-            await pilot.press(key)
+
+        async def settle() -> None:
             await app.workers.wait_for_complete()
             await pilot.pause()
+            await pilot.pause()
+
+        await settle()
+        for key in keys:
+            await pilot.press(key)
+            await settle()
+        if isinstance(app.screen, CommandPalette):
+            # The palette lists what it found a moment after it has opened.
+            while not app.screen.query_one(OptionList).option_count:
+                await pilot.pause()
+            await settle()
         (HERE / name).write_text(app.export_screenshot(title="apr-workbench"))
 
 
 async def main(runs: Path, run: Path) -> None:
-    await save(run, (120, 40), "run.svg")
+    wide = (120, 40)
+    await save(run, wide, "run.svg")
     await save(run, (80, 24), "run-80x24.svg")
+    await save(run, wide, "run-light.svg", theme="light")
+    await save(run, wide, "run-colourblind.svg", theme="colourblind-dark")
+    await save(run, wide, "run-colourblind-light.svg", theme="colourblind-light")
     await save(runs, (120, 20), "runs.svg")
-    await save(run, (120, 40), "flip.svg", "F")
+    await save(runs, wide, "compare.svg", *["space"] * TOGETHER, "c")
+    await save(runs, wide, "new-run.svg", "n")
+    await save(run, wide, "flip.svg", "F")
+    await save(run, wide, "help.svg", "question_mark")
+    await save(run, wide, "palette.svg", "ctrl+p")
+    for place in PLACES:
+        if place.key:
+            await save(run, wide, f"{place.name}.svg", place.key)
 
 
-asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import ClassVar
 
 from textual import on
-from textual.app import App
 from textual.binding import Binding, BindingType
-from textual.filter import LineFilter
 
 from engine.runlog.folder import RunFolder, is_run
-from workbench.feed import RunFeed, RunsFeed
+from workbench.feed import RunFeed
 from workbench.tui.context import Context
 from workbench.tui.places import PLACES, place
-from workbench.tui.printable import Printable
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.screens.runs import RunsScreen
+from workbench.tui.shell import Shell
+from workbench.tui.themes import OWN_NAMES
 
 
 def refresh_seconds(environ: Mapping[str, str]) -> float:
@@ -25,14 +24,14 @@ def refresh_seconds(environ: Mapping[str, str]) -> float:
     return 2.0 if environ.get("SSH_CONNECTION") or environ.get("TMUX") else 1.0
 
 
-class WorkbenchApp(App[None]):
+class WorkbenchApp(Shell):
     """Shows one run when exactly one run folder was named, else the list of runs."""
 
     TITLE = "apr-workbench"
-    ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(place.key, f"visit('{place.name}')", place.name, show=False, tooltip=place.tooltip)
         for place in PLACES
+        if place.key
     ]
 
     def __init__(
@@ -42,20 +41,22 @@ class WorkbenchApp(App[None]):
         refresh_s: float = 1.0,
         read_only: bool = False,
         ascii_only: bool = False,
+        theme: str = OWN_NAMES[0],
     ) -> None:
-        super().__init__()
+        super().__init__(theme=theme, read_only=read_only, ascii_only=ascii_only)
         self.context = Context(tuple(paths), refresh_s, read_only, ascii_only)
-        self._printable = Printable(ascii_only=ascii_only)
-
-    def get_line_filters(self) -> Sequence[LineFilter]:
-        return [*super().get_line_filters(), self._printable]
 
     def on_mount(self) -> None:
         folders = self.context.folders
         if len(folders) == 1 and is_run(folders[0]):
-            self._open(RunFolder(folders[0]))
+            self.open_folder(RunFolder(folders[0]))
         else:
-            self.push_screen(RunsScreen(RunsFeed(folders), refresh_s=self.context.refresh_s))
+            self.push_screen(RunsScreen(self.context))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "visit" and self.read_only:
+            return not place(str(parameters[0])).acts
+        return True
 
     def action_visit(self, name: str) -> None:
         """Open a place; the one that is on screen already stays as it is."""
@@ -68,12 +69,14 @@ class WorkbenchApp(App[None]):
     @on(RunsScreen.Opened)
     def open_run(self, message: RunsScreen.Opened) -> None:
         """Put the screen of a run over the list."""
-        self._open(message.run)
+        self.open_folder(message.run)
 
-    def _open(self, run: RunFolder) -> None:
+    def open_folder(self, run: RunFolder) -> None:
+        """Put the screen of a run over what is shown."""
         self.push_screen(
             RunScreen(
-                RunFeed(run),
+                # The time line reads the columns itself, for what it shows.
+                RunFeed(run, columns={}),
                 refresh_s=self.context.refresh_s,
                 read_only=self.context.read_only,
                 ascii_only=self.context.ascii_only,

@@ -35,9 +35,9 @@ Row = tuple[Span, ...]
 class Glyphs:
     """The characters of one alphabet."""
 
-    traces: tuple[str, str, str]
-    """How the first, second and third trace look in the legend; the first character of each is its
-    dot in ASCII."""
+    traces: tuple[str, ...]
+    """How each of up to six traces looks in the legend; the first character of each is its dot in
+    ASCII."""
     mark: str
     cross: str
     level: str
@@ -53,7 +53,7 @@ class Glyphs:
 
 
 UNICODE = Glyphs(
-    traces=("⣤⣤", "⠤ ⠤", "⠄⠄⠄"),
+    traces=("⣤⣤", "⠤ ⠤", "⠄⠄⠄", "⠤⠄⠤", "⠤⠤ ", "⠄ ⠄"),
     mark="◆",
     cross="×",
     level="╌",
@@ -66,7 +66,7 @@ UNICODE = Glyphs(
     down_tick="┬",
 )
 ASCII = Glyphs(
-    traces=("#", "o", "."),
+    traces=("#", "o", ".", "*", "=", "~"),
     mark="H",
     cross="X",
     level="-",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from workbench.jobs import Jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +20,5 @@ class Context:
     """Nothing may be started, stopped, killed or written."""
     ascii_only: bool = False
     """Only ASCII characters may be drawn."""
+    jobs: Jobs = field(default_factory=Jobs, compare=False)
+    """The commands that keys have started."""

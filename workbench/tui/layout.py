@@ -3,10 +3,11 @@ size.
 
     status   below 40 x 10      the status line and nothing else
     single   below 18 rows      one pane, chosen by its digit
-    tabs     below 100 x 36     the loss plot and one pane, chosen by its digit
+    tabs     below 100 x 36     the time line and one pane, chosen by its digit
     grid     from  100 x 36     the panes that are looked at most; the result when there is one, or
-                                when it is chosen; checks or kernels in the place of decisions and
-                                result when they are chosen, and beside them from 52 rows
+                                when it is chosen; alerts while one stands; checks, kernels or alerts
+                                in the place of decisions and result when they are chosen, and checks
+                                and kernels beside them from 52 rows
 
 A zoomed pane is alone in every mode.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PANES = ("loss", "pace", "device", "decisions", "log", "result", "checks", "kernels")
+PANES = ("loss", "pace", "device", "decisions", "log", "result", "checks", "kernels", "alerts")
 """In the order of their digits, from 1."""
 
 TALL = 52
@@ -27,10 +28,17 @@ class Layout:
     panes: frozenset[str]
 
 
-def arrange(width: int, height: int, *, chosen: str, zoomed: bool, ended: bool) -> Layout:
+def is_tiny(width: int, height: int) -> bool:
+    """Whether a terminal has no room for anything but the first line of a screen."""
+    return width < 40 or height < 10
+
+
+def arrange(
+    width: int, height: int, *, chosen: str, zoomed: bool, ended: bool, alerts: bool = False
+) -> Layout:
     """The mode and the visible panes."""
     assert chosen in PANES, chosen
-    if width < 40 or height < 10:
+    if is_tiny(width, height):
         return Layout("status", frozenset())
     if height < 18:
         return Layout("single", frozenset({chosen}))
@@ -42,8 +50,11 @@ def arrange(width: int, height: int, *, chosen: str, zoomed: bool, ended: bool) 
     panes = set(PANES[:5])
     if ended or chosen == "result":
         panes.add("result")
+    elif alerts:
+        # A result names them itself.
+        panes.add("alerts")
     if height >= TALL:
         panes |= {"checks", "kernels"}
-    elif chosen in ("checks", "kernels"):
+    elif chosen in ("checks", "kernels", "alerts"):
         panes = panes - {"decisions", "result"} | {chosen}
     return Layout(mode, frozenset(panes))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from textual.message import Message
 
-from workbench.feed import RunsSnapshot, Snapshot
+from workbench.compared import Comparison
+from workbench.feed import Snapshot
 from workbench.flips import FlipSnapshot
+from workbench.listing import Listing
+from workbench.runs_feed import RunsSnapshot
 
 
 class RunPolled(Message):
@@ -24,6 +27,25 @@ class RunsPolled(Message):
         super().__init__()
         self.snapshot = snapshot
         self.behind = snapshot.behind
+
+
+class ComparePolled(Message):
+    """Several runs as a poll found them."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__()
+        self.comparison = comparison
+        self.behind = comparison.behind
+
+
+class ListPolled(Message):
+    """A list as a poll found it."""
+
+    behind = False
+
+    def __init__(self, listing: Listing) -> None:
+        super().__init__()
+        self.listing = listing
 
 
 class FlipPolled(Message):

@@ -39,8 +39,12 @@ DRAWN: tuple[Callable[[int], bool], ...] = (
     lambda x: True,
     lambda x: x % 8 < 5,
     lambda x: x % 2 == 0,
+    lambda x: x % 8 < 4 or x % 8 == 6,
+    lambda x: x % 16 < 12,
+    lambda x: x % 4 == 0,
 )
-"""Which dot columns a trace uses: the first is solid, the second dashed, the third dotted."""
+"""Which dot columns a trace uses: the first is solid, the second dashed, the third dotted, and then
+dashes with dots, long dashes, and few dots."""
 
 
 def render_plot(
@@ -65,7 +69,7 @@ def render_plot(
     assert len(traces) <= len(DRAWN), f"{len(traces)} traces, and forms for {len(DRAWN)}"
     if not traces and not marks:
         return centred("nothing logged yet", width, height)
-    span = _span_of(traces, marks, levels, log_y, clip)
+    span = span_of(traces, marks, levels, log_y, clip)
     legend = legend_items(traces, marks, mark_name, levels, span, log_y, glyphs, format_y)
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return legend_rows(legend, width, height, pad=True)
@@ -75,29 +79,29 @@ def render_plot(
         return [*head, *centred(words, width, height - len(head))]
 
     rows = height - len(head) - 2
-    y_labels = _y_labels(Axis(*span, rows, log_y), rows)
-    margin = max(4, *(len(text) for text in y_labels.values()))
+    labels = y_labels(Axis(*span, rows, log_y), rows)
+    margin = max(4, *(len(text) for text in labels.values()))
     canvas = Canvas(width - margin - 2, rows, ascii_only=ascii_only)
     xs = [x for t in traces for b in t.buckets for x in (b.x_first, b.x_last)]
     xs += [mark.x for mark in marks]
     x_axis = Axis(min(xs), max(xs), canvas.dots_across)
     y_axis = Axis(*span, canvas.dots_up, log_y)
-    _draw_levels(canvas, levels, span, y_axis, glyphs)
+    draw_levels(canvas, levels, span, y_axis, glyphs)
     for form in reversed(range(len(traces))):
-        _draw_trace(canvas, traces[form].buckets, x_axis, y_axis, form, glyphs)
-    _draw_marks(canvas, marks, x_axis, y_axis, glyphs)
-    _draw_crosses(canvas, traces, x_axis, glyphs)
-    _name_levels(canvas, levels, y_axis)
+        draw_trace(canvas, traces[form].buckets, x_axis, y_axis, form, glyphs, traces[form].gap)
+    draw_marks(canvas, marks, x_axis, y_axis, glyphs)
+    draw_crosses(canvas, traces, x_axis, glyphs)
+    name_levels(canvas, levels, y_axis)
 
     lines = []
     for row in range(rows):
-        edge = glyphs.tick if row in y_labels else glyphs.vertical
-        label = Span(f"{y_labels.get(row, ''):>{margin}} {edge}", "axis")
+        edge = glyphs.tick if row in labels else glyphs.vertical
+        label = Span(f"{labels.get(row, ''):>{margin}} {edge}", "axis")
         lines.append(fit([label, *canvas.text(row)], width))
     return [*head, *lines, *_x_labels(x_axis, margin, canvas, glyphs, width)]
 
 
-def _span_of(
+def span_of(
     traces: Sequence[Trace],
     marks: Sequence[Mark],
     levels: Sequence[Level],
@@ -122,7 +126,7 @@ def _span_of(
     return min([low, *near]), max([high, *near])
 
 
-def _draw_levels(
+def draw_levels(
     canvas: Canvas,
     levels: Sequence[Level],
     span: tuple[float, float],
@@ -136,7 +140,7 @@ def _draw_levels(
                 canvas.char(column, canvas.cell(0, dot)[1], glyphs.level, "level")
 
 
-def _name_levels(canvas: Canvas, levels: Sequence[Level], y_axis: Axis) -> None:
+def name_levels(canvas: Canvas, levels: Sequence[Level], y_axis: Axis) -> None:
     """Write the name of each level on its line, at the end that no trace has covered."""
     for level in levels:
         dot = y_axis.dot(level.y)
@@ -164,13 +168,24 @@ def _line(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
     ]
 
 
-def _draw_trace(
-    canvas: Canvas, buckets: Sequence[Bucket], x_axis: Axis, y_axis: Axis, form: int, glyphs: Glyphs
+def draw_trace(
+    canvas: Canvas,
+    buckets: Sequence[Bucket],
+    x_axis: Axis,
+    y_axis: Axis,
+    form: int,
+    glyphs: Glyphs,
+    gap: float = math.inf,
 ) -> None:
+    """Draw one trace; points that are further apart than `gap` on x are not joined."""
     role, char = f"trace{form}", glyphs.traces[form][0]
     before: tuple[int, int, int] | None = None
+    last_x = math.inf
     for bucket in buckets:
         x = _x_dot(x_axis, (bucket.x_first + bucket.x_last) / 2)
+        if before is not None and bucket.x_first - last_x > gap:
+            before = None
+        last_x = bucket.x_last
         if bucket.low is None or bucket.high is None:
             before = None
             continue
@@ -196,7 +211,7 @@ def _draw_trace(
         before = None if bucket.non_finite else (x, low, high)
 
 
-def _draw_marks(
+def draw_marks(
     canvas: Canvas, marks: Sequence[Mark], x_axis: Axis, y_axis: Axis, glyphs: Glyphs
 ) -> None:
     for mark in marks:
@@ -207,7 +222,7 @@ def _draw_marks(
             canvas.char(column, canvas.cell(0, y)[1], glyphs.mark, "mark")
 
 
-def _draw_crosses(canvas: Canvas, traces: Sequence[Trace], x_axis: Axis, glyphs: Glyphs) -> None:
+def draw_crosses(canvas: Canvas, traces: Sequence[Trace], x_axis: Axis, glyphs: Glyphs) -> None:
     for trace in traces:
         for bucket in trace.buckets:
             if bucket.non_finite:
@@ -215,7 +230,7 @@ def _draw_crosses(canvas: Canvas, traces: Sequence[Trace], x_axis: Axis, glyphs:
                 canvas.char(canvas.cell(x, 0)[0], 0, glyphs.cross, "cross")
 
 
-def _y_labels(axis: Axis, rows: int) -> dict[int, str]:
+def y_labels(axis: Axis, rows: int) -> dict[int, str]:
     """The text beside each row that has one; rows count from the top."""
     placed = [(axis.dot(tick.value), tick) for tick in axis.ticks(max(2, rows // 3))]
     return {rows - 1 - dot: tick.text for dot, tick in placed if dot is not None}

@@ -1,15 +1,16 @@
 """A flip: choose what to test, see the plan, and follow its pairs to the verdict.
 
 Before it starts, a list of what the run itself suggests (its alerts first) fills a form that can be
-changed; the plan below is the one that would be registered. Enter starts it. From then on the screen
-shows the flip's folder, and leaving it ends nothing: F finds a flip of this run that goes on again.
+changed; below it is the plan that would be registered, with the time, memory and GPUs that it takes,
+as `engine flip --dry-run` says. Enter starts it. From then on the screen shows the flip's folder. The
+flip is a process of its own: leaving the screen, ctrl+c and closing the workbench end nothing, and F or
+the list of flips finds it again; only ctrl+x ends it, with what was measured.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,159 +18,250 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.widgets import Input, OptionList, Static
-from textual.widgets.option_list import Option
+from textual.message import Message
+from textual.timer import Timer
+from textual.widgets import Static
 
-from engine.errors import EngineError, UsageError
-from engine.experiments.amounts import parse_time
-from engine.experiments.text import ASCII, UNICODE, verdict_lines
+from engine.errors import EngineError
+from engine.experiments.amounts import parse_share, parse_time
 from engine.runlog.folder import RunFolder
-from workbench.flips import FlipFeed, FlipSnapshot, going_on, plan_of
-from workbench.launch import StartedFlip, keep_flip, start_flip
-from workbench.suspicions import Suspicion
-from workbench.tui.messages import CommandEnded, FlipPolled
+from workbench.feed import RunFeed
+from workbench.flips import (
+    FLIPS,
+    FlipFeed,
+    FlipSnapshot,
+    flip_lines,
+    going_on,
+    plan_of,
+    without_seed,
+)
+from workbench.launch import StartedFlip, check_flip, start_flip
+from workbench.suspicions import Suspicion, settings_of, suspicions
+from workbench.tui.messages import FlipPolled
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import PollingScreen
+from workbench.tui.widgets.flip_form import FlipForm, Wanted
+from workbench.tui.widgets.forest_plot import ForestPlot
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.words_view import WordsView
 
-FLIPS = Path("flips")
+CHECK_AFTER_S = 0.4
+"""Without typing, until the engine is asked whether both arms can be run."""
+SHORT = 18
+"""Rows below which nothing has a border."""
 NOTES = (
     "A flip runs this spec twice in turn, A as it is and B with one setting changed, until the",
     "interval of B/A lies on one side of the margin, or inside it. The plan is registered first.",
     "",
     "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says how many pairs it would take;",
-    "`measured` needs controls of the last day (engine flip --controls run), else it is a `screen`.",
+    "`measured` needs controls of the last day (controls: run makes them), else it is a `screen`.",
+    "",
+    "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it goes on, and E",
+    "lists it. ctrl+x ends it with what was measured.",
 )
 
 
-class FlipScreen(PollingScreen):
-    """Form and progress of a flip of one run."""
+class PlanChecked(Message):
+    """What the engine says of the form."""
 
+    def __init__(self, wanted: Wanted, lines: list[str], *, refused: bool) -> None:
+        super().__init__()
+        self.wanted, self.lines, self.refused = wanted, lines, refused
+
+
+class Suggested(Message):
+    """What a run suggests."""
+
+    def __init__(self, found: tuple[Suspicion, ...]) -> None:
+        super().__init__()
+        self.found = found
+
+
+class FlipScreen(PollingScreen):
+    """Form and progress of a flip of one run; with `folder`, a flip that there is."""
+
+    AUTO_FOCUS = ""
+    ACTING = frozenset({"start", "stop", "keep"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "start", "start", tooltip="register the plan and run it"),
-        Binding("tab", "app.focus_next", "edit", tooltip="go through the fields"),
+        Binding("tab", "edit", "edit", tooltip="go through the fields"),
         Binding("ctrl+x", "stop", "stop", tooltip="end the flip with what was measured"),
-        Binding("ctrl+w", "keep", "to a finding", tooltip="begin a five-whys finding with it"),
-        Binding("escape", "back", "back", tooltip="back to the run; a flip goes on"),
+        Binding(
+            "ctrl+w", "keep", "to a finding", tooltip="put its verdict into a five-whys finding"
+        ),
+        Binding("escape", "back", "back", tooltip="back to where you were; a flip goes on"),
         Binding("f1", "help", "help", tooltip="this help"),
     ]
     CSS = """
     FlipScreen {
-        #head { height: auto; padding: 0 1; background: $panel; text-style: bold; }
-        #form { height: 1fr; padding: 0 1; }
-        #form Input { height: 1; border: none; padding: 0; background: $surface; }
-        #form Input:focus { background: $primary 30%; }
-        #form .label { height: 1; color: $text-muted; }
-        OptionList { height: auto; max-height: 40%; border: round $foreground 40%; }
-        OptionList:focus { border: heavy $primary; }
-        #plan { height: auto; margin-top: 1; }
+        #head {
+            height: auto; max-height: 2; padding: 0 1; background: $panel; text-style: bold;
+        }
+        #before { height: 1fr; }
+        FlipForm { height: auto; max-height: 70%; }
+        #said { height: 1fr; padding: 0 1; border-top: solid $foreground 40%; }
         #flip { display: none; height: 1fr; padding: 0 1; }
+        #told { height: 1fr; scrollbar-size-vertical: 1; }
+        #said.-refused #plan { color: $text-error; }
     }
-    FlipScreen.-begun #form { display: none; }
+    FlipScreen.-short {
+        OptionList, OptionList:focus { border: none; max-height: 3; }
+        #said { border-top: none; }
+        ForestPlot { margin-bottom: 0; }
+    }
+    FlipScreen.-begun #before { display: none; }
     FlipScreen.-begun #flip { display: block; }
     """
 
     def __init__(
         self,
-        run: RunFolder,
-        found: Sequence[Suspicion],
+        run: RunFolder | None,
+        found: tuple[Suspicion, ...] | None = None,
         *,
         refresh_s: float,
         ascii_only: bool,
-        flips: Path = FLIPS,
+        flips: Path = Path(FLIPS),
+        folder: Path | None = None,
+        about: str = "",
     ) -> None:
+        """`found` is what the run suggests, read from it where it is None; `about` names the knob or
+        the alert whose line the cursor begins on."""
         super().__init__(refresh_s)
-        self._run, self._found, self._flips = run, tuple(found), flips
+        assert run is not None or folder is not None, "a run to flip, or a flip"
+        self._run, self._found, self._flips, self._about = run, found, flips, about
         self._ascii_only = ascii_only
-        self._feed: FlipFeed | None = None
+        self._feed: FlipFeed | None = None if folder is None else FlipFeed(folder)
         self._started: StartedFlip | None = None
         self._snapshot: FlipSnapshot | None = None
-        self._looked = False
+        self._looked = folder is not None
+        self._called = run.name if run is not None else folder.name if folder is not None else ""
+        self._timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(f"flip {self._run.name}: what is to be tested?", id="head", markup=False)
-        with Vertical(id="form"):
-            options = [Option(f"{s.assignment}   {s.source}") for s in self._found]
-            yield OptionList(*options, markup=False)
-            yield Static("B differs in (knob=value)", classes="label")
-            yield Input(id="assignment", compact=True, placeholder="teacher.backend=quantized")
-            yield Static("hypothesis", classes="label")
-            yield Input(id="hypothesis", compact=True)
-            yield Static("budget of all pairs", classes="label")
-            yield Input("5m", id="budget", compact=True)
-            yield Static(id="plan", markup=False)
-        with VerticalScroll(id="flip"):
-            yield Static(id="progress", markup=False)
+        yield Static(f"flip {self._called}: what is to be tested?", id="head", markup=False)
+        with Vertical(id="before"):
+            yield FlipForm(about=self._about)
+            with VerticalScroll(id="said", can_focus=False):
+                yield WordsView(id="plan")
+        with Vertical(id="flip"):
+            yield ForestPlot(ascii_only=self._ascii_only)
+            with VerticalScroll(id="told"):
+                yield WordsView(id="progress")
         yield KeyBar()
 
     def on_mount(self) -> None:
         super().on_mount()
-        options = self.query_one(OptionList)
-        options.display = bool(self._found)
-        if self._found:
-            options.highlighted = 0
-            options.focus()
-        else:
-            self.query_one("#assignment", Input).focus()
+        if self._feed is None and self._found is not None:
+            self.query_one(FlipForm).found = self._found
+
+    def on_resize(self) -> None:
+        super().on_resize()
+        self.set_class(self.size.height < SHORT, "-short")
 
     def poll(self) -> FlipPolled:
-        if not self._looked:
+        if not self._looked and self._run is not None:
             self._looked = True
             folder = going_on(self._flips, self._run.path)
             if folder is not None:
                 self._feed = FlipFeed(folder)
+            elif self._found is None:
+                view = RunFeed(self._run).read_all().view
+                self.post_message(Suggested(suspicions(view, settings_of(self._run))))
         return FlipPolled(None if self._feed is None else self._feed.poll())
 
     # Before it starts
 
-    def _value(self, name: str) -> str:
-        return self.query_one(f"#{name}", Input).value.strip()
+    @on(Suggested)
+    def suggest(self, message: Suggested) -> None:
+        self.query_one(FlipForm).found = message.found
 
-    @on(OptionList.OptionHighlighted)
-    def fill(self, event: OptionList.OptionHighlighted) -> None:
-        """The form says what the line under the cursor suggests."""
-        suspicion = self._found[event.option_index]
-        self.query_one("#assignment", Input).value = suspicion.assignment
-        self.query_one("#hypothesis", Input).value = suspicion.hypothesis
+    @on(FlipForm.Changed)
+    def preview(self, message: FlipForm.Changed) -> None:
+        """The plan, or what is wrong with it, as it is typed; a moment later what it takes."""
+        if self._timer is not None:
+            self._timer.stop()
+        wanted = message.wanted
+        problem = wanted.problem()
+        plan: list[str] | str = problem
+        if not problem and self._run is not None:
+            plan = plan_of(
+                self._run.path,
+                wanted.assignment,
+                wanted.hypothesis,
+                parse_time("budget", wanted.budget),
+                margin=parse_share("margin", wanted.margin),
+                steps=int(wanted.steps),
+            )
+        if isinstance(plan, str):
+            self._say([plan], refused=bool(wanted.assignment))
+            return
+        self._say([*plan, "", "asking the engine what it takes"], refused=False)
+        self._timer = self.set_timer(CHECK_AFTER_S, lambda: self._check(wanted))
 
-    @on(Input.Changed)
-    def preview(self) -> None:
-        """The plan, or what is wrong with it, as it is typed."""
-        self.query_one("#plan", Static).update("\n".join(self._plan_words()))
+    def _say(self, lines: list[str], *, refused: bool) -> None:
+        self.query_one("#plan", WordsView).lines = tuple(lines)
+        self.query_one("#said").set_class(refused, "-refused")
 
-    def _plan_words(self) -> list[str]:
-        if not self._value("assignment"):
-            return ["name one setting and its other value; `engine spec` lists them"]
-        try:
-            budget_s = parse_time("budget", self._value("budget"))
-        except UsageError as problem:
-            return [str(problem)]
-        plan = plan_of(
-            self._run.path, self._value("assignment"), self._value("hypothesis"), budget_s
-        )
-        return [plan] if isinstance(plan, str) else plan
+    def _check(self, wanted: Wanted) -> None:
+        """Ask the engine, in a thread, whether both arms can be run."""
+        run = self._run
+        if run is None:
+            return
 
-    @on(Input.Submitted)
-    @on(OptionList.OptionSelected)
+        def work() -> None:
+            try:
+                lines = check_flip(
+                    run.path,
+                    wanted.assignment,
+                    self._new_folder(wanted),
+                    hypothesis=wanted.hypothesis,
+                    budget=wanted.budget,
+                    options=wanted.options,
+                )
+                self.post_message(PlanChecked(wanted, without_seed(lines), refused=False))
+            except (EngineError, OSError) as problem:
+                self.post_message(PlanChecked(wanted, str(problem).splitlines(), refused=True))
+
+        threading.Thread(target=work, name="engine-plan", daemon=True).start()
+
+    @on(PlanChecked)
+    def show_plan(self, message: PlanChecked) -> None:
+        """What the engine says, unless the form says something else by now."""
+        if message.wanted == self.query_one(FlipForm).wanted:
+            self._say(message.lines, refused=message.refused)
+
+    def _new_folder(self, wanted: Wanted) -> Path:
+        knob = wanted.assignment.partition("=")[0].replace(".", "-") or "flip"
+        return (self._flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
+
+    @on(FlipForm.Sent)
+    async def start_by_enter(self) -> None:
+        # Not the method itself: read-only mode refuses the action.
+        await self.run_action("start")
+
     def action_start(self) -> None:
         """Start what the form says."""
-        if self._feed is not None:
+        if self._feed is not None or self._run is None:
             return
-        knob = self._value("assignment").partition("=")[0].replace(".", "-") or "flip"
-        folder = self._flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}"
+        wanted = self.query_one(FlipForm).wanted
+        problem = wanted.problem()
+        if problem:
+            self.notify(problem, severity="error", timeout=15, markup=False)
+            return
+        folder = self._new_folder(wanted)
         try:
-            parse_time("budget", self._value("budget"))
             self._started = start_flip(
                 self._run.path,
-                self._value("assignment"),
-                folder.absolute(),
-                hypothesis=self._value("hypothesis"),
-                budget=self._value("budget"),
+                wanted.assignment,
+                folder,
+                hypothesis=wanted.hypothesis,
+                budget=wanted.budget,
+                options=wanted.options,
             )
-        except EngineError as problem:
-            self.notify(str(problem), severity="error", timeout=15, markup=False)
+        except EngineError as error:
+            self.notify(str(error), severity="error", timeout=15, markup=False)
             return
-        self._feed = FlipFeed(folder.absolute(), self._started)
+        self._feed = FlipFeed(folder, self._started)
         self.tick()
 
     # From then on
@@ -181,70 +273,51 @@ class FlipScreen(PollingScreen):
         self.draw_keys()
         if snapshot is None:
             return
-        self.set_class(True, "-begun")
-        if self.focused is not None:
-            self.set_focus(None)
-        self.query_one("#head", Static).update(f"flip of {self._run.name}: {self._state(snapshot)}")
-        lines = snapshot.lines()
-        if snapshot.verdict is not None:
-            drawn = ASCII if self._ascii_only else UNICODE
-            lines += ["", *verdict_lines(snapshot.verdict, characters=drawn)]
-        if snapshot.error:
-            lines += ["", snapshot.error]
-        lines += ["", f"folder: {snapshot.folder}"]
-        self.query_one("#progress", Static).update("\n".join(lines))
-
-    @staticmethod
-    def _state(snapshot: FlipSnapshot) -> str:
-        if snapshot.verdict is not None and not snapshot.going_on:
-            return f"{snapshot.verdict['verdict']} ({snapshot.verdict['class']})"
-        if snapshot.going_on:
-            return snapshot.arm
-        return "it ended without a verdict" if snapshot.plan else "refused"
+        if not self.has_class("-begun"):
+            self.set_class(True, "-begun")
+            self.call_after_refresh(self.query_one("#told").focus)
+        self.query_one("#head", Static).update(f"flip {self._called}: {snapshot.state}")
+        self.query_one(ForestPlot).snapshot = snapshot
+        lines = flip_lines(snapshot, ascii_only=self._ascii_only)[1:]
+        self.query_one("#progress", WordsView).lines = tuple(lines)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         snapshot = self._snapshot
-        if action in ("start", "app.focus_next"):
+        if action in ("start", "edit"):
             return self._feed is None
         if action == "stop":
             return self._started is not None and self._started.is_alive
         if action == "keep":
-            return snapshot is not None and snapshot.verdict is not None and not snapshot.going_on
+            return (
+                snapshot is not None
+                and snapshot.plan is not None
+                and snapshot.verdict is not None
+                and not snapshot.going_on
+            )
         return True
+
+    def action_edit(self) -> None:
+        self.focus_next()
 
     def action_stop(self) -> None:
         if self._started is not None:
             self._started.stop()
 
     def action_keep(self) -> None:
-        snapshot = self._snapshot
-        if snapshot is None or snapshot.plan is None:
-            return
-        hypothesis, folder = snapshot.plan.hypothesis, snapshot.folder
-        self._command("keep", lambda: keep_flip(folder, hypothesis) or "kept in ./evidence")
+        # Evidence is no part of the first frame.
+        from workbench.tui.screens.keep_flip import keep_form
+
+        if self._snapshot is not None and self._snapshot.verdict is not None:
+            self.app.push_screen(keep_form(self._snapshot), self._kept)
+
+    def _kept(self, said: str | None) -> None:
+        if said is not None:
+            self.notify(said, timeout=10, markup=False)
 
     def action_back(self) -> None:
+        if self._snapshot is not None and self._snapshot.going_on:
+            self.app.notify("the flip goes on; E lists it", markup=False)
         self.app.pop_screen()
 
     def action_help(self) -> None:
         self.app.push_screen(HelpScreen("help: flip", bindings_of(self), NOTES))
-
-    def _command(self, name: str, call: Callable[[], str]) -> None:
-        def work() -> None:
-            try:
-                message = CommandEnded(call(), failed=False)
-            except EngineError as error:
-                message = CommandEnded(str(error), failed=True)
-            self.post_message(message)
-
-        threading.Thread(target=work, name=f"engine-{name}", daemon=True).start()
-
-    @on(CommandEnded)
-    def say(self, message: CommandEnded) -> None:
-        """What the engine answered."""
-        self.notify(
-            message.text,
-            severity="error" if message.failed else "information",
-            timeout=10,
-            markup=False,
-        )

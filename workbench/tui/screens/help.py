@@ -1,51 +1,118 @@
-"""All keys of the screen below, from the same table that dispatches them, and what its signs
-mean."""
+"""Help: what the focused widget shows and which keys it has, then the keys of the screen below, then
+those that work everywhere, from the same tables that dispatch them; last what the signs mean.
+
+A widget says what it shows in `HELP`, in Markdown: a heading, which is its name, and paragraphs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
+from textual.content import Content
+from textual.dom import DOMNode
+from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
 from textual.widgets import Static
 
+from workbench.tui.keys import active_keys, is_offered, is_refused
 from workbench.tui.widgets.key_bar import grouped
 
+WIDTH = 80
+AROUND = 10
+"""Cells of a row that border, padding and scroll bar take."""
+READ_ONLY = "Read-only: no key starts, stops or changes a run, a flip or evidence."
 
-def key_lines(bindings: Sequence[Binding]) -> list[str]:
+
+def key_lines(bindings: Sequence[Binding], note: str = "") -> list[str]:
     """One line for each key, or range of keys."""
     return [
-        f"  {keys:<7} {members[0].tooltip or words}" for keys, words, members in grouped(bindings)
+        f"  {keys:<7} {members[0].tooltip or words}{note}"
+        for keys, words, members in grouped(bindings)
     ]
 
 
+def help_of(widget: Widget | None) -> tuple[str, list[str]] | None:
+    """Name and paragraphs of the innermost widget around `widget` that has help."""
+    around = [] if widget is None else widget.ancestors_with_self
+    for node in around:
+        text = node.HELP if isinstance(node, Widget) else None
+        if text:
+            heading, _, rest = text.strip().replace("`", "").partition("\n")
+            paragraphs = [" ".join(part.split()) for part in rest.split("\n\n")]
+            return heading.lstrip("# "), [part for part in paragraphs if part]
+    return None
+
+
 class HelpScreen(ModalScreen[None]):
-    """Shows help until a key closes it."""
+    """Shows help until a key closes it. `bindings` is the table of the screen below: a key of it
+    that would do nothing now is listed, too, and says so."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,question_mark,enter", "dismiss", "close"),
+        Binding("escape,q,question_mark,f1,enter", "dismiss", "close"),
     ]
     CSS = """
     HelpScreen { align: center middle; }
     HelpScreen > VerticalScroll {
-        width: 76; max-width: 96%; height: auto; max-height: 90%; padding: 0 2;
+        width: 80; max-width: 96%; height: auto; max-height: 90%; padding: 0 2;
         border: heavy $primary; background: $surface;
     }
     """
 
     def __init__(self, title: str, bindings: Sequence[Binding], notes: Sequence[str]) -> None:
         super().__init__()
-        self._title = title
-        self._lines = ["Keys", *key_lines(bindings), "", *notes]
+        self._title, self._table, self._notes = title, bindings, notes
 
     def compose(self) -> ComposeResult:
+        below = self.app.screen_stack[-2]
+        width = max(20, min(WIDTH, self.app.size.width) - AROUND)
+        lines: list[Content] = []
+        for heading, words in self._sections(below):
+            lines += [Content.styled(heading, "bold"), *map(Content, _wrapped(words, width))]
+            lines.append(Content(""))
         with VerticalScroll() as box:
             box.border_title = self._title
             box.border_subtitle = "esc closes"
-            yield Static("\n".join(self._lines), markup=False)
+            yield Static(Content("\n").join([*lines, *map(Content, self._notes)]), markup=False)
+
+    def _sections(self, below: Screen[Any]) -> Iterator[tuple[str, list[str]]]:
+        """Heading and lines of each part, from the focused widget outwards."""
+        active = {keys.node: keys.bindings for keys in active_keys(below)}
+        inner: list[DOMNode] = [node for node in active if node not in (below, self.app)]
+        own = [binding for node in inner for binding in active[node]]
+        name, words = help_of(below.focused) or ("The chosen pane", [])
+        if words or own:
+            yield (
+                name,
+                [*words, "", *key_lines(own)] if words and own else [*words, *key_lines(own)],
+            )
+
+        shown = [b for b in self._table if not is_refused(self.app, below, b.action)]
+        now = [b for b in shown if is_offered(self.app, below, b.action)]
+        later = [b for b in shown if b not in now]
+        yield "On this screen", [*key_lines(now), *key_lines(later, "; not now")]
+
+        taken = {key for binding in (*own, *shown) for key in binding.key.split(",")}
+        rest = [b for b in active.get(self.app, ()) if not taken.issuperset(b.key.split(","))]
+        lines = key_lines(rest)
+        yield "Everywhere", [*lines, READ_ONLY] if getattr(self.app, "read_only", False) else lines
 
     async def action_dismiss(self, result: None = None) -> None:
         self.dismiss(result)
+
+
+def _wrapped(lines: Sequence[str], width: int) -> Iterator[str]:
+    """Lines of a width: words are indented, and what a key does goes on below what it does."""
+    for line in lines:
+        if not line:
+            yield ""
+            continue
+        is_key = line.startswith(" ")
+        indent = " " * 10 if is_key else "  "
+        yield from textwrap.wrap(
+            line, width, initial_indent="" if is_key else "  ", subsequent_indent=indent
+        )

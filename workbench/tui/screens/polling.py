@@ -6,11 +6,14 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from textual import work
-from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.widgets import Tooltip
+from textual.widgets._toast import ToastRack
 from textual.worker import Worker, get_current_worker
 
-from workbench.tui.messages import FlipPolled, RunPolled, RunsPolled
+from workbench.tui.keys import is_offered
+from workbench.tui.layout import is_tiny
+from workbench.tui.messages import ComparePolled, FlipPolled, ListPolled, RunPolled, RunsPolled
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 
 
@@ -21,9 +24,9 @@ class PollingScreen(Screen[None]):
     poll going on does nothing.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+c", "app.quit", "quit", show=False, priority=True),
-    ]
+    ACTING: ClassVar[frozenset[str]] = frozenset()
+    """The actions of this class that start, stop or change a run, a flip or evidence: read-only mode
+    has none of them."""
 
     def __init__(self, refresh_s: float) -> None:
         super().__init__()
@@ -31,10 +34,17 @@ class PollingScreen(Screen[None]):
         self._polling: Worker[None] | None = None
 
     @abstractmethod
-    def poll(self) -> RunPolled | RunsPolled | FlipPolled:
+    def poll(self) -> ComparePolled | RunPolled | RunsPolled | FlipPolled | ListPolled:
         """Read what is new; called in a thread, so it touches no widget."""
 
+    def on_resize(self) -> None:
+        """On a terminal too small for panes, show the first line of the screen alone, however many
+        rows it takes."""
+        self.set_class(is_tiny(*self.size), "-tiny")
+
     def on_mount(self) -> None:
+        own = [child for child in self.children if not isinstance(child, ToastRack | Tooltip)]
+        own[0].add_class("-first")
         self.set_interval(self._refresh_s, self.tick)
         self.draw_keys()
         self.tick()
@@ -49,7 +59,7 @@ class PollingScreen(Screen[None]):
         bindings = [
             binding
             for binding in bindings_of(self)
-            if binding.show and self.check_action(binding.action.partition("(")[0], ())
+            if binding.show and is_offered(self.app, self, binding.action)
         ]
         self.query_one(KeyBar).draw(bindings)
 

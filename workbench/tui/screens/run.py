@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import ClassVar
 
 from textual import on
@@ -12,30 +10,32 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import DescendantFocus, Resize
 from textual.widget import Widget
+from textual.widgets import Input
 
-from engine.errors import EngineError
 from engine.runlog.folder import RunFolder
-from workbench.feed import UNREADABLE, RunFeed, Snapshot
-from workbench.launch import resume_run, stop_run
-from workbench.suspicions import suspicions
+from workbench.feed import RunFeed, Snapshot
+from workbench.marks import FlipLook, FlipSeen, Happening, happenings
+from workbench.suspicions import Suspicion, settings_of, suspicions
 from workbench.tui.layout import PANES, Layout, arrange
-from workbench.tui.messages import CommandEnded, RunPolled
-from workbench.tui.screens.confirm import ConfirmScreen
+from workbench.tui.messages import RunPolled
+from workbench.tui.screens.acting import RESUME, STOP, ActingScreen, Target
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import PollingScreen
+from workbench.tui.screens.mark import MarkScreen
+from workbench.tui.screens.replaying import TICK_S, Replay, Replayed
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.ledger_pane import LedgerPane
 from workbench.tui.widgets.log_pane import LogPane
-from workbench.tui.widgets.loss_plot import LossPlot
-from workbench.tui.widgets.pace_pane import PacePane
 from workbench.tui.widgets.pane_tabs import PaneTabs
 from workbench.tui.widgets.status_line import StatusLine
 from workbench.tui.widgets.text_pane import TextPane
+from workbench.tui.widgets.timeline_pane import TimelinePane
 from workbench.words import (
+    alert_words,
     check_words,
     decision_words,
-    device_words,
     kernel_words,
+    machine_words,
     result_words,
 )
 
@@ -48,15 +48,19 @@ NOTES = (
     "  ◆ (H in ASCII)         held-out loss of the student",
     "  × (X in ASCII)         NaN or infinite: no line goes over it",
     "  ▾ ▴ (v ^ in ASCII)     off the axis",
-    "  dashed level           ln V, the loss of guessing; the teacher's",
+    "  dashed level           ln V, the loss of guessing; the share of it that CE has; the teacher's",
+    "Signs on the row of marks",
+    "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
     "",
+    "A replay shows every pane as it was: arrows go through time, space plays, v is how fast.",
     "Closing this screen does nothing to a run: it goes on by itself.",
 )
 
 
-class RunScreen(PollingScreen):
+class RunScreen(ActingScreen):
     """Draws the snapshots of one RunFeed."""
 
+    ACTING = ActingScreen.ACTING | {"flip", "why"}
     AUTO_FOCUS = "#loss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help", tooltip="this help"),
@@ -76,29 +80,43 @@ class RunScreen(PollingScreen):
         Binding("slash", "filter", "filter", tooltip="filter the log"),
         Binding("f", "follow", "follow", tooltip="follow the end of the log, or stop following"),
         Binding(
-            "space", "pause", "pause", show=False, tooltip="hold the screen still; the run goes on"
+            "space",
+            "pause",
+            "pause",
+            show=False,
+            tooltip="hold the screen still, the run goes on; in a replay: play or pause",
         ),
+        Binding(
+            "p", "replay", "replay", tooltip="the run as it was, from the cursor on; p ends it"
+        ),
+        Binding("v", "speed", "speed", show=False, tooltip="how fast a replay plays: 1x to 3600x"),
+        Binding(
+            "left", "scrub(-1)", "earlier", show=False, priority=True, tooltip="back in a replay"
+        ),
+        Binding("right", "scrub(1)", "later", show=False, priority=True, tooltip="on in a replay"),
         Binding("F", "flip", "flip", tooltip="test a suspicion: this run with one setting changed"),
-        Binding("x", "stop", "stop", tooltip="ask the run to stop, after a question"),
-        Binding("R", "resume", "resume", tooltip="continue a run that ended before its last step"),
+        Binding("W", "why", "why", tooltip="begin a five-whys finding with an alert of this run"),
+        STOP,
+        RESUME,
         Binding("escape", "back", "back", show=False, tooltip="unzoom, or go back to the runs"),
     ]
     CSS = """
     RunScreen {
         #body, #top, #left, #right { height: 1fr; }
-        #top { height: 2fr; layout: horizontal; }
+        #top { height: 5fr; layout: horizontal; }
+        #log { height: 2fr; }
         #left { width: 4fr; }
         #right { width: 3fr; }
         .pane { border: round $foreground 40%; height: 1fr; padding: 0 1; }
         .pane:focus, .pane:focus-within { border: heavy $primary; }
         TextPane { scrollbar-size-vertical: 1; }
         #loss { height: 2fr; padding: 0; }
-        #pace { height: 1fr; padding: 0; }
-        #device { height: auto; max-height: 9; }
+        #pace { height: 1fr; max-height: 13; }
+        #device { height: auto; max-height: 10; }
+        #alerts { height: auto; max-height: 9; }
         #decisions { min-height: 5; }
         #result { height: auto; max-height: 12; }
     }
-    RunScreen.-ended #top { height: 3fr; }
     RunScreen.-tabs, RunScreen.-single, RunScreen.-zoomed {
         #top { layout: vertical; height: 1fr; }
         #left, #right { width: 1fr; }
@@ -121,9 +139,14 @@ class RunScreen(PollingScreen):
         self, feed: RunFeed, *, refresh_s: float, read_only: bool, ascii_only: bool
     ) -> None:
         super().__init__(refresh_s)
-        self._feed, self._read_only, self._ascii_only = feed, read_only, ascii_only
+        self._feed, self.read_only, self._ascii_only = feed, read_only, ascii_only
         self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed, self._paused = "loss", False, False
+        self._flip_look = FlipLook(feed.run)
+        self._flips: tuple[FlipSeen, ...] = ()
+        self._marks: tuple[Happening, ...] = ()
+        self._replay: Replay | None = None
+        self._past: Snapshot | None = None
 
     @property
     def run(self) -> RunFolder:
@@ -133,25 +156,38 @@ class RunScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         ascii_only = self._ascii_only
         yield StatusLine(
-            self._feed.run.name, ascii_only=ascii_only, read_only=self._read_only, id="status"
+            self._feed.run.name, ascii_only=ascii_only, read_only=self.read_only, id="status"
         )
         with Vertical(id="body"):
             with Horizontal(id="top"):
                 with Vertical(id="left"):
-                    yield LossPlot(ascii_only=ascii_only, id="loss", classes="pane")
-                    yield PacePane(ascii_only=ascii_only, id="pace", classes="pane")
+                    yield TimelinePane(ascii_only=ascii_only, id="loss", classes="pane")
+                    yield LedgerPane(ascii_only=ascii_only, id="pace", classes="pane")
                 with Vertical(id="right"):
-                    yield TextPane("3 device and host", device_words, id="device", classes="pane")
+                    yield TextPane("3 device and host", machine_words, id="device", classes="pane")
                     yield TextPane("4 decisions", decision_words, id="decisions", classes="pane")
                     yield TextPane("6 result", result_words, id="result", classes="pane")
                     yield TextPane("7 checks", check_words, id="checks", classes="pane")
-                    yield TextPane("8 kernels", kernel_words, id="kernels", classes="pane")
+                    yield TextPane("8 JIT", kernel_words, id="kernels", classes="pane")
+                    yield TextPane("9 alerts", alert_words, id="alerts", classes="pane")
             yield LogPane(id="log", classes="pane")
         yield PaneTabs()
         yield KeyBar()
 
+    def on_mount(self) -> None:
+        super().on_mount()
+        self.set_interval(TICK_S, self._play)
+
+    def on_unmount(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+
     def poll(self) -> RunPolled:
-        return RunPolled(self._feed.poll())
+        snapshot = self._feed.poll()
+        # Walks long lists, and looks into other folders: no work for the thread that draws.
+        self._flips = self._flip_look.look()
+        self._marks = happenings(snapshot.view, self._flips)
+        return RunPolled(snapshot)
 
     @on(RunPolled)
     def show(self, message: RunPolled) -> None:
@@ -161,29 +197,45 @@ class RunScreen(PollingScreen):
         if not self._paused:
             self._hand_down()
         now = message.snapshot
-        if before is None or (before.state, before.alive) != (now.state, now.alive):
+        if before is None or _layout_of(before) != _layout_of(now):
             self.draw_keys()
             self.lay_out()
 
+    @property
+    def shown(self) -> Snapshot | None:
+        """What the panes show: the run as it is, or as it was."""
+        return self._snapshot if self._replay is None else self._past
+
     def _hand_down(self) -> None:
-        if self._snapshot is None:
+        snapshot = self.shown
+        if snapshot is None:
             return
         with self.app.batch_update():
-            self.query_one(StatusLine).snapshot = self._snapshot
-            self.query_one(LossPlot).snapshot = self._snapshot
-            self.query_one(PacePane).snapshot = self._snapshot
-            self.query_one(LogPane).snapshot = self._snapshot
+            self.query_one(StatusLine).snapshot = snapshot
+            line = self.query_one(TimelinePane)
+            line.whole = self._snapshot if self._replay is not None else None
+            line.marks = self._marks if self._replay is None else _until(self._marks, snapshot)
+            line.snapshot = snapshot
+            self.query_one(LedgerPane).snapshot = snapshot
+            self.query_one(LogPane).snapshot = snapshot
             for pane in self.query(TextPane):
-                pane.snapshot = self._snapshot
+                pane.snapshot = snapshot
+            self._tell_replay()
 
     # Layout
 
     @property
     def _has_ended(self) -> bool:
-        return self._snapshot is not None and self._snapshot.has_ended
+        return self.shown is not None and self.shown.has_ended
 
     def _layout(self) -> Layout:
-        return arrange(*self.size, chosen=self._chosen, zoomed=self._zoomed, ended=self._has_ended)
+        return arrange(
+            *self.size,
+            chosen=self._chosen,
+            zoomed=self._zoomed,
+            ended=self._has_ended,
+            alerts=self.shown is not None and bool(self.shown.view.alerts),
+        )
 
     @on(Resize)
     def lay_out(self) -> None:
@@ -224,7 +276,9 @@ class RunScreen(PollingScreen):
         self.lay_out()
 
     def action_back(self) -> None:
-        if self._zoomed:
+        if self._replay is not None:
+            self._end_replay()
+        elif self._zoomed:
             self.action_zoom()
         elif len(self.app.screen_stack) > 2:
             self.app.pop_screen()
@@ -232,9 +286,7 @@ class RunScreen(PollingScreen):
     # Keys of panes
 
     def action_log_y(self) -> None:
-        plot: PacePane | LossPlot = self.query_one(LossPlot)
-        if self._chosen == "pace":
-            plot = self.query_one(PacePane)
+        plot = self.query_one(TimelinePane)
         plot.log_y = not plot.log_y
 
     def action_follow(self) -> None:
@@ -246,6 +298,10 @@ class RunScreen(PollingScreen):
         self.query_one(LogPane).start_filter()
 
     def action_pause(self) -> None:
+        if self._replay is not None:
+            self._replay.is_playing = not self._replay.is_playing
+            self._tell_replay()
+            return
         self._paused = not self._paused
         self.query_one(StatusLine).paused = self._paused
         if not self._paused:
@@ -256,73 +312,141 @@ class RunScreen(PollingScreen):
             HelpScreen(f"help: run {self._feed.run.name}", bindings_of(self), NOTES)
         )
 
+    # Marks and replay
+
+    @on(TimelinePane.Opened)
+    def open_marks(self, message: TimelinePane.Opened) -> None:
+        """Show what is under the cursor."""
+        self.app.push_screen(MarkScreen(message.marks), self._flip_of)
+
+    def _flip_of(self, mark: Happening | None) -> None:
+        """Open the flip of a mark: one that there is, or the form filled with what its alert names."""
+        if mark is not None:
+            self._open_flip(mark)
+
+    def action_replay(self) -> None:
+        if self._replay is not None:
+            self._end_replay()
+            return
+        if self._snapshot is None or self._snapshot.view.first_unix_s is None:
+            return
+        line = self.query_one(TimelinePane)
+        begin = line.cursor_unix_s
+        if begin is None:
+            begin = self._snapshot.view.first_unix_s
+        self._past = None
+        self._replay = Replay(self.run, begin, self.post_message)
+        line.show_time(begin)
+        line.focus()
+        self.draw_keys()
+        self._tell_replay()
+
+    def _end_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+        self._replay, self._past = None, None
+        self._hand_down()
+        self.draw_keys()
+        self.lay_out()
+
+    def _tell_replay(self) -> None:
+        live, replay = self._snapshot, self._replay
+        words = ""
+        if replay is not None and live is not None:
+            words = replay.words(live.view.first_unix_s or 0.0, live.view.last_unix_s or 0.0)
+        self.query_one(StatusLine).replay = words
+
+    def _play(self) -> None:
+        replay, live = self._replay, self._snapshot
+        if replay is not None and live is not None and replay.is_playing:
+            replay.tick(live.view.last_unix_s or 0.0)
+            self.query_one(TimelinePane).show_time(replay.unix_s)
+            self._tell_replay()
+
+    @on(Replayed)
+    def show_past(self, message: Replayed) -> None:
+        """Draw the run as it was."""
+        if self._replay is not None:
+            before, self._past = self._past, message.snapshot
+            self._hand_down()
+            if before is None or _layout_of(before) != _layout_of(message.snapshot):
+                self.lay_out()
+
+    @on(TimelinePane.Moved)
+    def seek(self, message: TimelinePane.Moved) -> None:
+        """In a replay the cursor is the time that is shown."""
+        replay, live = self._replay, self._snapshot
+        if replay is not None and live is not None:
+            last = live.view.steps.last("clock_s")
+            # After the last step a run still has an end to show.
+            is_end = last is not None and message.unix_s >= last
+            replay.seek(live.view.last_unix_s or 0.0 if is_end else message.unix_s)
+            self._tell_replay()
+
+    def action_scrub(self, columns: int) -> None:
+        self.query_one(TimelinePane).action_move(columns)
+
+    def action_speed(self) -> None:
+        if self._replay is not None:
+            self._replay.next_speed()
+            self._tell_replay()
+
     # Keys that act on the run
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        if action == "flip":
-            return not self._read_only and self._snapshot is not None
-        if action not in ("stop", "resume"):
-            return True
+        if action == "scrub":
+            # The time line has these keys itself, and a filter that is typed needs them.
+            return self._replay is not None and not isinstance(self.focused, TimelinePane | Input)
+        if action == "speed":
+            return self._replay is not None
+        if action in ("flip", "why"):
+            return not self.read_only and self._snapshot is not None
+        return self.may_act(action) if action in ("stop", "resume") else True
+
+    def target(self) -> Target | None:
         snapshot = self._snapshot
-        if self._read_only or snapshot is None:
-            return False
-        goes_on = snapshot.alive.trainer or snapshot.alive.supervisor
-        if action == "stop":
-            return goes_on
-        ended = snapshot.has_ended and snapshot.state not in ("completed", UNREADABLE)
-        return ended and not goes_on
+        if snapshot is None:
+            return None
+        alive = snapshot.alive.trainer or snapshot.alive.supervisor
+        return Target(self.run, snapshot.state, alive, snapshot.view.last_step)
 
     def action_flip(self) -> None:
-        if self._snapshot is not None:
-            self.app.push_screen(
-                FlipScreen(
-                    self._feed.run,
-                    suspicions(self._snapshot.view),
-                    refresh_s=self._refresh_s,
-                    ascii_only=self._ascii_only,
-                )
+        self._open_flip(None)
+
+    def _open_flip(self, mark: Happening | None) -> None:
+        snapshot = self.shown
+        if snapshot is None or self.read_only:
+            return
+        found = suspicions(snapshot.view, settings_of(self.run))
+        if mark is not None and mark.alert is not None:
+            wanted = mark.alert.flip.removeprefix("--set ")
+            alert = f"alert {mark.alert.id}: {mark.alert.title}"
+            words = f"{wanted} ends this: {mark.alert.title}"
+            found = (
+                Suspicion(wanted, words, alert),
+                *(other for other in found if other.assignment != wanted),
             )
-
-    def action_stop(self) -> None:
-        run = self._feed.run
-        question = (
-            f"{run.name} finishes its step, saves a checkpoint and stops; R resumes it.\n\n"
-            f"This is `engine stop {run.path}`."
-        )
-
-        def answered(yes: bool | None) -> None:
-            if yes:
-                self._command("stop", lambda: stop_run(run) or "the run was asked to stop")
-
         self.app.push_screen(
-            ConfirmScreen("stop this run", question, "stop it", "let it go on"), answered
+            FlipScreen(self.run, found, refresh_s=self._refresh_s, ascii_only=self._ascii_only)
         )
 
-    def action_resume(self) -> None:
-        run = self._feed.run
-        self._command("resume", lambda: f"resumed {resume_run(run).name}")
+    def action_why(self) -> None:
+        # Evidence is no part of the first frame.
+        from workbench.tui.screens.new_finding import finding_form
 
-    def _command(self, name: str, call: Callable[[], str]) -> None:
-        def work() -> None:
-            try:
-                message = CommandEnded(call(), failed=False)
-            except EngineError as error:
-                message = CommandEnded(str(error), failed=True)
-            self.post_message(message)
+        if self._snapshot is not None:
+            self.app.push_screen(finding_form(self._feed.run, self._snapshot.view), self._begun)
 
-        self.notify(f"{name}: asking the engine", markup=False)
-        # A daemon, not a worker: quitting must not wait for the command, and the command does not
-        # need us.
-        threading.Thread(target=work, name=f"engine-{name}", daemon=True).start()
+    def _begun(self, path: str | None) -> None:
+        if path is not None:
+            self.notify(f"begun: {path}; w lists the findings", markup=False)
 
-    @on(CommandEnded)
-    def say(self, message: CommandEnded) -> None:
-        """What the engine answered."""
-        self.notify(
-            message.text,
-            title="the engine refused" if message.failed else "",
-            severity="error" if message.failed else "information",
-            timeout=15 if message.failed else 5,
-            markup=False,
-        )
-        self.tick()
+
+def _layout_of(snapshot: Snapshot) -> tuple[object, ...]:
+    """What the panes and keys that are shown depend on."""
+    return snapshot.state, snapshot.alive, bool(snapshot.view.alerts)
+
+
+def _until(marks: tuple[Happening, ...], snapshot: Snapshot) -> tuple[Happening, ...]:
+    """The marks that were there at the time of a snapshot of the past."""
+    return tuple(mark for mark in marks if mark.unix_s <= snapshot.now_unix_s)

@@ -1,7 +1,8 @@
-"""All runs of the folders that were named, newest first."""
+"""All runs of the folders that were named, newest first, whoever started them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from textual import on
@@ -12,27 +13,37 @@ from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
 from engine.runlog.folder import RunFolder
-from workbench.feed import RunsFeed, RunsSnapshot
+from engine.units import format_count, format_value
+from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot
+from workbench.tui.context import Context
 from workbench.tui.messages import RunsPolled
+from workbench.tui.screens.acting import RESUME, STOP, ActingScreen, Target
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import PollingScreen
+from workbench.tui.series import SERIES, series_style
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.runs_table import COLUMNS, RunsTable, matching
+from workbench.tui.widgets.status_line import shortened
 
 SORT_KEYS = Binding.Group("sort")
 NO_RUNS = """\
 No run in {folders} yet.
 
-Start one from another terminal:
+Start one with n, or from another terminal:
 
   make demo                  the example run, with this screen on it
   apr-workbench demo         the same
   engine distill SPEC.toml   a run of your own
 
 It appears here as soon as it has begun."""
+NOTES = (
+    "Runs are found in the folders that were named and one level below, whoever started them.",
+    "A filter is words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
+    "Marks stay with their runs until they are taken back: the letter and the colour are those of",
+    "the run in the comparison, too.",
+)
 
 
-class RunsScreen(PollingScreen):
+class RunsScreen(ActingScreen):
     """Draws the snapshots of one RunsFeed."""
 
     class Opened(Message):
@@ -43,11 +54,19 @@ class RunsScreen(PollingScreen):
             self.run = run
 
     AUTO_FOCUS = "RunsTable"
+    ACTING = ActingScreen.ACTING | {"start", "again"}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs go on"),
         Binding("enter", "open", "open", tooltip="open the run under the cursor"),
-        Binding("slash", "filter", "filter", tooltip="filter by name or state"),
+        Binding("slash", "filter", "filter", tooltip="filter by name, state or alert"),
+        Binding("space", "mark", "mark", tooltip="mark the run for a comparison, or unmark it"),
+        Binding("c", "compare", "compare", tooltip="the 2 to 6 marked runs over each other"),
+        Binding("u", "unmark", "unmark all", show=False, tooltip="take all marks back"),
+        Binding("n", "start", "new", tooltip="start a run from a spec"),
+        STOP,
+        RESUME,
+        Binding("N", "again", "again", tooltip="start another run like the one under the cursor"),
         Binding("escape", "clear_filter", "clear filter", show=False),
         *(
             Binding(
@@ -78,17 +97,19 @@ class RunsScreen(PollingScreen):
     }
     """
 
-    def __init__(self, feed: RunsFeed, *, refresh_s: float) -> None:
-        super().__init__(refresh_s)
-        self._feed = feed
+    def __init__(self, context: Context) -> None:
+        super().__init__(context.refresh_s)
+        self.context = context
+        self._feed = RunsFeed(context.folders)
         self._snapshot: RunsSnapshot | None = None
         self._pattern = ""
+        self._marked: dict[Path, int] = {}
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
         # Disabled until a filter is typed, so that no other key can end up in it.
-        yield Input(placeholder="words of a name or a state", compact=True, disabled=True)
-        yield RunsTable()
+        yield Input(placeholder="words of a name, a state, an alert", compact=True, disabled=True)
+        yield RunsTable(ascii_only=self.context.ascii_only)
         yield Static(id="empty", markup=False)
         yield Static(id="detail", markup=False)
         yield KeyBar()
@@ -109,6 +130,9 @@ class RunsScreen(PollingScreen):
     def show(self, message: RunsPolled) -> None:
         """Hand the rows down."""
         self._snapshot = message.snapshot
+        there = {row.path for row in message.snapshot.rows}
+        if not there.issuperset(self._marked):
+            self._marked = {path: slot for path, slot in self._marked.items() if path in there}
         self._draw()
 
     def _draw(self) -> None:
@@ -120,30 +144,43 @@ class RunsScreen(PollingScreen):
         if not snapshot.rows:
             empty = NO_RUNS.format(folders=folders)
         else:
-            empty = (
-                f"None of the {len(snapshot.rows)} runs has {self._pattern!r} in its name or state."
-            )
-        count = f"{len(rows)} of {len(snapshot.rows)}" if self._pattern else f"{len(rows)}"
-        reading = "  still reading" if snapshot.behind else ""
-        problem = f"  {snapshot.error}" if snapshot.error else ""
-        self.query_one("#head", Static).update(
-            f"{count} run{'' if len(snapshot.rows) == 1 else 's'} in {folders}{reading}{problem}"
-        )
+            empty = f"None of the {len(snapshot.rows)} runs has {self._pattern!r} in it."
         with self.app.batch_update():
+            self.query_one("#head", Static).update(self._heading(len(rows), folders))
             self.set_class(not rows, "-empty")
             self.query_one("#empty", Static).update(empty)
-            self.query_one(RunsTable).rows_shown = tuple(rows)
+            table = self.query_one(RunsTable)
+            table.marked, table.rows_shown = dict(self._marked), tuple(rows)
             self._draw_detail()
         if rows and self.focused is None:
             # A table that was hidden could not have the focus; it can as soon as it is drawn.
             self.call_after_refresh(self.query_one(RunsTable).focus)
 
+    def _heading(self, count: int, folders: str) -> str:
+        snapshot = self._snapshot
+        assert snapshot is not None
+        every = len(snapshot.rows)
+        counted = f"{count} of {every}" if self._pattern else f"{every}"
+        parts = []
+        going_on = sum(row.alive for row in snapshot.rows)
+        parts += [f"{going_on} going on"] if going_on else []
+        ill = sum(bool(row.alerts) and row.alive for row in snapshot.rows)
+        parts += [f"! {ill} with alerts"] if ill else []
+        if self._marked:
+            letters = "".join(series_style(slot).letter for slot in sorted(self._marked.values()))
+            parts.append(f"marked {letters}")
+        parts += ["still reading"] if snapshot.behind else []
+        parts += ["read-only"] if self.context.read_only else []
+        parts += [snapshot.error] if snapshot.error else []
+        counted += f" run{'' if every == 1 else 's'} in "
+        # The folders are known best: they make room for what is not.
+        room = self.size.width - len(counted) - sum(len(part) + 2 for part in parts) - 2
+        return "  ".join([counted + shortened(folders, max(12, room)), *parts])
+
     def _draw_detail(self) -> None:
         row = self.query_one(RunsTable).selected
-        text = "" if row is None else f"{row.path}"
-        if row is not None and row.error is not None:
-            text += f"\n{row.error}"
-        self.query_one("#detail", Static).update(text)
+        self.query_one("#detail", Static).update("" if row is None else "\n".join(_told(row)))
+        self.draw_keys()
 
     @on(DataTable.RowHighlighted)
     def describe(self) -> None:
@@ -152,7 +189,8 @@ class RunsScreen(PollingScreen):
 
     @on(DataTable.HeaderSelected)
     def sort_by_header(self, event: DataTable.HeaderSelected) -> None:
-        self.action_sort(event.column_index)
+        names = [column.name for column in COLUMNS]
+        self.action_sort(names.index(str(event.column_key.value)))
 
     @on(DataTable.RowSelected)
     def open_row(self) -> None:
@@ -169,13 +207,69 @@ class RunsScreen(PollingScreen):
     def action_refresh(self) -> None:
         self.tick()
 
+    # Marks
+
+    def action_mark(self) -> None:
+        """Mark the run under the cursor with the first style that is free, and go on to the next."""
+        table = self.query_one(RunsTable)
+        row = table.selected
+        if row is None:
+            return
+        if self._marked.pop(row.path, None) is None:
+            free = [slot for slot in range(len(SERIES)) if slot not in self._marked.values()]
+            if not free:
+                words = f"{len(SERIES)} runs are marked already; space on one of them unmarks it"
+                self.notify(words, severity="warning", markup=False)
+                return
+            self._marked[row.path] = free[0]
+        self._draw()
+        table.action_cursor_down()
+
+    def action_unmark(self) -> None:
+        self._marked.clear()
+        self._draw()
+
+    def action_compare(self) -> None:
+        from workbench.tui.screens.compare import CompareScreen
+
+        if len(self._marked) < 2:
+            words = f"{len(self._marked)} of 2 to {len(SERIES)} runs are marked; space marks one"
+            self.notify(words, severity="warning", markup=False)
+            return
+        chosen = {slot: RunFolder(path) for path, slot in self._marked.items()}
+        self.app.push_screen(CompareScreen(self.context, chosen))
+
+    # Keys that start, stop and resume
+
+    def target(self) -> Target | None:
+        row = self.query_one(RunsTable).selected
+        if row is None:
+            return None
+        return Target(RunFolder(row.path), row.state, row.alive, row.last_step)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action in ("stop", "resume"):
+            return self.may_act(action)
+        return action != "clear_filter" or self.has_class("-filtering")
+
+    def action_start(self) -> None:
+        from workbench.tui.screens.new_run import NewRunScreen
+
+        self.app.push_screen(NewRunScreen(self.context))
+
+    def action_again(self) -> None:
+        from workbench.tui.screens.new_run import NewRunScreen
+
+        row = self.query_one(RunsTable).selected
+        if row is not None:
+            self.app.push_screen(NewRunScreen(self.context, like=RunFolder(row.path)))
+
+    # Filter
+
     def action_filter(self) -> None:
         self.add_class("-filtering")
         self.query_one(Input).disabled = False
         self.query_one(Input).focus()
-
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return action != "clear_filter" or self.has_class("-filtering")
 
     def action_clear_filter(self) -> None:
         self.query_one(Input).value = ""
@@ -196,4 +290,20 @@ class RunsScreen(PollingScreen):
         self.query_one(RunsTable).focus()
 
     def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: runs", bindings_of(self), ()))
+        self.app.push_screen(HelpScreen("help: runs", bindings_of(self), NOTES))
+
+
+def _told(row: RunRow) -> list[str]:
+    """A run in full: where it is, how far, what is wrong."""
+    lines = [str(row.path)]
+    if row.total_steps is not None:
+        words = [f"step {row.last_step}/{row.total_steps}"]
+        words += [] if row.loss is None else [f"loss {format_value(row.loss)}"]
+        words += [] if row.heldout is None else [f"held-out {format_value(row.heldout)}"]
+        speed = row.tokens_per_second
+        words += [] if speed is None else [f"{format_count(speed)} tok/s"]
+        lines.append(", ".join(words))
+    lines += [f"{severity}: {name}" for severity, name in row.alerts[:3]]
+    if row.error is not None:
+        lines.append(row.error)
+    return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from textual.binding import Binding
 from textual.content import Content
@@ -12,15 +13,29 @@ from textual.screen import Screen
 from textual.style import Style
 from textual.widgets import Static
 
-NAMES = {"enter": "enter", "escape": "esc", "question_mark": "?", "slash": "/", "space": "space"}
+NAMES = {
+    "escape": "esc",
+    "question_mark": "?",
+    "slash": "/",
+    "plus": "+",
+    "minus": "-",
+    "comma": ",",
+    "full_stop": ".",
+    "equals_sign": "=",
+    "left_square_bracket": "[",
+    "right_square_bracket": "]",
+    "less_than_sign": "<",
+    "greater_than_sign": ">",
+}
+"""Keys whose name is not what is written on them."""
 
 
 def key_text(binding: Binding) -> str:
-    """A key as it is written on a keyboard."""
+    """A key as it is written on a keyboard; all of them when there are several."""
     return " ".join(NAMES.get(key, key) for key in binding.key.split(","))
 
 
-def bindings_of(screen: Screen[None]) -> list[Binding]:
+def bindings_of(screen: Screen[Any]) -> list[Binding]:
     """The keys of a screen, in the order of its table."""
     return [binding for binding in screen.BINDINGS if isinstance(binding, Binding)]
 
@@ -54,7 +69,7 @@ class KeyBar(Static):
             if len(members) == 1:
                 part = part.stylize(Style.from_meta({"@click": _qualified(members[0].action)}))
             parts.append(part)
-        self.update(Content("  ").join(parts))
+        self.update(Content("  ").join(parts), layout=False)
 
 
 def _qualified(action: str) -> str:

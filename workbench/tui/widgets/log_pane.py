@@ -1,7 +1,8 @@
 """Pane 5: the log of the run, newest last, with a filter.
 
 A filter is words to look for, whatever their case; with `!` before them, words to leave out
-(`!step` hides the steps). Lines too long for the pane go on below, indented.
+(`!step` hides the steps). It goes back from the newest line, and shows what it has found meanwhile. Lines
+too long for the pane go on below, indented.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import textwrap
 from typing import ClassVar
 
 from rich.segment import Segment
-from textual import on
+from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.events import MouseScrollUp
 from textual.geometry import Size
+from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widgets import Input
+from textual.worker import get_current_worker
 
 from engine.runlog.events import (
     AlertRaised,
@@ -33,6 +36,10 @@ from engine.runlog.events import (
 from engine.runlog.text import line_text
 from engine.runlog.view import LogLine
 from workbench.feed import Snapshot
+from workbench.log import Log
+
+FILTER_ROWS = 4000
+"""So many lines are looked through between two looks at the screen."""
 
 
 def role_of(line: LogLine) -> str:
@@ -51,13 +58,6 @@ def role_of(line: LogLine) -> str:
     return "log--plain"
 
 
-def matches(text: str, pattern: str) -> bool:
-    """Whether a line is to be shown under a filter."""
-    if pattern.startswith("!"):
-        return len(pattern) == 1 or pattern[1:].casefold() not in text.casefold()
-    return pattern.casefold() in text.casefold()
-
-
 def wrapped(text: str, width: int) -> list[str]:
     """A line as rows of a width; rows after the first are indented to where the words of the first
     begin."""
@@ -67,7 +67,13 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 class LogView(ScrollView, can_focus=True):
-    """The scrolling lines of a log pane."""
+    """The scrolling lines of a log pane: those on show are read from the disk."""
+
+    HELP = """# Log
+
+    Every line of the run, newest last; the oldest are as near as the newest. It follows its end until you
+    read back; f follows again. / filters: words to look for, whatever their case, or !words to leave out.
+    """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         "log--bad",
@@ -88,22 +94,49 @@ class LogView(ScrollView, can_focus=True):
     """
 
     follow: reactive[bool] = reactive(True)
-    lines: reactive[tuple[LogLine, ...]] = reactive((), always_update=True)
+    book: reactive[Log | None] = reactive(None)
     pattern: reactive[str] = reactive("")
+
+    class Filtered(Message):
+        """Rows that the filter shows, of the rows [begin, end) of the log."""
+
+        def __init__(self, pattern: str, begin: int, end: int, rows: list[int]) -> None:
+            super().__init__()
+            self.pattern = pattern
+            self.begin, self.end, self.rows = begin, end, rows
 
     def __init__(self) -> None:
         super().__init__()
-        self._texts: dict[int, tuple[LogLine, str]] = {}
+        self._earlier: list[int] = []
+        self._later: list[int] = []
+        self._sought: tuple[int, int] = (0, 0)
+        self._drawn: object = None
         self._rows: list[tuple[str, str]] = []
-        self.shown = 0
 
-    def watch_lines(self) -> None:
-        # A line stays the same object from view to view: only new ones are put into words.
-        known = self._texts
-        self._texts = {id(x): known.get(id(x)) or (x, line_text(x)) for x in self.lines}
+    @property
+    def shown(self) -> int:
+        """How many lines the filter shows, as far as it has looked."""
+        if not self.pattern:
+            return 0 if self.book is None else len(self.book)
+        return len(self._earlier) + len(self._later)
+
+    @property
+    def share_filtered(self) -> float:
+        """How much of the log the filter has looked at."""
+        total = 0 if self.book is None else len(self.book)
+        return (self._sought[1] - self._sought[0]) / total if self.pattern and total else 1.0
+
+    def watch_book(self, before: Log | None, log: Log | None) -> None:
+        if before is not None and log is not None and self.pattern:
+            if len(log) < self._sought[1] or log.asides[: len(before.asides)] != before.asides:
+                # Lines have moved: a filter of the old rows says nothing about the new ones.
+                self._filter_again()
+            else:
+                self._filter(log, self.pattern)
         self._lay_out()
 
     def watch_pattern(self) -> None:
+        self._filter_again()
         self._lay_out()
 
     def watch_follow(self, follow: bool) -> None:
@@ -113,23 +146,90 @@ class LogView(ScrollView, can_focus=True):
     def on_resize(self) -> None:
         self._lay_out()
 
+    def _filter_again(self) -> None:
+        self._earlier, self._later = [], []
+        total = 0 if self.book is None else len(self.book)
+        self._sought = (total, total)
+        if self.pattern and self.book is not None:
+            self._filter(self.book, self.pattern)
+
+    @work(thread=True, exclusive=True, group="filter")
+    def _filter(self, log: Log, pattern: str) -> None:
+        """Look through what is new, then back from there, the newest first."""
+        worker = get_current_worker()
+        low, high = self._sought
+        stretches = [(high, len(log))] if len(log) > high else []
+        while low > 0:
+            stretches.append((max(0, low - FILTER_ROWS), low))
+            low = max(0, low - FILTER_ROWS)
+        for start, stop in stretches:
+            if worker.is_cancelled:
+                return
+            rows = log.matching(start, stop, pattern)
+            self.post_message(self.Filtered(pattern, start, stop, rows))
+
+    @on(Filtered)
+    def take_filtered(self, message: Filtered) -> None:
+        """Show what the filter found, unless another one is meant by now."""
+        if message.pattern != self.pattern:
+            return
+        low, high = self._sought
+        if message.end == low:
+            self._earlier += reversed(message.rows)
+            self._sought = (message.begin, high)
+            if not self.follow and message.rows:
+                self.scroll_to(y=self.scroll_y + len(message.rows), animate=False)
+        elif message.begin == high:
+            self._later += message.rows
+            self._sought = (low, message.end)
+        self._lay_out()
+
+    def _row(self, index: int) -> int:
+        """The row of the log that is the index-th on show."""
+        if not self.pattern:
+            return index
+        older = len(self._earlier)
+        return self._earlier[older - 1 - index] if index < older else self._later[index - older]
+
     def _lay_out(self) -> None:
         width = self.scrollable_content_region.width
         if width <= 0:
             return
-        shown = [line for line in self._texts.values() if matches(line[1], self.pattern)]
-        self.shown = len(shown)
-        self._rows = [(r, role_of(line)) for line, text in shown for r in wrapped(text, width)]
-        self.virtual_size = Size(width, len(self._rows))
+        self._drawn = None
+        self.virtual_size = Size(width, self.shown)
         if self.follow:
             self.scroll_end(animate=False, immediate=True)
         self.refresh()
 
+    def _lines(self, start: int, stop: int) -> list[LogLine]:
+        if self.book is None:
+            return []
+        if not self.pattern:
+            return self.book.lines(start, stop)
+        rows = [self._row(index) for index in range(max(0, start), min(stop, self.shown))]
+        return [line for row in rows for line in self.book.lines(row, row + 1)]
+
+    def _draw(self) -> None:
+        """Wrap the lines on show. At the end of the log the last row of its last line is at the bottom;
+        elsewhere the first row of the first line is at the top."""
+        height, width = self.size.height, self.scrollable_content_region.width
+        top = round(self.scroll_y)
+        if top >= self.shown - height:
+            last = self._lines(self.shown - height, self.shown)
+            self._rows = [(r, role_of(x)) for x in last for r in wrapped(line_text(x), width)]
+            self._rows = self._rows[-height:]
+        else:
+            lines = self._lines(top, top + height)
+            self._rows = [(r, role_of(x)) for x in lines for r in wrapped(line_text(x), width)]
+
     def render_line(self, y: int) -> Strip:
-        index = y + round(self.scroll_y)
-        if index >= len(self._rows):
+        wanted = (self.book, self.pattern, self._sought, self.scroll_y, self.size)
+        if wanted != self._drawn:
+            self._drawn = wanted
+            self._draw()
+        if y >= len(self._rows):
             return Strip.blank(self.size.width, self.rich_style)
-        text, role = self._rows[index]
+        text, role = self._rows[y]
         strip = Strip([Segment(text, self.get_component_rich_style(role))])
         return strip.adjust_cell_length(self.size.width, self.rich_style)
 
@@ -178,9 +278,13 @@ class LogPane(Vertical):
         return self.query_one(LogView)
 
     def watch_snapshot(self, snapshot: Snapshot | None) -> None:
-        if snapshot is not None and snapshot.view.lines is not self.view.lines:
-            self.view.lines = snapshot.view.lines
+        if snapshot is not None and snapshot.log is not self.view.book:
+            self.view.book = snapshot.log
             self._write_title()
+
+    @on(LogView.Filtered)
+    def tell_progress(self) -> None:
+        self._write_title()
 
     def toggle_follow(self) -> None:
         self.view.follow = not self.view.follow
@@ -217,5 +321,8 @@ class LogPane(Vertical):
     def _write_title(self) -> None:
         view = self.view
         following = "following" if view.follow else "not following, f goes to the end"
-        some = f", {view.shown} of {len(view.lines)} lines" if view.pattern else ""
-        self.border_title = f"5 log, {following}{some}"
+        total = 0 if view.book is None else len(view.book)
+        some = f", {view.shown} of {total} lines" if view.pattern else f", {total} lines"
+        looked = view.share_filtered
+        far = f", looked through {looked:.0%}" if looked < 1 else ""
+        self.border_title = f"5 log, {following}{some}{far}"

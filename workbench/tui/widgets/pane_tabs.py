@@ -9,7 +9,7 @@ from textual.widgets import Static
 
 from workbench.tui.layout import PANES
 
-NAMES_FIT = 66
+NAMES_FIT = sum(len(f" {digit} {name}  ") for digit, name in enumerate(PANES, start=1)) + 2
 """Cells for the names of all panes; in fewer, only the chosen one is named."""
 
 

@@ -1,99 +1,149 @@
-"""The table of runs: one row each, sorted by a column, showing those that a filter names."""
+"""The table of runs: one row each, sorted by a column, with as many columns as the width has room
+for. A marked run shows its letter before its name, and has the colour of that letter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.text import Text
 from textual.reactive import reactive
 from textual.widgets import DataTable
 
 from engine.units import format_count, format_seconds, format_value
-from workbench.feed import RunRow
-from workbench.tui.widgets.status_line import shortened
+from workbench.runs_feed import RunRow
+from workbench.tui.series import series_style
+from workbench.tui.widgets.status_line import bar_text, shortened
 
 ABSENT = "-"
 NAME_CELLS = 12
+ROOMY = 100
+"""From this width on, columns are two cells apart."""
+BAR_CELLS = 8
 
 
-def _progress(row: RunRow) -> str:
-    return f"{row.last_step}/{row.total_steps}" if row.total_steps is not None else ABSENT
+def _maybe(write: Callable[[float], str], value: float | None) -> str:
+    return ABSENT if value is None else write(value)
 
 
 def _share(row: RunRow) -> float | None:
     return row.last_step / row.total_steps if row.total_steps else None
 
 
+def alerts_text(row: RunRow) -> str:
+    """The worst severity, and how many alerts stand: `error 3` is three, at least one an error."""
+    if not row.alerts:
+        return ABSENT
+    return f"{'error' if row.alerts[0][0] == 'error' else 'warn'} {len(row.alerts)}"
+
+
+def _worst(row: RunRow) -> tuple[int, int]:
+    return sum(severity == "error" for severity, _ in row.alerts), len(row.alerts)
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     name: str
     text: Callable[[RunRow], str]
-    value: Callable[[RunRow], float | str | None]
+    value: Callable[[RunRow], float | str | tuple[int, int] | None]
+    least_width: int
+    """Shown in a table of at least this width."""
     right: bool = True
+    largest_first: bool = False
 
 
 COLUMNS = (
-    Column("name", lambda row: row.name, lambda row: row.name, right=False),
-    Column("state", lambda row: row.state, lambda row: row.state, right=False),
-    Column("step", _progress, _share),
+    Column("name", lambda row: row.name, lambda row: row.name, 0, right=False),
+    Column("state", lambda row: row.state, lambda row: row.state, 0, right=False),
     Column(
-        "loss",
-        lambda row: ABSENT if row.loss is None else format_value(row.loss),
-        lambda row: row.loss,
+        "step",
+        lambda row: _maybe(lambda total: f"{row.last_step}/{total:.0f}", row.total_steps),
+        _share,
+        56,
+        largest_first=True,
     ),
-    Column(
-        "held-out",
-        lambda row: ABSENT if row.heldout is None else format_value(row.heldout),
-        lambda row: row.heldout,
-    ),
+    Column("loss", lambda row: _maybe(format_value, row.loss), lambda row: row.loss, 56),
+    Column("held-out", lambda row: _maybe(format_value, row.heldout), lambda row: row.heldout, 76),
     Column(
         "tok/s",
-        lambda row: (
-            ABSENT if row.tokens_per_second is None else format_count(row.tokens_per_second)
-        ),
+        lambda row: _maybe(format_count, row.tokens_per_second),
         lambda row: row.tokens_per_second,
+        70,
+        largest_first=True,
     ),
+    Column("alerts", alerts_text, _worst, 0, largest_first=True),
     Column(
         "age",
-        lambda row: ABSENT if row.age_s is None else format_seconds(max(0.0, row.age_s)),
+        lambda row: _maybe(format_seconds, None if row.age_s is None else max(0.0, row.age_s)),
         lambda row: row.age_s,
+        76,
     ),
+    Column("left", lambda row: _maybe(format_seconds, row.left_s), lambda row: row.left_s, 116),
 )
-AGE = len(COLUMNS) - 1
+AGE = [column.name for column in COLUMNS].index("age")
+STEP = [column.name for column in COLUMNS].index("step")
 
 
 def in_order(rows: Sequence[RunRow], index: int, *, backwards: bool) -> list[RunRow]:
     """Rows sorted by a column; one that has no number there, or NaN, comes last in both orders."""
     value = COLUMNS[index].value
-    known = [row for row in rows if value(row) is not None and value(row) == value(row)]
-    unknown = [row for row in rows if row not in known]
+    known: list[RunRow] = []
+    unknown: list[RunRow] = []
+    for row in rows:
+        key = value(row)
+        # Only NaN is not equal to itself.
+        (unknown if key is None or key != key else known).append(row)
     return sorted(known, key=lambda row: (value(row),), reverse=backwards) + unknown
 
 
 def matching(rows: Sequence[RunRow], pattern: str) -> list[RunRow]:
-    """Rows whose name or state holds the words of a filter."""
-    wanted = pattern.casefold()
-    return [row for row in rows if wanted in f"{row.name} {row.state}".casefold()]
+    """Rows whose name, state or alerts hold every word of a filter."""
+    words = pattern.casefold().split()
+    return [row for row in rows if all(word in _words_of(row) for word in words)]
+
+
+def _words_of(row: RunRow) -> str:
+    alerts = " ".join(f"{severity} {name}" for severity, name in row.alerts)
+    return f"{row.name} {row.state} {alerts}".casefold()
+
+
+def _is_as_before(before: RunRow, row: RunRow) -> bool:
+    """Whether nothing of a run has changed but its age."""
+    return (
+        before.last_step == row.last_step
+        and before.state == row.state
+        and before.loss == row.loss
+        and before.heldout == row.heldout
+        and before.tokens_per_second == row.tokens_per_second
+        and before.total_steps == row.total_steps
+        and before.left_s == row.left_s
+        and before.alerts == row.alerts
+    )
 
 
 class RunsTable(DataTable[Text]):
-    """Draws rows; `sorted_by` is the index of a column, `backwards` turns its order around."""
+    """Draws rows; `sorted_by` is the index of a column, `backwards` turns its order around, and
+    `marked` gives marked runs the index of their style."""
 
     DEFAULT_CSS = "RunsTable { height: 1fr; scrollbar-size-vertical: 1; }"
 
     rows_shown: reactive[tuple[RunRow, ...]] = reactive((), init=False)
     sorted_by: reactive[int] = reactive(AGE, init=False)
     backwards: reactive[bool] = reactive(False, init=False)
+    marked: reactive[Mapping[Path, int]] = reactive({}, init=False)
 
-    def __init__(self) -> None:
-        super().__init__(cursor_type="row", cell_padding=1, zebra_stripes=False)
+    def __init__(self, *, ascii_only: bool) -> None:
+        super().__init__(cursor_type="row", cell_padding=0, zebra_stripes=False)
+        self._ascii_only = ascii_only
+        self._by_path: dict[Path, RunRow] = {}
         self._paths: list[Path] = []
-
-    def on_mount(self) -> None:
-        for index, column in enumerate(COLUMNS):
-            self.add_column(self._title(index), key=column.name)
+        self._texts: dict[Path, list[str]] = {}
+        self._known: dict[Path, tuple[tuple[int, ...], RunRow, list[str]]] = {}
+        self._is_roomy = False
+        self._shown: tuple[int, ...] = ()
+        self._head: tuple[list[Text], list[int]] = ([], [])
 
     def on_resize(self) -> None:
         self._fill()
@@ -103,18 +153,19 @@ class RunsTable(DataTable[Text]):
         if index == self.sorted_by:
             self.backwards = not self.backwards
         else:
-            self.backwards = False
+            self.set_reactive(RunsTable.backwards, COLUMNS[index].largest_first)
             self.sorted_by = index
 
     @property
     def selected(self) -> RunRow | None:
         """The row under the cursor."""
-        if not self._paths or not self.is_valid_row_index(self.cursor_row):
+        if not self.is_valid_row_index(self.cursor_row):
             return None
-        path = self._paths[self.cursor_row]
-        return next((row for row in self.rows_shown if row.path == path), None)
+        return self._by_path.get(self._paths[self.cursor_row])
 
     def watch_rows_shown(self) -> None:
+        self._by_path = {row.path: row for row in self.rows_shown}
+        self._known = {path: known for path, known in self._known.items() if path in self._by_path}
         self._fill()
 
     def watch_sorted_by(self) -> None:
@@ -123,51 +174,110 @@ class RunsTable(DataTable[Text]):
     def watch_backwards(self) -> None:
         self._fill()
 
+    def watch_marked(self) -> None:
+        self._fill()
+
+    @property
+    def _gap(self) -> str:
+        return "  " if self._is_roomy else " "
+
     def _title(self, index: int) -> Text:
         column = COLUMNS[index]
         arrow = ("▼" if self.backwards else "▲") if index == self.sorted_by else ""
-        return Text(column.name + arrow, justify="right" if column.right else "left")
+        before = self._gap if index else "  "
+        return Text(f"{before}{column.name}{arrow}", justify="right" if column.right else "left")
 
-    def _cells(self, rows: Sequence[RunRow]) -> list[list[Text]]:
-        """The cells of each row; names get the width that the other columns leave."""
-        texts = [[column.text(row) for column in COLUMNS] for row in rows]
+    def _text(self, row: RunRow, index: int) -> str:
+        text = COLUMNS[index].text(row)
+        if index == STEP and self._is_roomy and row.total_steps:
+            bar = bar_text(row.last_step, row.total_steps, BAR_CELLS, ascii_only=self._ascii_only)
+            text = f"{bar:>{BAR_CELLS + 5}} {text}"
+        return self._gap + text
+
+    def _all_texts(self, rows: Iterable[RunRow]) -> dict[Path, list[str]]:
+        """The words of each row; names get the width that the other columns leave."""
+        texts = {row.path: self._words(row) for row in rows}
         others = [
-            max([len(column.name) + 1, *(len(row[index]) for row in texts)])
-            for index, column in enumerate(COLUMNS)
-        ][1:]
-        padding = 2 * self.cell_padding * len(COLUMNS)
-        room = self.size.width - self.scrollbar_size_vertical - padding - sum(others)
+            max([self._title(index).cell_len, *(len(row[place]) for row in texts.values())])
+            for place, index in enumerate(self._shown[1:])
+        ]
+        room = self.size.width - self.scrollbar_size_vertical - 2 - sum(others)
+        return {
+            path: [self._name_cell(self._by_path[path], max(NAME_CELLS, room)), *words]
+            for path, words in texts.items()
+        }
+
+    def _words(self, row: RunRow) -> list[str]:
+        """The words of a row behind its name; of a run that has not changed, only its age is new."""
+        known = self._known.get(row.path)
+        if known is None or known[0] != self._shown or not _is_as_before(known[1], row):
+            known = (self._shown, row, [self._text(row, index) for index in self._shown[1:]])
+            self._known[row.path] = known
+        words = [*known[2]]
+        if AGE in self._shown:
+            words[self._shown.index(AGE) - 1] = self._text(row, AGE)
+        return words
+
+    def _name_cell(self, row: RunRow, room: int) -> str:
+        slot = self.marked.get(row.path)
+        letter = " " if slot is None else series_style(slot).letter
+        return f"{letter} {shortened(row.name, room)}"
+
+    def _cells(self, path: Path, texts: Sequence[str]) -> list[Text]:
+        slot = self.marked.get(path)
+        styles = ["" if slot is None else f"bold {series_style(slot).colour}"]
+        styles += [""] * (len(texts) - 1)
         return [
-            [
-                Text(
-                    text if index else shortened(text, max(NAME_CELLS, room)),
-                    justify="right" if COLUMNS[index].right else "left",
-                    no_wrap=True,
-                )
-                for index, text in enumerate(row)
-            ]
-            for row in texts
+            Text(
+                text,
+                style,
+                justify="right" if COLUMNS[index].right else "left",
+                no_wrap=True,
+            )
+            for text, style, index in zip(texts, styles, self._shown, strict=True)
         ]
 
     def _fill(self) -> None:
-        if not self.columns:
+        if not self.size.width:
             return
-        titles = [self._title(index) for index in range(len(COLUMNS))]
-        is_titled = titles == [header.label for header in self.ordered_columns]
-        for header, title in zip(self.ordered_columns, titles, strict=True):
-            header.label = title
-        rows = in_order(self.rows_shown, self.sorted_by, backwards=self.backwards)
-        paths = [row.path for row in rows]
-        if paths == self._paths and is_titled:
-            for row, cells in zip(rows, self._cells(rows), strict=True):
-                for cell, column in zip(cells, COLUMNS, strict=True):
-                    if self.get_cell(str(row.path), column.name) != cell:
-                        self.update_cell(str(row.path), column.name, cell, update_width=True)
-            return
+        width = self.size.width
+        if self._is_roomy != (width >= ROOMY):
+            self._is_roomy = width >= ROOMY
+            self._known.clear()
+        self._shown = tuple(i for i, c in enumerate(COLUMNS) if c.least_width <= width)
         selected = self.selected
-        self._paths = paths
-        self.clear()
-        for row, cells in zip(rows, self._cells(rows), strict=True):
-            self.add_row(*cells, key=str(row.path))
-        if selected is not None and selected.path in paths:
+        rows = in_order(self.rows_shown, self.sorted_by, backwards=self.backwards)
+        texts = self._all_texts(rows)
+        paths = [row.path for row in rows]
+        head = [self._title(index) for index in self._shown]
+        widths = [
+            max([title.cell_len, *(cell_len(words[place]) for words in texts.values())])
+            for place, title in enumerate(head)
+        ]
+        if (head, widths) != self._head:
+            # Columns of known widths: none has to be measured, cell by cell, before it is drawn.
+            self._head = (head, widths)
+            self.clear(columns=True)
+            for index, title, width in zip(self._shown, head, widths, strict=True):
+                self.add_column(title, key=COLUMNS[index].name, width=width)
+            self._paths = []
+        if paths and paths == self._paths:
+            self._update(texts)
+        else:
+            self.clear()
+            for path in paths:
+                self.add_row(*self._cells(path, texts[path]), key=str(path))
+        self._paths, self._texts = paths, texts
+        if selected is not None and selected.path in texts:
             self.move_cursor(row=paths.index(selected.path), animate=False)
+
+    def _update(self, texts: Mapping[Path, list[str]]) -> None:
+        """Write what has changed, which in a long list is little."""
+        for path, words in texts.items():
+            before = self._texts.get(path)
+            if before == words:
+                continue
+            for place, cell in enumerate(self._cells(path, words)):
+                if before is None or before[place] != words[place]:
+                    name = COLUMNS[self._shown[place]].name
+                    self.update_cell(str(path), name, cell)

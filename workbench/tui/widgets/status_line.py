@@ -61,9 +61,12 @@ class StatusLine(Static):
 
     snapshot: reactive[Snapshot | None] = reactive(None)
     paused: reactive[bool] = reactive(False)
+    replay: reactive[str] = reactive("")
+    """Where a replay is; empty when the run is shown as it is."""
 
     def __init__(self, name: str, *, ascii_only: bool, read_only: bool, id: str) -> None:
         super().__init__(Content(f"{name}: reading its log"), id=id, markup=False)
+        self._rows: tuple[int, ...] = ()
         self._run_name, self._ascii_only, self._read_only = name, ascii_only, read_only
 
     def on_resize(self) -> None:
@@ -75,6 +78,9 @@ class StatusLine(Static):
     def watch_paused(self) -> None:
         self._write()
 
+    def watch_replay(self) -> None:
+        self._write()
+
     def _write(self) -> None:
         snapshot = self.snapshot
         if snapshot is None:
@@ -83,6 +89,8 @@ class StatusLine(Static):
         parts = heading(snapshot, width, ascii_only=self._ascii_only)
         if self.paused:
             parts.insert(0, "SCREEN PAUSED (space goes on)")
+        if self.replay:
+            parts.insert(0, self.replay)
         if self._read_only:
             parts.append("read-only")
         name = (
@@ -96,4 +104,7 @@ class StatusLine(Static):
         lines = [first, second]
         if snapshot.error is not None:
             lines += [Content(line) for line in snapshot.error.splitlines()]
-        self.update(Content("\n").join(lines))
+        # Laying a screen out draws all of it again: only lines that need other rows are worth that.
+        rows = tuple(-(-line.cell_length // max(1, width - 2)) for line in lines)
+        self.update(Content("\n").join(lines), layout=rows != self._rows)
+        self._rows = rows

@@ -1,0 +1,56 @@
+"""The extremes of any rows of a column are those that looking at each row gives."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.runlog.extremes import BLOCK, Extremes
+from engine.runlog.table import Table
+
+VALUES = st.none() | st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -1e308])
+
+
+def table_of(ys: list[float | None]) -> Table:
+    return Table(("y",)).extended([{"y": y} for y in ys])
+
+
+@given(st.lists(VALUES, max_size=5 * BLOCK), st.data())
+def test_a_range_is_what_its_rows_are(ys: list[float | None], data: st.DataObject) -> None:
+    table = table_of(ys)
+    start = data.draw(st.integers(0, len(ys)))
+    stop = data.draw(st.integers(start, len(ys)))
+    found = table.range("y", start, stop)
+    finite = [y for y in ys[start:stop] if y is not None and math.isfinite(y)]
+    assert (found.low, found.high) == (min(finite, default=None), max(finite, default=None))
+    assert found.non_finite == any(y is not None and not math.isfinite(y) for y in ys[start:stop])
+
+
+def test_a_column_that_grows_is_asked_again_and_an_older_table_does_not_see_it() -> None:
+    table = table_of([1.0] * (2 * BLOCK))
+    assert table.range("y").high == 1.0
+    grown = table.extended([{"y": 9.0}] * (2 * BLOCK))
+    assert grown.range("y").high == 9.0
+    assert table.range("y").high == 1.0
+    assert grown.cut(BLOCK).extended([{"y": -5.0}] * BLOCK).range("y").low == -5.0
+
+
+def test_a_million_rows_are_looked_at_once() -> None:
+    class Counted(bytearray):
+        rows = 0
+
+        def __getitem__(self, key: object) -> object:
+            if isinstance(key, slice):
+                type(self).rows += len(range(*key.indices(len(self))))
+            return super().__getitem__(key)  # type: ignore[index,call-overload]
+
+    count = 1_000_000
+    extremes = Extremes(array("d", bytes(8 * count)), Counted(count))
+    extremes.of(0, count, count)
+    assert Counted.rows == count
+    for start in range(0, count, 5000):
+        extremes.of(start, start + 5000, count)
+    assert Counted.rows < count + 200 * 2 * BLOCK

@@ -1,0 +1,151 @@
+"""Palette and help: everything can be found by name, from the tables that dispatch keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_folders import completed, killed
+from screens import on_screen, press, settle, texts_of
+from textual.command import CommandPalette
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+
+from workbench.tui.palette import WorkbenchCommands, runs_to_open
+from workbench.tui.places import PLACES
+from workbench.tui.screens.run import RunScreen
+from workbench.tui.widgets.key_bar import bindings_of
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+async def names(pilot: Pilot[None]) -> dict[str, str]:
+    """Names and words of what the palette offers on the present screen."""
+    provider = WorkbenchCommands(pilot.app.screen)
+    await provider.startup()
+    return {command.name: command.words for command in provider._commands()}
+
+
+async def found(pilot: Pilot[None], query: str) -> list[str]:
+    """What the palette finds, best first."""
+    provider = WorkbenchCommands(pilot.app.screen)
+    await provider.startup()
+    hits = [hit async for hit in provider.search(query)]
+    return [str(hit.text) for hit in sorted(hits, key=lambda hit: -hit.score)]
+
+
+def test_every_place_key_run_and_theme_is_in_the_palette(here: Path) -> None:
+    completed(here / "runs" / "kd")
+    killed(here / "runs" / "other")
+
+    async def script(pilot: Pilot[None]) -> None:
+        offered = await names(pilot)
+        assert {place.name for place in PLACES} <= set(offered)
+        for place in PLACES:
+            key = f" (key {place.key})" if place.key else ""
+            assert offered[place.name] == place.tooltip + key
+        screen = pilot.app.screen
+        for binding in bindings_of(screen):
+            if screen.check_action(binding.action.partition("(")[0], ()):
+                assert any(name.endswith(binding.description) for name in offered), binding
+        assert {"run kd", "run other", "theme colourblind-dark", "theme textual-light"} <= set(
+            offered
+        )
+        assert {"copy", "save", "copy the screen", "help", "quit"} <= set(offered)
+
+    on_screen([here / "runs" / "kd"], (120, 40), script)
+
+
+def test_a_run_is_opened_by_its_name(here: Path) -> None:
+    for name in ("alpha", "beta"):
+        completed(here / "runs" / name)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "ctrl+p")
+        assert isinstance(pilot.app.screen, CommandPalette)
+        await pilot.press(*"run beta")
+        while not pilot.app.screen.query_one(OptionList).option_count:
+            await pilot.pause()
+        await settle(pilot)
+        await press(pilot, "enter")
+        await settle(pilot)
+        screen = pilot.app.screen
+        assert isinstance(screen, RunScreen)
+        assert screen.run.name == "beta"
+
+    on_screen([here / "runs"], (120, 40), script)
+
+
+def test_the_best_match_comes_first(here: Path) -> None:
+    completed(here / "runs" / "kd")
+
+    async def script(pilot: Pilot[None]) -> None:
+        assert (await found(pilot, "zoom"))[0] == "zoom"
+        assert (await found(pilot, "colourblind-l"))[0] == "theme colourblind-light"
+
+    on_screen([here / "runs" / "kd"], (120, 40), script)
+
+
+def test_beside_a_run_that_was_named_its_neighbours_can_be_opened(here: Path) -> None:
+    for name in ("alpha", "beta"):
+        completed(here / "runs" / name)
+
+    async def script(pilot: Pilot[None]) -> None:
+        context = pilot.app.context  # type: ignore[attr-defined]
+        assert sorted(run.name for run in runs_to_open(context)) == ["alpha", "beta"]
+
+    on_screen([here / "runs" / "alpha"], (120, 40), script)
+
+
+def test_a_question_is_not_left_by_the_palette(here: Path) -> None:
+    killed(here / "runs" / "kd")
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "R")
+        before = pilot.app.screen
+        assert before.is_modal
+        await press(pilot, "ctrl+p")
+        assert pilot.app.screen is before
+
+    on_screen([here / "runs" / "kd"], (120, 40), script)
+
+
+# Help.
+
+
+def test_help_begins_with_the_pane_that_has_the_focus(here: Path) -> None:
+    completed(here / "runs" / "kd")
+    _, log = texts_of(here / "runs" / "kd", (120, 60), "5", "question_mark")[1:]
+    _, loss = texts_of(here / "runs" / "kd", (120, 60), "1", "question_mark")[1:]
+    assert log.index("Log") < log.index("On this screen") < log.index("Everywhere")
+    assert loss[: loss.index("On this screen")] != log[: log.index("On this screen")]
+
+
+def test_help_lists_what_works_everywhere_and_what_does_not_now(here: Path) -> None:
+    completed(here / "runs" / "kd")
+    _, words = texts_of(here / "runs" / "kd", (120, 90), "question_mark")
+    assert "ask the run to stop, after a question; not now" in words
+    for expected in (
+        "copy the pane as text",
+        "find a command",
+        *(p.tooltip for p in PLACES if p.key),
+    ):
+        assert expected in words
+
+
+def test_read_only_help_names_no_key_that_acts(here: Path) -> None:
+    killed(here / "runs" / "kd")
+    _, words = texts_of(here / "runs" / "kd", (120, 90), "question_mark", read_only=True)
+    assert "Read-only: no key starts, stops or changes a run" in words
+    assert "ask the run to stop" not in words
+    assert "continue a run" not in words
+
+
+def test_help_fits_a_small_screen(here: Path) -> None:
+    completed(here / "runs" / "kd")
+    _, words = texts_of(here / "runs" / "kd", (40, 12), "question_mark")
+    assert "esc closes" in words

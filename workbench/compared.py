@@ -1,0 +1,317 @@
+"""Several runs over each other: what may be drawn of them, over which x, and in what they differ.
+
+A run is followed by a feed of its own; its columns are read in place, so a run of a million steps
+costs no more to draw than a short one. Three things can be on the x axis:
+
+    step     optimizer steps
+    tokens   tokens that went through the model so far
+    time     seconds since the first line of the run's log, starting up included; a clock that was
+             set back stands still until it has caught up
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from engine.evidence.differences import effective_of
+from engine.runlog.folder import RunFolder
+from engine.runlog.text import alert_lines
+from engine.runlog.view import RunView
+from engine.units import format_bytes, format_count, format_seconds, format_value
+from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
+from workbench.traces import Bucket, Trace
+
+AXES = ("step", "tokens", "time")
+UNTIMED_S = 60.0
+"""So long may a run be between two steps (an evaluation, a checkpoint) and still be one line."""
+NOT_SETTINGS = frozenset({"run.name", "run.out"})
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """Something that a run has at each step, or at each evaluation."""
+
+    name: str
+    column: str
+    """Of the table of steps; empty for the held-out loss."""
+    text: Callable[[float | None], str] = format_value
+
+
+METRICS = (
+    Metric("loss", "loss"),
+    Metric("kd", "kd"),
+    Metric("ce", "ce"),
+    Metric("held-out", ""),
+    Metric("step time", "step_s", format_seconds),
+    Metric("tokens/s", "tokens_per_s", format_count),
+    Metric("grad norm", "grad_norm"),
+    Metric("lr", "lr"),
+)
+
+
+def axis_text(axis: str, x: float) -> str:
+    """A place on an x axis in words."""
+    return {"step": lambda: f"{x:.0f}", "tokens": lambda: format_count(round(x))}.get(
+        axis, lambda: format_seconds(x)
+    )()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Compared:
+    """One of the runs, as of one poll."""
+
+    slot: int
+    """The index of its style."""
+    snapshot: Snapshot
+    tokens: array[float]
+    """Tokens up to and with each step; may be longer than the table of steps."""
+    settings: Mapping[str, str]
+    """Every effective setting; where it is `auto`, with what it became."""
+
+    @property
+    def view(self) -> RunView:
+        return self.snapshot.view
+
+    def _xs(self, axis: str) -> tuple[array[float], float]:
+        """The x of each step, and what is to be taken from it."""
+        if axis == "tokens":
+            return self.tokens, 0.0
+        if axis == "time":
+            return self.view.steps.columns["clock_s"], self.view.first_unix_s or 0.0
+        return self.view.steps.columns["step"], 0.0
+
+    def _evaluations(self, axis: str) -> list[tuple[float, float | None]]:
+        """x and held-out loss of the student at each evaluation, the one before the first step
+        included; a loss that was not finite is kept."""
+        xs, origin = self._xs(axis)
+        steps = self.view.steps
+        points = []
+        for evaluation in self.view.evals:
+            if evaluation.subject not in ("student", "untrained"):
+                continue
+            row = steps.find("step", evaluation.step + 0.5) - 1
+            x = xs[row] - origin if row >= 0 else 0.0
+            points.append((float(evaluation.step) if axis == "step" else x, evaluation.loss))
+        return points
+
+    def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
+        """The lowest and the highest x; None before there is any."""
+        if not metric.column:
+            places = [x for x, _ in self._evaluations(axis)]
+            return (min(places), max(places)) if places else None
+        count = len(self.view.steps)
+        if not count:
+            return None
+        xs, origin = self._xs(axis)
+        return xs[0] - origin, xs[count - 1] - origin
+
+    def trace(self, metric: Metric, axis: str, low: float, high: float, count: int) -> Trace:
+        """The metric in at most `count` buckets of equal width on [low, high]."""
+        name = self.snapshot.run.name
+        if not metric.column:
+            points = self._evaluations(axis)
+            buckets = [_point(x, y) for x, y in points if low <= x <= high]
+            return Trace(name=name, buckets=tuple(buckets), last=points[-1][1] if points else None)
+        steps = self.view.steps
+        xs, origin = self._xs(axis)
+
+        def row(x: float) -> int:
+            return bisect_left(xs, x + origin, 0, len(steps))
+
+        begin, end = row(low), bisect_right(xs, high + origin, 0, len(steps))
+        if end - begin <= count:
+            edges = list(range(begin, end + 1))
+        else:
+            width = (high - low) / count
+            edges = sorted({begin, end} | {row(low + width * i) for i in range(1, count)})
+        buckets = []
+        for first, stop in pairwise(edges):
+            found = steps.range(metric.column, first, stop)
+            buckets.append(
+                Bucket(
+                    x_first=xs[first] - origin,
+                    x_last=xs[stop - 1] - origin,
+                    low=found.low,
+                    high=found.high,
+                    non_finite=found.non_finite,
+                )
+            )
+        last = steps.last(metric.column)
+        return Trace(name=name, buckets=tuple(buckets), last=last, gap=self._gap(axis))
+
+    def _gap(self, axis: str) -> float:
+        """How far apart two neighbours on x may be: a step that is missing, or a stretch without
+        steps, leaves a line open."""
+        if axis == "step":
+            return 1.5
+        longest = self.view.steps.range("step_s").high or 0.0
+        return UNTIMED_S + 2 * longest if axis == "time" else math.inf
+
+    def value_at(self, metric: Metric, axis: str, x: float) -> float | None:
+        """The newest value at or before x; None where the run has none there: before its first step,
+        after its last, or absent."""
+        if not metric.column:
+            known = [(at, y) for at, y in self._evaluations(axis) if at <= x]
+            return known[-1][1] if known else None
+        extent = self.extent(metric, axis)
+        if extent is None or not extent[0] <= x <= extent[1]:
+            return None
+        xs, origin = self._xs(axis)
+        row = bisect_right(xs, x + origin, 0, len(self.view.steps)) - 1
+        return self.view.steps.value(metric.column, max(0, row))
+
+
+def _point(x: float, y: float | None) -> Bucket:
+    bad = y is not None and not math.isfinite(y)
+    value = None if bad else y
+    return Bucket(x_first=x, x_last=x, low=value, high=value, non_finite=bad)
+
+
+class _Followed:
+    """One run: its feed, and what grows with it."""
+
+    def __init__(self, run: RunFolder, slot: int, budget_s: float) -> None:
+        self.run, self.slot = run, slot
+        self._feed = RunFeed(run, budget_s=budget_s)
+        self._tokens: array[float] = array("d")
+        self._storage: object = None
+        self._settings: tuple[tuple[int, int], dict[str, Any]] | None = None
+
+    def poll(self) -> Compared:
+        snapshot = self._feed.poll()
+        table = snapshot.view.steps
+        if table.columns is not self._storage:
+            self._tokens, self._storage = array("d"), table.columns
+        known = len(self._tokens)
+        before = self._tokens[-1] if known else 0.0
+        new = [n or 0.0 for n in table.values("tokens", known)]
+        self._tokens.extend(list(accumulate(new, initial=before))[1:])
+        return Compared(
+            slot=self.slot,
+            snapshot=snapshot,
+            tokens=self._tokens,
+            settings=effective_settings(self._effective(), snapshot.view),
+        )
+
+    def _effective(self) -> dict[str, Any]:
+        """effective.json, read again when a resume has changed it."""
+        try:
+            found = self.run.effective.stat()
+            key = (found.st_mtime_ns, found.st_size)
+        except OSError:
+            key = (0, 0)
+        if self._settings is None or self._settings[0] != key:
+            self._settings = (key, effective_of(self.run))
+        return self._settings[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Comparison:
+    """The runs as of one poll, in the order of their letters."""
+
+    runs: tuple[Compared, ...]
+    behind: bool
+
+    def extent(self, metric: Metric, axis: str) -> tuple[float, float] | None:
+        """The x that any of the runs has."""
+        found = [x for run in self.runs if (x := run.extent(metric, axis)) is not None]
+        return (min(x[0] for x in found), max(x[1] for x in found)) if found else None
+
+
+class CompareFeed:
+    """Follows the runs; `chosen` gives each style its run."""
+
+    def __init__(self, chosen: Mapping[int, RunFolder]) -> None:
+        budget_s = READ_BUDGET_S / max(1, len(chosen))
+        self._runs = [_Followed(run, slot, budget_s) for slot, run in sorted(chosen.items())]
+
+    def poll(self) -> Comparison:
+        """The runs as they are now."""
+        runs = tuple(run.poll() for run in self._runs)
+        return Comparison(runs=runs, behind=any(run.snapshot.behind for run in runs))
+
+
+def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str, str]:
+    """Every setting of a run in words, what was decided where it says `auto`, and what ran."""
+    spec = effective.get("spec")
+    found: dict[str, str] = {}
+    for section, values in (spec if isinstance(spec, dict) else {}).items():
+        if isinstance(values, dict):
+            found |= {f"{section}.{name}": str(value) for name, value in values.items()}
+    for decision in view.decisions:
+        asked = found.get(decision.knob)
+        if asked is not None and asked != decision.choice:
+            found[decision.knob] = f"{asked}: {decision.choice}"
+    for role, model in view.models.items():
+        found[f"{role} weights"] = f"{model.sha256[:12]} {model.precision}"
+    if view.started is not None:
+        for name in ("device", "engine", "torch", "python"):
+            found[name] = str(getattr(view.started, name))
+    return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
+
+
+ABSENT = "-"
+
+
+def settings_table(runs: Sequence[Compared]) -> list[list[str]]:
+    """A row for each setting that is not the same in all runs: its key, and its value in each."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    rows = [[key, *(run.settings.get(key, ABSENT) for run in runs)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def results_table(runs: Sequence[Compared]) -> list[list[str]]:
+    """A row for each result: its name, and its value in each run."""
+    columns = [_results(run) for run in runs]
+    return [[name, *(column[name] for column in columns)] for name in columns[0]] if columns else []
+
+
+def _results(run: Compared) -> dict[str, str]:
+    view = run.view
+    steps = view.steps
+    student = [e.loss for e in view.evals if e.subject == "student"]
+    finite = [loss for loss in student if loss is not None and math.isfinite(loss)]
+    teacher = view.eval_of("teacher")
+    seconds = None
+    if view.first_unix_s is not None and view.last_unix_s is not None:
+        seconds = max(0.0, view.last_unix_s - view.first_unix_s)
+    peak = view.memory_peak
+
+    def shown(value: float | None, text: Callable[[float | None], str] = format_value) -> str:
+        return ABSENT if value is None else text(value)
+
+    return {
+        "state": run.snapshot.state,
+        "step": f"{view.last_step}/{ABSENT if view.total_steps is None else view.total_steps}",
+        "loss": shown(steps.last("loss")),
+        "held-out": shown(student[-1] if student else None),
+        "best held-out": shown(min(finite, default=None)),
+        "teacher's": shown(teacher.loss if teacher else None),
+        "tokens/s": shown(view.tokens_per_second(), format_count),
+        "tokens": shown(run.tokens[len(steps) - 1] if len(steps) else None, format_count),
+        "wall time": shown(seconds, format_seconds),
+        "peak memory": shown(getattr(peak, "measured_bytes", None), format_bytes),
+        "not finite": str(len(view.non_finite)),
+        "alerts": str(len(view.alerts)),
+        "sessions": str(view.sessions),
+    }
+
+
+def alerts_words(runs: Sequence[Compared], letters: Sequence[str]) -> list[str]:
+    """The alerts that stand in each run, and why one cannot be read."""
+    lines = []
+    for run, letter in zip(runs, letters, strict=True):
+        snapshot = run.snapshot
+        lines.append(f"{letter} {snapshot.run.name}: {snapshot.state}")
+        lines += [f"  {line}" for alert in run.view.alerts.values() for line in alert_lines(alert)]
+        if snapshot.error is not None:
+            lines += [f"  {line}" for line in snapshot.error.splitlines()]
+        elif not run.view.alerts:
+            lines.append("  no alert stands")
+    return lines

@@ -1,0 +1,155 @@
+"""What the screen of the doctor is fed: everything that `engine doctor --json` says, as rows.
+
+The doctor asks the CUDA driver, NVML and the kernel, which takes seconds and is done in a process of
+its own; nothing of it runs in a viewer.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.errors import InternalError
+from engine.runlog.text import one_line
+from engine.units import format_bytes, format_seconds
+from engine.verdict import Level
+from workbench.launch import ENGINE
+from workbench.listing import TONE_OF, Listing, Row
+
+
+def ask(engine: Sequence[str] = ENGINE) -> dict[str, Any]:
+    """The diagnosis as JSON. Raises InternalError when there is none."""
+    done = subprocess.run(
+        [*engine, "doctor", "--json"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    try:
+        fields = msgspec.json.decode(done.stdout, type=dict[str, Any])
+    except msgspec.DecodeError as problem:
+        said = done.stderr.decode("utf-8", "replace").strip() or str(problem)
+        raise InternalError(
+            f"engine doctor --json — expected one JSON value, found code {done.returncode}: {said}"
+        ) from None
+    return fields
+
+
+class DoctorFeed:
+    """Asks once, and again when it is told to."""
+
+    def __init__(self, engine: Sequence[str] = ENGINE) -> None:
+        self._engine = tuple(engine)
+        self._rows: tuple[Row, ...] | None = None
+        self._asked_s = 0.0
+        self._took_s = 0.0
+        self._head = ""
+
+    def forget(self) -> None:
+        """Ask again at the next poll."""
+        self._rows = None
+
+    def poll(self) -> Listing:
+        """What it said, and how long ago. Raises InternalError when it said nothing."""
+        if self._rows is None:
+            begun_s = time.monotonic()
+            fields = ask(self._engine)
+            self._asked_s = time.monotonic()
+            self._took_s = self._asked_s - begun_s
+            self._rows = tuple(rows_of(fields))
+            self._head = f"doctor: {fields['verdict'].upper()}: {one_line(fields['reason'])}"
+        age = format_seconds(float(int(time.monotonic() - self._asked_s)))
+        took = format_seconds(self._took_s)
+        return Listing(head=f"{self._head} (asked {age} ago, took {took})", rows=self._rows)
+
+
+def rows_of(fields: Mapping[str, Any]) -> Iterator[Row]:
+    """The parts of a diagnosis, its verdict first."""
+    level = fields["verdict"]
+    missing = [_missing(m) for m in fields["missing"] if m["counts"]]
+    unneeded = [_missing(m) for m in fields["missing"] if not m["counts"]]
+    verdict = [f"verdict: {level.upper()}", f"  {one_line(fields['reason'])}"]
+    yield _row(
+        "verdict", f"{level.upper()}: {fields['reason']}", verdict, TONE_OF[Level[level.upper()]]
+    )
+    broken = [f"  {one_line(text)}" for text in fields["broken"]]
+    yield _row("broken", _count(broken), ["broken", *broken], "bad" if broken else "good")
+    yield _row(
+        "cannot be measured",
+        _count(missing),
+        ["cannot be measured here", *(line for lines in missing for line in lines)],
+        "unsure" if missing else "good",
+    )
+    yield _row(
+        "not needed",
+        _count(unneeded),
+        ["not here, and not needed by a run", *(line for lines in unneeded for line in lines)],
+    )
+    allocator = fields["allocator"]
+    said = [
+        f"{allocator['knob']} = {allocator['choice']}",
+        f"  {one_line(allocator['reason'])}",
+        *(f"  not {name}: {one_line(why)}" for name, why in allocator["rejected"]),
+    ]
+    yield _row("memory allocator", allocator["choice"], said)
+    yield _row("facts", "what the machine says of itself", ["facts", *_readings(fields["facts"])])
+    around = fields["surroundings"]
+    yield _row("around a run", "what a run can ask", ["around a run", *_readings(around)])
+    versions = fields["versions"]
+    numbers = [f"  {name}: {version or 'not here'}" for name, version in versions.items()]
+    yield _row("versions", f"engine {versions.get('engine')}", ["versions", *numbers])
+    for gpu in sorted({query["gpu"] for query in fields["nvml_queries"]}):
+        mine = [query for query in fields["nvml_queries"] if query["gpu"] == gpu]
+        works = sum(query["works"] for query in mine)
+        lines = [
+            f"  {'+' if q['works'] else '?'} {q['what']}: {q['absent'] or 'answers'}, "
+            f"{format_seconds(q['cost_s'])}; {q['asked']}"
+            for q in mine
+        ]
+        text = f"{works} of {len(mine)} answer"
+        yield _row(f"NVML of GPU {gpu}", text, [f"NVML queries, GPU {gpu}", *lines])
+
+
+def _row(name: str, text: str, lines: Sequence[str], tone: Any = "plain") -> Row:
+    return Row(key=name, text=f"{name:18}  {one_line(text)}", tone=tone, lines=tuple(lines))
+
+
+def _count(parts: Sequence[object]) -> str:
+    return f"{len(parts)}" if parts else "nothing"
+
+
+def _missing(missing: Mapping[str, Any]) -> list[str]:
+    return [
+        f"  {missing['what']}: {one_line(missing['reason'])}",
+        f"      rules out: {one_line(missing['rules_out'])}",
+    ]
+
+
+def _readings(fields: Mapping[str, Any], indent: str = "  ") -> Iterator[str]:
+    """Numbers with their sources; what is absent with the reason."""
+    for name, value in fields.items():
+        if name.endswith(("_source", "_absent")) and name.rpartition("_")[0] in fields:
+            continue
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            for index, part in enumerate(value):
+                yield f"{indent}{name} {index}:"
+                yield from _readings(part, indent + "  ")
+            continue
+        if isinstance(value, dict):
+            yield f"{indent}{name}:"
+            yield from _readings(value, indent + "  ")
+            continue
+        source, absent = fields.get(f"{name}_source"), fields.get(f"{name}_absent")
+        text = (
+            f"not here: {one_line(str(absent))}" if value is None and absent else _text(name, value)
+        )
+        yield f"{indent}{name}: {text}{f' ({source})' if source else ''}"
+
+
+def _text(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, int | float):
+        return format_bytes(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return one_line(str(value))

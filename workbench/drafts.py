@@ -1,0 +1,265 @@
+"""A run that is not started yet: a spec file, and what is to be different from it.
+
+Everything about a setting (its default, its meaning, what is allowed, whether a value is right) is
+asked of `engine.spec`, which `engine distill` asks too: what is refused here is refused there in the
+same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadInput, SpecError
+from engine.runlog.folder import RunFolder, write_whole
+from engine.spec import (
+    KEYS,
+    Option,
+    RunSpec,
+    build_spec,
+    key_lines,
+    options,
+    parse_set,
+    read_spec,
+    spec_from_dict,
+    spec_to_toml,
+)
+from engine.spec.environment import sets_from_environment
+from engine.spec.sections import section_type
+from workbench.launch import command_text, distill_arguments
+
+OPTIONS = {option.key: option for option in options()}
+SECTIONS = tuple(dict.fromkeys(key.split(".")[0] for key in KEYS))
+SPECS_FOUND = 200
+
+
+def allowed_text(option: Option) -> str:
+    """Which values a setting may have."""
+    if option.allowed:
+        return f"one of {', '.join(option.allowed)}"
+    if option.type_name == "bool":
+        return "true or false"
+    section, name = option.key.split(".")
+    limits = next(f for f in dataclasses.fields(section_type(section)) if f.name == name).metadata
+    if option.type_name == "str":
+        return "a path" if limits["path"] else "a text"
+    bounds = [
+        words.format(limits[bound])
+        for bound, words in (
+            ("low", "at least {:g}"),
+            ("above", "above {:g}"),
+            ("high", "at most {:g}"),
+        )
+        if limits[bound] is not None
+    ]
+    kind = "a whole number" if option.type_name == "int" else "a number"
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def value_text(value: Any) -> str:
+    """A value as it is typed behind `--set KEY=`."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def assignment(option: Option, text: str) -> str:
+    """`KEY=VALUE` for `--set`. A text is quoted where it would otherwise be read as a number or a
+    truth value."""
+    _, value = parse_set(f"{option.key}={text}")
+    if option.type_name == "str" and not isinstance(value, str):
+        text = json.dumps(text)
+    return f"{option.key}={text}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One line of the form."""
+
+    option: Option
+    value: str
+    source: str
+    """Where the value comes from: `default`, `line 12` of the file, `environment` or `typed`."""
+    problems: tuple[str, ...]
+
+    @property
+    def is_default(self) -> bool:
+        return self.value == value_text(self.option.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A spec file with changes over it."""
+
+    file: Path
+    text: str = ""
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    environment: tuple[str, ...] = ()
+    """The settings that the environment gives, as `KEY=VALUE`; the engine reads them by itself."""
+    edits: Mapping[str, str] = field(default_factory=dict)
+    """What was typed, by key."""
+
+    def edited(self, key: str, text: str | None) -> Draft:
+        """With another value of a setting; None takes back what was typed."""
+        edits = {name: value for name, value in self.edits.items() if name != key}
+        if text is not None:
+            edits[key] = text
+        return replace(self, edits={name: edits[name] for name in KEYS if name in edits})
+
+    @property
+    def sets(self) -> list[str]:
+        """The arguments of `--set`."""
+        return [assignment(OPTIONS[key], text) for key, text in self.edits.items()]
+
+    @property
+    def command(self) -> str:
+        """The command that starts it."""
+        return command_text([*distill_arguments(self.file, self.sets, None), "--detach"])
+
+    def build(self) -> tuple[RunSpec | None, tuple[str, ...]]:
+        """The run's settings, or every problem they have, in the engine's words."""
+        try:
+            spec = build_spec(
+                dict(self.tree),
+                file=str(self.file),
+                base=self.file.resolve().parent,
+                lines=key_lines(self.text),
+                sets=[*self.environment, *self.sets],
+            )
+        except SpecError as error:
+            return None, error.problems
+        return spec, ()
+
+    def settings(self, problems: Sequence[str] = ()) -> list[Setting]:
+        """Every setting with its value and where that comes from."""
+        given = dict(parse_set(argument) for argument in self.environment)
+        lines = key_lines(self.text)
+        found = []
+        for key, option in OPTIONS.items():
+            section, name = key.split(".")
+            part = self.tree.get(section)
+            if key in self.edits:
+                value, source = self.edits[key], "typed"
+            elif key in given:
+                value, source = value_text(given[key]), "environment"
+            elif isinstance(part, dict) and name in part:
+                value, source = value_text(part[name]), f"line {lines.get(key, '?')}"
+            else:
+                value, source = value_text(option.default), "default"
+            wrong = tuple(p for p in problems if f"{key}: " in p)
+            found.append(Setting(option=option, value=value, source=source, problems=wrong))
+        return found
+
+    def save_as(self, path: Path) -> Draft:
+        """Write all settings as a new spec file; the draft of that file. Raises BadInput when it
+        exists, or when a setting has a problem."""
+        spec, problems = self.build()
+        if spec is None:
+            raise SpecError(problems)
+        if path.exists():
+            raise BadInput.expected("spec", path, "a new file", "one that exists")
+        if not path.parent.is_dir():
+            raise BadInput.expected("spec", path, "a folder to write it in", "none")
+        write_whole(path, spec_to_toml(spec))
+        return open_draft(path)
+
+
+def open_draft(file: Path, environ: Mapping[str, str] = os.environ) -> Draft:
+    """The draft of a spec file. Raises BadInput when the file is no TOML."""
+    tree, text = read_spec(file)
+    return Draft(file=file, text=text, tree=tree, environment=tuple(sets_from_environment(environ)))
+
+
+def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft:
+    """A draft of the settings that a run had, under another name beside it.
+
+    It is the run's spec file with its settings over it, or, where that was moved or changed, the copy
+    in the run folder. Raises BadInput when the run does not tell its settings.
+    """
+    try:
+        effective = json.loads(run.effective.read_bytes())
+        wanted = spec_from_dict(effective["spec"])
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise BadInput.expected(
+            "run folder", run.effective, "the settings of the run", f"{problem}"
+        ) from problem
+    file = Path(str(effective.get("spec_file", "")))
+    try:
+        draft = open_draft(file, environ)
+        same = draft.text == run.spec.read_text()
+    except (BadInput, OSError, ValueError):
+        same = False
+    if not same:
+        draft = open_draft(run.spec, environ)
+    base, _ = _without_paths(draft)
+    for key in KEYS:
+        value, had = _of(wanted, key), None if base is None else _of(base, key)
+        if key not in ("run.name", "run.out") and value != had:
+            draft = draft.edited(key, value_text(value))
+    parent = run.path.resolve().parent
+    draft = draft.edited("run.out", str(parent))
+    return draft.edited("run.name", free_name(parent, run.path.resolve().name))
+
+
+def _without_paths(draft: Draft) -> tuple[RunSpec | None, tuple[str, ...]]:
+    """The settings of a file whose paths may lead nowhere; None when it has another problem."""
+    try:
+        spec = build_spec(
+            dict(draft.tree),
+            base=draft.file.resolve().parent,
+            sets=list(draft.environment),
+            check_paths=False,
+        )
+    except SpecError as error:
+        return None, error.problems
+    return spec, ()
+
+
+def _of(spec: RunSpec, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(spec, section), name)
+
+
+def free_name(folder: Path, name: str) -> str:
+    """`name-2`, or with the first number of which there is no folder yet."""
+    stem, _, number = name.rpartition("-")
+    # A date is no number of ours.
+    stem, first = (
+        (stem, int(number)) if stem and number.isdigit() and len(number) < 4 else (name, 1)
+    )
+    numbers = iter(range(first + 1, 1_000_000))
+    return next(f"{stem}-{n}" for n in numbers if not (folder / f"{stem}-{n}").exists())
+
+
+def find_specs(folders: Sequence[Path]) -> list[Path]:
+    """The spec files in some folders and in the working folder, newest first; last the demo's."""
+    found: dict[str, Path] = {}
+    for folder in (Path(), *folders):
+        for path in _tomls(folder):
+            if len(found) < SPECS_FOUND and _is_spec(path):
+                found.setdefault(os.path.realpath(path), path)
+    specs = sorted(found.values(), key=lambda path: path.stat().st_mtime, reverse=True)
+    demo = Path(str(importlib.resources.files("engine.demo") / "demo.toml"))
+    return [*specs, *([demo] if demo.is_file() else [])]
+
+
+def _tomls(folder: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(folder.glob("*.toml"))
+    except OSError:
+        return
+
+
+def _is_spec(path: Path) -> bool:
+    try:
+        tree, _ = read_spec(path)
+    except BadInput:
+        return False
+    # One that is misspelt in part is still to be found here, and told what is wrong.
+    return not set(SECTIONS).isdisjoint(tree)

@@ -1,0 +1,208 @@
+"""What the list of drills is fed: every drill, what it plants, and its last result.
+
+Which drills there are is asked of `engine drill --list --json` once, in a process of its own: drills
+load what a trainer loads, and no viewer does. Results are the files `drills.json` that `engine drill
+--out` writes, of this machine (`drills/DATE-NAME/`) and kept as evidence (`evidence/drills/`); of
+several results of a drill the newest counts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import InternalError
+from engine.runlog.folder import is_run
+from engine.runlog.text import one_line
+from engine.units import format_seconds
+from engine.verdict import Level
+from workbench.launch import ENGINE
+from workbench.listing import TONE_OF, Listing, Row, age_text
+
+DRILLS = Path("drills")
+EVIDENCE = Path("evidence/drills")
+JOB = "drill"
+NO_RESULT = "no result yet: n carries it out, some seconds; or `engine drill {id} --out DIR`"
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """One drill as `engine drill --list --json` says."""
+
+    id: str
+    what: str
+    happened: str
+    must_be_named_by: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of a drills.json."""
+
+    drill: str
+    level: str
+    evidence: str
+    named_by: str | None = None
+    after_s: float | None = None
+    after_start_s: float | None = None
+    before_step_1: bool = False
+    also_said: tuple[str, ...] = ()
+    state: str = ""
+    cost_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A result, and where it is."""
+
+    result: Result
+    file: Path
+    at_unix_s: float | None
+    """When it was written; None where the file does not say."""
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of its run, where that was kept."""
+        folder = self.file.parent / self.result.drill
+        return folder if is_run(folder) else None
+
+
+def known_drills(engine: Sequence[str] = ENGINE) -> tuple[Known, ...]:
+    """Every drill there is. Raises InternalError when the engine does not list them."""
+    done = subprocess.run(
+        [*engine, "drill", "--list", "--json"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    try:
+        return msgspec.json.decode(done.stdout, type=tuple[Known, ...])
+    except msgspec.DecodeError as problem:
+        said = done.stderr.decode("utf-8", "replace").strip() or str(problem)
+        raise InternalError(
+            f"engine drill --list — expected a list of drills, found {said}"
+        ) from None
+
+
+def results_in(*folders: Path) -> dict[str, Found]:
+    """The newest result of each drill in files *.json of some folders and of the folders in them. A
+    file that holds no results of drills is left out."""
+    newest: dict[str, Found] = {}
+    for file in _files(folders):
+        try:
+            fields = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+            results = msgspec.convert(fields.get("drills", []), list[Result])
+            at_unix_s = msgspec.convert(fields.get("unix_s"), float | None)
+        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+            continue
+        for result in results:
+            found = Found(result=result, file=file, at_unix_s=at_unix_s)
+            before = newest.get(result.drill)
+            if before is None or _rank(before) < _rank(found):
+                newest[result.drill] = found
+    return newest
+
+
+def _rank(found: Found) -> tuple[bool, float]:
+    """One that could be carried out tells more than a newer one that could not."""
+    return found.result.level != "unknown", found.at_unix_s or 0.0
+
+
+def _files(folders: Sequence[Path]) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted(folder.glob("*.json"))
+        yield from sorted(folder.glob("*/drills.json"))
+
+
+class DrillsFeed:
+    """Every drill with its last result."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path] = (EVIDENCE, DRILLS),
+        *,
+        engine: Sequence[str] = ENGINE,
+    ) -> None:
+        self._folders, self._engine = tuple(folders), tuple(engine)
+        self._known: tuple[Known, ...] | None = None
+        self.results: dict[str, Found] = {}
+
+    def poll(self) -> Listing:
+        """The list of them. Raises InternalError when the engine does not list them."""
+        if self._known is None:
+            self._known = known_drills(self._engine)
+        self.results = results_in(*self._folders)
+        now_unix_s = time.time()
+        width = max((len(one.id) for one in self._known), default=0)
+        levels = [
+            self.results[one.id].result.level for one in self._known if one.id in self.results
+        ]
+        counts = ", ".join(
+            f"{levels.count(word)} {word}" for word in ("pass", "fail", "unknown") if word in levels
+        )
+        return Listing(
+            head=f"drills: {len(self._known)}, last results: {counts or 'none'}",
+            rows=tuple(
+                _row(one, self.results.get(one.id), width, now_unix_s) for one in self._known
+            ),
+        )
+
+
+def _row(known: Known, found: Found | None, width: int, now_unix_s: float) -> Row:
+    level = found.result.level if found is not None else "not run"
+    at_unix_s = None if found is None else found.at_unix_s
+    age = "" if at_unix_s is None else age_text(now_unix_s - at_unix_s)
+    tone = "quiet" if found is None else TONE_OF[Level[level.upper()]]
+    return Row(
+        key=known.id,
+        text=f"{known.id:{width}}  {level.upper():7}  {age:>7}  {known.what}",
+        tone=tone,
+        lines=tuple(_lines(known, found, age)),
+    )
+
+
+def _lines(known: Known, found: Found | None, age: str) -> Iterator[str]:
+    yield f"{known.id}"
+    yield f"  plants: {known.what}"
+    yield f"  happened: {known.happened}"
+    yield f"  must be named by: {' or '.join(known.must_be_named_by)}"
+    if known.needs:
+        yield f"  needs: {', '.join(known.needs)}"
+    yield "last result"
+    if found is None:
+        yield f"  {NO_RESULT.format(id=known.id)}"
+        return
+    result = found.result
+    when = f"{age} ago" if age else "it is not recorded when"
+    yield f"  {result.level.upper()}, {when}"
+    if result.named_by is not None:
+        yield f"  named by {result.named_by}, {_when(result)}"
+    yield f"  {one_line(result.evidence)}"
+    if result.also_said:
+        yield f"  also said: {', '.join(result.also_said)}"
+    if result.state:
+        cost = "" if result.cost_s is None else f", {format_seconds(result.cost_s)} in all"
+        yield f"  the run ended {result.state}{cost}"
+    yield f"  from {found.file}"
+    yield f"  its run: {found.run or 'not kept (only runs of --keep, or that did not pass, are)'}"
+
+
+def _when(result: Result) -> str:
+    if result.before_step_1:
+        return "before step 1"
+    return f"{format_seconds(result.after_s)} after its effect"
+
+
+def drill_arguments(id_: str, folder: Path) -> list[str]:
+    """The arguments that carry out one drill and keep its run in `folder`."""
+    return ["drill", id_, "--out", str(folder), "--keep"]
+
+
+def new_folder(id_: str, folder: Path = DRILLS) -> Path:
+    """Where the results of a drill that starts now go."""
+    return folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{id_}"

@@ -1,0 +1,107 @@
+"""Engine commands that a key starts and a screen follows: each a process of its own.
+
+What a command prints goes to a file, which is read again at each look; so a screen that was left and
+opened again shows the same words. The process is in a session of its own: closing the workbench or
+its terminal does not end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.errors import write_error
+from engine.units import format_seconds
+from workbench.launch import ENGINE
+
+TAIL_BYTES = 16 << 10
+
+
+class Job:
+    """One command, from its start on."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], process: subprocess.Popen[bytes], words: Path
+    ) -> None:
+        self.name, self.arguments, self.words = name, tuple(arguments), words
+        self._process, self._begun_s = process, time.monotonic()
+        self._ended_s: float | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        alive = self._process.poll() is None
+        if not alive and self._ended_s is None:
+            self._ended_s = time.monotonic()
+        return alive
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None while it goes on."""
+        return self._process.poll()
+
+    def stop(self) -> None:
+        """As Ctrl-C would, for the command and what it started in its session."""
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGINT)
+
+    def lines(self) -> tuple[str, ...]:
+        """What it is, how it stands, and its newest words."""
+        alive = self.is_alive
+        took = format_seconds((self._ended_s or time.monotonic()) - self._begun_s)
+        state = f"goes on, {took}" if alive else f"{_ending(self.code)} after {took}"
+        return (f"engine {shlex.join(self.arguments)}: {state}", *self._tail())
+
+    def _tail(self) -> list[str]:
+        try:
+            with self.words.open("rb") as file:
+                file.seek(max(0, self.words.stat().st_size - TAIL_BYTES))
+                text = file.read().decode("utf-8", "replace")
+        except OSError as problem:
+            return [f"  {self.words}: {problem.strerror}"]
+        return [f"  {line}" for line in text.splitlines() if line.strip()]
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
+
+
+class Jobs:
+    """The commands that this workbench started: at most one of a name at a time."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, Job] = {}
+
+    def of(self, name: str) -> Job | None:
+        """The newest command of a name."""
+        return self._newest.get(name)
+
+    def start(self, name: str, arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> Job:
+        """Start `engine ARGUMENTS`; one of that name that goes on is returned as it is. Raises
+        RunLogError or DiskFull when its words cannot be written."""
+        before = self.of(name)
+        if before is not None and before.is_alive:
+            return before
+        try:
+            fd, path = tempfile.mkstemp(prefix=f"apr-{name}-", suffix=".txt")
+        except OSError as problem:
+            raise write_error("command", tempfile.gettempdir(), "to write there", problem) from None
+        with os.fdopen(fd, "wb") as output:
+            process = subprocess.Popen(
+                [*engine, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        job = self._newest[name] = Job(name, arguments, process, Path(path))
+        return job

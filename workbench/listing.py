@@ -1,0 +1,75 @@
+"""What a list with details is fed: frozen rows, each with what is said of it in full.
+
+Screens draw these and decide nothing. A row's sign tells what its colour tells, so that neither a
+terminal without colour nor a reader without colour vision loses a verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from engine.units import format_seconds
+from engine.verdict import Level
+from workbench.jobs import Job
+from workbench.traces import Trace
+
+Tone = Literal["good", "bad", "unsure", "quiet", "plain"]
+SIGNS: dict[Tone, str] = {"good": "+", "bad": "!", "unsure": "?", "quiet": "-", "plain": " "}
+TONE_OF: dict[Level, Tone] = {Level.PASS: "good", Level.FAIL: "bad", Level.UNKNOWN: "unsure"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a list, and its details."""
+
+    key: str
+    """The same for the same thing from poll to poll."""
+    text: str
+    tone: Tone = "plain"
+    sign: str = ""
+    """One character before the text; that of the tone where it is empty."""
+    lines: tuple[str, ...] = ()
+    """Details. A line that does not begin with a space is a heading of those that do."""
+    trace: Trace | None = None
+    """A plot over the details."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A whole list as of one poll."""
+
+    head: str
+    rows: tuple[Row, ...] = ()
+    empty: str = ""
+    """What to do to get a row, where there is none."""
+    job: tuple[str, ...] = ()
+    """The newest words of a command that a key started; none where there is none."""
+    job_runs: bool = False
+
+
+def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
+    """Where things called `name` are looked for: here, and beside and in each of some folders."""
+    found = {Path(name).resolve(): Path(name)}
+    for folder in folders:
+        for place in (folder / name, folder.parent / name):
+            if place.is_dir():
+                found.setdefault(place.resolve(), place)
+    return tuple(found.values())
+
+
+def with_job(listing: Listing, job: Job | None) -> Listing:
+    """A list with the newest words of a command below it."""
+    if job is None:
+        return listing
+    return replace(listing, job=job.lines(), job_runs=job.is_alive)
+
+
+def age_text(age_s: float | None) -> str:
+    """How long ago something was: days and hours, or less; `never` where there is no time."""
+    if age_s is None:
+        return "never"
+    days, hours = divmod(int(max(0.0, age_s)) // 3600, 24)
+    return f"{days}d{hours:02d}h" if days else format_seconds(max(0.0, float(int(age_s))))

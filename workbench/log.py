@@ -1,0 +1,250 @@
+"""The whole log of a run, any line of it at any time, without holding it in memory.
+
+The lines of the trainer's log are numbered, and its reader notes where every hundred or so of them begin. So a
+page of lines is read from the disk when it is looked at. The supervisor's lines are few: each stands in
+front of the first line of the trainer that is later. Lines of one log never change places.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from engine.errors import RunLogError
+from engine.runlog.events import AnyEvent, LogOpened, Unrecognised
+from engine.runlog.read import LogReader, Point, decode_line
+from engine.runlog.text import line_text
+from engine.runlog.view import LogLine
+
+PARTS_KEPT = 32
+_STEP = b'"kind":"step"'
+STEP_WORDS = (
+    "step loss ce kd agree lr g time not measured nan inf µs ms s m h d e".casefold().split()
+)
+"""Every run of letters that a step's text can have."""
+
+
+class Parts:
+    """The lines between two points of a log, decoded when asked for; the newest PARTS_KEPT are kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: OrderedDict[tuple[int, int], tuple[LogLine, ...]] = OrderedDict()
+        self._lock = Lock()
+
+    def raw(self, begin: Point, end: Point) -> list[bytes]:
+        """The lines as bytes; fewer when the file is not what it was."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(begin.offset)
+                block = file.read(end.offset - begin.offset)
+        except OSError:
+            return []
+        return block.split(b"\n")[: end.number - begin.number]
+
+    def lines(self, begin: Point, end: Point) -> tuple[LogLine, ...]:
+        """The lines, decoded; one that cannot be read any more says so."""
+        key = begin.offset, end.offset
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        lines = []
+        raw, opened_s = self.raw(begin, end), begin.opened_unix_s
+        for number in range(begin.number, end.number):
+            event: AnyEvent
+            try:
+                event = decode_line(raw[number - begin.number], "")
+            except (RunLogError, IndexError):
+                event = Unrecognised(kind="this line cannot be read any more", seq=number)
+            if isinstance(event, LogOpened):
+                opened_s = event.unix_s
+            lines.append(LogLine(unix_s=opened_s + event.t_s, source="events", event=event))
+        with self._lock:
+            self._kept[key] = tuple(lines)
+            if len(self._kept) > PARTS_KEPT:
+                self._kept.popitem(last=False)
+        return tuple(lines)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Log:
+    """The log as of one poll: rows from 0 to `len` - 1, in the order of time."""
+
+    parts: Parts
+    points: Sequence[Point]
+    count: int
+    """Lines of the trainer's log."""
+    asides: tuple[LogLine, ...] = ()
+    places: tuple[int, ...] = ()
+    """In front of which line of the trainer's log each aside stands."""
+
+    def __len__(self) -> int:
+        return self.count + len(self.asides)
+
+    def lines(self, start: int, stop: int) -> list[LogLine]:
+        """Rows [start, stop)."""
+        found: list[LogLine] = []
+        row = max(0, start)
+        stop = min(stop, len(self))
+        while row < stop:
+            aside, number = self._at(row)
+            if aside is not None:
+                found.append(self.asides[aside])
+                row += 1
+                continue
+            index = bisect_right(self.points, number, key=_number) - 1
+            begin, end = self.points[index], self.points[index + 1]
+            next_aside = bisect_right(self.places, number)
+            until = self.places[next_aside] if next_aside < len(self.places) else self.count
+            last = min(end.number, until, number + stop - row)
+            part = self.parts.lines(begin, end)
+            found += part[number - begin.number : last - begin.number]
+            row += last - number
+        return found
+
+    def _at(self, row: int) -> tuple[int | None, int]:
+        """The aside at a row, or None; and the line of the trainer there, or that follows it."""
+        low, high = 0, len(self.places)
+        while low < high:
+            middle = (low + high) // 2
+            if self.places[middle] + middle < row:
+                low = middle + 1
+            else:
+                high = middle
+        if low < len(self.places) and self.places[low] + low == row:
+            return low, self.places[low]
+        return None, row - low
+
+    def row_at(self, unix_s: float) -> int:
+        """How many rows there are up to a time."""
+        asides = bisect_right([line.unix_s for line in self.asides], unix_s)
+        number = _number_at(self.parts, self.points, self.count, unix_s)
+        return number + asides
+
+    def until(self, unix_s: float) -> Log:
+        """The log as it was at a time."""
+        asides = bisect_right([line.unix_s for line in self.asides], unix_s)
+        count = _number_at(self.parts, self.points, self.count, unix_s)
+        places = tuple(min(place, count) for place in self.places[:asides])
+        return Log(self.parts, self.points, count, self.asides[:asides], places)
+
+    def matching(self, start: int, stop: int, pattern: str) -> list[int]:
+        """The rows in [start, stop) whose text a filter shows.
+
+        Steps, which are almost all lines, are decoded only where the filter could tell them apart.
+        """
+        rule = step_rule(pattern)
+        if rule is None:
+            lines = self.lines(start, stop)
+            return [
+                row
+                for row, line in enumerate(lines, start=max(0, start))
+                if matches(line_text(line), pattern)
+            ]
+        found = []
+        row, stop = max(0, start), min(stop, len(self))
+        while row < stop:
+            aside, number = self._at(row)
+            if aside is not None:
+                if matches(line_text(self.asides[aside]), pattern):
+                    found.append(row)
+                row += 1
+                continue
+            index = bisect_right(self.points, number, key=_number) - 1
+            begin, end = self.points[index], self.points[index + 1]
+            next_aside = bisect_right(self.places, number)
+            until = self.places[next_aside] if next_aside < len(self.places) else self.count
+            last = min(end.number, until, number + stop - row)
+            raw = self.parts.raw(begin, end)
+            others = [
+                n
+                for n in range(number, last)
+                if n - begin.number >= len(raw) or _STEP not in raw[n - begin.number]
+            ]
+            whole = self.parts.lines(begin, end) if others else ()
+            shown = {n for n in others if matches(line_text(whole[n - begin.number]), pattern)}
+            if rule:
+                known = set(others)
+                shown |= {n for n in range(number, last) if n not in known}
+            found += [row + n - number for n in sorted(shown)]
+            row += last - number
+        return found
+
+
+def _number(point: Point) -> int:
+    return point.number
+
+
+def _number_at(parts: Parts, points: Sequence[Point], count: int, unix_s: float) -> int:
+    """How many lines of the trainer's log are not later than a time."""
+    index = bisect_right(points, unix_s, key=lambda point: point.unix_s)
+    # Everything in front of the point before `index` is early enough; what follows it may be.
+    if index >= len(points):
+        return count
+    begin, end = points[max(0, index - 1)], points[index]
+    if begin.number == end.number:
+        return min(begin.number, count)
+    latest, number = begin.unix_s, begin.number
+    for line in parts.lines(begin, end):
+        latest = max(latest, line.unix_s)
+        if latest > unix_s:
+            break
+        number += 1
+    return min(number, count)
+
+
+class LogBook:
+    """Makes a `Log` after each poll."""
+
+    def __init__(self, reader: LogReader) -> None:
+        self._reader = reader
+        self._parts = Parts(reader.path)
+        self._asides: tuple[LogLine, ...] = ()
+        self._places: list[int] = []
+        self._newest: Log | None = None
+
+    def log(self, asides: tuple[LogLine, ...]) -> Log:
+        """The log as far as it has been read; the same value as before when nothing is new."""
+        count, newest = self._reader.lines_read, self._newest
+        if newest is not None and newest.count == count and newest.asides is asides:
+            return newest
+        points = self._reader.points
+        known = 0
+        if asides[: len(self._asides)] == self._asides and newest is not None:
+            # A place in front of a line is final; one behind the last line is looked up again.
+            known = bisect_left(self._places, newest.count)
+        places = self._places[:known]
+        for line in asides[known:]:
+            place = _number_at(self._parts, points, count, line.unix_s)
+            places.append(max(place, places[-1] if places else 0))
+        self._asides, self._places = asides, places
+        self._newest = Log(self._parts, points, count, asides, tuple(places))
+        return self._newest
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Whether a line is to be shown under a filter: words to look for, whatever their case; with `!` before
+    them, words to leave out."""
+    if pattern.startswith("!"):
+        return len(pattern) == 1 or pattern[1:].casefold() not in text.casefold()
+    return pattern.casefold() in text.casefold()
+
+
+def step_rule(pattern: str) -> bool | None:
+    """Whether a filter shows every step (True), none (False), or some (None)."""
+    hides = pattern.startswith("!")
+    words = pattern[1:] if hides else pattern
+    if not words:
+        return True
+    if words.casefold() in " step ":
+        return not hides
+    for run in re.findall(r"[^\W\d_]+", words.casefold()):
+        if not any(run in word for word in STEP_WORDS):
+            return hides
+    return None

@@ -1,0 +1,209 @@
+"""What stands out on the time line of a run: numbers that are not finite, alerts, restarts, flips that began
+with this run, compiles and checkpoints. Each has a step, a time, and words.
+
+A mark that the log gives a time but no step stands at the step that was going on then. Marks of a step that
+a resume has replaced are left out; what happened at a time stays.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from engine.errors import EngineError
+from engine.experiments.record import find_flips, read_plan_of, read_verdict
+from engine.runlog.events import AlertCleared, AlertRaised, Compiled, NonFinite, RunStarted
+from engine.runlog.folder import RunFolder
+from engine.runlog.text import alert_lines, clock_text, event_text
+from engine.runlog.view import RunView
+from engine.units import format_bytes, format_seconds
+
+Kind = Literal["nan", "alert", "restart", "flip", "late compile", "compile", "checkpoint"]
+PRESSING: tuple[Kind, ...] = (
+    "nan",
+    "alert",
+    "restart",
+    "flip",
+    "late compile",
+    "checkpoint",
+    "compile",
+)
+"""Where several are at one place, the first of these is drawn."""
+FLIPS = Path("flips")
+LOOK_FOR_FLIPS_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happening:
+    """One mark."""
+
+    kind: Kind
+    step: float
+    """The last step done when it happened; fractions are between two steps."""
+    unix_s: float
+    title: str
+    lines: tuple[str, ...]
+    """All that is known of it."""
+    alert: AlertRaised | None = None
+    folder: Path | None = None
+    """Of a flip."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlipSeen:
+    """A flip whose base is a run."""
+
+    folder: Path
+    began_unix_s: float
+    name: str
+    verdict: str
+
+
+class FlipLook:
+    """Finds the flips of a run, at most once in LOOK_FOR_FLIPS_S."""
+
+    def __init__(self, run: RunFolder, flips: Path = FLIPS) -> None:
+        self._run, self._flips = run, flips
+        self._looked_s = float("-inf")
+        self._found: tuple[FlipSeen, ...] = ()
+
+    def look(self) -> tuple[FlipSeen, ...]:
+        """Those there are; one whose folder cannot be read is left out."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < LOOK_FOR_FLIPS_S:
+            return self._found
+        self._looked_s = now_s
+        found = []
+        for path in self._paths():
+            try:
+                plan, verdict = read_plan_of(path), read_verdict(path)
+                if os.path.abspath(plan.source) != os.path.abspath(self._run.path):
+                    continue
+                began_unix_s = (path / "plan.json").stat().st_mtime
+            except (EngineError, OSError):
+                continue
+            words = "no verdict yet" if verdict is None else f"{verdict['verdict']}"
+            changes = ", ".join(map(str, plan.changes)) or plan.name
+            found.append(FlipSeen(path, began_unix_s, changes, words))
+        self._found = tuple(found)
+        return self._found
+
+    def _paths(self) -> list[Path]:
+        try:
+            return find_flips(self._flips)
+        except OSError:
+            return []
+
+
+def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening, ...]:
+    """Every mark, in the order of steps."""
+    steps = view.steps
+
+    def step_at(unix_s: float) -> float:
+        row = steps.find("clock_s", unix_s)
+        last = steps.value("step", min(row, len(steps) - 1)) if len(steps) else None
+        return last or 0.0
+
+    def time_of(step: int) -> float:
+        row = min(steps.find("step", step), len(steps) - 1)
+        return (steps.value("unix_s", row) if row >= 0 else None) or 0.0
+
+    found = [_stretch(part, time_of) for part in _stretches(view.non_finite)]
+    for line in view.marks:
+        event, unix_s, step = line.event, line.unix_s, step_at(line.unix_s)
+        title, at = event_text(event), f"at {clock_text(line.unix_s)}"
+        if isinstance(event, AlertRaised):
+            found.append(
+                Happening(
+                    kind="alert",
+                    step=step,
+                    unix_s=unix_s,
+                    title=title,
+                    lines=tuple(alert_lines(event)),
+                    alert=event,
+                )
+            )
+        elif isinstance(event, AlertCleared):
+            continue
+        elif isinstance(event, Compiled):
+            kind: Kind = "late compile" if event.after_warm_up else "compile"
+            words = (
+                title,
+                f"key: {event.key}",
+                f"differs in: {', '.join(event.differs) or '-'}",
+                at,
+            )
+            found.append(Happening(kind=kind, step=step, unix_s=unix_s, title=title, lines=words))
+        elif isinstance(event, RunStarted) and event.resumed_from is not None:
+            title = f"resumed from step {event.resumed_from}"
+            found.append(
+                Happening(
+                    kind="restart",
+                    step=float(event.resumed_from),
+                    unix_s=unix_s,
+                    title=title,
+                    lines=(title, at, event_text(event)),
+                )
+            )
+    for saved in view.checkpoints:
+        title = f"checkpoint {saved.path}{', best so far' if saved.best else ''}"
+        about = (
+            title,
+            f"step {saved.step}, {format_bytes(saved.size_bytes)} in {format_seconds(saved.save_s)}",
+            f"manifest sha256 {saved.manifest_sha256}",
+        )
+        found.append(
+            Happening(
+                kind="checkpoint",
+                step=float(saved.step),
+                unix_s=time_of(saved.step),
+                title=title,
+                lines=about,
+            )
+        )
+    for flip in flips:
+        title = f"flip {flip.name}: {flip.verdict}"
+        lines = (title, f"began at {clock_text(flip.began_unix_s)}", f"folder: {flip.folder}")
+        found.append(
+            Happening(
+                kind="flip",
+                step=step_at(flip.began_unix_s),
+                unix_s=flip.began_unix_s,
+                title=title,
+                lines=lines,
+                folder=flip.folder,
+            )
+        )
+    found.sort(key=lambda mark: (mark.step, PRESSING.index(mark.kind)))
+    return tuple(found)
+
+
+def _stretches(faults: Sequence[NonFinite]) -> list[list[NonFinite]]:
+    """Faults of the same or of neighbouring steps together: a run that diverged has one for each step."""
+    parts: list[list[NonFinite]] = []
+    for fault in faults:
+        if parts and fault.step - parts[-1][-1].step <= 1:
+            parts[-1].append(fault)
+        else:
+            parts.append([fault])
+    return parts
+
+
+def _stretch(part: Sequence[NonFinite], time_of: Callable[[int], float]) -> Happening:
+    first, last = part[0], part[-1]
+    fields = sorted({fault.field for fault in part})
+    title = f"{first.field} is {first.value} at step {first.step}"
+    lines = [title]
+    if last.step > first.step:
+        lines.append(f"not finite at every step to {last.step}: {', '.join(fields)}")
+    return Happening(
+        kind="nan",
+        step=float(first.step),
+        unix_s=time_of(first.step),
+        title=title + (f", and to step {last.step}" if last.step > first.step else ""),
+        lines=tuple(lines),
+    )

@@ -1,0 +1,87 @@
+"""Contracts: what the code promises, with equations, last result and age, as `engine contracts list` says.
+
+Evaluating receipts parses every contract and hashes the code it binds; it starts nothing and runs no test.
+No comm is made: the cell shows what was so when it ran, and the same cell run again shows what is so now.
+"""
+
+from __future__ import annotations
+
+import html
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.contracts.receipt import FOLDER
+from engine.contracts.status import Status, overview
+from engine.errors import BadInput
+from engine.runlog.text import one_line
+from engine.verdict import Level, Verdict, lowest
+from workbench.contracts import contract_lines
+from workbench.listing import age_text
+from workbench.notebook.outputs import show
+
+SIGNS = {Level.PASS: "+", Level.FAIL: "!", Level.UNKNOWN: "?"}
+
+
+class Contracts:
+    """The contracts of the project in the folder `root`, or those of them that are named.
+
+        Contracts()                        every contract, each with its equations folded out by a click
+        Contracts("kd-loss-v1").verdict    as a value
+
+    Raises BadInput where there is none, or none of a name.
+    """
+
+    def __init__(self, *ids: str, root: str | Path = ".", receipts: str | Path = FOLDER) -> None:
+        found = {s.id: s for s in overview(root=Path(root), receipts=Path(receipts))}
+        for id_ in ids:
+            if id_ not in found:
+                raise BadInput.expected(
+                    "contract", id_, f"one of {', '.join(found)}", "none of them"
+                )
+        self.statuses: tuple[Status, ...] = tuple(found[id_] for id_ in ids or found)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The lowest of those that count: one that was demoted does not."""
+        return lowest(status.answer.verdict for status in self.statuses if status.counts)
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """One line each, and the equations below it."""
+        for status in self.statuses:
+            yield summary(status)
+            for name, formula in status.contract.equations if status.contract else ():
+                yield f"    {name}: {one_line(formula)}"
+
+    def page(self) -> str:
+        """The same as HTML; a click on a contract opens all of it."""
+        parts = []
+        for status in self.statuses:
+            rows = status.contract.equations if status.contract else ()
+            equations = "".join(
+                f"<tr><td>{html.escape(name)}</td><td><code>{html.escape(one_line(formula))}</code>"
+                "</td></tr>"
+                for name, formula in rows
+            )
+            all_of_it = html.escape("\n".join(contract_lines(status)))
+            parts.append(
+                f"<details><summary><code>{html.escape(summary(status))}</code></summary>"
+                f"<pre>{all_of_it}</pre></details><table>{equations}</table>"
+            )
+        return f"<div>{''.join(parts)}</div>"
+
+    def _ipython_display_(self) -> None:
+        bundle = {"text/html": self.page(), "text/plain": "\n".join(self.lines())}
+        show(bundle, uuid.uuid4().hex[:12])
+
+
+def summary(status: Status) -> str:
+    """`+ PASS kd-loss-v1: proven, 3h02m old`; what keeps one from passing is said."""
+    level = status.answer.level
+    why = "" if level is Level.PASS else f"; {one_line(str(status.answer))}"
+    age = "never run" if status.age_s is None else f"{age_text(status.age_s)} old"
+    reached = status.reached.name.lower()
+    return f"{SIGNS[level]} {level.name} {status.id}: {reached}, {age}{why}"

@@ -1,0 +1,189 @@
+"""A run as it was at any time of its life: the same snapshots that a feed gives, made from the log again.
+
+The logs are folded once from their beginning, in the order of time, and every STRIDE lines the view and the
+places in the logs are kept. A view is frozen and shares its columns, so keeping it costs next to nothing.
+A question about a time starts at the newest kept view before it, reads the few thousand lines that follow,
+and folds those that are not later. So a day of a run is as near as a minute.
+
+Lines of one log are in order; of two logs the earlier time comes first. What happened later is not known to
+a view of the past: an alert that was raised a minute after it does not stand in it.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from engine.errors import RunLogError
+from engine.runlog.events import LogOpened
+from engine.runlog.folder import RunFolder
+from engine.runlog.read import BrokenLog, Liveness, LogReader
+from engine.runlog.skim import Skimmed
+from engine.runlog.text import status_text
+from engine.runlog.view import SOURCES, RunView, Source, fold
+from workbench.feed import Snapshot
+from workbench.log import LogBook
+
+STRIDE = 2048
+READ_BYTES = 2 << 20
+BUDGET_S = 0.25
+BOTH = Liveness(trainer=True, supervisor=True)
+NOBODY = Liveness(trainer=False, supervisor=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The view at a time, and how many lines of each log are in it."""
+
+    unix_s: float
+    view: RunView
+    taken: dict[Source, int]
+
+
+class _Ahead:
+    """One log, read ahead of what is folded: its lines with their times, which never decrease."""
+
+    def __init__(self, reader: LogReader) -> None:
+        self.reader = reader
+        self.events: list[Skimmed] = []
+        self.times: list[float] = []
+        self.done = 0
+        self.is_over = False
+        self._opened_s, self._latest_s = 0.0, float("-inf")
+
+    def fill(self) -> None:
+        """Have lines that are not folded yet, if there are any."""
+        if self.done < len(self.events) or self.is_over:
+            return
+        try:
+            found = self.reader.skim(READ_BYTES)
+        except BrokenLog as broken:
+            # What is behind the fault is not known; what is before it can be looked at.
+            found, self.is_over = list(broken.before), True
+        self.events, self.times, self.done = found, [], 0
+        self.is_over = self.is_over or not found
+        for event in found:
+            if type(event) is LogOpened:
+                self._opened_s = event.unix_s
+            self._latest_s = max(self._latest_s, self._opened_s + event.t_s)
+            self.times.append(self._latest_s)
+
+    def take(self, until_s: float) -> list[Skimmed]:
+        """The lines not later than a time, of those that were read."""
+        end = bisect_right(self.times, until_s, self.done)
+        taken, self.done = self.events[self.done : end], end
+        return taken
+
+
+class ReplayFeed:
+    """Snapshots of one run as of any time. `read` goes on through the logs; `at` answers for what was read.
+
+    Used from one thread at a time.
+    """
+
+    def __init__(self, run: RunFolder, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.run = run
+        self._monotonic = monotonic
+        self._logs = {source: _Ahead(LogReader(getattr(run, source))) for source in SOURCES}
+        self._view = RunView()
+        self._taken: dict[Source, int] = dict.fromkeys(SOURCES, 0)
+        self._kept = [_Kept(float("-inf"), self._view, dict(self._taken))]
+        self._book = LogBook(self._logs["events"].reader)
+        self.is_read = False
+
+    @property
+    def first_unix_s(self) -> float:
+        """When the run began, by its log."""
+        return self._view.first_unix_s or 0.0
+
+    @property
+    def last_unix_s(self) -> float:
+        """The latest time that was read."""
+        return max(self._view.last_unix_s or 0.0, self._kept[-1].unix_s, self.first_unix_s)
+
+    def read(self, budget_s: float = BUDGET_S) -> bool:
+        """Read on for about so long; True when everything there is was read."""
+        until_s = self._monotonic() + budget_s
+        while not self.is_read and self._monotonic() < until_s:
+            self._step()
+        return self.is_read
+
+    def _step(self) -> None:
+        """Fold the next lines in the order of time, and keep what they come to."""
+        waiting = []
+        for log in self._logs.values():
+            log.fill()
+            if log.done < len(log.events):
+                waiting.append(log)
+        if not waiting:
+            self.is_read = True
+            return
+        # No further than each log is known, and at most STRIDE lines of any.
+        limit_s = min(log.times[min(log.done + STRIDE, len(log.times)) - 1] for log in waiting)
+        for source, log in self._logs.items():
+            events = log.take(limit_s)
+            self._view = fold(self._view, source, events)
+            self._taken[source] += len(events)
+        # The lines of a view are whole events, and the log has them all.
+        kept = replace(self._view, lines=())
+        self._kept.append(_Kept(limit_s, kept, dict(self._taken)))
+
+    def at(self, unix_s: float) -> Snapshot:
+        """The run as it was at a time, as far as it was read."""
+        index = bisect_right(self._kept, unix_s, key=lambda kept: kept.unix_s) - 1
+        kept = self._kept[max(0, index)]
+        view = kept.view
+        if index + 1 < len(self._kept):
+            for source, log in self._logs.items():
+                count = self._kept[index + 1].taken[source] - kept.taken[source]
+                view = fold(
+                    view, source, self._between(log.reader, kept.taken[source], count, unix_s)
+                )
+        whole = self._book.log(self._view.asides)
+        alive = _alive(view)
+        return Snapshot(
+            run=self.run,
+            view=view,
+            alive=alive,
+            state=view.state(alive),
+            status=status_text(view, alive),
+            now_unix_s=unix_s,
+            error=None,
+            traces={},
+            behind=False,
+            log=whole.until(unix_s),
+        )
+
+    def _between(self, reader: LogReader, first: int, count: int, unix_s: float) -> list[Skimmed]:
+        """`count` lines of a log from the first-th on, without those that are later than a time."""
+        if not count:
+            return []
+        index = bisect_right(reader.points, first, key=lambda point: point.number) - 1
+        point = reader.points[index]
+        again = LogReader(reader.path, at=point)
+        found: list[Skimmed] = []
+        try:
+            while again.lines_read < first + count and (block := again.skim(READ_BYTES // 8)):
+                found += block
+        except RunLogError as problem:
+            found += problem.before if isinstance(problem, BrokenLog) else ()
+        opened_s, latest_s = point.opened_unix_s, point.unix_s
+        kept = []
+        for number, event in enumerate(found[: first + count - point.number], start=point.number):
+            if type(event) is LogOpened:
+                opened_s = event.unix_s
+            latest_s = max(latest_s, opened_s + event.t_s)
+            if latest_s > unix_s:
+                break
+            if number >= first:
+                kept.append(event)
+        return kept
+
+
+def _alive(view: RunView) -> Liveness:
+    """Which processes there were, by what the logs had said so far."""
+    if not view.clocks:
+        return NOBODY
+    return BOTH if view.exit is None and view.finished is None else NOBODY

@@ -1,0 +1,280 @@
+"""What the list of runs is fed: one row for each run of some folders, whoever started it.
+
+A run that has ended is read once, and again only when one of its logs has changed size. For that the
+ended runs are looked at in turn, LOOKS of them at each poll, so that thousands of them cost no more
+than a few hundred. Runs that go on are followed. A run that cannot be read is a row that says why,
+and never an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.errors import RunLogError
+from engine.runlog.folder import RunFolder, is_run
+from engine.runlog.follow import Follower
+from engine.runlog.text import has_ended
+from engine.runlog.view import RunView
+from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, catch_up, not_read
+
+LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")
+LOOKS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """One run in a list."""
+
+    path: Path
+    name: str
+    """Of its folder; with the folder around it when that is not the one that was named."""
+    state: str
+    last_step: int
+    total_steps: int | None
+    loss: float | None
+    heldout: float | None
+    tokens_per_second: float | None
+    age_s: float | None
+    """Seconds since the first line of its log, or since its folder was made when there is no line
+    yet."""
+    error: str | None
+    left_s: float | None = None
+    """Seconds to its last step at the pace of this session; None for a run that has ended."""
+    alive: bool = False
+    """Whether a process of it exists."""
+    alerts: tuple[tuple[str, str], ...] = ()
+    """Severity and id of each alert that stands, errors first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsSnapshot:
+    """All runs of some folders as of one poll."""
+
+    folders: tuple[Path, ...]
+    rows: tuple[RunRow, ...]
+    now_unix_s: float
+    error: str | None
+    """Why a folder could not be listed."""
+    behind: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A run as it was found; `made_ns` is when its settings were written."""
+
+    run: RunFolder
+    name: str
+    made_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """An ended run that was read to its end: its row, and the sizes of its logs at that time."""
+
+    found: _Found
+    sizes: tuple[int, ...]
+    row: RunRow
+    began_unix_s: float
+
+
+def _made_ns(folder: str) -> int | None:
+    """When the run in a folder was made; None when there is no run."""
+    try:
+        found = os.stat(f"{folder}/effective.json")
+    except OSError:
+        return None
+    return found.st_mtime_ns if stat.S_ISREG(found.st_mode) else None
+
+
+def _sizes(folder: str) -> tuple[int, ...]:
+    sizes = []
+    for name in LOGS:
+        try:
+            sizes.append(os.stat(f"{folder}/{name}").st_size)
+        except FileNotFoundError:
+            sizes.append(-1)
+    return tuple(sizes)
+
+
+def _newest_first(found: Iterable[_Found]) -> list[_Found]:
+    return sorted(found, key=lambda one: (one.made_ns, one.name), reverse=True)
+
+
+def _runs_in(
+    folder: str, known: Mapping[str, _Found], prefix: str = "", *, nested: bool = True
+) -> list[_Found]:
+    """The runs in a folder, and in those of its folders that are no runs themselves, newest first.
+
+    What is in `known`, by its path, is taken to be the run it was. Raises OSError when the folder
+    cannot be listed; one inside it that cannot be is passed over.
+    """
+    found: list[_Found] = []
+    inner: list[os.DirEntry[str]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if (before := known.get(entry.path)) is not None:
+                found.append(before)
+            elif (made_ns := _made_ns(entry.path)) is not None:
+                found.append(_Found(RunFolder(Path(entry.path)), prefix + entry.name, made_ns))
+            elif nested and not entry.name.startswith(".") and entry.is_dir():
+                inner.append(entry)
+    for entry in inner:
+        with contextlib.suppress(OSError):
+            found += _runs_in(entry.path, known, f"{entry.name}/", nested=False)
+    return _newest_first(found)
+
+
+def find_all(folder: Path, known: Mapping[str, _Found]) -> list[_Found]:
+    """Every run that naming `folder` means: itself, or those in it and one level below. None when
+    there is no such folder."""
+    if is_run(folder):
+        run = RunFolder(folder)
+        return [_Found(run, run.name, _made_ns(str(folder)) or 0)]
+    return _runs_in(str(folder), known) if folder.is_dir() else []
+
+
+class RunsFeed:
+    """Follows every run of some folders."""
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        budget_s: float = READ_BUDGET_S,
+    ) -> None:
+        self.folders = tuple(folders)
+        self._wall, self._monotonic, self._budget_s = wall, monotonic, budget_s
+        self._followers: dict[str, Follower] = {}
+        self._ended: dict[str, _Ended] = {}
+        self._real: dict[Path, str] = {}
+        self._turn = 0
+
+    def poll(self) -> RunsSnapshot:
+        """A row for each run, in the order of the folders and newest first in each."""
+        now_unix_s, until_s = self._wall(), self._monotonic() + self._budget_s
+        due = self._due()
+        runs, error = self._find(due)
+        self._forget_all_but(runs)
+        rows = [
+            self._old_row(key, now_unix_s)
+            if key in self._ended and key not in due
+            else self._row(key, found, now_unix_s, until_s)
+            for key, found in runs.items()
+        ]
+        return RunsSnapshot(
+            folders=self.folders,
+            rows=tuple(rows),
+            now_unix_s=now_unix_s,
+            error=error,
+            behind=any(row.state == READING for row in rows),
+        )
+
+    def _due(self) -> set[str]:
+        """The ended runs whose turn it is to be looked at."""
+        ended = list(self._ended)
+        begin = self._turn if self._turn < len(ended) else 0
+        self._turn = begin + LOOKS
+        return set(ended[begin : begin + LOOKS])
+
+    def _old_row(self, key: str, now_unix_s: float) -> RunRow:
+        ended = self._ended[key]
+        return replace(ended.row, age_s=now_unix_s - ended.began_unix_s)
+
+    def _find(self, due: Set[str]) -> tuple[dict[str, _Found], str | None]:
+        runs: dict[str, _Found] = {}
+        known = {
+            str(ended.found.run.path): ended.found
+            for key, ended in self._ended.items()
+            if key not in due
+        }
+        problems = []
+        for folder in self.folders:
+            try:
+                for found in find_all(folder, known):
+                    path = found.run.path
+                    # Resolving walks the whole path; where a run is does not change while it is there.
+                    key = self._real.get(path) or os.path.realpath(path)
+                    self._real[path] = key
+                    runs.setdefault(key, found)
+            except OSError as problem:
+                problems.append(f"{folder} — expected to list it, found {problem.strerror}")
+        return runs, "; ".join(problems) or None
+
+    def _forget_all_but(self, runs: dict[str, _Found]) -> None:
+        self._followers = {key: f for key, f in self._followers.items() if key in runs}
+        self._ended = {key: e for key, e in self._ended.items() if key in runs}
+        self._real = {path: key for path, key in self._real.items() if key in runs}
+
+    def _row(self, key: str, found: _Found, now_unix_s: float, until_s: float) -> RunRow:
+        try:
+            sizes = _sizes(key)
+        except OSError as problem:
+            return _row_of(found, RunView(), UNREADABLE, None, not_read(found.run, problem))
+        ended = self._ended.get(key)
+        if ended is not None and (ended.sizes, ended.found.made_ns) == (sizes, found.made_ns):
+            return self._old_row(key, now_unix_s)
+        follower = self._followers.get(key)
+        if follower is None:
+            follower = self._followers[key] = Follower(found.run)
+        state, error = self._read(follower, until_s)
+        view, alive = follower.view, follower.alive
+        is_alive = alive.trainer or alive.supervisor
+        made_unix_s = found.made_ns / 1e9
+        began_unix_s = made_unix_s if view.first_unix_s is None else view.first_unix_s
+        row = _row_of(found, view, state, now_unix_s - began_unix_s, error, alive=is_alive)
+        is_over = state == UNREADABLE or (state != READING and has_ended(state))
+        if is_over and not is_alive:
+            self._ended[key] = _Ended(found, sizes, row, began_unix_s)
+            del self._followers[key]
+        else:
+            self._ended.pop(key, None)
+        return row
+
+    def _read(self, follower: Follower, until_s: float) -> tuple[str, str | None]:
+        """State and error after reading what is new, as far as the time allows."""
+        if self._monotonic() >= until_s:
+            return READING, None
+        try:
+            caught_up = catch_up(follower, until_s, self._monotonic)
+        except RunLogError as problem:
+            return UNREADABLE, str(problem)
+        except OSError as problem:
+            return UNREADABLE, not_read(follower.run, problem)
+        return follower.state if caught_up else READING, None
+
+
+def _row_of(
+    found: _Found,
+    view: RunView,
+    state: str,
+    age_s: float | None,
+    error: str | None,
+    *,
+    alive: bool = False,
+) -> RunRow:
+    student = view.eval_of("student")
+    alerts = [(alert.severity, name) for name, alert in view.alerts.items()]
+    return RunRow(
+        path=found.run.path,
+        name=found.name,
+        state=state,
+        last_step=view.last_step,
+        total_steps=view.total_steps,
+        loss=view.steps.last("loss"),
+        heldout=student.loss if student else None,
+        tokens_per_second=view.tokens_per_second(),
+        age_s=age_s,
+        error=error,
+        left_s=None if has_ended(state) or state == UNREADABLE else view.eta_s(),
+        alive=alive,
+        # The severities are `error` and `warning`: in the order of the alphabet, the worst is first.
+        alerts=tuple(sorted(alerts)),
+    )

@@ -1,0 +1,188 @@
+"""A pane or a screen as text and as a picture, and where they are saved.
+
+Text has no colours and no control characters. A pane that scrolls is copied whole where it can say
+what it holds (`Copyable`), and a table with all its rows; of any other what is seen is taken.
+
+A file is made beside the work of the person who looks, never inside a run folder: what a viewer
+saves belongs to the viewer, which is why read-only mode allows it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.text import Text
+from textual.geometry import Region
+from textual.screen import Screen
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import DataTable
+
+from engine.errors import EngineError, write_error
+from engine.runlog.folder import is_run
+from workbench.tui.printable import drawable
+
+FOLDER = "apr-workbench-captures"
+FOLDER_VARIABLE = "APR_WORKBENCH_CAPTURES"
+NAME_LENGTH = 60
+
+
+@runtime_checkable
+class Copyable(Protocol):
+    """A widget that holds more than it shows."""
+
+    def whole_text(self) -> str:
+        """All it holds, as lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A pane or a screen as it was at one moment."""
+
+    name: str
+    text: str
+    svg: str
+
+
+def pane_of(screen: Screen[Any]) -> Widget | None:
+    """The pane that has the focus: the widget of class `pane` around the focused one, else that
+    one itself; None when nothing has the focus."""
+    if screen.focused is None:
+        return None
+    around = [node for node in screen.focused.ancestors_with_self if isinstance(node, Widget)]
+    return next((node for node in around if node.has_class("pane")), screen.focused)
+
+
+def name_of(widget: Widget) -> str:
+    """What a file of it is called: its id, else its class in small letters."""
+    return widget.id or re.sub(r"(Screen|Pane)$", "", type(widget).__name__).lower()
+
+
+def capture(screen: Screen[Any], widget: Widget | None = None) -> Capture:
+    """A widget of a screen, or the whole screen."""
+    target = screen if widget is None else widget
+    strips = _strips(screen, target.region)
+    text = _lines(strips) if widget is None else pane_text(screen, widget)
+    return Capture(name_of(target), text, _svg(strips, f"apr-workbench {name_of(target)}"))
+
+
+def pane_text(screen: Screen[Any], widget: Widget) -> str:
+    """The title of a pane and what it holds."""
+    inner = screen.focused if screen.focused in widget.walk_children(with_self=True) else None
+    text = next(
+        (found for node in (inner, widget) if node is not None and (found := _whole_text(node))),
+        None,
+    )
+    if text is None:
+        text = _lines(_strips(screen, widget.content_region))
+    title = widget.border_title
+    lines = [*([Text.from_markup(title).plain] if title else []), *text.splitlines()]
+    return "\n".join(drawable(line, ascii_only=False) for line in lines) + "\n"
+
+
+def _whole_text(widget: Widget) -> str | None:
+    if isinstance(widget, Copyable):
+        return widget.whole_text()
+    return _table_text(widget) if isinstance(widget, DataTable) else None
+
+
+def _table_text(table: DataTable[Any]) -> str:
+    """All rows of a table, in columns."""
+    rows = [[str(column.label) for column in table.ordered_columns]]
+    rows += [[str(cell) for cell in table.get_row(row.key)] for row in table.ordered_rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _strips(screen: Screen[Any], region: Region) -> list[Strip]:
+    """The rows of a part of the screen, as the terminal was given them."""
+    shown = region.intersection(screen.region)
+    rows = screen._compositor.render_strips()[shown.y : shown.bottom]
+    return [strip.crop(shown.x, shown.right) for strip in rows]
+
+
+def _lines(strips: Sequence[Strip]) -> str:
+    return "\n".join(strip.text.rstrip() for strip in strips) + "\n"
+
+
+def _svg(strips: Sequence[Strip], title: str) -> str:
+    console = Console(
+        width=max((strip.cell_length for strip in strips), default=1),
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        record=True,
+        legacy_windows=False,
+        safe_box=False,
+    )
+    for strip in strips:
+        console.print(Segments([*strip, Segment("\n")]), end="")
+    return console.export_svg(title=title)
+
+
+def captures_folder(cwd: Path, environ: Mapping[str, str]) -> Path:
+    """Where captures go: `$APR_WORKBENCH_CAPTURES`, else a folder beside the work; started inside a
+    run folder, the user's folder of states (XDG Base Directory Specification 0.8)."""
+    if named := environ.get(FOLDER_VARIABLE):
+        return Path(named).expanduser()
+    if not any(is_run(folder) for folder in (cwd, *cwd.parents)):
+        return cwd / FOLDER
+    states = environ.get("XDG_STATE_HOME", "")
+    base = Path(states) if Path(states).is_absolute() else Path.home() / ".local/state"
+    return base / "apr-workbench" / "captures"
+
+
+def save(folder: Path, run: str | None, captures: Sequence[Capture]) -> list[Path]:
+    """Write each capture as text and as SVG; returns the files. Raises BadInput or DiskFull when a
+    file cannot be written; none is ever written over."""
+    stem = time.strftime("%Y%m%d-%H%M%S")
+    if run is not None:
+        stem += "-" + re.sub(r"[^A-Za-z0-9._]+", "-", run).strip("-.")[:NAME_LENGTH]
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in captures:
+            for suffix, content in (("txt", one.text), ("svg", one.svg)):
+                written.append(_write_new(folder / f"{stem}-{one.name}.{suffix}", content))
+    except OSError as problem:
+        raise _not_written(folder, problem) from problem
+    return written
+
+
+def save_copy(folder: Path, text: str) -> Path:
+    """Write what was copied to `copied.txt`, over what was copied before. Raises BadInput or
+    DiskFull when it cannot be written."""
+    path = folder / "copied.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise _not_written(folder, problem) from problem
+    return path
+
+
+def _write_new(path: Path, content: str) -> Path:
+    for number in range(1, 1000):
+        free = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        try:
+            with free.open("x", encoding="utf-8") as file:
+                file.write(content)
+        except FileExistsError:
+            continue
+        return free
+    raise FileExistsError(f"{path} and 999 more exist")
+
+
+def _not_written(folder: Path, problem: OSError) -> EngineError:
+    return write_error("capture", folder, "to write there", problem)

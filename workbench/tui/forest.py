@@ -1,0 +1,115 @@
+"""The pairs of a flip as a text plot: a pure function from pairs to rows of characters.
+
+         -10%     -5%      0      +5%    +10%
+     1 BA         ┊   x    │      ┊            0.951
+     2 AB  ├──────┊────●───│──────┊───┤        0.960 [0.871, 1.058]
+     3 BA         ┊  x├─●─┤│      ┊            0.957 [0.941, 0.973]
+
+A row is a pair, in the order in which its arms ran; `x` is the ratio B/A of that pair alone, the bar the
+interval of all pairs so far, valid however often one looks. The two dotted lines are the margin: an
+interval that lies outside decides, one inside says that the arms are the same. The axis is logarithmic;
+what is beyond it is an arrow at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.experiments.judge import Pair, interval_of
+from engine.experiments.plan import Plan
+from engine.experiments.statistics import Interval
+from engine.experiments.text import ASCII, UNICODE
+from workbench.tui.canvas import Row, Span, fit
+
+HEAD_WIDTH = 9
+TAIL_WIDTH = 22
+MIN_WIDTH = 12
+REACH_MOST = math.log(20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    reach: float
+    cells: int
+
+    def cell(self, x: float) -> int:
+        share = (min(max(x, -self.reach), self.reach) + self.reach) / (2 * self.reach)
+        return round(share * (self.cells - 1))
+
+
+def render_forest(
+    plan: Plan, pairs: Sequence[Pair], width: int, height: int, *, ascii_only: bool
+) -> list[Row]:
+    """At most `height` rows of `width` cells: the axis, then the newest pairs that there is room for.
+
+    In roles: `axis`, `margin`, `interval`, `own` (the ratio of one pair), `words`.
+    """
+    if width <= HEAD_WIDTH + MIN_WIDTH or height < 2 or not pairs:
+        return []
+    tail = TAIL_WIDTH if width >= HEAD_WIDTH + TAIL_WIDTH + 20 else 0
+    intervals = [interval_of(plan, pairs[:count]) for count in range(1, len(pairs) + 1)]
+    axis = _Axis(_reach(plan, pairs, intervals), width - HEAD_WIDTH - tail)
+    rows = [_axis_row(plan, axis, width)]
+    shown = list(zip(pairs, intervals, strict=True))[-(height - 1) :]
+    for pair, interval in shown:
+        rows.append(_pair_row(plan, pair, interval, axis, width, ascii_only=ascii_only))
+    return rows
+
+
+def _reach(plan: Plan, pairs: Sequence[Pair], intervals: Sequence[Interval | None]) -> float:
+    """Half the width of the axis, as a logarithm: twice the margin, or more where a value needs it."""
+    known = [p.difference for p in pairs if p.complete and p.difference is not None]
+    newest = intervals[-1]
+    if newest is not None:
+        known += [x for x in (newest.low, newest.high) if math.isfinite(x)]
+    return min(REACH_MOST, max([2 * math.log1p(plan.margin), *(1.1 * abs(x) for x in known)]))
+
+
+def _axis_row(plan: Plan, axis: _Axis, width: int) -> Row:
+    cells = [" "] * axis.cells
+    delta = math.log1p(plan.margin)
+    marks = [(0.0, "B = A"), (-axis.reach, f"{math.expm1(-axis.reach):+.0%}")]
+    marks += [(axis.reach, f"{math.expm1(axis.reach):+.0%}")]
+    marks += [(-delta, f"-{plan.margin:.0%}"), (delta, f"+{plan.margin:.0%}")]
+    for x, text in marks:
+        start = min(max(0, axis.cell(x) - len(text) // 2), axis.cells - len(text))
+        around = cells[max(0, start - 1) : start + len(text) + 1]
+        if start >= 0 and all(cell == " " for cell in around):
+            cells[start : start + len(text)] = text
+    return fit([Span(f"{'pair':<{HEAD_WIDTH}}", "axis"), Span("".join(cells), "axis")], width)
+
+
+def _pair_row(
+    plan: Plan, pair: Pair, interval: Interval | None, axis: _Axis, width: int, *, ascii_only: bool
+) -> Row:
+    edge, zero, line, middle, left, right = tuple(ASCII if ascii_only else UNICODE)
+    before, after = ("<", ">") if ascii_only else ("◂", "▸")
+    cells: list[tuple[str, str]] = [(" ", "axis")] * axis.cells
+    delta = math.log1p(plan.margin)
+    if interval is not None:
+        first, last = axis.cell(interval.low), axis.cell(interval.high)
+        for column in range(first, last + 1):
+            cells[column] = (line, "interval")
+    for x, mark, role in ((-delta, edge, "margin"), (0.0, zero, "axis"), (delta, edge, "margin")):
+        cells[axis.cell(x)] = (mark, role)
+    text = ""
+    if interval is not None:
+        cells[first] = (left if interval.low >= -axis.reach else before, "interval")
+        cells[last] = (right if interval.high <= axis.reach else after, "interval")
+        cells[axis.cell(interval.mean)] = (middle, "interval")
+        text = f"{interval.ratio:.3f}"
+        if math.isfinite(interval.high):
+            text += f" [{math.exp(interval.low):.3f}, {math.exp(interval.high):.3f}]"
+    if pair.complete and pair.difference is not None:
+        own = axis.cell(pair.difference)
+        if cells[own][0] != middle:
+            cells[own] = ("x", "own")
+    else:
+        odd = next((o for o in (pair.a, pair.b) if not o.completed), pair.a)
+        text = f"{odd.arm} {odd.state}"
+    order = "B A" if pair.b_first else "A B"
+    spans = [Span(f"{pair.number:>3} {order}  ", "words")]
+    spans += [Span(char, role) for char, role in cells]
+    return fit([*spans, Span(f" {text}", "words")], width)

@@ -1,0 +1,81 @@
+"""Which keys do something now: the one question that the key bar, the help and the palette ask, of
+the tables that dispatch keys.
+
+What an action does is known by its name alone, so a screen lists in `ACTING` those of its actions
+that start, stop or change a run, a flip or evidence. In read-only mode they are not offered, and the
+shell refuses to run them (`Shell.run_action`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from textual.actions import parse
+from textual.app import App
+from textual.binding import Binding
+from textual.dom import DOMNode
+from textual.screen import Screen
+from textual.widget import Widget
+
+
+def acts(node: object, name: str) -> bool:
+    """Whether an action of a screen or widget changes anything but what is shown: a class adds its
+    own to those of the classes it comes from."""
+    return any(name in vars(kind).get("ACTING", ()) for kind in type(node).__mro__)
+
+
+def resolved(app: App[None], node: DOMNode, action: str) -> tuple[DOMNode, str, tuple[object, ...]]:
+    """Whose action it is that a binding of `node` names, its name and its parameters."""
+    destination, name, parameters = parse(action)
+    screen = node.screen if isinstance(node, Widget) else app.screen
+    return {"app": app, "screen": screen}.get(destination, node), name, parameters
+
+
+def is_refused(app: App[None], node: DOMNode, action: str) -> bool:
+    """Whether read-only mode refuses an action, as a binding of `node` names it."""
+    target, name, _ = resolved(app, node, action)
+    return bool(getattr(app, "read_only", False)) and acts(target, name)
+
+
+def is_offered(app: App[None], node: DOMNode, action: str) -> bool:
+    """Whether an action, as a binding of `node` names it, would do something now."""
+    target, name, parameters = resolved(app, node, action)
+    return not is_refused(app, node, action) and bool(target.check_action(name, parameters))
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one widget, screen, or of the whole workbench."""
+
+    node: DOMNode
+    bindings: tuple[Binding, ...]
+
+
+def active_keys(screen: Screen[Any]) -> list[Keys]:
+    """The keys that do something now, by who has them: first the focused widget, last the app.
+
+    Keys of one action are one binding. What has no words is left out: nobody is meant to know it.
+    """
+    found: dict[DOMNode, list[Binding]] = {}
+    for active in screen.active_bindings.values():
+        binding = active.binding
+        if not binding.description or not is_offered(screen.app, active.node, binding.action):
+            continue
+        found.setdefault(active.node, []).append(binding)
+    return [Keys(node, _joined(found[node])) for node in _chain(screen) if node in found]
+
+
+def _chain(screen: Screen[Any]) -> list[DOMNode]:
+    inner: list[DOMNode] = [] if screen.focused is None else [*screen.focused.ancestors_with_self]
+    return [*(node for node in inner if node not in (screen, screen.app)), screen, screen.app]
+
+
+def _joined(bindings: Sequence[Binding]) -> tuple[Binding, ...]:
+    by_action: dict[str, Binding] = {}
+    for binding in bindings:
+        known = by_action.get(binding.action)
+        keys = binding.key if known is None else f"{known.key},{binding.key}"
+        by_action[binding.action] = replace(known or binding, key=keys)
+    return tuple(by_action.values())

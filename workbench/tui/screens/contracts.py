@@ -1,0 +1,75 @@
+"""Contracts: what each promises, the level it has reached, and its tests run now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from engine.errors import EngineError
+from workbench.contracts import JOB, ContractsFeed
+from workbench.listing import Listing, with_job
+from workbench.tui.context import Context
+from workbench.tui.screens.browse import BrowseScreen, own_keys
+
+NOTES = (
+    "Levels, computed from receipts each time they are shown:",
+    "  basic      the file is valid",
+    "  standard   and every test passes",
+    "  strict     and every planted bug is caught",
+    "  proven     and every proof holds",
+    "",
+    "UNKNOWN is never a pass: not run, skipped, stale (the contract or its code changed since).",
+    "`engine contracts run` goes on when this screen or the workbench is left.",
+)
+
+
+class ContractsScreen(BrowseScreen):
+    """The contracts of the project in the current folder."""
+
+    NOTES = NOTES
+    ACTING = frozenset({"run", "run_all", "stop"})
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding(
+            "n", "run", "run now", tooltip="run the contract under the cursor in the background"
+        ),
+        Binding("N", "run_all", "run all", tooltip="run every contract in the background"),
+        Binding("x", "stop", "stop", tooltip="stop what runs; whole receipts are kept"),
+    )
+
+    def __init__(self, context: Context, root: Path = Path()) -> None:
+        super().__init__(context, "contracts")
+        self._feed = ContractsFeed(root)
+
+    def read(self) -> Listing:
+        return with_job(self._feed.poll(), self.context.jobs.of(JOB))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action not in ("run", "run_all", "stop"):
+            return True
+        job = self.context.jobs.of(JOB)
+        runs = job is not None and job.is_alive
+        if action == "stop":
+            return runs
+        return not runs and self.is_mounted and self.selected is not None
+
+    def action_run(self) -> None:
+        if self.selected is not None:
+            self._start(self.selected.key)
+
+    def action_run_all(self) -> None:
+        self._start()
+
+    def _start(self, *ids: str) -> None:
+        try:
+            self.context.jobs.start(JOB, ["contracts", "run", *ids])
+        except EngineError as problem:
+            self.notify(str(problem), severity="error", markup=False)
+        self.tick()
+
+    def action_stop(self) -> None:
+        job = self.context.jobs.of(JOB)
+        if job is not None:
+            job.stop()
+        self.tick()

@@ -1,0 +1,41 @@
+"""Doctor: what this machine can do, and what cannot be measured on it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from workbench.doctor import DoctorFeed
+from workbench.listing import Listing
+from workbench.tui.context import Context
+from workbench.tui.screens.browse import BrowseScreen, own_keys
+from workbench.tui.widgets.row_list import RowList
+
+NOTES = (
+    "The answers of `engine doctor`, asked once when this is opened; R asks again.",
+    "PASS: everything that a run reads can be read. UNKNOWN: something cannot, and it is said what",
+    "that rules out. FAIL: something is broken.",
+)
+
+
+class DoctorScreen(BrowseScreen):
+    """One examination of this machine."""
+
+    NOTES = NOTES
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding("R", "ask_again", "ask again", tooltip="examine the machine again"),
+    )
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, "doctor")
+        self._feed = DoctorFeed()
+
+    def read(self) -> Listing:
+        return self._feed.poll()
+
+    def action_ask_again(self) -> None:
+        self._feed.forget()
+        self.query_one("#head").update("doctor: asking again")  # type: ignore[attr-defined]
+        self.query_one(RowList).focus()
+        self.tick()

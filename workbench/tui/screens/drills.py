@@ -1,0 +1,90 @@
+"""Drills: known defects to plant, whether each was named, and one carried out now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from engine.errors import EngineError
+from engine.runlog.folder import RunFolder, is_run
+from workbench.drills import JOB, DrillsFeed, drill_arguments, new_folder
+from workbench.listing import Listing, with_job
+from workbench.tui.context import Context
+from workbench.tui.screens.browse import BrowseScreen, own_keys
+from workbench.tui.screens.runs import RunsScreen
+
+NOTES = (
+    "A drill plants one known defect in a short real run and asks whether the workbench names it.",
+    "PASS: it was named as it must be. FAIL: it was not. UNKNOWN: it cannot be tried here.",
+    "",
+    "A drill that runs goes on when this screen or the workbench is left; its folder is in drills/.",
+)
+
+
+class DrillsScreen(BrowseScreen):
+    """Every drill that the engine has."""
+
+    NOTES = NOTES
+    ACTING = frozenset({"run", "stop"})
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding(
+            "n", "run", "run now", tooltip="carry out the drill under the cursor, some seconds"
+        ),
+        Binding(
+            "o", "open_run", "open its run", tooltip="the screen of the run of its last result"
+        ),
+        Binding("x", "stop", "stop", tooltip="stop the drill that runs, and its run"),
+    )
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, "drills")
+        self._feed = DrillsFeed()
+
+    def read(self) -> Listing:
+        return with_job(self._feed.poll(), self.context.jobs.of(JOB))
+
+    def _run(self) -> Path | None:
+        """The run of the selected drill: that of one that goes on, else of its last result."""
+        if not self.is_mounted or (row := self.selected) is None:
+            return None
+        job = self.context.jobs.of(JOB)
+        if job is not None and job.is_alive and job.arguments[1] == row.key:
+            folder = Path(job.arguments[3]) / row.key
+            if is_run(folder):
+                return folder
+        found = self._feed.results.get(row.key)
+        return None if found is None else found.run
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        job = self.context.jobs.of(JOB)
+        runs = job is not None and job.is_alive
+        if action == "open_run":
+            return self._run() is not None
+        if action == "run":
+            return not runs
+        if action == "stop":
+            return runs
+        return True
+
+    def action_run(self) -> None:
+        row = self.selected
+        if row is None:
+            return
+        try:
+            self.context.jobs.start(JOB, drill_arguments(row.key, new_folder(row.key)))
+        except EngineError as problem:
+            self.notify(str(problem), severity="error", markup=False)
+        self.tick()
+
+    def action_open_run(self) -> None:
+        folder = self._run()
+        if folder is not None:
+            self.post_message(RunsScreen.Opened(RunFolder(folder)))
+
+    def action_stop(self) -> None:
+        job = self.context.jobs.of(JOB)
+        if job is not None:
+            job.stop()
+        self.tick()

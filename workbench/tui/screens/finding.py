@@ -1,0 +1,200 @@
+"""One finding: its chain as a tree, each piece of evidence opened in place, and what may be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar, get_args
+
+from textual.binding import Binding, BindingType
+
+from engine.evidence.finding import Kind
+from workbench import findings
+from workbench.finding_tree import FindingFeed, node_of, tested_id
+from workbench.linking import PARTS, captured
+from workbench.listing import Listing
+from workbench.tui.context import Context
+from workbench.tui.screens.browse import BrowseScreen, own_keys
+from workbench.tui.screens.form import Field, FormScreen, Values
+
+NOTES = (
+    "Signs of claims: * observed, + supported, x refuted, ? unverified. A cause (hypothesis,",
+    "mechanism) is supported by a flip or a reproduction alone; else it is shown as unverified.",
+    "> is evidence: under the cursor it is opened at its window. ! was changed since it was taken.",
+    "",
+    "E-WHY-001  observed needs evidence; supported and refuted need evidence that a tool captured",
+    "E-WHY-002  a cause needs a flip or a reproduction",
+    "E-WHY-003  out of memory needs the record of an exit that says so",
+    "E-WHY-004  no root cause while an alternative of less than 30 minutes is untested",
+    "E-WHY-005  one observation supports one claim once",
+    "",
+    "Every change is what `engine why` does, under the lock of the finding.",
+)
+KINDS = get_args(Kind)
+WHERE = "a run, a flip or a file; ! COMMAND; or : what you say"
+
+
+class FindingScreen(BrowseScreen):
+    """The tree of one finding."""
+
+    NOTES = NOTES
+    CSS = "FindingScreen.-wide #both RowList, FindingScreen.-wide #both DetailsPane { width: 1fr; }"
+    ACTING = frozenset({"add", "link", "alternative", "refute", "close", "export"})
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding(
+            "a", "add", "add why", tooltip="add an answer to why the claim under the cursor is so"
+        ),
+        Binding(
+            "l", "link", "link", tooltip="put evidence under the claim, or answer an alternative"
+        ),
+        Binding("o", "alternative", "or", tooltip="name another explanation and its cheapest test"),
+        Binding("x", "refute", "refute", tooltip="say that the claim is wrong, and why"),
+        Binding("v", "verify", "verify", tooltip="hash and evaluate every piece of evidence again"),
+        Binding("c", "close", "close", tooltip="close as root cause, or as unresolved"),
+        Binding(
+            "e", "export", "export", tooltip="enter it into LOG.md, or copy it elsewhere first"
+        ),
+    )
+
+    def __init__(self, context: Context, path: Path) -> None:
+        super().__init__(context, f"finding {path.name}")
+        self.path = path
+        self._feed = FindingFeed(path, ascii_only=context.ascii_only)
+
+    def read(self) -> Listing:
+        return self._feed.poll()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return self._feed.finding is not None if action in self.ACTING else True
+
+    def _place(self) -> tuple[str, str]:
+        """The node under the cursor, and the alternative, if it is one."""
+        finding = self._feed.finding
+        assert finding is not None, "actions are offered once it was read"
+        return node_of(finding, self.selected.key if self.selected is not None else "")
+
+    def _ask(
+        self,
+        title: str,
+        fields: Sequence[Field],
+        send: Callable[[Values], str],
+        *,
+        note: str = "",
+    ) -> None:
+        def done(said: str | None) -> None:
+            if said is not None:
+                self.notify(said, markup=False)
+                self.goto(said.partition(":")[0].partition(" ")[0])
+
+        self.app.push_screen(FormScreen(title, fields, send, note=note), done)
+
+    # Keys
+
+    def action_add(self) -> None:
+        node, _ = self._place()
+
+        def send(v: Values) -> str:
+            return findings.add_why(self.path, v["claim"], why_of=v["of"], kind=v["kind"])
+
+        fields = (
+            Field(name="claim", label="because", hint="the attention ran on the CPU"),
+            Field(name="of", label="why of", value=node, hint="n1, or several: n1 n3"),
+            Field(name="kind", label="kind", value="hypothesis", options=KINDS),
+        )
+        self._ask("add an answer to a why", fields, send)
+
+    def action_link(self) -> None:
+        node, alternative = self._place()
+        finding = self._feed.finding
+        assert finding is not None
+
+        def send(v: Values) -> str:
+            answers = tested_id(finding, v["node"], v["answers"]) if v["says"] == "answers" else ""
+            return findings.link_evidence(
+                self.path,
+                v["node"],
+                lambda: captured(v["where"], v["part"]),
+                says=v["says"],
+                answers=answers,
+                outcome=v["outcome"],
+                result=v["result"],
+            )
+
+        fields = (
+            Field(name="where", label="evidence", hint=WHERE),
+            Field(name="part", label="part", hint=f"of a run: {PARTS}"),
+            Field(name="node", label="node", value=node),
+            Field(
+                name="says",
+                label="it",
+                value="answers" if alternative else "supports",
+                options=("supports", "contradicts", "answers"),
+            ),
+            Field(name="answers", label="alternative", value=alternative, hint="for answers: a1"),
+            Field(
+                name="outcome",
+                label="it is",
+                value="excluded",
+                options=("excluded", "holds", "undecided"),
+            ),
+            Field(name="result", label="test showed", hint="for answers: what the test showed"),
+        )
+        note = "A command is run now, without a shell; part `exit 0` makes it a reproduction."
+        self._ask("link evidence", fields, send, note=note)
+
+    def action_alternative(self) -> None:
+        node, _ = self._place()
+
+        def send(v: Values) -> str:
+            return findings.name_alternative(
+                self.path,
+                v["node"],
+                v["claim"],
+                test=v["test"],
+                if_true=v["if_true"],
+                if_false=v["if_false"],
+                minutes=v["minutes"],
+            )
+
+        fields = (
+            Field(name="claim", label="or", hint="the disk was slow"),
+            Field(name="test", label="cheapest test", hint="engine flip RUN --set data.workers=0"),
+            Field(name="if_true", label="if it is so", hint="what the test shows then"),
+            Field(name="if_false", label="if not", hint="what the test shows then"),
+            Field(name="minutes", label="minutes", hint="what the test costs"),
+            Field(name="node", label="instead of", value=node),
+        )
+        self._ask("another explanation", fields, send)
+
+    def action_refute(self) -> None:
+        node, _ = self._place()
+
+        def send(v: Values) -> str:
+            return findings.refute_node(self.path, v["node"], v["reason"])
+
+        fields = (
+            Field(name="reason", label="reason", hint="both arms completed"),
+            Field(name="node", label="node", value=node),
+        )
+        self._ask("say that a claim is wrong", fields, send)
+
+    def action_verify(self) -> None:
+        self._feed.forget()
+        self.command("verify", lambda: findings.verify(self.path))
+
+    def action_close(self) -> None:
+        def send(v: Values) -> str:
+            return findings.close_finding(self.path, outcome=v["outcome"], text=v["text"])
+
+        fields = (
+            Field(name="text", label="in a sentence", hint="the root cause, or why there is none"),
+            Field(
+                name="outcome", label="as", value="root-cause", options=("root-cause", "unresolved")
+            ),
+        )
+        self._ask("close the finding", fields, send)
+
+    def action_export(self) -> None:
+        fields = (Field(name="to", label="copy to", hint="another evidence folder; empty: here"),)
+        note = "It is entered into LOG.md of its evidence folder."
+        self._ask("export", fields, lambda v: findings.export(self.path, v["to"]), note=note)

@@ -1,0 +1,86 @@
+"""Experiments: every flip with its verdict; any is opened, and a new one is begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+
+from engine.runlog.folder import RunFolder
+from workbench.flips import FLIPS, FlipFeed, FlipsFeed
+from workbench.listing import Listing, beside
+from workbench.tui.context import Context
+from workbench.tui.screens.browse import BrowseScreen, own_keys
+from workbench.tui.screens.flip import FlipScreen
+from workbench.tui.screens.keep_flip import keep_form
+
+NOTES = (
+    "+ decided   ? inconclusive   ! invalid, or the arms compute different things   ~ goes on",
+    "",
+    "measured     registered beforehand, both controls passed, flipped, equal and parity proved",
+    "screen       anything less: good enough to drop a hypothesis, not to quote a number",
+    "exploratory  the plan was changed after the start",
+)
+
+
+class FlipsScreen(BrowseScreen):
+    """The flips in the folder of flips here, and beside the runs."""
+
+    NOTES = NOTES
+    ACTING = frozenset({"new", "keep"})
+    BINDINGS: ClassVar[list[BindingType]] = own_keys(
+        Binding("enter", "open", "open", tooltip="the flip under the cursor"),
+        Binding(
+            "n", "new", "new flip", tooltip="test a suspicion about the run that was on screen"
+        ),
+        Binding(
+            "ctrl+w", "keep", "to a finding", tooltip="put its verdict into a five-whys finding"
+        ),
+    )
+
+    def __init__(self, context: Context, run: RunFolder | None = None) -> None:
+        super().__init__(context, "experiments")
+        self._run = run
+        self._feed = FlipsFeed(beside(context.folders, FLIPS), ascii_only=context.ascii_only)
+
+    def read(self) -> Listing:
+        return self._feed.poll()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "new":
+            return self._run is not None
+        if action == "keep":
+            return self.is_mounted and self.selected is not None
+        return True
+
+    def _push(self, run: RunFolder | None, folder: Path | None) -> None:
+        self.app.push_screen(
+            FlipScreen(
+                run,
+                refresh_s=self.context.refresh_s,
+                ascii_only=self.context.ascii_only,
+                folder=folder,
+            )
+        )
+
+    def action_open(self) -> None:
+        if self.selected is not None:
+            self._push(None, Path(self.selected.key))
+
+    def action_new(self) -> None:
+        if self._run is not None:
+            self._push(self._run, None)
+
+    def action_keep(self) -> None:
+        if self.selected is None:
+            return
+        snapshot = FlipFeed(Path(self.selected.key)).poll()
+        if snapshot.verdict is None or snapshot.plan is None or snapshot.going_on:
+            self.notify("it has no verdict yet", severity="warning", markup=False)
+            return
+        self.app.push_screen(keep_form(snapshot), self._kept)
+
+    def _kept(self, said: str | None) -> None:
+        if said is not None:
+            self.notify(said, markup=False)

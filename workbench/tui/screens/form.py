@@ -1,0 +1,150 @@
+"""A form over a screen: some lines to fill in, and what the engine says when they are sent.
+
+The form stays until what it asks for was done or it is left; a refusal is shown below the lines, which
+keep what was typed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+
+from engine.errors import EngineError
+from workbench.tui.messages import CommandEnded
+from workbench.tui.widgets.choice import Choice
+
+KEYS = "enter does it   tab next line   esc leaves"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One line of a form."""
+
+    name: str
+    label: str
+    value: str = ""
+    hint: str = ""
+    """Shown while the line is empty."""
+    options: tuple[str, ...] = ()
+    """The words to choose from; none where anything may be typed."""
+
+
+Values = Mapping[str, str]
+
+
+class FormScreen(ModalScreen[str | None]):
+    """Asks; the result is what the engine said of doing it, None when it was left."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "leave", show=False),
+        Binding("enter", "send", "do it", show=False),
+        Binding("down", "app.focus_next", "next line", show=False),
+        Binding("up", "app.focus_previous", "line before", show=False),
+    ]
+    CSS = """
+    FormScreen { align: center middle; }
+    FormScreen > VerticalScroll {
+        width: 100; max-width: 96%; height: auto; max-height: 100%; padding: 0 1;
+        border: heavy $primary; background: $surface; scrollbar-size-vertical: 1;
+    }
+    FormScreen {
+        .line { height: 1; }
+        .label { width: 14; color: $text-muted; }
+        .line Input, .line Choice { width: 1fr; }
+        Input { height: 1; border: none; padding: 0; background: $panel; }
+        Input:focus { background: $primary 30%; }
+        #note { color: $text-muted; }
+        #said { color: $text-error; }
+        #keys { color: $text-muted; }
+    }
+    """
+
+    def __init__(
+        self,
+        title: str,
+        fields: Sequence[Field],
+        send: Callable[[Values], str],
+        *,
+        note: str = "",
+    ) -> None:
+        super().__init__()
+        self._title, self._fields, self._send, self._note = title, tuple(fields), send, note
+        self._sending = False
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(can_focus=False) as box:
+            box.border_title = self._title
+            if self._note:
+                yield Static(self._note, id="note", markup=False)
+            for field in self._fields:
+                with Horizontal(classes="line"):
+                    yield Static(field.label, classes="label", markup=False)
+                    if field.options:
+                        yield Choice(field.options, field.value, id=f"field-{field.name}")
+                    else:
+                        yield Input(
+                            field.value,
+                            placeholder=field.hint,
+                            id=f"field-{field.name}",
+                            compact=True,
+                        )
+            yield Static(id="said", markup=False)
+            yield Static(KEYS, id="keys", markup=False)
+
+    def on_mount(self) -> None:
+        inputs = [w for w in self.query(Input) if not w.value] or [*self.query(Input)]
+        if inputs:
+            inputs[0].focus()
+
+    @property
+    def values(self) -> dict[str, str]:
+        """What the lines say now."""
+        found = {}
+        for field in self._fields:
+            widget = self.query_one(f"#field-{field.name}")
+            assert isinstance(widget, Input | Choice)
+            found[field.name] = widget.value.strip()
+        return found
+
+    @on(Input.Submitted)
+    def action_send(self) -> None:
+        """Do it, in a thread: the engine may take a while."""
+        if self._sending:
+            return
+        self._sending = True
+        values = self.values
+        self.query_one("#said", Static).update("")
+        self.query_one("#keys", Static).update("doing it")
+
+        def work() -> None:
+            try:
+                message = CommandEnded(self._send(values), failed=False)
+            except (EngineError, OSError) as error:
+                message = CommandEnded(str(error), failed=True)
+            self.post_message(message)
+
+        threading.Thread(target=work, name="engine-form", daemon=True).start()
+
+    @on(CommandEnded)
+    def hear(self, message: CommandEnded) -> None:
+        """Close when it was done; else say why not."""
+        message.stop()
+        self._sending = False
+        if not message.failed:
+            self.dismiss(message.text)
+            return
+        self.query_one("#said", Static).update(message.text)
+        self.query_one("#keys", Static).update(KEYS)
+        self.query_one(VerticalScroll).scroll_end(animate=False)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)

@@ -1,0 +1,60 @@
+"""Which part of a run a time line shows: a window on x, and a cursor in it. Pure values.
+
+x is the step, or the time. A window without an end follows the newest row; zooming keeps the cursor (or,
+without one, the end) where it is on the screen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+SMALLEST = 8.0
+"""So many steps, or seconds, a window shows at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What is shown; `span` None is everything."""
+
+    span: float | None = None
+    end: float | None = None
+    """The largest x that is shown; None follows the newest."""
+    cursor: float | None = None
+
+    def bounds(self, first: float, last: float) -> tuple[float, float]:
+        """Lowest and highest x on the screen, of a run from `first` to `last`."""
+        if self.span is None or self.span >= last - first:
+            return first, last
+        end = last if self.end is None else min(max(self.end, first + self.span), last)
+        return end - self.span, end
+
+    def zoomed(self, factor: float, first: float, last: float) -> Window:
+        """A window of `factor` times this one's width."""
+        low, high = self.bounds(first, last)
+        width = (high - low) * factor
+        if width >= last - first:
+            return Window(cursor=self.cursor)
+        width = max(width, min(SMALLEST, last - first))
+        fixed = high if self.cursor is None else min(max(self.cursor, low), high)
+        share = (fixed - low) / (high - low) if high > low else 1.0
+        return self._ending(fixed + width * (1 - share), width, last)
+
+    def panned(self, share: float, first: float, last: float) -> Window:
+        """Moved by a share of its width."""
+        low, high = self.bounds(first, last)
+        if self.span is None:
+            return self
+        end = min(max(high + share * (high - low), first + self.span), last)
+        return self._ending(end, self.span, last)
+
+    def moved(self, to: float, first: float, last: float) -> Window:
+        """With the cursor at `to`; the window comes along."""
+        to = min(max(to, first), last)
+        low, high = self.bounds(first, last)
+        if self.span is not None and not low <= to <= high:
+            end = to if to > high else to + self.span
+            return replace(self._ending(end, self.span, last), cursor=to)
+        return replace(self, cursor=to)
+
+    def _ending(self, end: float, span: float, last: float) -> Window:
+        return Window(span, None if end >= last else end, self.cursor)
