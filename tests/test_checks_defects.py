@@ -43,7 +43,7 @@ def test_a_planted_defect_is_named(world: World, planted: Defect, tmp_path: Path
         ("labels_unshifted", "shift_proof", "labels are not shifted"),
         ("labels_shifted_twice", "shift_proof", "labels are shifted twice"),
         ("t_squared_missing", "loss_gradient", "along a random direction of the hidden"),
-        ("denominator_per_pass", "loss_gradient", "along its gradient the logged loss"),
+        ("denominator_per_pass", "loss_gradient", "divided or multiplied after the loss function"),
         ("last_row_only", "rows_in_update", "48 of 120 labelled tokens get no gradient"),
         ("last_position_only", "rows_in_update", "118 of 120 labelled tokens get no gradient"),
         ("norm_eps_fixed", "forward_is_the_model", "as with eps 1.0e-05"),
@@ -77,7 +77,9 @@ def resumed(world: World, folder: Path) -> Run:
     first = make_run(world).begin()
     first.step(3)
     run_folder = RunFolder(folder)
-    run_folder.effective.write_text(json.dumps({"spec_sha256": first.spec.sha256}))
+    run_folder.effective.write_text(
+        json.dumps({"spec": first.spec.to_dict(), "spec_sha256": first.spec.sha256})
+    )
     first.save(run_folder.checkpoints)
     again = make_run(world)
     with LogWriter(run_folder.events, writer="trainer") as log:

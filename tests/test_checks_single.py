@@ -349,7 +349,7 @@ def test_a_gradient_that_is_spoilt_outside_of_the_loss_function_is_found(world: 
         found = answer("loss_gradient", make_run(world).context)
     assert found.verdict.level is Level.FAIL
     assert found.numbers["hidden_error"] < 1e-4
-    assert found.numbers["step_measured"] == pytest.approx(4 * found.numbers["step_norm"], rel=0.05)
+    assert "divided or multiplied after the loss function" in found.verdict.reason
 
 
 def test_a_mean_over_passes_in_the_loss_is_found(world: World) -> None:

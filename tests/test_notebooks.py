@@ -91,6 +91,7 @@ def test_a_past_run_is_read(place: dict[str, str], monkeypatch: pytest.MonkeyPat
     assert "<svg" in figure["text/html"]
 
 
+@pytest.mark.soak
 def test_the_cause_of_a_planted_failure_is_reproduced_and_closed(
     place: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,6 +106,7 @@ def test_auto_is_off_with_the_measured_gain() -> None:
     assert choose_prefetch("on", device="cuda").rejected[0][0] == "off"
 
 
+@pytest.mark.soak
 def test_a_run_with_prefetching_is_the_run_without(kit: Kit, tmp_path: Path) -> None:
     runs: list[list[Any]] = []
     for wanted in ("off", "on"):

@@ -73,6 +73,7 @@ def test_a_run_with_blocks_is_the_run_with_their_values(
     assert cuts[1]["dropped_mass_mean"] == pytest.approx(cuts[0]["dropped_mass_mean"], rel=1e-4)
 
 
+@pytest.mark.soak
 def test_a_student_out_of_its_teachers_file_is_refused_unless_that_is_asked_for(
     kit: Kit, tmp_path: Path, teacher: Path
 ) -> None:

@@ -148,6 +148,7 @@ def test_parts_that_two_ranks_wrote_are_continued_by_one_process_as_if_it_had(
     assert whole.steps.values("loss") == pytest.approx(alone.steps.values("loss"), rel=2e-5)
 
 
+@pytest.mark.soak
 def test_a_created_run_is_carried_out_by_torchrun_itself(
     kit: Kit, alone: RunView, tmp_path: Path
 ) -> None:

@@ -125,7 +125,11 @@ def test_a_time_of_a_run_is_captured_from_each_of_its_logs(here: Path) -> None:
     ("arguments", "code", "said"),
     [
         (["link", "n1"], 64, "expected one of EVIDENCE, --run-command and --note"),
-        (["link", "n1", "runs/hang"], 64, "one of --events, --metric, --alert, --exit, or a time"),
+        (
+            ["link", "n1", "runs/hang"],
+            64,
+            "one of --events, --metric, --alert, --check, --exit, or a time",
+        ),
         (["link", "n1", "runs/hang", "--from", "900"], 65, "a line of that time, found none"),
         (["link", "n1", "runs/hang", "--events", "x"], 64, "FIRST-LAST"),
         (["link", "n9", "--note", "x"], 65, "one of n1, found 'n9'"),

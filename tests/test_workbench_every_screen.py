@@ -188,6 +188,7 @@ def test_under_40_by_10_every_screen_is_its_first_line(screens: list[Seen]) -> N
     assert [seen.name for seen in screens if not seen.first] == []
 
 
+@pytest.mark.soak
 def test_every_screen_is_ascii_where_only_ascii_can_be_drawn(folder: Path, engine: Engine) -> None:
     async def visit(pilot: Pilot[None], name: str) -> None:
         text = text_of(pilot)

@@ -179,7 +179,7 @@ def test_in_tmux_it_starts_resizes_quits_and_leaves_the_pane_as_it_was(
     run = completed(tmp_path / "kd-small").path
     command = f"echo before; {sys.executable} -m workbench {run}; echo ended $?; cat"
     tmux("new-session", "-d", "-x", "100", "-y", "30", command)
-    assert "quit" in tmux.wait_for("COMPLETED")
+    tmux.wait_until(lambda shown: "COMPLETED" in shown and "quit" in shown)
     assert tmux("display-message", "-p", "#{alternate_on}").strip() == "1"
     tmux("resize-window", "-x", "39", "-y", "8")
     tmux.wait_until(lambda shown: "COMPLETED" in shown and "quit" not in shown)

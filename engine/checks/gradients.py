@@ -175,7 +175,10 @@ def loss_gradient(context: Context) -> Answer:
     norm = math.sqrt(sum(float(g.double().square().sum()) for _, g in moved))
     numbers = function.numbers | dict(step_loss=loss, step_norm=norm)
     if not math.isfinite(loss) or not norm > 0:
-        return failed(f"the step's loss is {loss} and its gradient {norm:g}", **numbers)
+        # The trainer's loss makes its gradient on the way and gives NaN for one that is changed after it.
+        changed = math.isfinite(loss) and math.isnan(norm)
+        why = ": the loss is divided or multiplied after the loss function" if changed else ""
+        return failed(f"the step's loss is {loss} and its gradient {norm:g}{why}", **numbers)
     fp32 = _is_fp32(context)
     step = LOSS_STEP[fp32] * loss / norm
     with _put_back([parameter for parameter, _ in moved]) as originals:

@@ -166,6 +166,8 @@ def load_source(path: Path, sets: Sequence[str] = ()) -> RunSpec:
             raise BadInput.expected("run folder", path, "effective.json", "none")
         try:
             tree = json.loads(run.effective.read_text())["spec"]
+            if not isinstance(tree, dict):
+                raise TypeError(f"spec is {tree!r:.40}")
         except (ValueError, KeyError, TypeError) as error:
             found = f"{type(error).__name__}: {error}"
             raise BadInput.expected("run folder", run.effective, "settings", found) from None

@@ -24,6 +24,7 @@ ALIASES: dict[str, tuple[str, dict[str, str]]] = {
 """Variable -> (key of the RunSpec, value of the variable -> value of the key)."""
 
 
+# contract: cuda-unified-memory-allocator-v1
 def sets_from_environment(environ: Mapping[str, str]) -> list[str]:
     """The settings in `environ` as `KEY=VALUE`, to be applied before those of the command line.
 

@@ -54,7 +54,7 @@ def arrange(
         # A result names them itself.
         panes.add("alerts")
     if height >= TALL:
-        panes |= {"checks", "kernels"}
+        panes |= {"checks", "kernels", chosen}
     elif chosen in ("checks", "kernels", "alerts"):
         panes = panes - {"decisions", "result"} | {chosen}
     return Layout(mode, frozenset(panes))
