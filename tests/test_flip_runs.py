@@ -148,6 +148,7 @@ def test_an_arm_that_computes_otherwise_fails_parity_however_fast(kit: Kit, tmp_
     assert verdict.controls["manipulation"]["level"] == "pass"
 
 
+@pytest.mark.soak
 def test_controls_are_run_after_a_first_pair_and_remembered(kit: Kit, tmp_path: Path) -> None:
     plan = small_plan(kit, tmp_path, "compute.threads=2")
     heard: list[str] = []

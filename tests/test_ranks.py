@@ -128,6 +128,7 @@ def _long_run(kit: Kit, folder: Path) -> tuple[Path, subprocess.Popen[str]]:
     return folder / "run", launched
 
 
+@pytest.mark.soak
 def test_parts_that_two_ranks_wrote_are_continued_by_one_process_as_if_it_had(
     kit: Kit, alone: RunView, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def test_logged_numbers_are_those_of_the_update(whole: Path) -> None:
     assert steps.value("lr", 19) == pytest.approx(3e-5)  # a tenth of it, at the last step
 
 
-@pytest.mark.parametrize("seen", [11, 13])
+@pytest.mark.parametrize("seen", [11, pytest.param(13, marks=pytest.mark.soak)])
 def test_twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit(
     kit: Kit, whole: Path, tmp_path: Path, seen: int
 ) -> None:

@@ -8,6 +8,7 @@ and one float32 rounding is 6e-8, so that an error of 1e-5 is that of a wrong we
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -80,8 +81,8 @@ def test_sums_may_be_split_between_programs(
 ) -> None:
     weight = random_matrix(name, 21, 1280)
 
-    def config(*arguments: object) -> Config:
-        usual = config_for(weight.type, 21, 1280, m, 90)
+    def config(*arguments: Any) -> Config:
+        usual = config_for(*arguments)
         return Config(usual.family, usual.padded, 16, usual.warps, usual.stages, splits)
 
     monkeypatch.setattr(small_m, "config_for", config)

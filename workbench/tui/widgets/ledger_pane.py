@@ -28,7 +28,7 @@ class LedgerPane(VerticalScroll):
 
     def __init__(self, *, ascii_only: bool, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)
-        self._ascii_only = ascii_only
+        self._ascii_only, self._count = ascii_only, 0
         self.border_title = "2 pace and step ledger"
 
     def compose(self) -> ComposeResult:
@@ -45,4 +45,6 @@ class LedgerPane(VerticalScroll):
             return
         width = self.scrollable_content_region.width
         lines = ledger_words(self.snapshot, max(width, 20), ascii_only=self._ascii_only)
-        self.query_one(Static).update("\n".join(lines))
+        count, self._count = self._count, len(lines)
+        # Each line fits, so only another number of them takes a layout of the whole screen.
+        self.query_one(Static).update("\n".join(lines), layout=count != len(lines))

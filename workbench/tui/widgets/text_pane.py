@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rich.cells import cell_len
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -36,11 +37,24 @@ class TextPane(VerticalScroll):
             return
         lines = self._words(snapshot)
         if lines != self._lines:
-            self._lines = lines
+            before, self._lines = self._lines, lines
             has_parts = any(line.startswith(" ") for line in lines)
-            self.query_one(Static).update(
+            text = self.query_one(Static)
+            text.update(
                 Content("\n").join(
                     Content.styled(line, "bold" if has_parts and not line.startswith(" ") else "")
                     for line in lines
-                )
+                ),
+                # A layout of the whole screen costs more than everything else in a second.
+                layout=not _same_height(before, lines, text.size.width),
             )
+
+
+def _same_height(before: Sequence[str], after: Sequence[str], width: int) -> bool:
+    """Whether the lines that differ take one row each, before and after."""
+    if len(before) != len(after):
+        return False
+    changed = (
+        line for pair in zip(before, after, strict=True) if pair[0] != pair[1] for line in pair
+    )
+    return all(cell_len(line) <= width for line in changed)
