@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -162,6 +164,28 @@ def test_warm_up_compiles_each_variant_once_and_tells_its_progress() -> None:
     assert registry.requested() == frozenset(wanted)
     assert len(registry.drain()) == len(wanted)
     assert told == [(done, 6) for done in range(1, 7)]
+
+
+def test_kernels_that_compile_together_are_parsed_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.11.7 fails at random where two threads make syntax trees (SystemError)."""
+    parse, inside, together = ast.parse, list[int](), threading.Event()
+
+    def watched(*arguments: Any, **options: Any) -> ast.AST:
+        inside.append(threading.get_ident())
+        try:
+            if len(set(inside)) > 1:
+                together.set()
+            together.wait(0.05)  # Time for another thread to come in.
+            return parse(*arguments, **options)
+        finally:
+            inside.remove(threading.get_ident())
+
+    monkeypatch.setattr(ast, "parse", watched)
+    wanted = [scaled(block, eps) for block in (32, 64) for eps in (1e-5, 1e-6)]
+    warm_up(wanted, registry=KernelRegistry(ARCH), workers=4)
+    assert not together.is_set()
 
 
 def test_a_kernel_that_does_not_compile_stops_warm_up_and_is_not_kept() -> None:

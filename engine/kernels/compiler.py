@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from typing import Any
 
 import triton
@@ -31,6 +32,10 @@ WARP_THREADS = 32
 ARCHITECTURES = (80, 89, 90, 100, 120, 121)
 """Compute capabilities that every kernel compiles for: A100, L4 and 4090, H100 and H200, B200, 5090,
 GB10."""
+
+# Python before 3.11.8 and 3.12.2 counts the depth of a tree that it makes for all threads together:
+# where a garbage collection lets a second thread parse, the first fails with SystemError.
+_PARSING = threading.RLock()
 
 
 def key_for(variant: Variant, arch: int) -> KernelKey:
@@ -112,7 +117,8 @@ class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
         """Triton asks a source for its code only when the cache on disk has no body of it."""
 
     def hash(self) -> str:
-        return f"{super().hash()}-{self.symbol}"
+        with _PARSING:
+            return f"{super().hash()}-{self.symbol}"
 
     def make_ir(self, *arguments: Any) -> Any:
         self.compiled = True
@@ -121,7 +127,8 @@ class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
         named.repr = lambda _: self.symbol
         self.fn = named
         try:
-            return super().make_ir(*arguments)
+            with _PARSING:
+                return super().make_ir(*arguments)
         finally:
             self.fn = self.variant.function
 
