@@ -169,7 +169,7 @@ def test_a_divergence_that_is_none_is_refused(change: dict[str, object], message
 
 
 GPU: dict[str, object] = dict(
-    device="cuda", capability=(9, 0), has_triton=True, divergence="forward_kl", sparse=False
+    device="cuda", capability=(9, 0), has_triton=True, divergence="forward_kl"
 )
 
 
@@ -184,7 +184,6 @@ GPU: dict[str, object] = dict(
         ("auto", {"capability": (7, 5)}, "eager", "capability 8.0 or later; here is"),
         ("auto", {"has_triton": False}, "eager", "needs triton; here is none installed"),
         ("auto", {"divergence": "jsd"}, "eager", "forward_kl or reverse_kl; here is jsd"),
-        ("auto", {"sparse": True}, "eager", "here is one that gives some ids of each token"),
     ],
 )
 def test_the_kernel_is_chosen_with_its_reason(
@@ -196,9 +195,7 @@ def test_the_kernel_is_chosen_with_its_reason(
     assert decision.overridden == (wanted != "auto")
 
 
-@pytest.mark.parametrize(
-    "change", [{"device": "cpu", "capability": None}, {"divergence": "jsd"}, {"sparse": True}]
-)
+@pytest.mark.parametrize("change", [{"device": "cpu", "capability": None}, {"divergence": "jsd"}])
 def test_fused_where_it_cannot_run_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(BadInput, match=r"loss.kernel: fused — expected .*, found ") as caught:
         choose_loss_kernel("fused", **(GPU | change))  # type: ignore[arg-type]

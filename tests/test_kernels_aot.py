@@ -12,6 +12,7 @@ import pytest
 import triton
 from small_kernels import crowded, scaled
 
+from engine.distill import fused_chunks, fused_sparse
 from engine.kernels import aot
 from engine.kernels.aot import AotFigure, figure, regressions
 from engine.kernels.compiler import ARCHITECTURES, first_stage, key_for
@@ -117,6 +118,9 @@ def test_every_file_with_kernels_has_a_parity_test() -> None:
         for module in aot.modules()
         if hasattr(module, "launch") or aot.functions_of(module)
     }
+    for form in (fused_chunks, fused_sparse):
+        texts[form.__name__] = inspect.getsource(form)
+        launchers.add(form.__name__)
     for module in aot.modules():
         if not aot.functions_of(module):
             continue

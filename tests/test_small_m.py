@@ -58,14 +58,19 @@ def test_the_crossover_is_within_what_the_kernels_take(arch: int) -> None:
 @pytest.mark.parametrize(
     ("arch", "dtype", "m"),
     [
-        (80, torch.bfloat16, 1),
         (89, torch.float16, 4),
-        (90, torch.bfloat16, 64),
-        (90, torch.float32, 1),
-        (90, torch.float32, 16),
-        (100, torch.bfloat16, 32),
-        (120, torch.bfloat16, 64),
-        (121, torch.bfloat16, 2),
+        *(
+            pytest.param(arch, dtype, m, marks=pytest.mark.soak)
+            for arch, dtype, m in (
+                (80, torch.bfloat16, 1),
+                (90, torch.bfloat16, 64),
+                (90, torch.float32, 1),
+                (90, torch.float32, 16),
+                (100, torch.bfloat16, 32),
+                (120, torch.bfloat16, 64),
+                (121, torch.bfloat16, 2),
+            )
+        ),
     ],
 )
 def test_variants_compile_for_every_architecture(arch: int, dtype: torch.dtype, m: int) -> None:

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.distill.loss import LOWEST_DIVERGENCE, LossTerms, distillation_loss
+from engine.distill.loss import (
+    LARGEST_DZ_SUM,
+    LOWEST_DIVERGENCE,
+    LossTerms,
+    distillation_loss,
+)
 from engine.distill.sparse_targets import SparseTargets
 
 # Shapes: N tokens, V vocabulary, D student width, K ids of a token
@@ -266,3 +271,44 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> N
     )
     with pytest.raises(ValueError, match=message):
         distillation_loss(case["hidden_ND"], case["head_VD"], **(arguments | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["top_k", "sampled"])
+def test_the_fused_form_is_the_eager_one(kind: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=random, device="cuda")
+
+    hidden_ND = normal(515, 64).bfloat16().requires_grad_()
+    head_VD = (0.3 * normal(20_001, 64)).requires_grad_()
+    teacher_NV = 3 * normal(515, 20_001)
+    labels_N = torch.randint(0, 20_001, (515,))
+    labels_N[3::4] = -100
+    targets = top_k(teacher_NV, 64, 2.0)
+    if kind == "sampled":
+        drawn_NK = torch.multinomial(torch.softmax(teacher_NV / 2, 1), 64, replacement=True)
+        targets = SparseTargets(ids_NK=drawn_NK.int(), log_probs_NK=None, kind="sampled")
+    found = []
+    for kernel in ("eager", "fused"):
+        terms = distillation_loss(
+            hidden_ND, head_VD, None, None, labels_N,
+            alpha=0.3, temperature=2.0, denominator=387.0, chunk_rows=100, targets=targets,
+            kernel=kernel,  # type: ignore[arg-type]
+        )  # fmt: skip
+        found.append((terms, torch.autograd.grad(terms.loss, (hidden_ND, head_VD))))
+    (eager, slopes_eager), (fused, slopes_fused) = found
+    for name in ("loss", "ce", "kd", "agreement"):
+        one, other = getattr(eager, name), getattr(fused, name)
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert float(other.detach()) == pytest.approx(
+                float(one.detach()), rel=1e-5, abs=1e-6
+            ), name
+    assert fused.largest_dz_sum is not None and float(fused.largest_dz_sum) < LARGEST_DZ_SUM
+    for mine, theirs in zip(slopes_fused, slopes_eager, strict=True):
+        # Both round dz to bf16.
+        assert float((mine.float() - theirs.float()).norm() / theirs.float().norm()) < 4e-3

@@ -8,8 +8,9 @@
     kd packed      kd with the teacher's head in blocks (Q6_K), made floats slice by slice
     plain          whole logits, log_softmax and autograd, as it is usually written
 
-Beside the times: how far the gradients are from those of float64 on the same tensors, as
-|g - g64| / |g64| over all numbers, and the most memory that a call takes beside its arguments.
+Times are the device's alone, as in a step, where the host is ahead of it. Beside them: how far the gradients
+are from those of float64 on the same tensors, as |g - g64| / |g64| over all numbers, and the most memory
+that a call takes beside its arguments.
 
 Shapes default to a Qwen2.5-7B teacher and a 0.5B student: 8192 tokens, widths 3584 and 896, a
 vocabulary of 151936 with 128 more columns in the teacher.
@@ -219,7 +220,7 @@ def bench_loss(
         "fp32 products": work.products(torch.float32),
         **calls,
     }
-    times = time_arms(arms, device, rounds=rounds)
+    times = time_arms(arms, device, rounds=rounds, ahead=True)
     base = times.get("plain")
     rows = [_row(name, timing, base, shape, work.dtype) for name, timing in times.items()]
     return LossBench(rows=rows, gradient_errors=errors, extra_bytes=extra)

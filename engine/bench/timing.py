@@ -1,7 +1,9 @@
 """Timing on the device, arms in turns.
 
 Times are of CUDA events around the work, after a warm-up; arms take turns within one run, so that a
-clock that drifts drifts for all of them. On a CPU the host's clock is read, and only ratios mean
+clock that drifts drifts for all of them. `ahead` has the device wait until the host has launched a call, as
+it has within a step that was launched while the one before was under way: the time is then the device's
+alone. On a CPU the host's clock is read, and only ratios mean
 anything.
 """
 
@@ -16,6 +18,9 @@ from typing import Any
 import torch
 
 from engine.bench.rows import Roofline
+
+WAIT_CYCLES = 20_000_000
+"""Of the GPU's clock: about 10 ms, for what a host launches in less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ def time_arms(
     rounds: int = 20,
     warm_up: int = 3,
     inner: int = 1,
+    ahead: bool = False,
 ) -> dict[str, Timing]:
     """Each arm's time for one call; `inner` calls are timed together, `rounds` times, arms in
     turns."""
@@ -42,11 +48,11 @@ def time_arms(
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, arm in arms.items():
-            samples[name].append(_time(arm, device, inner))
+            samples[name].append(_time(arm, device, inner, ahead))
     return {name: _summary(values) for name, values in samples.items()}
 
 
-def _time(arm: Callable[[], object], device: torch.device, inner: int) -> float:
+def _time(arm: Callable[[], object], device: torch.device, inner: int, ahead: bool) -> float:
     if device.type != "cuda":
         begun = time.perf_counter()
         for _ in range(inner):
@@ -54,6 +60,8 @@ def _time(arm: Callable[[], object], device: torch.device, inner: int) -> float:
         return (time.perf_counter() - begun) / inner
     begin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    if ahead:
+        torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(inner):
         arm()

@@ -1,6 +1,7 @@
 """How a student's layers are run, and why. Pure: facts come in, Decisions go out.
 
     student.compile         one compilation against what it saves in all steps of the run
+    student.graphs          only where it is asked for: it saves gaps between kernels, and costs memory
     student.attention       packed wherever there is a kernel for it; the same for teacher.attention
     student.checkpointing   only for a run that does not fit without it and fits with it
 
@@ -20,6 +21,8 @@ from engine.units import format_bytes, format_count, format_seconds
 COMPILE_S = 15.0
 """One layer, forward and backward, with nothing in a cache, and the comparison after it: 8 s on 16 cores."""
 SAVED_S_PER_TOKEN_AND_WEIGHT = 15.3e-3 / 8192 / 358e6
+SAVED_S_PER_LAYER = 2.2e-3 / 24
+"""Of a step, whatever its tokens: the gaps between some 70 kernels, compiled, on one H200."""
 
 
 def choose_compile(
@@ -64,6 +67,57 @@ def choose_compile(
         choice=choice,
         reason=reason if wanted == "auto" else SET_BY_USER,
         rejected=rejected,
+        overridden=wanted != "auto",
+    )
+
+
+def choose_graphs(
+    wanted: str,
+    *,
+    device: str,
+    packed: bool,
+    checkpointing: bool,
+    accumulation: int,
+    ranks: int,
+    allocator: str,
+    layers: int,
+    needed_bytes: int,
+    given_bytes: int,
+) -> Decision:
+    """Whether the student's layers are launched as CUDA graphs (`engine.distill.graphed`).
+    `needed_bytes` is what the run needs then, `given_bytes` what it needs without. Raises BadInput for
+    `on` where it cannot be.
+    """
+    knob, hindrance = "student.graphs", None
+    if device != "cuda":
+        hindrance = "a CPU has none"
+    elif ranks > 1:
+        hindrance = "layers of several GPUs wait for each other between kernels"
+    elif accumulation > 1:
+        hindrance = (
+            "the gradients of a graph are overwritten by its next launch, so nothing accumulates"
+        )
+    elif not packed:
+        hindrance = "only packed attention is captured"
+    elif checkpointing:
+        hindrance = "layers that make their activations again are not captured"
+    elif allocator != "native":
+        hindrance = f"a graph's memory is native, and this run's is {allocator}"
+    if wanted == "on" and hindrance is not None:
+        raise BadInput.expected(
+            knob, "on", "a run whose layers can be captured", hindrance, hint=f"--set {knob}=off"
+        )
+    what = (
+        f"a step is about {format_seconds(layers * SAVED_S_PER_LAYER)} shorter, and the run needs "
+        f"{format_bytes(needed_bytes)} in the place of {format_bytes(given_bytes)}"
+    )
+    choice = "on" if wanted == "on" else "off"
+    rejected = ("off", "a gap before each of some thousand kernels") if choice == "on" else None
+    return Decision(
+        knob=knob,
+        choice=choice,
+        reason=SET_BY_USER if wanted != "auto" else hindrance or f"with it {what}",
+        rejected=(rejected or ("on", hindrance or what),),
         overridden=wanted != "auto",
     )
 

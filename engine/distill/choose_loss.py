@@ -17,13 +17,10 @@ def choose_loss_kernel(
     capability: tuple[int, int] | None,
     has_triton: bool,
     divergence: str,
-    sparse: bool = False,
 ) -> Decision:
-    """`capability` is the GPU's, None on a CPU. `sparse`: the teacher gives some ids of each token, not
-    hidden states. Raises BadInput for `fused` where it cannot run.
-    """
+    """`capability` is the GPU's, None on a CPU. Raises BadInput for `fused` where it cannot run."""
     knob = "loss.kernel"
-    hindrance = _hindrance(device, capability, has_triton, divergence, sparse)
+    hindrance = _hindrance(device, capability, has_triton, divergence)
     if hindrance is None:
         fused = (
             "everything between the products in one kernel, which reads each logit once from memory"
@@ -54,7 +51,6 @@ def _hindrance(
     capability: tuple[int, int] | None,
     has_triton: bool,
     divergence: str,
-    sparse: bool,
 ) -> tuple[str, str] | None:
     """What the fused form needs and what there is instead; None where it can run."""
     if device != "cuda" or capability is None:
@@ -66,6 +62,4 @@ def _hindrance(
         return "triton", "none installed"
     if divergence not in FUSED_DIVERGENCES:
         return f"loss.divergence {' or '.join(FUSED_DIVERGENCES)}", divergence
-    if sparse:
-        return "a teacher that gives hidden states", "one that gives some ids of each token"
     return None

@@ -106,13 +106,15 @@ def _all_chunks(
 
 
 def _form(job: Job, rows: int, w_VD: Tensor) -> Chunks:
-    if isinstance(job.teacher, SparseTargets):
-        return SparseChunks(job, rows, w_VD)
+    sparse = isinstance(job.teacher, SparseTargets)
     if job.kernel == "fused":
         # Here, so that a machine without Triton can run everything else.
         from engine.distill.fused_chunks import FusedChunks
+        from engine.distill.fused_sparse import FusedSparseChunks
 
-        return FusedChunks(job, rows, w_VD)
+        return FusedSparseChunks(job, rows, w_VD) if sparse else FusedChunks(job, rows, w_VD)
+    if sparse:
+        return SparseChunks(job, rows, w_VD)
     return EagerChunks(job, rows, w_VD)
 
 

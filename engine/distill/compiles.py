@@ -60,24 +60,41 @@ class Compiles:
         self.write()
 
     def warm_up_loss(
-        self, vocabulary: int, loss: LossSection, precision: str, *, teaching: bool
+        self,
+        vocabulary: int,
+        loss: LossSection,
+        precision: str,
+        *,
+        teaching: bool,
+        sparse: bool = False,
     ) -> None:
         """Compiles what the fused loss launches for a student of `vocabulary` ids. `precision` is the
-        student's."""
-        from engine.kernels.kd_loss import variants
+        student's. `sparse`: the teacher gives some ids of each token."""
+        from engine.kernels import kd_loss, sparse_loss
         from engine.kernels.warm import warm_up
 
         record.phase(self.log, "compiling the loss", f"for {vocabulary} ids")
         # The checks of the loss ask in fp32, whatever the products are in.
         dtypes = (torch_dtype(precision), torch.float32)
-        wanted = variants(
+        wanted = kd_loss.variants(
             vocabulary,
             dtypes,
             teacher=teaching,
             divergence=loss.divergence,
             temperature=loss.temperature,
         )
+        if teaching and sparse:
+            wanted = sparse_loss.variants(dtypes, temperature=loss.temperature)
         warm_up(wanted)
+        self.write()
+
+    def warm_up_update(self) -> None:
+        """Compiles what an update launches."""
+        from engine.kernels.adamw import variants
+        from engine.kernels.warm import warm_up
+
+        record.phase(self.log, "compiling the update", "norm, clipping and AdamW")
+        warm_up(variants())
         self.write()
 
     def compile_teacher(

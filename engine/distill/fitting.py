@@ -3,6 +3,8 @@
     loss.chunk_rows         logits of fewer tokens at a time: 1 ms or two of a step of 8192 tokens
     teacher.backend         weights that stay in their blocks: 3 to 5 % of a step
     student.checkpointing   activations made again in the backward pass: a third more of its forward
+    teacher.shard           layers gathered from the other ranks when they compute, where all of that is not
+                            enough; then the others are asked anew
 
 Each is given up for the whole run, before it begins, and said. What the settings name is kept as it is;
 a run that fits is left as it is, and one that fits in no way is refused by its budget.
@@ -34,6 +36,10 @@ class Fitted:
     chunk_rows: int
     budget: MemoryBudget
     decisions: tuple[Decision, ...]
+    teacher_shard: bool = False
+    """Whether the ranks share the teacher's layers (`engine.distill.choose_ranks`)."""
+    graphs: bool = False
+    """Whether the student's layers are captured (`engine.distill.graphed`)."""
     reshard: bool = True
     """Whether ranks gather every layer twice a step (`engine.distill.choose_ranks`)."""
 

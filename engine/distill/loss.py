@@ -112,7 +112,7 @@ def distillation_loss(
 
     `kernel="fused"` has one kernel of ours do everything between the products, on a GPU
     (`engine.distill.choose_loss`); it has no `jsd` and no float64. `targets` stand in the place of the
-    teacher's hidden states and head, for `forward_kl`; their form is always eager.
+    teacher's hidden states and head, for `forward_kl`.
 
     `undivided` promises that backward begins at this call's `loss` itself, with a gradient of 1: no
     factor, no other loss added. It saves a pass over the gradient of the head; where the promise is
@@ -135,7 +135,7 @@ def distillation_loss(
     labelled = rows_M.numel()
     labels_M = labels_N.index_select(0, rows_M)
     device = student_hidden_ND.device
-    rows_M, labels_M = (index.to(device, non_blocking=True) for index in (rows_M, labels_M))
+    rows_M, labels_M = (_to_device(index, device) for index in (rows_M, labels_M))
 
     hidden_MD = _take(student_hidden_ND, rows_M)
     teacher: Teaching | SparseTargets | None = None
@@ -213,6 +213,12 @@ def default_chunk_rows(device: torch.device, vocabulary: int, kernel: LossKernel
     if kernel == "fused":
         chunk_bytes = FUSED_CHUNK_BYTES
     return max(chunk_bytes // (4 * vocabulary), 16)
+
+
+def _to_device(index_M: Tensor, device: torch.device) -> Tensor:
+    # From memory that is not pinned, CUDA may first wait for everything that was launched before.
+    pinned = device.type == "cuda" and index_M.device.type == "cpu"
+    return (index_M.pin_memory() if pinned else index_M).to(device, non_blocking=True)
 
 
 def _take(hidden_ND: Tensor, rows_M: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 form        file                when
 eager       eager_chunks.py     anywhere
 fused       fused_chunks.py     our kernel, on a GPU that can run it
-sparse      sparse_targets.py   the teacher gives some ids a token, not hidden states
+sparse      sparse_targets.py   the teacher gives some ids a token, not hidden states; fused_sparse.py: by a kernel
 """
 
 from __future__ import annotations

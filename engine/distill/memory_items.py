@@ -38,7 +38,7 @@ from engine.distill.memory_plan import (
     FUSED_HELD,
     MemoryPlan,
 )
-from engine.distill.memory_ranks import rank_items
+from engine.distill.memory_ranks import rank_items, shared_teacher
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
 from engine.teachers.cache_rows import HIDDEN, Identity
@@ -70,14 +70,8 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     if plan.stored is not None:
         yield from _stored_items(plan, config, plan.stored)
         return
+    yield from shared_teacher(plan, config, _teacher_weights(plan, config))
     if plan.quantized:
-        assert plan.teacher_packed_bytes is not None
-        yield BudgetItem(
-            name="teacher weights",
-            bytes=plan.teacher_packed_bytes,
-            how="blocks as they are in the file, and the rest as floats",
-            lasting=True,
-        )
         sizes = linear_sizes(config)
         largest = max(sizes["q"] + sizes["k"] + sizes["v"], sizes["gate"] + sizes["up"])
         yield BudgetItem(
@@ -85,16 +79,6 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
             bytes=min(each * max(largest, sizes["down"]), SCRATCH_LIMIT_BYTES),
             how=f"gate and up of a layer, {format_count(largest)} x {each} bytes, at most "
             f"{format_bytes(SCRATCH_LIMIT_BYTES)}",
-            lasting=True,
-        )
-    elif plan.teacher_precision == "fp8":
-        yield _fp8_weights(config, each)
-    else:
-        parameters = count_parameters(config)
-        yield BudgetItem(
-            name="teacher weights",
-            bytes=each * parameters,
-            how=f"{format_count(parameters)} x {each} bytes",
             lasting=True,
         )
     if plan.teaching is None:
@@ -121,6 +105,26 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         bytes=each * plan.tokens * config.hidden_size,
         how=f"{format_count(plan.tokens)} tokens x {config.hidden_size} x {each} bytes",
         phases=(_LOSS, _BACKWARD, _LAST),
+    )
+
+
+def _teacher_weights(plan: MemoryPlan, config: ModelConfig) -> BudgetItem:
+    if plan.quantized:
+        assert plan.teacher_packed_bytes is not None
+        return BudgetItem(
+            name="teacher weights",
+            bytes=plan.teacher_packed_bytes,
+            how="blocks as they are in the file, and the rest as floats",
+            lasting=True,
+        )
+    if plan.teacher_precision == "fp8":
+        return _fp8_weights(config, plan.teacher_each)
+    parameters = count_parameters(config)
+    return BudgetItem(
+        name="teacher weights",
+        bytes=plan.teacher_each * parameters,
+        how=f"{format_count(parameters)} x {plan.teacher_each} bytes",
+        lasting=True,
     )
 
 
@@ -192,8 +196,18 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         name="student activations",
         bytes=sum(kept.values()),
         how=f"{format_count(tokens)} tokens, {layers} layers: {words}, ...",
-        phases=(_LOSS, _BACKWARD),
+        phases=PHASES[1:] if plan.graphs else (_LOSS, _BACKWARD),
+        lasting=plan.graphs,
     )
+    if plan.graphs:
+        ends = 1 if plan.student.tie_word_embeddings else 2
+        inside = parameters - ends * plan.student.vocab_size * plan.student.hidden_size
+        yield BudgetItem(
+            name="gradients in the graph",
+            bytes=4 * inside,
+            how=f"{format_count(inside)} x 4 bytes, kept from step to step",
+            phases=_STEP,
+        )
     yield BudgetItem(
         name="tokens of a pass",
         bytes=3 * 8 * tokens,
@@ -268,11 +282,12 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 def _loss_buffers(plan: MemoryPlan) -> int:
     """Of logits' size in fp32 (`engine.distill.eager_chunks`, `fused_chunks`, `sparse_targets`)."""
+    sparse = plan.stored is not None and plan.stored.form != HIDDEN
     if plan.fused_loss:
-        return 1 if plan.teaching is None else 2
+        return 1 if plan.teaching is None or sparse else 2
     if plan.teaching is None:
         return 2
-    if plan.stored is not None and plan.stored.form != HIDDEN:
+    if sparse:
         return 3
     return 6 if plan.spec.loss.divergence == "jsd" else 4
 

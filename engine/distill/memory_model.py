@@ -43,8 +43,11 @@ def predict(
     checkpointing: bool = False,
     prefetches: bool = False,
     reshard: bool = True,
+    teacher_shard: bool = False,
+    teacher_packed_layers: tuple[int, ...] = (),
     stored: Identity | None = None,
     fused_loss: bool = False,
+    graphs: bool = False,
 ) -> MemoryBudget:
     """The budget of a run on `device`, `cpu` or `cuda`, in precisions already chosen.
 
@@ -53,7 +56,8 @@ def predict(
     whether bf16 attention with a mask takes fewer key/value heads than query heads on this GPU
     (`engine.models.decoder`: capability 9), without copying them. The last four say how layers are
     run (`engine.models.running`). `reshard`: whether ranks give gathered layers back before their
-    backward pass.
+    backward pass. `teacher_shard`: whether they share the teacher's layers, of which those in blocks take
+    `teacher_packed_layers` bytes each.
     """
     plan = MemoryPlan(
         spec=spec,
@@ -69,10 +73,13 @@ def predict(
         packed=packed,
         teacher_packed=teacher_packed,
         checkpointing=checkpointing,
+        graphs=graphs,
         fused_loss=fused_loss,
         prefetches=prefetches,
         ranks=spec.compute.gpus,
         reshard=reshard,
+        teacher_shard=teacher_shard,
+        teacher_packed_layers=teacher_packed_layers,
         stored=stored if backend == "cached" else None,
     )
     budget = MemoryBudget(device=device, items=items_of(plan), available=available)
@@ -124,6 +131,8 @@ def _ladders(plan: MemoryPlan) -> Iterator[list[_Settings]]:
             yield [("teacher.backend=quantized",)]
         if plan.teacher_precision != "bf16":
             yield [("teacher.precision=bf16",)]
+    if loaded and plan.ranks > 1 and not plan.teacher_shard:
+        yield [("teacher.shard=on",)]
     batch = spec.train.rows * spec.train.accumulation
     yield [
         (f"train.rows={rows}", f"train.accumulation={batch // rows}")
@@ -154,6 +163,8 @@ def _changed(plan: MemoryPlan, settings: _Settings) -> MemoryPlan:
                 plan = replace(plan, quantized=True)
             case "teacher.precision":
                 plan = replace(plan, teacher_precision=value)
+            case "teacher.shard":
+                plan = replace(plan, teacher_shard=True)
             case "student.precision":
                 plan = replace(plan, student_precision=value)
             case "student.checkpointing":

@@ -42,6 +42,8 @@ class MemoryPlan:
     teacher_packed: bool = False
     """Whether the teacher's attention is packed."""
     checkpointing: bool = False
+    graphs: bool = False
+    """Whether the student's layers are captured, with their activations and gradients."""
     stored: Identity | None = None
     """Of the teacher's outputs, where they come from a store."""
     fused_loss: bool = False
@@ -49,6 +51,10 @@ class MemoryPlan:
     """GPUs that share the student; the rest is of one of them."""
     reshard: bool = True
     """Whether a rank gives a layer's gathered weights back before their backward pass."""
+    teacher_shard: bool = False
+    """Whether the teacher's layers are shared by the ranks too."""
+    teacher_packed_layers: tuple[int, ...] = ()
+    """Bytes of each layer of a quantized teacher."""
     prefetches: bool = False
     """Whether the teacher begins with the next batch early, on a stream of its own."""
 

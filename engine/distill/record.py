@@ -21,6 +21,7 @@ from engine.errors import TrainingFailed
 from engine.formats.safetensors import tensors_sha256
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
+from engine.models.tensors import Tensors
 from engine.runlog.events import (
     Checked,
     Compiled,
@@ -85,7 +86,7 @@ def data(
 def model(log: LogWriter, role: str, source: str, decoder: Decoder, precision: str) -> str:
     """Log a model as it is in memory; returns the sha256 of its tensors, of weights in blocks those of
     the blocks."""
-    sha256 = tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
+    sha256 = tensors_sha256(Tensors(decoder))
     log.write(
         ModelReady(
             role=role,
@@ -190,7 +191,7 @@ def start(
         alpha=trainer.loss.alpha,
         temperature=trainer.loss.temperature,
         peak_lr=trainer.train.lr,
-        rows_per_step=trainer.train.rows * trainer.train.accumulation,
+        rows_per_step=spec.compute.gpus * trainer.train.rows * trainer.train.accumulation,
         seq_len=spec.data.seq_len,
         trainable_parameters=sum(p.numel() for p in trainer.parameters),
         spec_sha256=spec.sha256,

@@ -50,11 +50,12 @@ from engine.distill.setup import (
     loss_kernel,
     plan_memory,
     prepare_data,
+    updating,
 )
 from engine.distill.sharding import least_available, whole_student
 from engine.distill.state import capture, restore
 from engine.distill.stopping import StopRequest
-from engine.distill.student import put_to_run
+from engine.distill.student import put_into_graphs, put_to_run
 from engine.distill.trainer import Trainer
 from engine.errors import EXIT_FAIL, DiskFull, EngineError, TrainingFailed
 from engine.models.config import ModelConfig
@@ -71,11 +72,13 @@ from engine.runtime.device import choose_precision
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, shard, use_own_gpu
 from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.build import BuiltTeacher, build_teacher
+from engine.teachers.cache_rows import HIDDEN
 from engine.teachers.cached import CachedTeacher
 from engine.teachers.choose import choose_teacher_precision
 from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
+from engine.teachers.sharded import ShardedLayers
 from engine.teachers.truncating import TruncatingTeacher
 
 MEMORY_SETTLED_AFTER = 3
@@ -151,6 +154,11 @@ class _Job:
         self.compiles = Compiles(log)
         self.checks = Checks(spec)
 
+    def _entering(self) -> None:
+        """This rank enters a collective."""
+        if self.beat is not None:
+            self.beat.entering()
+
     def failed(self, reason: str, exit_code: int) -> RunFinished:
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=self.step)
 
@@ -175,6 +183,9 @@ class _Job:
             teacher = self._load_teacher(inputs)
             student = self._make_student(inputs.student)
             self._warm_up_loss(inputs.student)
+            self.update = updating(self.log, spec, arithmetic)
+            if spec.kernels.prewarm and self.update == "fused":
+                self.compiles.warm_up_update()
             trainer = self._make_trainer(student, teacher, Ranks())
         resumed_from = None
         if self.before is not None:
@@ -229,7 +240,7 @@ class _Job:
                 rows_per_batch=spec.train.rows,
                 seed=spec.train.seed,
             ),
-            train=spec.train,
+            train=replace(spec.train, update=self.update),
             loss=replace(spec.loss, kernel=self.loss_kernel, chunk_rows=self.chunk_rows),
             device=self.device,
             precision=self.arithmetic.precision,
@@ -260,7 +271,7 @@ class _Job:
             self.ranks,
             self.device,
             reshard=self.reshard,
-            entering=self.beat.entering if self.beat else lambda: None,
+            entering=self._entering,
         )
         trainer = self._make_trainer(alone.student, alone.teacher, self.ranks)
         restore(captured, trainer.student, trainer.optimizer)
@@ -282,7 +293,8 @@ class _Job:
                 spec.precision, device=self.device.type, capability=self.arithmetic.capability
             ) or choose_precision("teacher.precision", spec.precision, self.device.type)
             precision = record.decide(log, choice)
-        self.loss_kernel = loss_kernel(log, self.spec, self.arithmetic, stored)
+        self.loss_kernel = loss_kernel(log, self.spec, self.arithmetic)
+        self.sparse = stored is not None and stored.identity.form != HIDDEN
         self.running = choose_running(
             log,
             self.spec,
@@ -304,6 +316,8 @@ class _Job:
         backend, self.checkpointing = fitted.backend, fitted.checkpointing
         self.budget = fitted.budget
         self.chunk_rows, self.reshard = fitted.chunk_rows, fitted.reshard
+        self.shares_teacher = fitted.teacher_shard
+        self.graphed = fitted.graphs
         if backend == "none":
             return None
         if stored is not None:
@@ -343,6 +357,9 @@ class _Job:
         return PrefetchingTeacher(teacher, self.device) if self.running.prefetches else teacher
 
     def _build_teacher(self, inputs: Inputs, backend: str, precision: str) -> BuiltTeacher:
+        shards = None
+        if self.shares_teacher:
+            shards = ShardedLayers(self.ranks, self.device, self._entering)
         built = build_teacher(
             self.spec.teacher.path,
             backend=backend,
@@ -351,6 +368,8 @@ class _Job:
             device=self.device,
             student_vocab=inputs.student.vocab_size,
             probe=self.data.heldout[0],
+            shards=shards,
+            joined=self.running.teacher_compiled,
         )
         built.decoder.packed = self.running.teacher_packed
         return built
@@ -366,7 +385,11 @@ class _Job:
             loss = self.spec.loss
             teaching = self.spec.has_teacher and loss.alpha < 1
             self.compiles.warm_up_loss(
-                student.vocab_size, loss, self.arithmetic.precision, teaching=teaching
+                student.vocab_size,
+                loss,
+                self.arithmetic.precision,
+                teaching=teaching,
+                sparse=self.sparse,
             )
 
     def _make_student(self, config: ModelConfig) -> Decoder:
@@ -414,6 +437,11 @@ class _Job:
         self.compiles.write()
         if agreement is not None:
             text = f"compiled layers are as far from the layers as written as rounding takes them: {agreement}"
+            self.log.write(Note(level="info", text=text))
+        if self.graphed:
+            record.phase(self.log, "capturing the student's layers")
+            captured = put_into_graphs(trainer, length=self.spec.data.seq_len)
+            text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
             self.log.write(Note(level="info", text=text))
 
     def _check(self, trainer: Trainer, inputs: Inputs) -> None:

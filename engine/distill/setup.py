@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -24,15 +25,16 @@ from engine.device.threads import choose_thread_wait
 from engine.distill import record
 from engine.distill.activations import linear_weights
 from engine.distill.budget import MemoryBudget
-from engine.distill.choices import choose_attention, choose_compile
+from engine.distill.choices import choose_attention, choose_compile, choose_graphs
 from engine.distill.choose_loss import choose_loss_kernel
-from engine.distill.choose_ranks import choose_reshard
+from engine.distill.choose_ranks import choose_reshard, choose_teacher_shard
 from engine.distill.fitting import Fitted, fit
 from engine.distill.inputs import Inputs
 from engine.distill.loss import default_chunk_rows
 from engine.distill.loss_job import LossKernel
 from engine.distill.memory_model import predict
 from engine.distill.memory_plan import ITEM_BYTES
+from engine.distill.optimizer import choose_update
 from engine.distill.prepared import Stored
 from engine.errors import CorpusError
 from engine.kernels.dequantize import has_triton
@@ -45,7 +47,6 @@ from engine.runlog.write import LogWriter
 from engine.runtime.device import choose_device, choose_precision, choose_threads
 from engine.runtime.managed import MemoryScope, memory_scope
 from engine.spec import RunSpec
-from engine.teachers.cache_rows import HIDDEN
 from engine.teachers.choose import (
     choose_kernel,
     choose_prefetch,
@@ -218,9 +219,7 @@ def choose_running(
     )
 
 
-def loss_kernel(
-    log: LogWriter, spec: RunSpec, arithmetic: Arithmetic, stored: Stored | None
-) -> LossKernel:
+def loss_kernel(log: LogWriter, spec: RunSpec, arithmetic: Arithmetic) -> LossKernel:
     """How the loss is computed between its products."""
     decision = choose_loss_kernel(
         spec.loss.kernel,
@@ -228,9 +227,20 @@ def loss_kernel(
         capability=arithmetic.capability,
         has_triton=has_triton(),
         divergence=spec.loss.divergence,
-        sparse=stored is not None and stored.identity.form != HIDDEN,
     )
     return "fused" if record.decide(log, decision) == "fused" else "eager"
+
+
+def updating(log: LogWriter, spec: RunSpec, arithmetic: Arithmetic) -> str:
+    """What makes an update of gradients."""
+    decision = choose_update(
+        spec.train.update,
+        device=arithmetic.device.type,
+        capability=arithmetic.capability,
+        has_triton=has_triton(),
+        ranks=spec.compute.gpus,
+    )
+    return record.decide(log, decision)
 
 
 def plan_memory(
@@ -250,15 +260,26 @@ def plan_memory(
     """
     teacher = inputs.teacher if spec.has_teacher else None
     size = inputs.teacher_size if teacher is not None else None
-    packed_bytes = None
+    packed_bytes, packed_layers = None, tuple[int, ...]()
     if size is not None and size.matrices:
         packed_bytes = size.weight_bytes(ITEM_BYTES[precision])
+        packed_layers = size.layer_bytes(ITEM_BYTES[precision])
 
-    def need(backend: str, again: bool, chunk_rows: int, reshard: bool = True) -> MemoryBudget:
+    def need(
+        backend: str,
+        again: bool,
+        chunk_rows: int,
+        *,
+        reshard: bool = True,
+        shard: bool = False,
+        graphs: bool = False,
+    ) -> MemoryBudget:
         return predict(
             replace(spec, loss=replace(spec.loss, chunk_rows=chunk_rows)),
             teacher=teacher,
             teacher_packed_bytes=packed_bytes,
+            teacher_packed_layers=packed_layers,
+            teacher_shard=shard,
             backend=backend,
             teacher_precision=precision,
             student_precision=arithmetic.precision,
@@ -272,6 +293,7 @@ def plan_memory(
             prefetches=running.prefetches,
             reshard=reshard,
             checkpointing=again,
+            graphs=graphs,
             stored=None if stored is None else stored.identity,
             fused_loss=fused_loss,
         )
@@ -279,8 +301,8 @@ def plan_memory(
     available = arithmetic.available.number
     kernel: LossKernel = "fused" if fused_loss else "eager"
     usual = default_chunk_rows(arithmetic.device, inputs.student.vocab_size, kernel)
-    fitted = fit(
-        need,
+    fitting = partial(
+        fit,
         available_bytes=None if available is None else int(available),
         backend=spec.teacher.backend,
         checkpointing=spec.student.checkpointing,
@@ -291,11 +313,24 @@ def plan_memory(
         precision=precision,
         stored=None if stored is None else stored.words,
     )
+    fitted = fitting(need)
+    if spec.compute.gpus > 1 and teacher is not None:
+        shared = fitting(partial(need, shard=True))
+        choice = choose_teacher_shard(
+            spec.teacher.shard,
+            ranks=spec.compute.gpus,
+            whole_bytes=fitted.budget.total_bytes,
+            shared_bytes=shared.budget.total_bytes,
+            available_bytes=None if available is None else int(available),
+            stored=stored is not None,
+        )
+        if record.decide(log, choice) == "on":
+            fitted = replace(shared, teacher_shard=True)
     for decision in fitted.decisions:
         record.decide(log, decision)
     if spec.compute.gpus > 1:
         chosen = (fitted.backend, fitted.checkpointing, fitted.chunk_rows)
-        kept = need(*chosen, reshard=False)
+        kept = need(*chosen, reshard=False, shard=fitted.teacher_shard)
         choice = choose_reshard(
             spec.student.reshard,
             kept_bytes=kept.total_bytes,
@@ -304,6 +339,21 @@ def plan_memory(
         )
         if record.decide(log, choice) == "off":
             fitted = replace(fitted, budget=kept, reshard=False)
+    captured = need(fitted.backend, fitted.checkpointing, fitted.chunk_rows, graphs=True)
+    choice = choose_graphs(
+        spec.student.graphs,
+        device=arithmetic.device.type,
+        packed=running.packed,
+        checkpointing=fitted.checkpointing,
+        accumulation=spec.train.accumulation,
+        ranks=spec.compute.gpus,
+        allocator=arithmetic.memory.choice,
+        layers=inputs.student.num_hidden_layers,
+        needed_bytes=captured.total_bytes,
+        given_bytes=fitted.budget.total_bytes,
+    )
+    if record.decide(log, choice) == "on":
+        fitted = replace(fitted, budget=captured, graphs=True)
     record.memory_plan(log, fitted.budget)
     if spec.memory.budget == "enforce":
         fitted.budget.refuse_if_too_big()

@@ -17,7 +17,8 @@ the KL, cannot be told from draws. So it has no lowest row, and no id that the t
 q_R is summed over the ids it is made of, not taken from 1. p_R is taken from 1, and what is within
 the rounding of that is no tail: it would cost -p_R log q_R, without a bound.
 
-Always eager and in three [C, V] buffers. Not covered: other divergences, whose sums are over all ids.
+This form is eager, in three [C, V] buffers, and the oracle of `fused_sparse.py`. Not covered: other
+divergences, whose sums are over all ids.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from engine.distill.graphed import Graphs
 from engine.distill.trainer import Trainer
 from engine.errors import TrainingFailed
 from engine.models.attention import remember
@@ -83,6 +84,23 @@ def put_to_run(
     return agreement
 
 
+def put_into_graphs(trainer: Trainer, *, length: int) -> Agreement:
+    """Has the layers launched as CUDA graphs from now on, captured on the next batch; then their distance
+    from layers launched one by one. TrainingFailed when it is more than rounding.
+    """
+    launched = _answers(trainer)
+    trainer.graphs = Graphs(trainer.student, trainer.train.rows, length, trainer.dtype)
+    agreement = _distance(trainer, _answers(trainer), launched)
+    limit = TOLERANCE[trainer.dtype]
+    if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
+        raise TrainingFailed(
+            f"student.graphs: captured layers answer otherwise than layers launched one by one: {agreement}; "
+            f"expected at most {limit:g}",
+            hint="--set student.graphs=off launches them one by one",
+        )
+    return agreement
+
+
 def _answers(trainer: Trainer) -> _Answers:
     """Hidden states of the next batch, and every gradient under a fixed upstream one."""
     batch = trainer.batches.take(trainer.position, trainer.train.rows)
@@ -90,14 +108,15 @@ def _answers(trainer: Trainer) -> _Answers:
     remember(documents_BT, batch.documents_BT)
     weights = _inside(trainer)
     with torch.enable_grad(), trainer.autocast():
-        hidden_BTD = trainer.student.hidden(tokens_BT, documents_BT)
+        hidden_BTD = trainer.hidden(tokens_BT, documents_BT)
     generator = torch.Generator(hidden_BTD.device).manual_seed(0)
     upstream_BTD = torch.randn(
         hidden_BTD.shape, generator=generator, device=hidden_BTD.device, dtype=hidden_BTD.dtype
     )
-    if not trainer.ranks.many:
+    if not trainer.ranks.many and trainer.graphs is None:
         return hidden_BTD.detach(), list(torch.autograd.grad(hidden_BTD, weights, upstream_BTD))
-    # Sharded weights get their gradients from hooks, which only a backward pass calls.
+    # Sharded weights get their gradients from hooks, which only a backward pass calls; captured ones from
+    # their graph.
     torch.autograd.backward(hidden_BTD, upstream_BTD)
     found = [own_part(p.grad) for p in weights if p.grad is not None]
     trainer.optimizer.zero_grad(set_to_none=True)

@@ -30,13 +30,14 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.data.batches import Batch, Batches
+from engine.distill.graphed import Graphs
 from engine.distill.ledger import Ledger
 from engine.distill.loss import distillation_loss
 from engine.distill.loss_job import Divergence, SparseTargets
-from engine.distill.optimizer import build_optimizer, update_if_finite
+from engine.distill.optimizer import Looked, build_optimizer, total_norm, update_if_finite
 from engine.distill.schedule import ScheduleKind, learning_rate
 from engine.distill.step import Given, UnderWay
 from engine.distill.step import Step as Step
@@ -83,6 +84,9 @@ class Trainer:
         self.slow_by = slow_by
         self.optimizer = build_optimizer(student, train, device)
         self.parameters = [p for p in student.parameters() if p.requires_grad]
+        self._fused = train.update == "fused"
+        self.graphs: Graphs | None = None
+        """What launches the student's layers, where they are captured."""
         self.step = 0
         self.position = 0
         # With alpha = 1 the teacher has no part in the objective, so it is not asked.
@@ -165,7 +169,7 @@ class Trainer:
         """
         self.arrived(self.step + 1)
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm([own_part(g) for g in grads]).detach().float()
+        norm = total_norm([own_part(g) for g in grads], fused=self._fused)
         stop = norm.new_full((1,), float(self.ranks.many and self.stop_asked()))
         if self.ranks.many:
             # In double: a square leaves the range of fp32 long before the norm does.
@@ -285,8 +289,12 @@ class Trainer:
             teacher_hidden_NE, teacher_head = self._teacher_output(given)
         teacher_s = time.perf_counter() - begun
         ledger.mark("student")
+        rows = None
+        if self._fused and Looked.possible(self.student):
+            rows = Looked(self.student, given.tokens_BT)
         with self.autocast():
-            hidden_BTD = self.student.hidden(given.tokens_BT, given.documents_BT)
+            embedded = None if rows is None else rows.rows_BTD
+            hidden_BTD = self.hidden(given.tokens_BT, given.documents_BT, embedded)
         ledger.mark("loss")
         terms = distillation_loss(
             hidden_BTD.flatten(0, 1).to(self.dtype),
@@ -308,6 +316,8 @@ class Trainer:
         self.agrees = terms.agreement is not None
         ledger.mark("backward")
         torch.autograd.backward(terms.loss)
+        if rows is not None:
+            rows.add_gradient()
         zero = terms.loss.new_zeros(())
         shares = [
             zero if x is None else x for x in (terms.loss, terms.ce, terms.kd, terms.agreement)
@@ -316,6 +326,16 @@ class Trainer:
         lowest, largest = terms.lowest_kl, terms.largest_dz_sum
         bounds = [none if lowest is None else lowest, none if largest is None else -largest]
         return torch.stack([x.detach().float() for x in shares + bounds]), teacher_s
+
+    def hidden(
+        self, tokens_BT: Tensor, documents_BT: Tensor, embedded_BTD: Tensor | None = None
+    ) -> Tensor:
+        """The student's hidden states of a training batch, as steps compute them."""
+        if self.graphs is None or not self.graphs.takes(tokens_BT):
+            return self.student.hidden(tokens_BT, documents_BT, embedded_BTD)
+        if embedded_BTD is None:
+            embedded_BTD = self.student.embed(tokens_BT)
+        return self.graphs.hidden(embedded_BTD, documents_BT)
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """bf16 products over fp32 master weights on a GPU; nothing in fp32."""

@@ -33,7 +33,15 @@ from triton.runtime.jit import JITFunction
 
 import engine.kernels
 from engine.errors import InternalError
-from engine.kernels import decode_launch, dequantize_triton, fp8_quantise, kd_loss, small_m
+from engine.kernels import (
+    adamw,
+    decode_launch,
+    dequantize_triton,
+    fp8_quantise,
+    kd_loss,
+    small_m,
+    sparse_loss,
+)
 from engine.kernels.compiler import ARCHITECTURES, compile_for
 from engine.kernels.key import Variant
 from engine.kernels.prewarm import Matrix, prewarm_variants
@@ -97,6 +105,7 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
         dequantize_triton.variants()
         + fp8_quantise.variants(arch)
         + _loss_variants()
+        + adamw.variants()
         + decode_launch.variants(arch)
         + prewarm_variants(plain, [torch.bfloat16], arch=arch, row_counts=ROW_COUNTS)
         + prewarm_variants(biased, [torch.bfloat16], arch=arch, row_counts=[1])
@@ -126,6 +135,8 @@ def _loss_variants() -> tuple[Variant, ...]:
         *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=1.5),
         *kd_loss.variants(LOSS_IDS, bf16, teacher=True, temperature=2, divergence="reverse_kl"),
         *kd_loss.variants(LOSS_IDS, teacher=True, temperature=2),
+        *sparse_loss.variants(bf16, temperature=1.5),
+        *sparse_loss.variants(temperature=2),
     )
 
 

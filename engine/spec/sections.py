@@ -74,6 +74,12 @@ class TeacherSection:
         "gains half a percent of a step.",
         allowed=("auto", "off", "on"),
     )
+    shard: str = setting(
+        "auto",
+        "With several GPUs: whether each keeps its share of the teacher's layers and gathers a layer when it computes "
+        "(on), or all of them (off). auto is on only where the run does not fit otherwise.",
+        allowed=("auto", "off", "on"),
+    )
     cache: str = setting(
         "",
         "Folder of stored teacher outputs, made by `engine prepare`; empty means that the teacher computes.",
@@ -113,6 +119,12 @@ class StudentSection:
         "auto",
         "Whether the student's layers are compiled (torch.compile) before the first step. auto is on where "
         "the run is long enough that it pays.",
+        allowed=("auto", "off", "on"),
+    )
+    graphs: str = setting(
+        "auto",
+        "Whether the student's layers are launched as CUDA graphs and not kernel by kernel. auto is off: it saves some "
+        "percent of a step and keeps their activations and gradients in memory.",
         allowed=("auto", "off", "on"),
     )
     attention: str = setting(
@@ -230,6 +242,12 @@ class TrainSection:
     eps: float = setting(1e-8, "AdamW's epsilon.", above=0.0)
     clip_norm: float = setting(
         1.0, "Global gradient norm is clipped to this; 0 never clips.", low=0.0
+    )
+    update: str = setting(
+        "auto",
+        "What makes an update of gradients, norm and clipping included: kernels of ours that read and write each "
+        "number once (fused), or torch's. auto is fused on one GPU.",
+        allowed=("auto", "torch", "fused"),
     )
     seed: int = setting(0, "Seeds fresh weights and the order of the rows.", low=0)
     on_non_finite: str = setting(

@@ -1,0 +1,171 @@
+"""Gradient of rows of logits against some ids of each row: the fused form of `engine.distill.sparse_targets`.
+
+Of a row, the K ids that the teacher named are a matter of K numbers, and torch's. What is left is the
+rest of the vocabulary, and that is one program's:
+
+    first    sums of the rest, with the K ids put to -infinity before
+    then     with the sums of the K ids, which are given:
+             dz = alpha e^z / S_1 + weight (1 - p_R / q_R) e^(z/T) / S_T - alpha [v = label]
+
+A row is read twice, by the same program one after the other; the second time some of it is in the cache.
+Sums are made in lanes, each relative to the largest logit that it has seen. Columns from V to the stride
+of a row are padding: read and taken for -infinity, and 0 in dz.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.errors import InternalError
+from engine.kernels.kd_loss_rows import LEAST, LOG2_E, UNIT, _power, _read
+from engine.kernels.key import Variant
+from engine.kernels.registry import launch, pointer_type
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+# Shapes: M rows of all chunks, C rows of one, V vocabulary
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What dz may be written in."""
+DEEP, WARPS = 4, 16
+
+
+@triton.jit
+def _rest_rows(
+    z_ptr,  # *fp32 (C, V)
+    dz_ptr,  # *    (C, V)
+    labels_ptr,  # *i64 (M), of all rows of all chunks
+    kept_ptr,  # *fp32 (4, C): of the K ids the largest z, sums at T and at 1; p_R
+    sums_ptr,  # *fp32 (5, C): largest z, log sums at T, of the rest at T, at 1; sum of dz
+    first,
+    rows,
+    vocabulary,
+    units,
+    alpha,
+    weight,
+    temperature,
+    POWER: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    z_ptr += row.to(tl.int64) * (units * UNIT)
+    dz_ptr += row.to(tl.int64) * (units * UNIT)
+    k = LOG2_E / temperature
+    inside = tl.arange(0, DEEP)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    m_L = tl.full([WIDE], LEAST, tl.float32)
+    s_z_L = tl.zeros([WIDE], tl.float32)
+    s_1_L = tl.zeros([WIDE], tl.float32)
+    for start in range(0, vocabulary, DEEP * WIDE):
+        z = _read(z_ptr, start + inside, units, vocabulary, False, True)
+        above_L = tl.maximum(m_L, tl.max(z, axis=0))
+        x = z - above_L[None, :]
+        e_z = tl.exp2(x * k)
+        s_z_L = s_z_L * tl.exp2((m_L - above_L) * k) + tl.sum(e_z, axis=0)
+        s_1_L = s_1_L * tl.exp2((m_L - above_L) * LOG2_E) + tl.sum(_power(e_z, x, POWER), axis=0)
+        m_L = above_L
+    m_k = tl.load(kept_ptr + row)
+    m = tl.maximum(tl.max(m_L, axis=0), m_k)
+    rest = tl.sum(s_z_L * tl.exp2((m_L - m) * k), axis=0)
+    s_z = rest + tl.load(kept_ptr + rows + row) * tl.exp2((m_k - m) * k)
+    s_1 = tl.sum(s_1_L * tl.exp2((m_L - m) * LOG2_E), axis=0)
+    s_1 += tl.load(kept_ptr + 2 * rows + row) * tl.exp2((m_k - m) * LOG2_E)
+    tail = tl.load(kept_ptr + 3 * rows + row)
+    factor = tl.where(tail > 0, 1.0 - tail * s_z / rest, 1.0)
+    a_1, a_z = alpha / s_1, weight * factor / s_z
+    label = tl.load(labels_ptr + first + row)
+    total_L = tl.zeros([WIDE], tl.float32)
+    for start in range(0, vocabulary, DEEP * WIDE):
+        columns = start + inside
+        z = _read(z_ptr, columns, units, vocabulary, False, False)
+        e_z = tl.exp2((z - m) * k)
+        dz = _power(e_z, z - m, POWER) * a_1 + e_z * a_z
+        dz = tl.where(columns == label, dz - alpha, dz)
+        total_L += tl.sum(dz, axis=0)
+        dz = dz.to(dz_ptr.dtype.element_ty)
+        tl.store(dz_ptr + columns, dz, mask=columns < units * UNIT, cache_modifier=".cs")
+    tl.store(sums_ptr + row, m)
+    tl.store(sums_ptr + rows + row, m / temperature + tl.log(s_z))
+    tl.store(sums_ptr + 2 * rows + row, m / temperature + tl.log(rest))
+    tl.store(sums_ptr + 3 * rows + row, m + tl.log(s_1))
+    tl.store(sums_ptr + 4 * rows + row, tl.sum(total_L, axis=0))
+
+
+@cache
+def variant(*, temperature: float, dtype: torch.dtype, warps: int = WARPS) -> Variant:
+    """`dtype` is that of dz."""
+    return Variant(
+        function=_rest_rows,
+        types=("*fp32", pointer_type(dtype), "*i64", "*fp32", "*fp32", *["i32"] * 4, *["fp32"] * 3),
+        constants=(
+            ("POWER", int(temperature) if temperature in (1, 2, 4) else 0),
+            ("DEEP", DEEP),
+            ("WIDE", 4 * 32 * warps),
+        ),
+        warps=warps,
+        stages=1,
+    )
+
+
+def variants(dtypes: Iterable[torch.dtype] = DTYPES, *, temperature: float) -> tuple[Variant, ...]:
+    """What a run launches, with products in any of `dtypes`."""
+    return tuple(variant(temperature=temperature, dtype=dtype) for dtype in dict.fromkeys(dtypes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSums:
+    """Of every row, the K ids included where nothing else is said."""
+
+    largest_C: Tensor
+    log_sum_C: Tensor
+    """log sum e^(z/T)."""
+    log_rest_C: Tensor
+    """The same without the K ids; -infinity where there are no others."""
+    log_sum_one_C: Tensor
+    """log sum e^z."""
+    dz_C: Tensor
+    """The sum of dz of the rest, before it was rounded, and -alpha of the label wherever that is."""
+
+
+def differentiate_rest(
+    z_CV: Tensor,
+    dz_CV: Tensor,
+    labels_M: Tensor,
+    first: int,
+    kept_4C: Tensor,
+    *,
+    alpha: float,
+    temperature: float,
+    warps: int = WARPS,
+) -> RowSums:
+    """Writes dz of the rest of rows `first` to `first + C`; z and dz are views of a `kd_loss.row_buffer`.
+    `kept_4C` has of the K ids of each row the largest z, the sums of e^((z - largest)/T) and of
+    e^(z - largest), and the teacher's p_R, 0 where there is no tail. Rows without such ids: -1e30, 0, 0, 0.
+    """
+    rows, vocabulary = z_CV.shape
+    wanted = (z_CV.stride(0) // int(UNIT) * int(UNIT), 1)
+    if z_CV.stride() != wanted or dz_CV.stride() != wanted or not kept_4C.is_contiguous():
+        raise InternalError(
+            f"sparse loss kernel: expected rows of stride {wanted[0]} and sums side by side, found "
+            f"{z_CV.stride()}, {dz_CV.stride()} and {kept_4C.stride()}"
+        )
+    sums_5C = torch.empty(5, rows, device=z_CV.device)
+    launch(
+        variant(temperature=temperature, dtype=dz_CV.dtype, warps=warps), (rows,),
+        z_CV, dz_CV, labels_M, kept_4C, sums_5C, first, rows, vocabulary, z_CV.stride(0) // int(UNIT),
+        alpha, (1 - alpha) * temperature, temperature,
+    )  # fmt: skip
+    return RowSums(
+        largest_C=sums_5C[0],
+        log_sum_C=sums_5C[1],
+        log_rest_C=sums_5C[2],
+        log_sum_one_C=sums_5C[3],
+        dz_C=sums_5C[4],
+    )
