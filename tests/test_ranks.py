@@ -15,12 +15,15 @@ import pytest
 import torch
 from running import engine, environment, start, wait_for, wait_until_ended
 
+from engine.diagnose.replay import diagnose
+from engine.evidence.differences import differences
 from engine.formats.open import open_weights
 from engine.runlog.beats import read_beats, read_lost_rank
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.view import RunView
 from engine.runtime.ranks import ranks_here
+from engine.spec import spec_from_dict
 from tests.conftest import Kit
 
 STEPS = 6
@@ -43,7 +46,8 @@ def alone(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> RunView:
 @pytest.fixture(scope="module")
 def pair(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "pair"
-    _run(kit, folder, gpus=2, rows=2)
+    # Shared, though it would fit; other tests' ranks have it whole.
+    _run(kit, folder, gpus=2, rows=2, teacher__shard="on")
     return folder / "run"
 
 
@@ -66,6 +70,22 @@ def test_every_check_that_one_process_answers_is_answered_the_same(
     assert {name: c.level for name, c in two.checks.items()} == {
         name: c.level for name, c in alone.checks.items()
     }
+
+
+def test_the_teacher_in_parts_is_the_teacher_of_one_process(alone: RunView, pair: Path) -> None:
+    two = Follower(RunFolder(pair)).read_all()
+    assert {d.knob: d.choice for d in two.decisions}["teacher.shard"] == "on"
+    assert two.models["teacher"].sha256 == alone.models["teacher"].sha256
+    known = [view.eval_of("teacher") for view in (alone, two)]
+    assert known[0] is not None and known[1] is not None and known[0].loss == known[1].loss
+
+
+def test_nothing_of_a_run_of_two_ranks_is_called_otherwise_than_set(pair: Path) -> None:
+    settings = spec_from_dict(json.loads((pair / "effective.json").read_text())["spec"])
+    raised = {found.alert.id for found in diagnose(RunFolder(pair), settings).raised}
+    assert raised.isdisjoint({"batch_not_as_set", "run_not_as_set"})
+    view = Follower(RunFolder(pair)).read_all()
+    assert "rows per step" not in {found.key for found in differences(RunFolder(pair), view)}
 
 
 def test_checkpoint_and_student_are_whole_and_equal_to_one_another(pair: Path) -> None:
@@ -103,6 +123,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name(kit: Kit, tmp_path: Pa
     assert "rank 1" in stderr and "OOM" not in lost.sentence
 
 
+@pytest.mark.soak
 def test_a_request_to_stop_is_followed_by_all_ranks_after_the_same_step(
     kit: Kit, tmp_path: Path
 ) -> None:
@@ -147,6 +168,19 @@ def test_parts_that_two_ranks_wrote_are_continued_by_one_process_as_if_it_had(
     assert done.returncode == 0, done.stderr
     whole = Follower(RunFolder(run)).read_all()
     assert whole.steps.values("loss") == pytest.approx(alone.steps.values("loss"), rel=2e-5)
+
+
+@pytest.mark.soak
+def test_a_teacher_in_parts_teaches_as_a_whole_one_to_the_bit(
+    kit: Kit, pair: Path, tmp_path: Path
+) -> None:
+    whole = _run(kit, tmp_path / "whole", gpus=2, rows=2)
+    shared = Follower(RunFolder(pair)).read_all()
+    assert {d.knob: d.choice for d in whole.decisions}["teacher.shard"] == "off"
+    for name in ("loss", "ce", "kd", "agreement", "grad_norm"):
+        assert shared.steps.values(name) == whole.steps.values(name), name
+    heldout = [(e.subject, e.step, e.loss) for e in whole.evals]
+    assert [(e.subject, e.step, e.loss) for e in shared.evals] == heldout
 
 
 @pytest.mark.soak

@@ -43,10 +43,16 @@ def _run(kit: Kit, folder: Path, *, gpus: int, rows: int, **changes: object) -> 
 
 def test_two_gpus_lose_as_one_does_and_both_are_sampled(kit: Kit, tmp_path: Path) -> None:
     sharded = dict(checkpoint__sharded="on", checkpoint__every=3, student__compile="on")
-    two = _run(kit, tmp_path / "two", gpus=2, rows=2, **sharded)
+    two = _run(kit, tmp_path / "two", gpus=2, rows=2, teacher__shard="on", **sharded)
     one = _run(kit, tmp_path / "one", gpus=1, rows=4, checkpoint__every=3)
     for name in ("loss", "ce", "kd", "grad_norm"):
         assert two.steps.values(name) == pytest.approx(one.steps.values(name), rel=1e-4), name
+    known = [view.eval_of("teacher") for view in (one, two)]
+    assert known[0] is not None and known[1] is not None
+    assert (
+        known[0].loss == known[1].loss
+        and len({v.models["teacher"].sha256 for v in (one, two)}) == 1
+    )
     assert sorted(two.gpus) == [0, 1]
     assert [beat.step for beat in read_beats(RunFolder(tmp_path / "two" / "run"))] == [6, 6]
 

@@ -16,7 +16,8 @@ from tests.conftest import Kit
 DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
 
 
-@pytest.mark.parametrize("suffix", ["gguf", pytest.param("apr", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("suffix", ["gguf", "apr"])
 def test_a_run_with_its_teacher_in_one_file_is_the_same_run(
     kit: Kit, tmp_path: Path, suffix: str
 ) -> None:

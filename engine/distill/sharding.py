@@ -8,11 +8,10 @@ pass over the weights and keeps every rule of sharding inside the step.
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from engine.device.reading import Reading, absent, measured
 from engine.models.decoder import Decoder
-from engine.runtime.ranks import Ranks, whole
+from engine.runtime.ranks import Ranks, is_shared, whole
 
 
 @torch.no_grad()
@@ -20,7 +19,7 @@ def whole_student(student: Decoder) -> Decoder:
     """The student itself, or, where it is sharded, a plain copy of all of it on every rank. Then
     it is a collective.
     """
-    if not any(isinstance(parameter, DTensor) for parameter in student.parameters()):
+    if not any(is_shared(parameter) for parameter in student.parameters()):
         return student
     with torch.device("meta"):
         copy = Decoder(student.config)

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -215,6 +215,21 @@ def run_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
     return y_BTD
 
 
+class Shards(Protocol):
+    """Layers whose weights are shared out over the ranks (`engine.teachers.sharded`)."""
+
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """What this rank holds of each layer, as bytes."""
+        ...
+
+    def arrive(self, index: int) -> None:
+        """Has a layer's weights there for what is launched next, until another's are asked for. A
+        collective.
+        """
+        ...
+
+
 class Decoder(nn.Module):
     """A Qwen2, Qwen3 or Llama decoder; only its layers with matrices differ between backends.
 
@@ -231,6 +246,8 @@ class Decoder(nn.Module):
         self.packed = False
         """Whether attention over documents is packed (`engine.models.attention`), not masked; in fp32
         it is masked always."""
+        self.shards: Shards | None = None
+        """Where this process has no more than a part of each layer: of a frozen teacher."""
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, make_linear) for _ in range(config.num_hidden_layers)
@@ -249,22 +266,39 @@ class Decoder(nn.Module):
             raise InternalError(f"head_weight: {type(owner).__name__} has no dense weight")
         return weight
 
-    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        embedded_BTD: Tensor | None = None,
+    ) -> Tensor:
         """Hidden states (B, T, D) after the last norm.
+
+        `embedded_BTD` are the tokens' rows of the embedding, where they were looked up already.
 
         `documents_BT` holds any integer ids, equal for tokens of one document of a row, which stand
         side by side; None is one document per row, and needs no mask.
         """
-        x_BTD = self.embed(tokens_BT)
+        x_BTD = self.embed(tokens_BT) if embedded_BTD is None else embedded_BTD
         dtype = product_dtype(x_BTD)
         if self.packed and documents_BT is not None and dtype != torch.float32:
             sight = see_packed(self.config, documents_BT, dtype)
         else:
             sight = see(self.config, tokens_BT, documents_BT, dtype)
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if self.shards is not None:
+                self.shards.arrive(index)
             x_BTD = self.run_layer(layer, x_BTD, sight)
         hidden_BTD: Tensor = self.norm(x_BTD)
         return hidden_BTD
+
+    def reach(self, name: str) -> None:
+        """Has the weights there of the layer that the tensor or module `name` is in, for whoever reads
+        them and does not run the layer. A collective where layers are in parts.
+        """
+        first, _, rest = name.partition(".")
+        if self.shards is not None and first == "layers" and rest:
+            self.shards.arrive(int(rest.partition(".")[0]))
 
     def hidden_with_past(self, tokens_BT: Tensor, pasts: Sequence[Past]) -> Tensor:
         """Hidden states (B, T, D) of tokens whose predecessors lie in `pasts`, one for each layer;

@@ -26,8 +26,7 @@ from engine.formats.weights import WeightFile
 from engine.models.config import ModelConfig, config_of
 from engine.models.decoder import Decoder
 from engine.models.fp8 import MULTIPLE, round_layer
-from engine.models.freeze import hold
-from engine.models.load import as_floats, non_finite, refuse_non_finite, sources
+from engine.models.load_layers import Loaded, layer_wise_decoder_of
 
 
 class LayerWatcher(Protocol):
@@ -48,12 +47,14 @@ def load_fp8_decoder(
     device: str | torch.device = "cuda",
     *,
     watcher: LayerWatcher | None = None,
+    loaded: Loaded | None = None,
 ) -> Decoder:
     """The decoder in a model folder or weight file, its layers in 8-bit floats on `device`, all else in
-    `dtype`. Raises `WeightsError`, and BadInput for sides that are no multiples of 16.
+    `dtype`. `loaded` is given each layer once it is rounded. Raises `WeightsError`, and BadInput for sides
+    that are no multiples of 16.
     """
     with open_weights(Path(path)) as weights:
-        return fp8_decoder_of(weights, dtype, device, watcher=watcher)
+        return fp8_decoder_of(weights, dtype, device, watcher=watcher, loaded=loaded)
 
 
 def fp8_decoder_of(
@@ -62,42 +63,21 @@ def fp8_decoder_of(
     device: str | torch.device = "cuda",
     *,
     watcher: LayerWatcher | None = None,
+    loaded: Loaded | None = None,
 ) -> Decoder:
     """As `load_fp8_decoder`, from an open file."""
-    config = config_of(weights)
-    refuse_sides(config)
-    with torch.device("meta"):
-        decoder = Decoder(config).to(dtype)
-    decoder.eval()
-    problems: list[str] = []
-    whole = 0
-    for ours, name, source in sources(weights, config):
-        path, _, leaf = ours.rpartition(".")
-        place = path.split(".")
-        index = int(place[1]) if place[0] == "layers" else (0 if path == "embed" else None)
-        if index is None or index > whole:
-            whole = _round_up_to(decoder, whole, index, watcher)
-        values = as_floats(source, dtype, device)
-        problems.extend(non_finite(name, source, values))
-        hold(decoder.get_submodule(path), leaf, values)
-    _round_up_to(decoder, whole, None, watcher)
-    refuse_non_finite(weights.path, problems)
-    return decoder
+    refuse_sides(config_of(weights))
 
-
-def _round_up_to(
-    decoder: Decoder, whole: int, index: int | None, watcher: LayerWatcher | None
-) -> int:
-    """Rounds the layers that are complete, from `whole` to before `index`, None for all; answers with
-    the next one."""
-    end = len(decoder.layers) if index is None else index
-    for layer in list(decoder.layers)[whole:end]:
+    def round_whole(decoder: Decoder, layer: nn.Module) -> None:
         if watcher is not None:
             watcher.before(decoder, layer)
         round_layer(layer)
         if watcher is not None:
             watcher.after(decoder, layer)
-    return end
+        if loaded is not None:
+            loaded(decoder, layer)
+
+    return layer_wise_decoder_of(weights, dtype, device, round_whole)
 
 
 def refuse_sides(config: ModelConfig) -> None:

@@ -62,8 +62,14 @@ def join(decoder: Decoder) -> Decoder:
     are. Holds one group twice for a moment.
     """
     for layer in decoder.layers:
-        for group in TOGETHER:
-            parts = [layer.get_submodule(name) for name in group]
-            if all(type(part) is nn.Linear for part in parts):
-                layer.set_submodule(group[0], JoinedLinear(parts))
+        join_layer(layer)
     return decoder
+
+
+@torch.no_grad()
+def join_layer(layer: nn.Module) -> None:
+    """The same of one layer."""
+    for group in TOGETHER:
+        parts = [layer.get_submodule(name) for name in group]
+        if all(type(part) is nn.Linear for part in parts):
+            layer.set_submodule(group[0], JoinedLinear(parts))

@@ -30,6 +30,7 @@ from engine.models.config import config_of
 from engine.models.decoder import Decoder
 from engine.models.freeze import hold
 from engine.models.load import as_floats, non_finite, refuse_non_finite, sources
+from engine.models.load_layers import Loaded, announcing
 from engine.models.names import TOGETHER, check_fits
 from engine.models.packed import PackedEmbedding, PackedLinear, reserve
 from engine.models.packed_size import packed_size, without_blocks
@@ -44,14 +45,16 @@ def load_packed_decoder(
     device: str | torch.device = "cpu",
     *,
     kernel: Kernel = "auto",
+    loaded: Loaded | None = None,
 ) -> Decoder:
     """The decoder in a GGUF or .apr file, its matrices in their blocks on `device`, computing in
-    `dtype`. `kernel` says how products are made (`engine.kernels.linear`).
+    `dtype`. `kernel` says how products are made (`engine.kernels.linear`); `loaded` is given each layer
+    once it is whole.
 
     Raises `WeightsError`, also for a file without a matrix in blocks.
     """
     with open_weights(Path(path)) as weights:
-        return packed_decoder_of(weights, dtype, device, kernel=kernel)
+        return packed_decoder_of(weights, dtype, device, kernel=kernel, loaded=loaded)
 
 
 def packed_decoder_of(
@@ -60,6 +63,7 @@ def packed_decoder_of(
     device: str | torch.device = "cpu",
     *,
     kernel: Kernel = "auto",
+    loaded: Loaded | None = None,
 ) -> Decoder:
     """As `load_packed_decoder`, from an open file."""
     config = config_of(weights)
@@ -71,7 +75,7 @@ def packed_decoder_of(
     decoder.eval()
     scratch = Scratch(torch.device(device), dtype)
     problems: list[str] = []
-    for ours, name, source in sources(weights, config):
+    for ours, name, source in announcing(decoder, sources(weights, config), loaded):
         path, _, leaf = ours.rpartition(".")
         if isinstance(source, QuantTensor) and len(source.shape) == 2:
             on_device = source.to(device)

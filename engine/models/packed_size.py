@@ -30,12 +30,18 @@ class PackedSize:
     block_bytes: int
     float_values: int
     """Values that become floats."""
+    layers: tuple[tuple[int, int], ...]
+    """Of each layer, the bytes of its blocks and the values that become floats."""
     scratch_values: int
     """Values of the largest matrices of a layer that are multiplied together, from blocks."""
 
     def weight_bytes(self, float_bytes: int) -> int:
         """Of the weights, with floats of `float_bytes` each."""
         return self.block_bytes + self.float_values * float_bytes
+
+    def layer_bytes(self, float_bytes: int) -> tuple[int, ...]:
+        """Of each layer's weights."""
+        return tuple(blocks + floats * float_bytes for blocks, floats in self.layers)
 
     def scratch_bytes(self, float_bytes: int) -> int:
         return min(self.scratch_values * float_bytes, SCRATCH_LIMIT_BYTES)
@@ -48,21 +54,28 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
     ends = embedding_and_head(weights.convention)
     matrices = block_bytes = float_values = 0
     packed: dict[str, int] = {}
+    layers = [[0, 0] for _ in range(config.num_hidden_layers)]
     for ours, name in names_for(weights.convention, config).items():
         info = weights.tensors[name]
         kind = stays_packed(info)
         count = math.prod(info.shape)
+        place = ours.split(".")
+        layer = layers[int(place[1])] if place[0] == "layers" else [0, 0]
         if kind is None:
             float_values += count
+            layer[1] += count
             continue
         matrices += 1
-        block_bytes += count // kind.block_size * kind.block_bytes
+        size = count // kind.block_size * kind.block_bytes
+        block_bytes += size
+        layer[0] += size
         if name not in ends:
             packed[ours.removesuffix(".weight")] = count
     return PackedSize(
         matrices=matrices,
         block_bytes=block_bytes,
         float_values=float_values,
+        layers=tuple((blocks, floats) for blocks, floats in layers),
         scratch_values=max((*packed.values(), *_together(packed, config)), default=0),
     )
 

@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from engine.models.decoder import Decoder, Layer, RunLayer, Sight, run_layer
+from engine.runtime.ranks import is_fsdp
 
 # Shapes: B rows, T tokens, D model width
 
@@ -92,7 +92,7 @@ def set_running(
 ) -> None:
     """Puts what was chosen into effect."""
     decoder.packed = packed
-    sharded = any(isinstance(layer, FSDPModule) for layer in decoder.layers)
+    sharded = any(is_fsdp(layer) for layer in decoder.layers)
     written = without_hooks if sharded else run_layer
     run: RunLayer = written if compiled is None else compiled
     run = checkpointed(run) if checkpointing else run

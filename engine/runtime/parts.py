@@ -4,7 +4,8 @@
 
 torch.distributed.checkpoint writes and reads them, with its safetensors back end: the header of each
 file says where its pieces begin in the whole, and nothing is a pickle, which would be code. So any
-number of ranks, or one process, can put the tensors together again.
+number of ranks, or one process, can put the tensors together again. It is loaded where it is needed: a run
+on one GPU starts without it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from engine.errors import CheckpointError
 from engine.runtime.ranks import Ranks
@@ -44,6 +36,11 @@ def write_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
     When it fails on any rank it raises on all: OSError when a disk refused, else CheckpointError.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
@@ -63,6 +60,10 @@ def read_parts(folder: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]
 
     Raises CheckpointError for pieces that do not cover their tensor.
     """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     reader = HuggingFaceStorageReader(str(folder))
     found: dict[str, Tensor] = {}
     for name, about in reader.read_metadata().state_dict_metadata.items():

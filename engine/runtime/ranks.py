@@ -14,26 +14,29 @@ signal, say) is made known to all in the step's one exchange of numbers, and all
 that dies ends the run (`engine.distill.launch_ranks`); one that hangs is named by what it has not
 done (`engine.runlog.beats`).
 
-The teacher is whole on every rank: it is frozen, so that nothing of it has to be exchanged, and has no
-parameters that FSDP2 could shard. One that is too large for a GPU stays in its blocks, or is stored.
+The teacher is whole on every rank where it fits: it is frozen, so that nothing of it has to be exchanged.
+Else its layers are shared out too, as bytes: it has no parameters that FSDP2 could shard
+(`engine.teachers.sharded`).
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from engine.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -149,12 +152,15 @@ def shard(
     """
     if not ranks.many:
         return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
     mesh = init_device_mesh(device.type, (ranks.world,))
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     for module in (model, *layers):
-        assert isinstance(module, FSDPModule)
+        assert is_fsdp(module)
         # The sum of the ranks' gradients: see above. Gloo has no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -167,6 +173,22 @@ def shard(
                 getattr(module, name)(collective)
     register_fsdp_forward_method(model, "hidden")
     cast(Any, model).gathered_early = (model,) if reshard else (model, *layers)
+
+
+# FSDP2 and its tensors take a third as long to load as torch itself. A run on one GPU never needs them,
+# and where they were never loaded nothing is sharded.
+
+
+def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether FSDP2 shards a module."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    return loaded is not None and isinstance(module, loaded.FSDPModule)
+
+
+def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether this rank holds a part of a tensor only."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 class _Announced:
@@ -215,7 +237,7 @@ def gather_early(model: nn.Module) -> None:
     pass: what is launched before that pass runs beside it. Nothing where it is not sharded.
     """
     for module in getattr(model, "gathered_early", ()):
-        assert isinstance(module, FSDPModule)
+        assert is_fsdp(module)
         module.unshard(async_op=True)
 
 
@@ -223,12 +245,12 @@ def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, of which this rank may hold a part. A collective when it does: every rank
     asks for the same tensors in the same order.
     """
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_shared(tensor) else tensor
 
 
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: all of it where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_shared(tensor) else tensor
 
 
 def own_rows(tensor: Tensor, rows: Tensor) -> Tensor:
@@ -236,7 +258,7 @@ def own_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 
     FSDP2 shards the first dimension as `torch.chunk` does.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_shared(tensor):
         return rows
     each = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = each * tensor.device_mesh.get_local_rank()
@@ -247,7 +269,7 @@ def own_rows(tensor: Tensor, rows: Tensor) -> Tensor:
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """`target` becomes `value`, which is whole on every rank; each takes its own part of it."""
-    if not isinstance(target, DTensor):
+    if not is_shared(target):
         target.copy_(value)
         return
     ours = distribute(value, target)

@@ -4,23 +4,29 @@ around that.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
+from torch import nn
 
 from engine.data.batches import Batch
 from engine.errors import InternalError
+from engine.formats.open import open_weights
 from engine.kernels.linear import Kernel
 from engine.models.decoder import Decoder
 from engine.models.fp8_load import load_fp8_decoder
+from engine.models.joined import join_layer
 from engine.models.load import load_decoder
+from engine.models.load_layers import layer_wise_decoder_of
 from engine.models.load_packed import load_packed_decoder
 from engine.teachers.dequantized import DequantizedTeacher
 from engine.teachers.fp8 import Fp8Teacher, RoundingProbe
 from engine.teachers.frozen import FrozenDecoder
 from engine.teachers.protocol import Teacher
 from engine.teachers.quantized import QuantizedTeacher
+from engine.teachers.sharded import ShardedLayers
 from engine.teachers.truncating import TruncatingTeacher
 
 DTYPES = {
@@ -48,29 +54,49 @@ def build_teacher(
     device: torch.device,
     student_vocab: int,
     probe: Batch | None = None,
+    shards: ShardedLayers | None = None,
+    joined: bool = False,
 ) -> BuiltTeacher:
     """The teacher in `path`, with as many ids as its student.
 
     A teacher in fp8 is measured while it is loaded, on rows of `probe`, which it needs.
 
     `backend` is what `choose_backend` chose: `dequantized` or `quantized`; `kernel` says how the
-    latter multiplies (`engine.kernels.linear`). Raises `WeightsError`, and `BadInput` for a student
+    latter multiplies (`engine.kernels.linear`). With `shards` every rank keeps its part of each layer and no
+    more; dense layers that will be compiled are joined before that (`joined`).
+
+    Raises `WeightsError`, and `BadInput` for a student
     with more ids than the teacher.
     """
     dtype = DTYPES[precision]
     frozen: FrozenDecoder
+    loaded = None if shards is None else partial(_share, shards, joined)
     if precision == "fp8":
         if probe is None:
             raise InternalError("fp8 teacher: expected rows to measure it on, found none")
         watcher = RoundingProbe(probe, device)
-        decoder = load_fp8_decoder(path, dtype, device, watcher=watcher)
+        decoder = load_fp8_decoder(path, dtype, device, watcher=watcher, loaded=loaded)
         frozen = Fp8Teacher(decoder, watcher.result(decoder))
     elif backend == "quantized":
-        decoder = load_packed_decoder(path, dtype=dtype, device=device, kernel=cast(Kernel, kernel))
+        decoder = load_packed_decoder(
+            path, dtype=dtype, device=device, kernel=cast(Kernel, kernel), loaded=loaded
+        )
         frozen = QuantizedTeacher(decoder, precision)
+    elif loaded is not None:
+        with open_weights(Path(path)) as weights:
+            decoder = layer_wise_decoder_of(weights, dtype, device, loaded)
+        frozen = DequantizedTeacher(decoder, precision)
     else:
         frozen = DequantizedTeacher(load_decoder(path, dtype=dtype, device=device), precision)
+    if shards is not None:
+        shards.install(frozen.decoder)
     teacher: Teacher = frozen
     if student_vocab != frozen.vocab_size:
         teacher = TruncatingTeacher(frozen, student_vocab)
     return BuiltTeacher(teacher, frozen.decoder)
+
+
+def _share(shards: ShardedLayers, joined: bool, _decoder: Decoder, layer: nn.Module) -> None:
+    if joined:
+        join_layer(layer)
+    shards.take(layer)

@@ -93,6 +93,7 @@ def value_digest(decoder: Decoder, name: str) -> str:
     a tied decoder is its embedding.
     """
     digest = hashlib.sha256()
+    decoder.reach(name)
     for part in _parts(_held(decoder, name)):
         digest.update(tensor_bytes(part, torch.bfloat16))
     return digest.hexdigest()
