@@ -24,7 +24,8 @@ from engine.runlog.events import (
     StepDone,
     TrainerStarted,
 )
-from engine.runlog.view import RunView, Source, fold
+from engine.runlog.fold import fold
+from engine.runlog.view import RunView, Source
 from engine.spec import RunSpec, build_spec
 
 GIB = 2.0**30

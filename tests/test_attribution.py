@@ -17,7 +17,8 @@ from run_events import numbered, opened
 from engine.device.host import Cgroup, Host, KillCounters, read_kill_counters
 from engine.device.reading import Reading, absent, measured
 from engine.runlog.events import HostSample
-from engine.runlog.view import RunView, fold
+from engine.runlog.fold import fold
+from engine.runlog.view import RunView
 from engine.supervise.attribution import (
     Certainty,
     ExitAttribution,

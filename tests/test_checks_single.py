@@ -4,6 +4,7 @@ not take for a defect."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,19 @@ def test_shared_windows_are_those_that_a_plain_search_finds(
     expected = sum(tuple(held[i : i + window]) in everywhere for i in starts)
     arrays = (np.array(train, dtype=np.uint16), np.array(held, dtype=np.uint16))
     assert shared_windows(*arrays, window) == (expected, len(starts))
+
+
+def test_a_loss_that_curves_sharply_is_asked_again_closer_by(world: World) -> None:
+    def flatten(trainer: trainer_module.Trainer) -> None:
+        # A small gradient takes a long step to change the loss.
+        with torch.no_grad():
+            trainer.student.norm.weight.mul_(0.2)
+
+    sharp = answer("loss_gradient", make_run(world, change=flatten).context)
+    assert sharp.verdict.level is Level.PASS, sharp.verdict
+    assert sharp.numbers["step_share"] < 1
+    plain = answer("loss_gradient", make_run(world).context)
+    assert plain.numbers["step_share"] == 1
 
 
 def test_labels_across_the_end_of_a_document_are_found(world: World) -> None:
@@ -327,6 +341,44 @@ def test_padded_logits_are_found_by_a_constant_on_all_logits(world: World) -> No
     assert found.verdict.level is Level.FAIL and "constant" in found.verdict.reason
 
 
+def test_logits_that_are_rounded_to_16_bits_drown_a_small_divergence(world: World) -> None:
+    """A defect of several trainers: near the teacher most of the gradient is then rounding."""
+    sound = make_run(world).context
+    found = answer("gradient_above_rounding", sound)
+    assert found.verdict.level is Level.PASS and 0 < found.numbers["rounding"] < 1e-4
+    assert found.numbers["kd"] > 0
+
+    @dataclasses.dataclass
+    class Parts:
+        loss: Tensor
+        ce: Tensor
+        kd: Tensor
+
+    def near(how: torch.dtype | None) -> Context:
+        def objective(
+            hidden_ND: Tensor, head_VD: Tensor, *_: object, denominator: float, **__: object
+        ) -> Parts:
+            # As large as those of a model that knows something.
+            logits_NV = 30 * hidden_ND @ head_VD.T
+            random = torch.Generator().manual_seed(1)
+            moved_NV = torch.randn(logits_NV.shape, generator=random).to(hidden_ND)
+            teacher_NV = (logits_NV.detach() + 0.01 * moved_NV).log_softmax(1)
+            if how is not None and hidden_ND.dtype != torch.float64:
+                logits_NV = logits_NV.to(how).to(hidden_ND.dtype)
+            gap_NV = teacher_NV - logits_NV.log_softmax(1)
+            kd = (teacher_NV.exp() * gap_NV).sum() / denominator
+            return Parts(kd, kd.detach(), kd.detach())
+
+        return dataclasses.replace(sound, objective=objective)
+
+    assert level("gradient_above_rounding", near(None)) is Level.PASS
+    drowned = answer("gradient_above_rounding", near(torch.bfloat16))
+    assert drowned.verdict.level is Level.FAIL and drowned.numbers["rounding"] > 0.1
+    assert 0 < drowned.numbers["kd"] < 1e-2
+    nothing = answer("gradient_above_rounding", near(torch.float8_e5m2))
+    assert nothing.numbers["rounding"] > drowned.numbers["rounding"]
+
+
 def test_rows_without_a_label_that_change_the_loss_are_found(world: World) -> None:
     def leaking(terms: Any, tensors: Any) -> Terms:
         return dataclasses.replace(terms, loss=terms.loss + 1e-6 * tensors[0].float().sum())
@@ -480,6 +532,35 @@ def test_a_checkpoint_of_something_else_is_found(world: World, what: str, tmp_pa
     run.answer(run.checks.at_checkpoint(folder, 1))
     text = {"as it began": "the weights that the run began with"}.get(what, "not the student's")
     assert text in run.failures()["checkpoint_reloads"]
+
+
+def test_a_checkpoint_that_would_go_on_as_another_run_is_found(
+    world: World, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run = make_run(world).begin()
+    reread = run.checks._rereads["checkpoint_reloads"]
+    run.step(1)
+    folder = run.save(tmp_path / "sound")
+    sound = run.results["checkpoint_reloads"]
+    assert sound.verdict.level is Level.PASS and sound.numbers["moments_differing"] == 0
+    now = dataclasses.replace(run.context, step=1)
+    moments = load_file(folder / "optimizer.safetensors")
+    state = json.loads((folder / "state.json").read_text())
+    other = {"exp_avg_sq/norm.weight": 2 * moments["exp_avg_sq/norm.weight"]}
+    counters = {name: tensor for name, tensor in moments.items() if name.startswith("step/")}
+    for tensors, said, words in (
+        (moments | other, state, "1 moments are not the optimizer's, first exp_avg_sq/norm.weight"),
+        (counters, state, "moments are not the optimizer's"),
+        (moments, state | {"position": {"rows": 8}}, "row 8 of the data, expected 4"),
+        (moments, state | {"step": 2}, "after step 2, expected 1"),
+        (moments, {}, "state.json cannot be read"),
+    ):
+        save_file(tensors, folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps(said))
+        verdict = reread.at_checkpoint(now, folder).verdict
+        assert verdict.level is Level.FAIL and words in verdict.reason, verdict
 
 
 def _reread(looked_at: Context, begun: dict[str, Tensor]) -> Any:

@@ -20,7 +20,8 @@ from engine.diagnose.gpu import (
 )
 from engine.diagnose.rule import Case
 from engine.runlog.events import DecisionMade, Phase, RunFinished, StackDump
-from engine.runlog.view import RunView, fold
+from engine.runlog.fold import fold
+from engine.runlog.view import RunView
 
 WORKING: dict[str, Any] = {
     "gpu_util_pct": 95.0,

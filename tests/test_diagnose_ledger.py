@@ -32,8 +32,9 @@ from engine.runlog.events import (
     RunFinished,
     RunStarted,
 )
+from engine.runlog.fold import fold
 from engine.runlog.folder import RunFolder, create_run
-from engine.runlog.view import SOURCES, RunView, fold
+from engine.runlog.view import SOURCES, RunView
 
 # The registry.
 

@@ -11,7 +11,7 @@ from run_events import example_of
 
 from engine.diagnose import memory, pace
 from engine.runlog.events import Compiled, FactsRead, RunFinished
-from engine.runlog.view import fold
+from engine.runlog.fold import fold
 
 # Data.
 
@@ -146,6 +146,25 @@ def test_memory_of_the_host_that_shrinks_is_named() -> None:
         },
     )
     assert "memory of the host" in raised("memory_ceiling", log.case()).title
+
+
+def test_memory_that_other_processes_take_is_not_called_a_leak_of_the_run() -> None:
+    def log(rss_gib_per_minute: float, **about: Any) -> Log:
+        return Log(
+            count=600,
+            host=lambda t: {
+                "host_available_bytes": (60 - 5 * t / 60) * GIB,
+                "host_total_bytes": 128 * GIB,
+                "trainer_rss_bytes": (2 + rss_gib_per_minute * t / 60) * GIB,
+            },
+            **about,
+        )
+
+    quiet("memory_ceiling", log(0.1, device="cpu").case())
+    assert "memory of the host" in raised("memory_ceiling", log(5.0, device="cpu").case()).title
+    # What CUDA takes of shared memory is in no resident size.
+    unified = log(0.1, gpu=lambda _: {"gpu_util_pct": 50.0})
+    assert "memory of the host" in raised("memory_ceiling", unified.case()).title
 
 
 @pytest.mark.parametrize(

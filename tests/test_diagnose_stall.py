@@ -22,7 +22,8 @@ from engine.runlog.events import (
     StackDump,
     TrainerStarted,
 )
-from engine.runlog.view import RunView, fold
+from engine.runlog.fold import fold
+from engine.runlog.view import RunView
 
 BOTH = ("stalled", "stalled_at_start")
 

@@ -25,7 +25,7 @@ from engine.device.doctor import Diagnosis, diagnose
 from engine.device.host import Host
 from engine.device.nvml_capability import CAPABILITIES, Probe, probe_gpu
 from engine.device.reading import Reading, absent, measured
-from engine.device.surroundings import Surroundings, read_surroundings
+from engine.device.surroundings import Surroundings, find_command, read_surroundings
 from engine.verdict import Level
 
 AROUND = Surroundings(
@@ -336,6 +336,20 @@ def test_a_compiler_that_is_not_there_is_named_by_what_was_tried(tmp_path: Path)
     assert found.c_compiler.absent == "none of no-such-cc, no-such-gcc is on the PATH"
 
 
+def test_a_program_of_a_virtual_environment_that_is_not_on_the_path_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "py-spy"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    found = find_command("py-spy")
+    assert found.value == str(program) and found.source == "beside the interpreter"
+    program.unlink()
+    assert find_command("py-spy").absent == "py-spy is not on the PATH"
+
+
 def run_doctor(*flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-X", "importtime", "-m", "engine", "doctor", *flags]
     return subprocess.run(
@@ -372,6 +386,26 @@ def test_the_command_writes_to_a_pipe_and_says_the_same(
     record = json.loads(capsys.readouterr().out)
     assert f"  {record['verdict']}: " in out
     assert "\x1b" not in out
+
+
+def test_the_allocator_that_the_environment_asks_for_is_the_one_that_is_told() -> None:
+    def told(name: str, wanted: str) -> Diagnosis:
+        return diagnose(MACHINES[name].facts, [], AROUND, wanted)
+
+    native = told("gb10", "native")
+    assert native.allocator.choice == "native" and native.allocator.overridden
+    assert told("h200", "managed").allocator.choice == "managed"
+    refused = told("no_gpu", "managed")
+    assert refused.allocator.choice == "native" and refused.verdict.level == Level.FAIL
+    assert any("a run would be refused: memory.allocator" in line for line in refused.broken)
+
+
+def test_a_value_of_the_environment_that_no_run_takes_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANAGED_MEMORY", "2")
+    assert main(["doctor"]) == 65
+    assert "MANAGED_MEMORY" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

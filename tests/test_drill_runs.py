@@ -14,6 +14,7 @@ from running import engine, environment
 from engine.drills import defects_process
 from engine.drills.carry import carry_out
 from engine.drills.catalogue import DRILLS, drill
+from engine.drills.text import table
 from engine.verdict import Level
 
 
@@ -64,6 +65,8 @@ def test_a_drill_that_cannot_be_tried_here_is_unknown(
     done = carry_out(drill("cuda_wait"), tmp_path)
     assert done.verdict.level == Level.UNKNOWN and "no CUDA GPU" in done.verdict.reason
     assert not list(tmp_path.iterdir())
+    *_, why, count = table([done])
+    assert why.startswith("UNKNOWN cuda_wait: no CUDA GPU") and count == "1 UNKNOWN"
 
 
 @pytest.mark.parametrize(

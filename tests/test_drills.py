@@ -30,7 +30,8 @@ from engine.runlog.events import (
     StepDone,
     TrainerExited,
 )
-from engine.runlog.view import RunView, fold
+from engine.runlog.fold import fold
+from engine.runlog.view import RunView
 from engine.supervise.attribution import ExitState
 from engine.teachers.build import build_teacher
 

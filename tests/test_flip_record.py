@@ -192,6 +192,10 @@ def test_flips_are_listed_and_those_of_controls_are_not(tmp_path: Path) -> None:
     concluded(tmp_path / "flips" / "one" / "controls" / "same", timed(FASTER))
     assert find_flips(tmp_path / "flips") == [tmp_path / "flips" / "one"]
     assert find_flips(tmp_path / "nowhere") == []
+    # A folder that was half copied is the oldest, and keeps none of the others from being listed.
+    (tmp_path / "flips" / "two").mkdir()
+    (tmp_path / "flips" / "two" / "pairs.jsonl").touch()
+    assert [path.name for path in find_flips(tmp_path / "flips")] == ["one", "two"]
     fields = read_verdict(tmp_path / "flips" / "one")
     assert fields is not None and fields["class"] == "measured"
     (tmp_path / "flips" / "one" / "verdict.json").write_text("[]")

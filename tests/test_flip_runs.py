@@ -44,6 +44,7 @@ def small_plan(kit: Kit, folder: Path, *sets: str, **fields: Any) -> Plan:
     return make_plan(spec, sets, order_seed=1, steps=6, budget_s=600, **({"pairs_max": 1} | fields))
 
 
+@pytest.mark.soak
 def test_an_arm_killed_from_outside_is_said_and_the_flip_goes_on(kit: Kit, tmp_path: Path) -> None:
     plan = small_plan(kit, tmp_path, "compute.threads=2", pairs_max=2)
     killed: list[int] = []
@@ -131,6 +132,7 @@ def test_a_step_that_never_ends_is_stopped_when_the_flip_is(
     assert not run.liveness().trainer and not run.liveness().supervisor
 
 
+@pytest.mark.soak
 def test_a_setting_that_auto_had_chosen_already_is_not_flipped(kit: Kit, tmp_path: Path) -> None:
     plan = small_plan(kit, tmp_path, "compute.thread_wait=passive", pairs_max=8)
     verdict = run_flip(plan, tmp_path / "flip")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from running import environment
 
+from engine.device.surroundings import find_command
 from engine.runlog.events import StackDump
 from engine.supervise import threads
 from engine.supervise.stacks import (
@@ -152,7 +152,7 @@ def test_a_deadlock_waits_for_a_lock_and_its_line_is_named(play: Callable[..., P
     one.wait_for_state(threads.LOCK)
     dump = one.capture()
     assert dump.state == "waiting for a lock"
-    native = "PyThread_acquire_lock_timed" if shutil.which("py-spy") else "futex"
+    native = "futex" if find_command("py-spy").absent else "PyThread_acquire_lock_timed"
     assert dump.native_frame.startswith(native)
     assert dump.python_frame.endswith("in deadlock") and dump.busy_threads == 0
     assert one.process.poll() is None

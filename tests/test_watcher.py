@@ -29,7 +29,8 @@ from engine.runlog.events import (
     Phase,
     StackDump,
 )
-from engine.runlog.view import RunView, fold
+from engine.runlog.fold import fold
+from engine.runlog.view import RunView
 from engine.spec import build_spec
 from engine.supervise.watcher import (
     HEAD_ROWS,

@@ -31,6 +31,7 @@ position in the data are bit for bit what they would be without it.
       loss_invariants            a KL that is negative, or not zero for a model and itself, or that moves with a
                                  constant added to all logits
       loss_gradient              a gradient that is not the logged loss's: T^2 missing, a wrong denominator
+      gradient_above_rounding    a loss head that rounds away what it should teach, near a teacher that is met
       rows_in_update             rows in the loss that are not in the update: the last row only, a denominator for
                                  each pass of an accumulated step
     in the first steps
@@ -39,7 +40,8 @@ position in the data are bit for bit what they would be without it.
       memory_as_planned          a memory plan that is not what is measured
       no_late_compile            a step that waited for a compiler
     at the first checkpoint
-      checkpoint_reloads         a checkpoint of 200 bytes, of other weights, or of the ones the run began with
+      checkpoint_reloads         a checkpoint of 200 bytes, of other weights, of the ones the run began with, or
+                                 without the moments and the place in the data that the next step needs
       student_shift              a student that learnt to copy its input, or to skip a token
 
 What they are, what a failure means and what to do is in `catalogue.py`, which needs no torch.

@@ -179,6 +179,14 @@ CATALOGUE: tuple[About, ...] = (
         stops=True,
     ),
     About(
+        id="gradient_above_rounding",
+        question="Is what rounding does to the loss's gradient small beside the gradient?",
+        means="Teacher and student are so near, or the arithmetic so coarse, that the student follows rounding.",
+        remedy="Take student.precision=fp32, or loss.kernel=eager to see whether a kernel rounds too much.",
+        when=When.AT_START,
+        stops=False,
+    ),
+    About(
         id="rows_in_update",
         question="Is the gradient of a step the weighted mean of the gradients of its rows, as its loss is?",
         means="Rows are counted in the loss and not trained on, or passes are weighted wrongly.",
@@ -220,7 +228,7 @@ CATALOGUE: tuple[About, ...] = (
     ),
     About(
         id="checkpoint_reloads",
-        question="Does the first checkpoint, read back, give the same logits bit for bit?",
+        question="Does the first checkpoint, read back, have the same logits and moments, and its place in the data?",
         means="The run leaves nothing behind that could be used or resumed from.",
         remedy="Stop now: everything until the next good checkpoint would be lost.",
         when=When.AT_CHECKPOINT,

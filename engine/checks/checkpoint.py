@@ -1,5 +1,12 @@
 """The check that a checkpoint is one: read back by another way than it was written, and run.
 
+    weights      every tensor, and the logits of held-out rows with the reloaded ones, bit for bit
+    moments      AdamW's, every one of them, bit for bit: without them a resumed run is another run
+    step, row    where the resumed run goes on
+
+The next step depends on nothing else that is not drawn anew, so the run that goes on from these bytes
+takes it as this one does. Moments of a student that is sharded over several GPUs are not compared.
+
 A run of 25 hours left a file of 200 bytes. Nobody had opened it before the run was over.
 """
 
@@ -7,11 +14,13 @@ A run of 25 hours left a file of 200 bytes. Nobody had opened it before the run 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.checks.check import Answer, failed, passed
 from engine.checks.context import Context
@@ -27,7 +36,7 @@ ROWS = 2
 
 class CheckpointReloads:
     def __init__(self, context: Context) -> None:
-        self.begun_step = context.step
+        self.begun_step, self.begun_row = context.step, context.position
         self.start = {n: Sample(p) for n, p in context.student.named_parameters()}
 
     @torch.no_grad()
@@ -72,17 +81,54 @@ class CheckpointReloads:
         numbers["unchanged"] = len(unchanged)
         if context.step > self.begun_step and len(unchanged) == len(live):
             return failed(f"{path.name} holds the weights that the run began with", **numbers)
+        wrong = self._would_go_on_elsewhere(context, path, live, numbers)
+        if wrong:
+            return failed(f"{path.name}: {wrong}", **numbers)
+        moments = ", moments" if "moments_differing" in numbers else ""
         return passed(
-            f"{path.name}, {format_bytes(size)}: the same {len(live)} tensors and logits, bit for bit",
+            f"{path.name}, {format_bytes(size)}: the same {len(live)} tensors{moments} and logits, bit "
+            "for bit",
             **numbers,
         )
 
+    def _would_go_on_elsewhere(
+        self, context: Context, path: Path, live: Mapping[str, Tensor], numbers: dict[str, float]
+    ) -> str:
+        """What a run that is resumed from `path` would have otherwise; empty when nothing."""
+        train = context.spec.train
+        rows_of_a_step = train.rows * train.accumulation * context.spec.compute.gpus
+        rows = self.begun_row + (context.step - self.begun_step) * rows_of_a_step
+        try:
+            state = json.loads((path / "state.json").read_bytes())
+            step, row = state["step"], state["position"]["rows"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            return f"state.json cannot be read: {error!r}"
+        numbers |= dict(step=step, row=row)
+        if step != context.step:
+            return f"it would go on after step {step}, expected {context.step}"
+        if row != rows:
+            return f"it would go on at row {row} of the data, expected {rows}"
+        held = context.optimizer.state
+        if not all(parameter in held for parameter in live.values()):
+            return ""  # sharded: what the optimizer holds are parts
+        try:
+            differing = _differing_moments(path, {name: held[p] for name, p in live.items()})
+        except EngineError as error:
+            return f"moments cannot be read: {error}"
+        numbers["moments_differing"] = len(differing)
+        if differing:
+            return f"{len(differing)} moments are not the optimizer's, first {differing[0]}"
+        return ""
 
-def _read_into(copy: Decoder, path: Path, live: Mapping[str, torch.Tensor]) -> list[str]:
+
+def _read_into(copy: Decoder, path: Path, live: Mapping[str, Tensor]) -> list[str]:
     """Fills `copy` from the checkpoint; the names of tensors that are missing or differ in a bit from
     the live ones."""
     differing = []
-    with _stored_student(path) as stored_student:
+    in_parts = "student/"
+    with _stored(
+        path, "student.safetensors", lambda name: name.startswith(in_parts), in_parts
+    ) as stored_student:
         for name, target in copy.named_parameters():
             stored = stored_student(name)
             if stored is None:
@@ -97,18 +143,36 @@ def _read_into(copy: Decoder, path: Path, live: Mapping[str, torch.Tensor]) -> l
     return differing
 
 
-@contextmanager
-def _stored_student(path: Path) -> Iterator[Callable[[str], torch.Tensor | None]]:
-    """Gives the student's tensors in a checkpoint by name; None for one that is not there."""
-    if not (path / "student.safetensors").exists():
-        parts = read_parts(path, lambda name: name.startswith("student/"))
-        yield lambda name: parts.get(f"student/{name}")
-        return
-    with open_weights(path / "student.safetensors") as weights:
+def _differing_moments(path: Path, held: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    """Names of moments that the checkpoint lacks or has otherwise."""
+    differing = []
+    with _stored(
+        path, "optimizer.safetensors", lambda name: not name.startswith("student/")
+    ) as stored_moment:
+        for name, moments in held.items():
+            for key, moment in moments.items():
+                stored = stored_moment(f"{key}/{name}")
+                if stored is None or not torch.equal(stored.to(moment.device), moment):
+                    differing.append(f"{key}/{name}")
+    return differing
 
-        def get(name: str) -> torch.Tensor | None:
+
+@contextmanager
+def _stored(
+    path: Path, file: str, kept: Callable[[str], bool], prefix: str = ""
+) -> Iterator[Callable[[str], Tensor | None]]:
+    """Gives the tensors of a checkpoint's `file` by name, None for one that is not there; of a checkpoint
+    in parts, those `kept`, whose names begin with `prefix` there.
+    """
+    if not (path / file).exists():
+        parts = read_parts(path, kept)
+        yield lambda name: parts.get(prefix + name)
+        return
+    with open_weights(path / file) as weights:
+
+        def get(name: str) -> Tensor | None:
             found = weights.get(name) if name in weights.tensors else None
-            assert found is None or isinstance(found, torch.Tensor)
+            assert found is None or isinstance(found, Tensor)
             return found
 
         yield get

@@ -222,9 +222,10 @@ def _worst_eps(decoder: Decoder) -> float:
     """
     wanted = decoder.config.rms_norm_eps
     worst = wanted
-    for module in decoder.modules():
+    for name, module in decoder.named_modules():
         if not isinstance(module, RMSNorm):
             continue
+        decoder.reach(name)
         weight_D = module.weight
         row_D = torch.full_like(weight_D, math.sqrt(wanted))[None, None, None]
         answer_D = module(row_D).float().flatten()

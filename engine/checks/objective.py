@@ -39,6 +39,9 @@ STEP = {torch.float64: 1e-4, torch.float32: 2e-2}
 GRADIENT_TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-2}
 """Of the typical <g, d>. In fp32 a loss of 10 nats is known to 1e-6, so a difference over 2h to 3e-5,
 where <g, d> is some 5e-2 over 64 tokens; the rest is the curve of the loss over h."""
+ROUNDED = 0.1
+"""Of the gradient, at most, that rounding may be: a bf16 head that sums in fp32 has 2e-3, one that rounds
+its logits to bf16 a tenth of the gradient at a KL of 0.01 and all of it at 1e-4."""
 SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Nats, relative to 1 + loss, for what must not change it."""
 
@@ -52,6 +55,8 @@ class Sample:
     teacher_hidden_NE: Tensor | None
     teacher_head: Head | None
     labels_N: Tensor
+    teacher_dtype: torch.dtype | None
+    """Of the teacher's hidden states as the loss gets them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,17 +74,24 @@ def take_sample(context: Context) -> Sample:
     hidden_ND = hidden_of(student_hidden(context), batch, context.device).flatten(0, 1)[:TOKENS]
     head_VD = context.student.head_weight.detach()
     numbers, teacher = head_VD.numel(), context.teacher
-    teacher_hidden_NE = teacher_head = None
+    teacher_hidden_NE = teacher_head = teacher_dtype = None
     if teacher is not None:
         teacher_hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
         # Out of inference mode, so that it may take part in anything.
         teacher_hidden_NE = teacher_hidden_NE[:TOKENS].clone()
-        teacher_head = teacher.head()
+        teacher_head, teacher_dtype = teacher.head(), teacher_hidden_NE.dtype
         numbers += teacher_head.vocab_size * teacher_head.width
     dtype = torch.float64 if numbers <= WIDE_NUMBERS else torch.float32
     if teacher_hidden_NE is not None and dtype == torch.float64:
         teacher_hidden_NE = teacher_hidden_NE.double()
-    return Sample(hidden_ND.to(dtype), head_VD.to(dtype), teacher_hidden_NE, teacher_head, labels_N)
+    return Sample(
+        hidden_ND.to(dtype),
+        head_VD.to(dtype),
+        teacher_hidden_NE,
+        teacher_head,
+        labels_N,
+        teacher_dtype,
+    )
 
 
 def ask(context: Context, sample: Sample) -> Terms:
@@ -226,3 +238,47 @@ def function_gradient(context: Context) -> Answer:
                 **numbers,
             )
     return passed("the loss function's gradient is its own", **numbers)
+
+
+def gradient_above_rounding(context: Context) -> Answer:
+    """The gradient of the hidden states in the run's arithmetic, against the exact one of the same
+    numbers: how much of it is rounding, with the KL that it belongs to beside.
+    """
+    sample = take_sample(context)
+    if not sample.labelled:
+        return unknown("the next rows have no label")
+    with context.autocast():
+        kind = context.device.type
+        low = torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if low else torch.float32
+    taken_ND, teacher_NE = sample.hidden_ND.to(dtype), sample.teacher_hidden_NE
+    if teacher_NE is not None:
+        teacher_NE = teacher_NE.to(sample.teacher_dtype)
+    as_trained = replace(
+        sample, hidden_ND=taken_ND, head_VD=sample.head_VD.float(), teacher_hidden_NE=teacher_NE
+    )
+    exact_ND, terms = _hidden_gradient(
+        context, replace(sample, hidden_ND=taken_ND.to(sample.dtype))
+    )
+    found_ND, _ = _hidden_gradient(context, as_trained)
+    size = float(exact_ND.norm())
+    kd = math.nan if terms.kd is None else float(terms.kd)
+    share = float((found_ND.to(sample.dtype) - exact_ND).norm()) / max(size, 1e-300)
+    numbers = dict(rounding=share, gradient=size, kd=kd, limit=ROUNDED)
+    arithmetic = str(dtype).removeprefix("torch.")
+    text = f"{share:.1e} of the gradient of the hidden states is rounding in {arithmetic}"
+    if terms.kd is not None:
+        text += f", at T^2 KL {kd:.3g} nats"
+    # Written so that NaN fails.
+    if not share <= ROUNDED:
+        return failed(text, **numbers)
+    return passed(text, **numbers)
+
+
+def _hidden_gradient(context: Context, sample: Sample) -> tuple[Tensor, Terms]:
+    hidden_ND = sample.hidden_ND.clone().requires_grad_()
+    with torch.enable_grad():
+        terms = ask(context, replace(sample, hidden_ND=hidden_ND))
+        torch.autograd.backward(terms.loss)
+    assert hidden_ND.grad is not None
+    return hidden_ND.grad, terms

@@ -44,7 +44,11 @@ from engine.checks.forward import (
 )
 from engine.checks.fp8 import teacher_fp8_within_noise_floor
 from engine.checks.gradients import loss_gradient, nan_not_masked, rows_in_update
-from engine.checks.objective import ignored_rows_have_no_part, loss_invariants
+from engine.checks.objective import (
+    gradient_above_rounding,
+    ignored_rows_have_no_part,
+    loss_invariants,
+)
 from engine.checks.resources import MemoryAsPlanned, NoLateCompile
 from engine.checks.settings import effective_settings, resume_continues
 from engine.checks.teacher import (
@@ -96,6 +100,7 @@ AT_ONCE: dict[str, Callable[[Context], Answer]] = {
     "ignored_rows_have_no_part": ignored_rows_have_no_part,
     "loss_invariants": loss_invariants,
     "loss_gradient": loss_gradient,
+    "gradient_above_rounding": gradient_above_rounding,
     "rows_in_update": rows_in_update,
 }
 WATCHES: dict[str, Callable[[Context], Watch]] = {

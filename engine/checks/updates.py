@@ -61,7 +61,14 @@ def _samples(context: Context) -> dict[str, Sample]:
 
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:
-    return dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+    """What this rank holds: of layers that are shared out, its parts. Gathering them would be a
+    collective, and ranks need not all ask after the same step.
+    """
+    found = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+    if decoder.shards is None:
+        return found
+    parts = {f"layers.{index}": part for index, part in enumerate(decoder.shards.parts)}
+    return {n: t for n, t in found.items() if not n.startswith("layers.")} | parts
 
 
 class TensorsMoved:

@@ -26,10 +26,13 @@ def names(decoder: Decoder) -> list[str]:
 
 
 def held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
-    """The tensor `name`, dense or in blocks; the head of a tied decoder is its embedding."""
+    """The tensor `name`, dense or in blocks; the head of a tied decoder is its embedding. Of a decoder
+    in parts, valid until another layer's is asked for.
+    """
     path, _, leaf = name.rpartition(".")
     if name == "head.weight" and decoder.head is None:
         path = "embed"
+    decoder.reach(name)
     owner = decoder.get_submodule(path)
     if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
         return owner.packed

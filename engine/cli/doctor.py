@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import textwrap
@@ -35,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    diagnosis = _examine()
+    from engine.spec.environment import sets_from_environment
+
+    wanted = dict(one.split("=", 1) for one in sets_from_environment(os.environ))
+    diagnosis = _examine(wanted.get("memory.allocator", "auto"))
     if arguments.json:
         print(json.dumps(diagnosis.as_json(), allow_nan=False))
     else:
@@ -45,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     return diagnosis.verdict.exit_code
 
 
-def _examine() -> Diagnosis:
+def _examine(wanted_allocator: str) -> Diagnosis:
     from engine.device.cuda_driver import ask_in_child
     from engine.device.doctor import diagnose
     from engine.device.facts import read_facts
@@ -71,7 +75,7 @@ def _examine() -> Diagnosis:
     _, unreadable = find_kernel_line(0)
     log = "/dev/kmsg, dmesg"
     kernel_log = measured("readable", log) if unreadable is None else absent(unreadable, log)
-    return diagnose(facts, probes, read_surroundings(kernel_log, COMPILERS))
+    return diagnose(facts, probes, read_surroundings(kernel_log, COMPILERS), wanted_allocator)
 
 
 def _say(text: str) -> None:

@@ -28,6 +28,7 @@ from engine.device.memory_class import MemoryClass
 from engine.device.nvml_capability import Probe
 from engine.device.reading import Reading, event_fields
 from engine.device.surroundings import Surroundings
+from engine.errors import BadInput
 from engine.verdict import Level, Verdict
 
 
@@ -102,15 +103,27 @@ class Diagnosis:
         }
 
 
-def diagnose(facts: DeviceFacts, probes: Sequence[Probe], surroundings: Surroundings) -> Diagnosis:
-    """What follows from the facts of a machine."""
-    allocator = choose_allocator("auto", facts)
+def diagnose(
+    facts: DeviceFacts,
+    probes: Sequence[Probe],
+    surroundings: Surroundings,
+    wanted_allocator: str = "auto",
+) -> Diagnosis:
+    """What follows from the facts of a machine. `wanted_allocator` is what the environment asks a run to
+    take; asked for in vain it is broken, as a run would be refused.
+    """
+    refused = None
+    try:
+        allocator = choose_allocator(wanted_allocator, facts)
+    except BadInput as error:
+        refused = f"a run would be refused: {error.message}"
+        allocator = choose_allocator("auto", facts)
     return Diagnosis(
         facts=facts,
         surroundings=surroundings,
         allocator=allocator,
         probes=tuple(probes),
-        broken=tuple(_broken(facts, surroundings, allocator)),
+        broken=(*_broken(facts, surroundings, allocator), *([refused] if refused else [])),
         missing=(
             *_missing_gpu(facts, surroundings),
             *_missing_answers(probes),

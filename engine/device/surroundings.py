@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +87,22 @@ def _versions(version_of: Callable[[str], str]) -> dict[str, Reading]:
     return found
 
 
+def find_command(name: str) -> Reading:
+    """Where a program is: on the PATH, or beside the interpreter. The folder of a virtual environment
+    is not on the PATH of a process that was started by its full name.
+    """
+    if path := shutil.which(name):
+        return measured(path, "PATH")
+    folder = Path(sys.executable).parent
+    if path := shutil.which(name, path=str(folder)):
+        return measured(path, "beside the interpreter")
+    return absent(f"{name} is not on the PATH", "PATH")
+
+
 def _first_command(commands: Sequence[str]) -> Reading:
     for command in commands:
-        if path := shutil.which(command):
-            return measured(path, "PATH")
+        if (found := find_command(command)).value is not None:
+            return found
     which = commands[0] if len(commands) == 1 else f"none of {', '.join(commands)}"
     return absent(f"{which} is {'not ' if len(commands) == 1 else ''}on the PATH", "PATH")
 

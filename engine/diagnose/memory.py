@@ -33,7 +33,7 @@ def memory_ceiling(case: Case) -> Alert | None:
             reasons.append(str(missing))
             continue
         found = _trend(case, name, used, total)
-        if found is not None:
+        if found is not None and not (pool is _host_pool and _others_take_it(case, used)):
             return found
     if len(reasons) == 2:
         raise CannotJudge("; ".join(reasons))
@@ -55,6 +55,33 @@ def _host_pool(case: Case) -> tuple[str, list[float], float]:
     if not total:
         raise CannotJudge(case.view.absent.get("host_total_bytes", "no total of the host's memory"))
     return "memory of the host", [total - available for available in free], total
+
+
+def _others_take_it(case: Case, used: list[float]) -> bool:
+    """Whether what fills the host's memory is not in the trainer. Not known, and so false, where its
+    resident size does not hold what it has: CUDA allocations in shared memory, ranks of its own.
+    """
+    if case.settings is not None and case.settings.compute.gpus > 1:
+        return False
+    try:
+        gpu = case.gpu
+    except CannotJudge:
+        gpu = None
+    if gpu is not None and (
+        gpu not in case.view.gpus or not case.view.gpus[gpu].gpu_mem_total_bytes
+    ):
+        return False
+    try:
+        own = case.host_readings("trainer_rss_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+    except CannotJudge:
+        return False
+    return _growth(own) < _growth(used) / 2
+
+
+def _growth(values: list[float]) -> float:
+    """Of the median, from the first third to the last."""
+    third = len(values) // 3
+    return median(values[2 * third :]) - median(values[:third])
 
 
 def _trend(case: Case, name: str, used: list[float], total: float) -> Alert | None:

@@ -20,9 +20,10 @@ from operator import itemgetter
 from engine.diagnose.ledger import Ledger
 from engine.diagnose.rule import Alert, Case, Unknown
 from engine.runlog.events import AlertCleared, AlertRaised, AnyEvent, LogOpened, StepDone
+from engine.runlog.fold import fold
 from engine.runlog.folder import RunFolder
 from engine.runlog.read import BrokenLog, LogReader
-from engine.runlog.view import SOURCES, RunView, Source, fold
+from engine.runlog.view import SOURCES, RunView, Source
 from engine.spec import RunSpec
 
 LOOK_S = 1.0

@@ -120,6 +120,8 @@ def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> float:
     twin.optimizer = cast(Any, _Still(trainer.parameters))
     twin.train = dataclasses.replace(trainer.train, accumulation=len(batches), clip_norm=0.0)
     twin.step = 0
+    # Their gradients would be overwritten by the next.
+    twin.graphs = None
     twin.forget_ahead()
     return next(twin.steps()).loss
 

@@ -146,8 +146,8 @@ def last_row_only() -> AbstractContextManager[None]:
     """All rows in the loss, the last one in the gradient."""
 
     def make(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def spoilt(self: Decoder, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-            hidden_BTD = hidden(self, tokens_BT, documents_BT)
+        def spoilt(self: Decoder, *given: Any) -> Tensor:
+            hidden_BTD = hidden(self, *given)
             return torch.cat([hidden_BTD[:-1].detach(), hidden_BTD[-1:]])
 
         return spoilt
@@ -159,8 +159,8 @@ def last_position_only() -> AbstractContextManager[None]:
     """All positions in the loss, the last one of each row in the gradient."""
 
     def make(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def spoilt(self: Decoder, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-            hidden_BTD = hidden(self, tokens_BT, documents_BT)
+        def spoilt(self: Decoder, *given: Any) -> Tensor:
+            hidden_BTD = hidden(self, *given)
             return torch.cat([hidden_BTD[:, :-1].detach(), hidden_BTD[:, -1:]], dim=1)
 
         return spoilt

@@ -9,7 +9,7 @@ from typing import Any
 from engine.drills.carry import Drilled
 from engine.drills.healthy import Healthy
 from engine.units import format_seconds
-from engine.verdict import lowest
+from engine.verdict import Level, lowest
 
 HEAD = ("verdict", "defect", "must be named by", "was named by", "after", "happened")
 EVIDENCE_LETTERS = 200
@@ -25,11 +25,18 @@ def when(drilled: Drilled) -> str:
 
 
 def table(results: Sequence[Drilled]) -> list[str]:
-    """One line for each drill under a head, aligned; the verdicts counted at the end."""
+    """One line for each drill under a head, aligned; why those that did not pass did not; the verdicts
+    counted at the end.
+    """
     rows = [HEAD, *map(_row, results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD) - 1)]
     lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
-    return [*lines, count_of([drilled.verdict.level.name for drilled in results])]
+    why = [
+        f"{one.verdict.level.name} {one.drill.id}: {_short(one.verdict.reason)}"
+        for one in results
+        if one.verdict.level is not Level.PASS
+    ]
+    return [*lines, *why, count_of([drilled.verdict.level.name for drilled in results])]
 
 
 def _row(drilled: Drilled) -> tuple[str, ...]:
@@ -59,9 +66,11 @@ def lines_of(drilled: Drilled) -> list[str]:
         begun = format_seconds(drilled.after_start_s)
         after = "before step 1" if drilled.after_s is None else f"{when(drilled)} after its effect"
         lines.append(f"         {drilled.named.name}, {after}, {begun} after the start")
-    reason = drilled.verdict.reason
-    short = reason if len(reason) <= EVIDENCE_LETTERS else reason[: EVIDENCE_LETTERS - 1] + "…"
-    return [*lines, f"         {short}"]
+    return [*lines, f"         {_short(drilled.verdict.reason)}"]
+
+
+def _short(reason: str) -> str:
+    return reason if len(reason) <= EVIDENCE_LETTERS else reason[: EVIDENCE_LETTERS - 1] + "…"
 
 
 def as_json(drilled: Drilled) -> dict[str, Any]:

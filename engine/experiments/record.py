@@ -200,7 +200,15 @@ def find_flips(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [p for p in folder.iterdir() if (p / "pairs.jsonl").is_file()]
-    return sorted(found, key=lambda p: ((p / "plan.json").stat().st_mtime_ns, p.name), reverse=True)
+    return sorted(found, key=lambda p: (_made_ns(p), p.name), reverse=True)
+
+
+def _made_ns(path: Path) -> int:
+    """When the plan of a flip was written; 0 where it has none, or has been deleted meanwhile."""
+    try:
+        return (path / "plan.json").stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def read_verdict(path: Path) -> dict[str, Any] | None:

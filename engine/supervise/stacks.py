@@ -20,7 +20,6 @@ import faulthandler
 import itertools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import threading
@@ -30,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from engine.device.surroundings import find_command
 from engine.runlog.events import StackDump
 from engine.supervise.threads import (
     COMPUTING,
@@ -157,14 +157,14 @@ class Capture:
             return 0
 
     def _start_py_spy(self, folder: Path) -> None:
-        program = shutil.which("py-spy")
-        if program is None:
+        program = find_command("py-spy")
+        if program.value is None:
             self._missing.append("native frames: py-spy is not installed")
             return
         self._py_spy_file = folder / f"{self.name}-py-spy.txt"
         with self._py_spy_file.open("wb") as output:
             self._py_spy = subprocess.Popen(
-                [program, "dump", "--native", "--pid", str(self.pid)],
+                [str(program.value), "dump", "--native", "--pid", str(self.pid)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
