@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import time
-from collections.abc import Callable
+from base64 import b64decode
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import comm
+import pytest
 from comm.base_comm import BaseComm
 
+from workbench.notebook.live import Live
 from workbench.notebook.stream import Message
 
 
@@ -40,6 +45,19 @@ class CountedComm(BaseComm):
         super().close(*a, **k)
 
 
+@pytest.fixture
+def comms(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountedComm]]:
+    CountedComm.alive, CountedComm.sent = [], []
+    monkeypatch.setattr(comm, "create_comm", CountedComm)
+    yield CountedComm
+
+
+def drawn(still: str) -> str:
+    """The figures of a still, which stand in it as images."""
+    found = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', still)
+    return "".join(b64decode(svg).decode() for svg in found)
+
+
 def until(seen: Callable[[], Any]) -> Any:
     deadline = time.monotonic() + 60
     while not (found := seen()):
@@ -63,3 +81,10 @@ def rows_of(messages: list[Message]) -> dict[str, list[tuple[float, float]]]:
                 pairs = zip(values[:half], values[half:], strict=True)
                 known.setdefault(name, []).extend(pairs)
     return known
+
+
+def opened(live: Live, comms: type[CountedComm]) -> None:
+    """As a page does when it draws the widget."""
+    before = len(comms.sent)
+    live._hear(None, {"kind": "ready"}, [])
+    until(lambda: len([1 for kind, _ in comms.sent[before:] if kind == "comm_msg"]) >= 3)

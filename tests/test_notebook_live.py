@@ -1,111 +1,31 @@
-"""Live in a kernel without a page: what it sends, what it costs, and that nothing is left of it.
-
-Comms are counted where ipywidgets makes them, so a byte here is a byte that a page would have got.
-"""
+"""Live in a kernel without a page: runs that are read, started, stopped, resumed, and shown when nothing is alive."""
 
 from __future__ import annotations
 
-import gc
 import json
 import math
-import subprocess
+import os
+import socket
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
-import comm
+import notebook_pages
 import pytest
 from conftest import Kit
-from notebook_pages import CountedComm, rows_of, until
+from notebook_pages import CountedComm, drawn, opened, rows_of, until
 from run_folders import Scene, completed, step
 
 from engine.errors import BadInput, RunLogError, UsageError
 from engine.runlog.folder import RunFolder
-from workbench.notebook.live import PREVIEW_S, PREVIEWS_AFTER, Live
-from workbench.notebook.stream import HISTORY, STEPS, Stream
+from workbench.feed import RunFeed, Snapshot
+from workbench.notebook import Compare
+from workbench.notebook.live import Live
+from workbench.notebook.stream import Stream
 
 pytestmark = pytest.mark.filterwarnings("default")
-
-
-@pytest.fixture
-def comms(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[CountedComm]]:
-    CountedComm.alive, CountedComm.sent = [], []
-    monkeypatch.setattr(comm, "create_comm", CountedComm)
-    yield CountedComm
-
-
-def opened(live: Live, comms: type[CountedComm]) -> None:
-    """As a page does when it draws the widget."""
-    before = len(comms.sent)
-    live._hear(None, {"kind": "ready"}, [])
-    until(lambda: len([1 for kind, _ in comms.sent[before:] if kind == "comm_msg"]) >= 3)
-
-
-def test_opening_costs_less_than_its_budget_and_nothing_is_left_after_close(
-    tmp_path: Path, comms: type[CountedComm]
-) -> None:
-    run = completed(tmp_path / "run", total=3000, nan=(50,))
-    live = Live(run.path)
-    assert live.wait(30)
-    # Before a page asks, a row has nowhere to go.
-    assert not [kind for kind, size in comms.sent if kind == "comm_msg" and size > 4000]
-    opened(live, comms)
-    total = sum(size for _, size in comms.sent)
-    assert 5_000 < total < 200_000, total
-    assert total < 60_000 + len(STEPS) * 3 * HISTORY * 8
-    thread, plot = live._thread, weakref.ref(live._plot)
-    live.close()
-    live.close()
-    assert comms.alive == [] and not thread.is_alive()
-    sent = len(comms.sent)
-    live._hear(None, {"kind": "ready"}, [])
-    live.tick()
-    assert len(comms.sent) == sent
-    del live
-    gc.collect()
-    assert plot() is None
-
-
-def test_eight_of_them_share_a_page_and_leave_no_thread(
-    tmp_path: Path, comms: type[CountedComm]
-) -> None:
-    run = completed(tmp_path / "run", total=200)
-    before = threading.active_count()
-    many = [Live(run.path) for _ in range(8)]
-    assert all(live.wait(30) for live in many)
-    for live in many:
-        live.close()
-    assert comms.alive == [] and threading.active_count() == before
-
-
-def test_a_page_that_is_not_heard_gets_the_run_in_little_and_not_for_ever(
-    tmp_path: Path, comms: type[CountedComm], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("workbench.notebook.live.PREVIEW_S", 0.0)
-    live = Live(completed(tmp_path / "run", total=3000).path, refresh_s=0.01)
-    assert live.wait(30)
-    before = len(comms.sent)
-    live._shown = True
-    until(lambda: not live._previews_left)
-    sent = [size for kind, size in comms.sent[before:] if kind == "comm_msg"]
-    # Clear, rows and words, as often as it may take a page to open.
-    assert len(sent) == 3 * PREVIEWS_AFTER
-    assert sum(sent[:3]) < PREVIEW_S * 20_000
-    live.close()
-
-
-def test_an_idle_run_is_silent(tmp_path: Path, comms: type[CountedComm]) -> None:
-    live = Live(completed(tmp_path / "run").path, refresh_s=0.01)
-    live.wait(30)
-    opened(live, comms)
-    sent, polls = len(comms.sent), live.snapshot
-    until(lambda: live.snapshot is not polls)
-    until(lambda: live.snapshot is not polls)
-    assert len(comms.sent) == sent
-    live.close()
+comms = notebook_pages.comms
 
 
 def long_run(path: Path, steps: int) -> RunFolder:
@@ -149,6 +69,24 @@ def test_a_long_run_opens_within_its_budget_and_keeps_its_spike(
     live.close()
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses at which a process waits for others."""
+    own = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                found.add(local)
+    return found
+
+
+def test_a_listening_process_is_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert any(address.endswith(f":{port:04X}") for address in listening(os.getpid()))
+
+
 def test_a_spec_is_started_stopped_and_resumed(kit: Kit, tmp_path: Path) -> None:
     spec = kit.spec(tmp_path, train__steps=2000, eval__every=0, checkpoint__every=0)
     live = Live(spec, out=tmp_path / "run")
@@ -158,6 +96,8 @@ def test_a_spec_is_started_stopped_and_resumed(kit: Kit, tmp_path: Path) -> None
     run = live.start()
     assert run.path == tmp_path / "run" and live.start() == run
     until(lambda: live.snapshot is not None and live.snapshot.view.last_step)
+    assert live.snapshot is not None and live.snapshot.view.trainer_pid
+    assert not listening(live.snapshot.view.trainer_pid)
     assert live._buttons["start"].disabled and not live._buttons["stop"].disabled
     live._buttons["stop"].click()
     assert live.wait(60) and live.snapshot is not None
@@ -196,10 +136,23 @@ def test_what_is_no_run_is_refused_at_once(tmp_path: Path) -> None:
 def test_a_selected_window_is_in_unix_seconds(tmp_path: Path) -> None:
     live = Live(completed(tmp_path / "run").path)
     live.wait(30)
-    live._hear(None, {"kind": "window", "from": 1.0, "to": 3.5}, [])
+    live._hear(None, {"kind": "window", "x": "seconds", "from": 1.0, "to": 3.5}, [])
     assert live.snapshot is not None and live.snapshot.view.first_unix_s is not None
     begin = live.snapshot.view.first_unix_s
     assert live.window == (begin + 1.0, begin + 3.5)
+    live.close()
+
+
+def test_a_window_of_steps_is_when_they_were_done(tmp_path: Path) -> None:
+    live = Live(completed(tmp_path / "run").path)
+    live.wait(30)
+    assert live.snapshot is not None
+    times = live.snapshot.view.steps.values("unix_s")
+    live._hear(None, {"kind": "window", "x": "step", "from": 9.5, "to": 20.0}, [])
+    assert live.window == (times[9], times[19])
+    assert Live.selected is not None and Live.selected() is live
+    live._hear(None, {"kind": "window", "x": "step", "from": 9.2, "to": 9.8}, [])
+    assert live.window == (times[9], times[19]) and "no step" in live._said.value
     live.close()
 
 
@@ -208,7 +161,32 @@ def test_the_still_is_small_and_says_how_it_ended(tmp_path: Path) -> None:
     live.wait(30)
     bundle = live._bundle(*live.still())
     assert "COMPLETED" in bundle["text/plain"] and "NON-FINITE" in bundle["text/html"]
-    assert "×" in bundle["text/html"] and len(bundle["text/html"]) < 60_000
+    assert "×" in drawn(bundle["text/html"]) and len(bundle["text/html"]) < 80_000
+    live.close()
+
+
+def test_a_run_that_is_read_while_its_cell_is_drawn_is_in_the_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, seen = threading.Event(), []
+    poll = RunFeed.poll
+
+    def later(feed: RunFeed) -> Snapshot:
+        may_read.wait(30)
+        return poll(feed)
+
+    def show(bundle: dict[str, str], key: str = "") -> None:
+        may_read.set()
+        until(lambda: live.is_over)
+        seen.append(bundle)
+
+    monkeypatch.setattr(RunFeed, "poll", later)
+    monkeypatch.setattr("workbench.notebook.panel.FIRST_LOOK_S", 0.0)
+    monkeypatch.setattr("workbench.notebook.panel.show", show)
+    monkeypatch.setattr("workbench.notebook.panel.replace", lambda bundle, key: seen.append(bundle))
+    live = Live(completed(tmp_path / "run").path)
+    live._ipython_display_()
+    until(lambda: "<svg" in drawn(seen[-1].get("text/html", "")))
     live.close()
 
 
@@ -228,13 +206,13 @@ def test_frames_keep_absent_and_nan_apart(tmp_path: Path) -> None:
     live.close()
 
 
-def test_the_notebook_loads_no_torch_and_the_terminal_no_notebook() -> None:
-    code = (
-        "import sys, {}; bad = {{'torch', 'safetensors', 'tokenizers', {}}} & set(sys.modules); "
-        "assert not bad, bad"
-    )
-    for module, others in (
-        ("workbench.notebook", "'textual', 'pandas', 'plotly'"),
-        ("workbench.tui.app, workbench.cli", "'ipywidgets', 'anywidget', 'IPython'"),
-    ):
-        subprocess.run([sys.executable, "-c", code.format(module, others)], check=True)
+def test_without_pandas_a_table_is_refused_and_everything_else_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    live = Live(completed(tmp_path / "run").path)
+    assert live.wait(30) and live.still()[0]
+    with pytest.raises(UsageError, match="expected pandas"):
+        live.frame()
+    assert Compare([live.run.path])._repr_mimebundle_()["text/html"]  # type: ignore[union-attr]
+    live.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import ipywidgets
 import pytest
 from conftest import Kit
-from notebook_pages import until
+from notebook_pages import drawn, until
 from run_folders import completed, killed
 from running import engine
 
@@ -113,15 +113,22 @@ def test_a_refused_flip_says_why_and_may_be_tried_again(run: Path, tmp_path: Pat
     flip.close()
 
 
-def test_a_finding_is_begun_linked_to_a_window_verified_and_exported(tmp_path: Path) -> None:
+def test_a_finding_is_begun_linked_to_a_window_verified_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     live = Live(completed(tmp_path / "run").path)
     live.wait(30)
     evidence = tmp_path / "evidence"
     whys = Whys("loss-falls", claim="the loss <fell>", folder=evidence)
     with pytest.raises(UsageError, match="a metric or a selected window"):
         whys.link(live, "n1")
-    live._hear(None, {"kind": "window", "from": 2.0, "to": 6.0}, [])
-    assert whys.link(live, "n1", metric="loss") == "e1"
+    whys._metric.value = "loss"
+    monkeypatch.setattr(Live, "selected", None)
+    whys._buttons["link window"].click()
+    until(lambda: "expected a window" in whys._said.value)
+    live._hear(None, {"kind": "window", "x": "seconds", "from": 2.0, "to": 6.0}, [])
+    whys._buttons["link window"].click()
+    until(lambda: whys._said.value == "linked e1 under n1")
     assert whys.link(live, "n1") == "e2"
     assert whys.add("the rate was right", why_of=["n1"]) == "n2"
     finding = whys.bundle.load()
@@ -163,7 +170,7 @@ def test_runs_are_compared_in_a_figure_and_a_frame(tmp_path: Path) -> None:
     losses = figure["data"][0]["y"]
     assert losses[6] is None and losses[5] == pytest.approx(4.963, abs=0.01)
     json.dumps(figure, allow_nan=False, default=list)
-    assert bundle["text/html"].count("<svg") == 2 and "KILLED" in bundle["text/plain"]
+    assert drawn(bundle["text/html"]).count("<svg") == 2 and "KILLED" in bundle["text/plain"]
     assert dict(compare.frame()["run"].value_counts()) == {"a": 60, "b": 30}
     with pytest.raises(UsageError, match="a list"):
         Compare(runs[0])  # type: ignore[arg-type]

@@ -38,10 +38,11 @@ from engine.runlog.events import (
     Unrecognised,
     kind_of,
 )
+from engine.runlog.fold import fold
 from engine.runlog.folder import RunFolder, create_run, find_runs, open_run
 from engine.runlog.follow import Follower
 from engine.runlog.read import BrokenLog, LogReader, decode_line, writer_is_alive
-from engine.runlog.view import RunView, fold
+from engine.runlog.view import RunView
 from engine.runlog.write import LogWriter, encode
 
 ROOT = Path(__file__).parent.parent

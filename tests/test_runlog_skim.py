@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_events import KINDS, example_of, opened, picture, runs, started, step, write_log
 
+import engine.runlog.fold as fold_module
 import engine.runlog.read as read_module
 import engine.runlog.skim as skim_module
-import engine.runlog.view as view_module
 from engine.errors import RunLogError
 from engine.runlog.events import AnyEvent, Event, Known, Note, StepDone
+from engine.runlog.fold import fold
 from engine.runlog.read import BrokenLog, LogReader, decode_line
 from engine.runlog.skim import LINES_KEPT, StepRow, decode_block
-from engine.runlog.view import SOURCES, RunView, Source, fold
+from engine.runlog.view import SOURCES, RunView, Source
 from engine.runlog.write import encode
 
 
@@ -31,7 +32,7 @@ def few_lines_are_kept() -> object:
     """So that logs of some lines are long ones."""
     patch = pytest.MonkeyPatch()
     patch.setattr(skim_module, "LINES_KEPT", 3)
-    patch.setattr(view_module, "LOG_LINES_KEPT", 3)
+    patch.setattr(fold_module, "LOG_LINES_KEPT", 3)
     yield
     patch.undo()
 

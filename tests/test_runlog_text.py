@@ -42,6 +42,7 @@ from engine.runlog.events import (
     StudentSaved,
     Unrecognised,
 )
+from engine.runlog.fold import fold
 from engine.runlog.read import Liveness
 from engine.runlog.text import (
     alert_lines,
@@ -60,7 +61,7 @@ from engine.runlog.text import (
     status_text,
     step_text,
 )
-from engine.runlog.view import RunView, Source, fold
+from engine.runlog.view import RunView, Source
 
 ALIVE = Liveness(trainer=True, supervisor=True)
 DEAD = Liveness(trainer=False, supervisor=False)

@@ -50,17 +50,15 @@ from engine.runlog.events import (
     TrainerStarted,
     Unrecognised,
 )
+from engine.runlog.fold import LOG_LINES_KEPT, fold
 from engine.runlog.folder import create_run
 from engine.runlog.follow import Follower
 from engine.runlog.read import Liveness
+from engine.runlog.table import STEP_FIELDS, Table
 from engine.runlog.view import (
-    LOG_LINES_KEPT,
     SOURCES,
-    STEP_FIELDS,
     RunView,
     Source,
-    Table,
-    fold,
 )
 from engine.runlog.write import encode
 

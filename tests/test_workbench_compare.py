@@ -26,7 +26,13 @@ from workbench.tui.overlay import Line, Overlay, dots_of, render_overlay
 from workbench.tui.series import SERIES
 
 METRIC = {metric.name: metric for metric in METRICS}
-SIZES = [((160, 45), False), ((120, 40), False), ((80, 24), True), ((40, 12), False)]
+SIZES = [
+    ((80, 24), True),
+    *(
+        pytest.param(size, False, marks=pytest.mark.soak)
+        for size in ((160, 45), (120, 40), (40, 12))
+    ),
+]
 
 
 def compared(*runs: RunFolder) -> tuple[Compared, ...]:

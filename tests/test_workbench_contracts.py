@@ -17,7 +17,11 @@ from workbench.contracts import ContractsFeed
 from workbench.tui.screens.contracts import ContractsScreen
 
 RECEIPTS = Path("evidence/contracts")
-SIZES = [(160, 45), (120, 40), (80, 24), (40, 12)]
+SIZES = [
+    (160, 45),
+    (40, 12),
+    *(pytest.param(size, marks=pytest.mark.soak) for size in ((120, 40), (80, 24))),
+]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,11 @@ from workbench.tui.screens.drills import DrillsScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.row_list import RowList
 
-SIZES = [(160, 45), (120, 40), (80, 24), (40, 12)]
+SIZES = [
+    (160, 45),
+    (40, 12),
+    *(pytest.param(size, marks=pytest.mark.soak) for size in ((120, 40), (80, 24))),
+]
 DRILL = "plan_that_cannot_fit"
 
 

@@ -224,6 +224,7 @@ async def leave(pilot: Pilot[None], height: int) -> None:
         await settle(pilot)
 
 
+@pytest.mark.soak
 def test_read_only_offers_nothing_that_acts_and_refuses_what_is_called_by_name(
     tmp_path: Path, folder: Path, engine: Engine
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import Kit
 from run_folders import completed, killed
+from running import wait_until_ended
 
 from engine.errors import BadInput, EngineError, InternalError, RunLogError, UsageError
 from workbench.feed import RunFeed
@@ -86,8 +87,9 @@ def test_a_path_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_the_real_engine_runs_what_was_started_here(kit: Kit, tmp_path: Path) -> None:
     run = start_run(kit.spec(tmp_path), ["train.steps=6"], tmp_path / "run")
     feed = RunFeed(run)
-    while not (snapshot := feed.poll()).has_ended:
-        pass
+    wait_until_ended(run.path)
+    snapshot = feed.poll()
+    assert snapshot.has_ended
     assert (snapshot.state, snapshot.view.last_step) == ("completed", 6)
     with pytest.raises(BadInput, match="completed"):
         resume_run(run)

@@ -218,3 +218,12 @@ def test_ticks_are_on_the_axis_and_differ_in_words(low: float, high: float) -> N
 def test_every_finite_axis_has_ticks(a: float, b: float, count: int) -> None:
     ticks = Axis(min(a, b), max(a, b), 20).ticks(count)
     assert 1 <= len(ticks) <= 4 * count + 4
+
+
+def test_the_x_axis_is_named_after_what_it_counts_and_keeps_the_digits_of_seconds() -> None:
+    decimator = Decimator()
+    decimator.extend([0.0, 0.25, 0.75], [1.0, 2.0, 3.0])
+    seconds = Trace(name="loss", buckets=decimator.buckets(), last=3.0, x_name="s")
+    words = plain(render_plot([seconds], WIDTH, HEIGHT))[-1].split()
+    assert words[0] == "s" and words[-1] == "0.75"
+    assert lines_of([1.0, 2.0, 3.0])[-1].split()[0] == "step"

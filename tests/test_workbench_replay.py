@@ -15,9 +15,10 @@ from run_folders import START_UNIX_S, completed, killed, resumed
 
 import workbench.replay as replay_module
 from engine.runlog.events import AnyEvent, Event, LogOpened
+from engine.runlog.fold import fold
 from engine.runlog.folder import RunFolder, create_run
 from engine.runlog.text import line_text
-from engine.runlog.view import SOURCES, RunView, Source, fold
+from engine.runlog.view import SOURCES, RunView, Source
 from engine.runlog.write import encode
 from workbench.feed import RunFeed
 from workbench.replay import ReplayFeed
@@ -88,6 +89,7 @@ def test_a_scrub_reads_thousands_of_lines_of_a_long_log_and_not_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = read(completed(tmp_path / "run", total=20_000))
+    whole = feed.at(feed.last_unix_s).view.steps
     folded: list[int] = []
     real = fold
     monkeypatch.setattr(
@@ -99,6 +101,7 @@ def test_a_scrub_reads_thousands_of_lines_of_a_long_log_and_not_all(
         snapshot = feed.at(feed.first_unix_s + share * span_s)
         assert abs(snapshot.view.last_step - share * 20_000) < 10
         assert sum(folded) <= replay_module.STRIDE
+        assert snapshot.view.steps.columns is whole.columns, "no column is copied"
 
 
 def test_a_broken_log_is_replayed_up_to_its_fault(tmp_path: Path) -> None:

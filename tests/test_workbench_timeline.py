@@ -15,7 +15,7 @@ from engine.runlog.events import AlertCleared, AlertRaised, Compiled, NonFinite
 from engine.runlog.follow import Follower
 from engine.runlog.table import Table
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
-from workbench.traces import trace_in
+from workbench.traces import WindowTraces
 from workbench.tui.canvas import plain
 from workbench.tui.timeline import (
     SIGNS,
@@ -48,8 +48,7 @@ def lines_of(
     table = table_of(ys, steps)
     low, high = table.value("step", 0) or 0.0, table.last("step") or 1.0
     dots = dots_of(width, ascii_only=ascii_only)
-    loss = trace_in(table, "loss", low, high, dots, gap=1.5)
-    pace = trace_in(table, "step_s", low, high, dots, gap=1.5)
+    loss, pace = WindowTraces().traces(table, ("loss", "step_s"), low, high, dots, gap=1.5)
     line = TimeLine(low=low, high=high, losses=(loss,), pace=pace, **fields)  # type: ignore[arg-type]
     return plain(render_timeline(line, width, height, ascii_only=ascii_only))
 
@@ -79,7 +78,7 @@ def test_buckets_of_a_window_hold_the_extremes_of_all_its_rows(
     ys: list[float | None], count: int, a: float, b: float
 ) -> None:
     low, high = min(a, b), max(a, b)
-    trace = trace_in(table_of(ys), "loss", low, high, count)
+    (trace,) = WindowTraces().traces(table_of(ys), ("loss",), low, high, count)
     inside = [y for n, y in enumerate(ys, start=1) if low <= n <= high]
     finite = [y for y in inside if y is not None and math.isfinite(y)]
     lows = [x.low for x in trace.buckets if x.low is not None]
@@ -99,11 +98,12 @@ def test_one_spike_of_a_million_steps_is_drawn_and_zoomed_to() -> None:
     ys[777_776] = 9.0
     rows = {"step": [float(n) for n in range(1, 1_000_001)], "loss": ys}
     table = Table(("step", "loss")).extended_by(rows)
-    whole = trace_in(table, "loss", 1, 1_000_000, 200)
+    seen = WindowTraces()
+    (whole,) = seen.traces(table, ("loss",), 1, 1_000_000, 200)
     (spike,) = [x for x in whole.buckets if x.high == 9.0]
-    near = trace_in(table, "loss", spike.x_first, spike.x_last, 200)
+    (near,) = seen.traces(table, ("loss",), spike.x_first, spike.x_last, 200)
     assert [x.high for x in near.buckets].count(9.0) == 1
-    close = trace_in(table, "loss", 777_770, 777_790, 200)
+    (close,) = seen.traces(table, ("loss",), 777_770, 777_790, 200)
     assert [x.x_first for x in close.buckets if x.high == 9.0] == [777_777.0]
 
 
@@ -279,3 +279,18 @@ def test_flips_of_other_runs_and_folders_that_are_none_are_left_out(tmp_path: Pa
     (tmp_path / "flips" / "bad" / "pairs.jsonl").write_text("{}\n")
     assert FlipLook(run, tmp_path / "flips").look() == ()
     assert FlipLook(run, tmp_path / "nowhere").look() == ()
+
+
+def test_steps_that_all_took_the_same_time_name_it_once() -> None:
+    lines = lines_of([3.0, 2.0, 1.0])
+    assert sum("500 ms" in line for line in lines) == 1
+
+
+def test_a_run_that_goes_on_keeps_all_buckets_but_the_newest() -> None:
+    seen, table = WindowTraces(), table_of([1.0] * 500)
+    (before,) = seen.traces(table, ("loss",), 1.0, 500.0, 100)
+    table = table.extended([{"step": 501.0, "loss": 9.0, "step_s": 0.5}])
+    (after,) = seen.traces(table, ("loss",), 1.0, 501.0, 100)
+    kept = sum(a is b for a, b in zip(before.buckets, after.buckets, strict=False))
+    assert kept >= len(before.buckets) - 1
+    assert after.buckets[-1].high == 9.0

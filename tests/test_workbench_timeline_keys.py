@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from findings import HERE
+from flip_pairs import plan
 from run_events import exited
 from run_folders import Scene, completed, corrupt, killed, resumed, torn
 from screens import on_screen, poll, press, texts_of, words_of
 from textual.pilot import Pilot
 
+from engine.experiments.record import create_flip
 from engine.runlog.events import AlertRaised
 from engine.runlog.folder import RunFolder
 from engine.spec import load_spec
@@ -96,6 +100,26 @@ def test_enter_on_an_alert_tells_it_and_f_opens_its_flip(kit: Kit, tmp_path: Pat
     on_screen([run.path], (120, 40), script)
 
 
+def test_the_mark_of_a_flip_opens_that_flip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = completed(tmp_path / "run")
+    folder = tmp_path / "flips" / "20260101-100000-threads"
+    record = create_flip(folder, replace(plan(), source=str(run.path)), HERE)
+    record.close()
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "left_square_bracket", "enter")
+        assert "no verdict yet" in words_of(pilot)
+        await press(pilot, "F")
+        assert isinstance(pilot.app.screen, FlipScreen)
+        assert folder.name in words_of(pilot)
+        assert "what is to be tested?" not in words_of(pilot)
+
+    on_screen([run.path], (120, 40), script)
+
+
 def test_an_alert_that_stands_has_a_pane_with_what_it_means(tmp_path: Path) -> None:
     going_on = Scene(tmp_path / "going").open().begin(60).steps(1, 20).watch(ALERT)
     (wide,) = texts_of(going_on.run.path, (160, 45))
@@ -163,10 +187,16 @@ def test_a_replay_plays_at_the_chosen_speed_and_stops_at_the_end(tmp_path: Path)
     on_screen([completed(tmp_path / "run").path], (160, 45), script)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("make", [torn, resumed, corrupt, killed])
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        pytest.param(make, size, marks=[] if SIZES.index(size) == number else pytest.mark.soak)
+        for number, make in enumerate((torn, resumed, corrupt, killed))
+        for size in SIZES
+    ],
+)
 def test_edge_states_survive_every_key_of_the_time_line(
-    tmp_path: Path, size: tuple[int, int], make: object
+    tmp_path: Path, make: object, size: tuple[int, int]
 ) -> None:
     assert callable(make)
     keys = ["home", "plus", "plus", "right", "t", "end", "left_square_bracket", "p", "space", "l"]

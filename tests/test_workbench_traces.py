@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.runlog.table import Table
-from workbench.traces import LIMIT, Decimator, TableTraces, Trace, column
+from workbench.traces import LIMIT, Decimator, Trace
 
 VALUES = st.none() | st.floats()
 
@@ -70,38 +69,6 @@ def test_absent_rows_are_neither_values_nor_faults() -> None:
     (bucket,) = filled([None]).buckets()
     assert (bucket.low, bucket.high, bucket.non_finite) == (None, None, False)
     assert Trace(name="kd", buckets=(bucket,), last=None).is_empty
-
-
-def table_of(*losses: float | None) -> Table:
-    rows = [{"step": float(i + 1), "loss": loss} for i, loss in enumerate(losses)]
-    return Table(("step", "loss")).extended(rows)
-
-
-def test_only_new_rows_of_a_table_are_read() -> None:
-    starts = []
-
-    def spy(table: Table, start: int) -> Sequence[float | None]:
-        starts.append(start)
-        return table.values("loss", start)
-
-    traces = TableTraces({"loss": spy})
-    table = table_of(3.0, 2.0)
-    traces.update(table)
-    first = traces.update(table)
-    grown = table.extended([{"step": 3.0, "loss": 1.0}])
-    second = traces.update(grown)
-    assert starts == [0, 2]
-    assert (first["loss"].last, second["loss"].last) == (2.0, 1.0)
-    assert len(first["loss"].buckets) == 2, "an earlier trace does not change"
-
-
-def test_a_table_that_was_cut_back_is_read_again() -> None:
-    traces = TableTraces({"loss": column("loss")})
-    table = table_of(3.0, 2.0, 9.0)
-    traces.update(table)
-    resumed = table.cut(2).extended([{"step": 3.0, "loss": 1.5}])
-    trace = traces.update(resumed)["loss"]
-    assert [bucket.high for bucket in trace.buckets] == [3.0, 2.0, 1.5]
 
 
 @settings(max_examples=20)

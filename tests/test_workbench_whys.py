@@ -41,7 +41,11 @@ from workbench.tui.screens.form import FormScreen
 from workbench.tui.widgets.choice import Choice
 from workbench.tui.widgets.row_list import RowList
 
-SIZES = [(160, 45), (120, 40), (80, 24), (40, 12)]
+SIZES = [
+    (160, 45),
+    (40, 12),
+    *(pytest.param(size, marks=pytest.mark.soak) for size in ((120, 40), (80, 24))),
+]
 
 
 class World:

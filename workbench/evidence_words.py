@@ -100,7 +100,7 @@ def _cut(lines: list[str]) -> list[str]:
 
 
 def trace_of(evidence: Evidence, raw: bytes) -> Trace | None:
-    """The metric over the seconds of its window; whole numbers of them, from 0."""
+    """The metric over the seconds of its window, from 0."""
     locator = evidence.locator
     if not isinstance(locator, MetricWindow):
         return None
@@ -109,4 +109,4 @@ def trace_of(evidence: Evidence, raw: bytes) -> Trace | None:
     decimator = Decimator()
     decimator.extend([p.unix_s - locator.from_unix_s for p in points], [p.value for p in points])
     last = points[-1].value if points else None
-    return Trace(name=f"{locator.metric} over s", buckets=decimator.buckets(), last=last)
+    return Trace(name=locator.metric, buckets=decimator.buckets(), last=last, x_name="s")

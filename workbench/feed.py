@@ -1,9 +1,8 @@
 """What the screen of a run is fed: frozen snapshots of it. (`runs_feed` makes a row for each of many.)
 
 A feed is polled from one thread and hands out values that never change afterwards, so that a screen
-in another thread can draw them without locks. Everything that walks a long column (traces, pace,
-time left) is computed here, in the polling thread: the storage of a table goes on growing behind
-the snapshot.
+in another thread can draw them without locks. What walks a long column (pace, time left) is computed
+here, in the polling thread: the storage of a table goes on growing behind the snapshot.
 
 A log that cannot be read is a fact to be shown. It becomes the text of `error`, with the state
 `unreadable`, and never an exception: what was read before it stays in the view.
@@ -12,19 +11,21 @@ A log that cannot be read is a fact to be shown. It becomes the text of `error`,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import RunLogError
 from engine.runlog.folder import RunFolder, is_run
 from engine.runlog.follow import Follower
 from engine.runlog.read import Liveness
+from engine.runlog.shares import spare_cores
 from engine.runlog.text import has_ended, status_text
 from engine.runlog.view import RunView
 from workbench.log import Log, LogBook
-from workbench.traces import STEP_COLUMNS, Column, TableTraces, Trace
 
 READ_BUDGET_S = 0.5
+LONGEST = 4
+"""Times the budget, of a look while a long log is read: what is drawn of a part takes time from the rest."""
 FIRST_BUDGET_S = 0.1
 """Of the first look: a screen shows something at once, however long the log."""
 UNREADABLE = "unreadable"
@@ -44,7 +45,6 @@ class Snapshot:
     """The run in one line."""
     now_unix_s: float
     error: str | None
-    traces: Mapping[str, Trace]
     behind: bool
     """True while a long log is still being read: the next poll will know more without anything new
     being written."""
@@ -97,7 +97,7 @@ def _check_exists(run: RunFolder) -> None:
 
 
 class RunFeed:
-    """Follows one run. `poll` reads for about `budget_s` at most; `columns` are those that get a trace."""
+    """Follows one run. `poll` reads for about `budget_s` at most."""
 
     def __init__(
         self,
@@ -106,27 +106,25 @@ class RunFeed:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         budget_s: float = READ_BUDGET_S,
-        columns: Mapping[str, Column] = STEP_COLUMNS,
     ) -> None:
         self.run = run
         self._wall, self._monotonic, self._budget_s = wall, monotonic, budget_s
-        self._follower = Follower(run)
-        self._traces = TableTraces(columns)
+        self._follower = Follower(run, helpers=spare_cores())
         self._book = LogBook(self._follower.reader("events"))
-        self._is_first = True
+        self._behind: int | None = None
+        """Looks since the last that reached the end; None before the first."""
 
     def poll(self) -> Snapshot:
         """The run as it is now."""
         follower, error, caught_up = self._follower, None, True
         try:
             _check_exists(self.run)
-            budget_s = min(self._budget_s, FIRST_BUDGET_S) if self._is_first else self._budget_s
-            self._is_first = False
-            caught_up = catch_up(follower, self._monotonic() + budget_s, self._monotonic)
+            caught_up = catch_up(follower, self._monotonic() + self._budget(), self._monotonic)
         except RunLogError as problem:
             error = str(problem)
         except OSError as problem:
             error = not_read(self.run, problem)
+        self._behind = 0 if caught_up or self._behind is None else self._behind + 1
         view, alive = follower.view, follower.alive
         state, status = follower.state, status_text(view, alive)
         share_read = 1.0 if caught_up else follower.share_read
@@ -143,11 +141,16 @@ class RunFeed:
             status=status,
             now_unix_s=self._wall(),
             error=error,
-            traces=self._traces.update(view.steps),
             behind=not caught_up,
             log=self._book.log(view.asides),
             share_read=share_read,
         )
+
+    def _budget(self) -> float:
+        """Seconds that this look may read."""
+        if self._behind is None:
+            return min(self._budget_s, FIRST_BUDGET_S)
+        return self._budget_s * min(1 << self._behind, LONGEST)
 
     def read_all(self) -> Snapshot:
         """Poll until nothing is left to read."""

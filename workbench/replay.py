@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from engine.errors import RunLogError
-from engine.runlog.events import LogOpened
+from engine.runlog.events import LogOpened, RunStarted
+from engine.runlog.fold import fold
 from engine.runlog.folder import RunFolder
 from engine.runlog.read import BrokenLog, Liveness, LogReader
 from engine.runlog.skim import Skimmed
+from engine.runlog.table import Table
 from engine.runlog.text import status_text
-from engine.runlog.view import SOURCES, RunView, Source, fold
+from engine.runlog.view import SOURCES, RunView, Source
 from workbench.feed import Snapshot
 from workbench.log import LogBook
 
 STRIDE = 2048
 READ_BYTES = 2 << 20
 BUDGET_S = 0.25
+KEPT = -1
+"""In the place of a row that a fold does not change."""
 BOTH = Liveness(trainer=True, supervisor=True)
 NOBODY = Liveness(trainer=False, supervisor=False)
 
@@ -136,11 +140,14 @@ class ReplayFeed:
         kept = self._kept[max(0, index)]
         view = kept.view
         if index + 1 < len(self._kept):
-            for source, log in self._logs.items():
-                count = self._kept[index + 1].taken[source] - kept.taken[source]
-                view = fold(
-                    view, source, self._between(log.reader, kept.taken[source], count, unix_s)
+            later = self._kept[index + 1]
+            between = {
+                source: self._between(
+                    log.reader, kept.taken[source], later.taken[source] - kept.taken[source], unix_s
                 )
+                for source, log in self._logs.items()
+            }
+            view = _folded(view, later.view, between)
         whole = self._book.log(self._view.asides)
         alive = _alive(view)
         return Snapshot(
@@ -151,7 +158,6 @@ class ReplayFeed:
             status=status_text(view, alive),
             now_unix_s=unix_s,
             error=None,
-            traces={},
             behind=False,
             log=whole.until(unix_s),
         )
@@ -180,6 +186,49 @@ class ReplayFeed:
             if number >= first:
                 kept.append(event)
         return kept
+
+
+def _folded(view: RunView, later: RunView, between: Mapping[Source, list[Skimmed]]) -> RunView:
+    """A view and the lines that follow it. `later` has all rows of these lines already, so that no long column
+    is copied to add a few."""
+    opens = any(
+        type(event) in (LogOpened, RunStarted) for events in between.values() for event in events
+    )
+    if opens or not _goes_on(view, later):
+        # A resume may cut rows off, and counts from all of them.
+        for source, events in between.items():
+            view = fold(view, source, events)
+        return view
+    last = [{name: view.steps.last(name) for name in view.steps.columns}] if len(view.steps) else []
+    thin = replace(
+        view,
+        session_row=KEPT,
+        steps=Table(view.steps.columns).extended(last),
+        hosts=Table(view.hosts.columns),
+        gpu_tables={n: Table(table.columns) for n, table in view.gpu_tables.items()},
+    )
+    for source, events in between.items():
+        thin = fold(thin, source, events)
+    counts = {n: len(table) for n, table in view.gpu_tables.items()}
+    rows = len(view.steps) - len(last) + len(thin.steps)
+    return replace(
+        thin,
+        # The fold begins a session behind all steps, or leaves it where it began.
+        session_row=view.session_row if thin.session_row == KEPT else rows,
+        steps=later.steps.first(rows),
+        hosts=later.hosts.first(len(view.hosts) + len(thin.hosts)),
+        gpu_tables={
+            n: later.gpu_tables[n].first(counts.get(n, 0) + len(table))
+            for n, table in thin.gpu_tables.items()
+        },
+    )
+
+
+def _goes_on(view: RunView, later: RunView) -> bool:
+    """Whether the rows of a view are the first of those of a later one."""
+    pairs = [(view.steps, later.steps), (view.hosts, later.hosts)]
+    pairs += [(table, later.gpu_tables[n]) for n, table in view.gpu_tables.items()]
+    return all(table.columns is longer.columns for table, longer in pairs)
 
 
 def _alive(view: RunView) -> Liveness:

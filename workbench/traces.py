@@ -1,10 +1,9 @@
-"""Columns of a run as few enough points to draw, kept up to date in time proportional to the new
-rows.
+"""Columns of a run as few enough points to draw: buckets, each the lowest and highest value of
+consecutive rows, so that a spike of one step in a million is still drawn.
 
-A column of any length becomes at most LIMIT buckets, each the lowest and highest value of `stride`
-consecutive rows, so a spike of one step in a million is still drawn. When the buckets are full,
-neighbours are merged and the stride doubles; no row is ever looked at twice. Only a resume, which
-cuts the table, makes the buckets be built again.
+`WindowTraces` makes them of a table's columns, between two ends, from extremes that the table keeps;
+`Decimator` of rows that come one after the other: when its buckets are full, neighbours are merged and the
+stride doubles, and no row is looked at twice.
 
 NaN and infinity are no values: a bucket that holds one says so (`non_finite`) and its low and high
 are of the finite rest. An absent entry (None) is neither; a bucket of nothing but absent entries
@@ -14,7 +13,7 @@ has no low and no high.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,6 +43,9 @@ class Trace:
     """The newest entry, None when it is absent."""
     gap: float = math.inf
     """Points further apart than this on x belong to no common line: between them nothing is known."""
+
+    x_name: str = "step"
+    """What x counts."""
 
     @property
     def is_empty(self) -> bool:
@@ -111,88 +113,69 @@ class Decimator:
         return (*self._closed, self._open) if self._open else tuple(self._closed)
 
 
-Column = Callable[[Table, int], Sequence[float | None]]
-"""Entries of a table from a row on."""
+class WindowTraces:
+    """Columns of a table over the rows whose x is in a window, made again at each look.
 
-
-def column(name: str) -> Column:
-    """A column as it was logged."""
-    return lambda table, start: table.values(name, start)
-
-
-STEP_COLUMNS: Mapping[str, Column] = {
-    "loss": column("loss"),
-    "ce": column("ce"),
-    "kd": column("kd"),
-    "step_s": column("step_s"),
-    "tokens_per_s": column("tokens_per_s"),
-}
-
-
-class TableTraces:
-    """Traces of one growing table. Call `update` with each newer snapshot of it, from one
-    thread."""
-
-    def __init__(self, columns: Mapping[str, Column] = STEP_COLUMNS, x: str = "step") -> None:
-        self._columns, self._x = columns, x
-        self._storage: object = None
-        self._rows = 0
-        self._decimators: dict[str, Decimator] = {}
-        self._traces: Mapping[str, Trace] = {}
-
-    def update(self, table: Table) -> Mapping[str, Trace]:
-        """Every trace as of `table`; the same mapping as before when there is nothing new."""
-        if table.columns is not self._storage or len(table) < self._rows:
-            self._storage, self._rows = table.columns, 0
-            self._decimators = {name: Decimator() for name in self._columns}
-            self._traces = {name: Trace(name=name, buckets=(), last=None) for name in self._columns}
-        start, self._rows = self._rows, len(table)
-        if start == self._rows:
-            return self._traces
-        xs = [x or 0.0 for x in table.values(self._x, start)]
-        traces = {}
-        for name, read in self._columns.items():
-            ys = read(table, start)
-            self._decimators[name].extend(xs, ys)
-            traces[name] = Trace(name=name, buckets=self._decimators[name].buckets(), last=ys[-1])
-        self._traces = traces
-        return traces
-
-
-def trace_in(
-    table: Table,
-    name: str,
-    low: float,
-    high: float,
-    count: int,
-    *,
-    x: str = "step",
-    gap: float = math.inf,
-) -> Trace:
-    """A column over the rows whose `x` is in [low, high], in at most `count` buckets of equal width on x.
-
-    `x` names a column that never decreases. Every bucket holds the extremes of all its rows, which costs
-    hardly more for a million rows than for a thousand.
+    Every bucket holds the extremes of all its rows, which costs hardly more for a million rows than for a
+    thousand. The width of buckets is a round number, so that in a run that goes on only the newest bucket
+    changes from one look to the next, and the others are kept.
     """
+
+    def __init__(self) -> None:
+        self._storage: object = None
+        self._kept: dict[tuple[str, int, int], Bucket] = {}
+
+    def traces(
+        self,
+        table: Table,
+        names: Sequence[str],
+        low: float,
+        high: float,
+        count: int,
+        *,
+        x: str = "step",
+        gap: float = math.inf,
+    ) -> tuple[Trace, ...]:
+        """Each named column over [low, high], in at most `count` buckets; `x` names a column that never
+        decreases."""
+        if table.columns is not self._storage:
+            self._storage, self._kept = table.columns, {}
+        edges = _edges(table, low, high, count, x)
+        xs, kept, found = table.columns[x], self._kept, {}
+        traces = []
+        for name in names:
+            buckets = []
+            for first, stop in pairwise(edges):
+                key = name, first, stop
+                bucket = kept.get(key)
+                if bucket is None:
+                    rows = table.range(name, first, stop)
+                    bucket = Bucket(
+                        x_first=xs[first],
+                        x_last=xs[stop - 1],
+                        low=rows.low,
+                        high=rows.high,
+                        non_finite=rows.non_finite,
+                    )
+                found[key] = bucket
+                buckets.append(bucket)
+            last = table.value(name, edges[-1] - 1) if buckets else None
+            traces.append(Trace(name=name, buckets=tuple(buckets), last=last, gap=gap))
+        self._kept = found
+        return tuple(traces)
+
+
+def _edges(table: Table, low: float, high: float, count: int, x: str) -> Sequence[int]:
+    """The rows where buckets begin, and the row after the last."""
     begin, end = table.find(x, low), table.find(x, math.nextafter(high, math.inf))
     if end - begin <= count:
-        edges = range(begin, end + 1)
-    else:
-        width = (high - low) / count
-        inner = {table.find(x, low + width * index) for index in range(1, count)}
-        edges = sorted({begin, end} | inner)  # type: ignore[assignment]
-    xs = table.columns[x]
-    buckets = []
-    for first, stop in pairwise(edges):
-        found = table.range(name, first, stop)
-        buckets.append(
-            Bucket(
-                x_first=xs[first],
-                x_last=xs[stop - 1],
-                low=found.low,
-                high=found.high,
-                non_finite=found.non_finite,
-            )
-        )
-    last = table.value(name, end - 1) if end > begin else None
-    return Trace(name=name, buckets=tuple(buckets), last=last, gap=gap)
+        return range(begin, end + 1)
+    width = _round_width((high - low) / count)
+    inner = {table.find(x, low + width * index) for index in range(1, count)}
+    return sorted({begin, end} | {row for row in inner if row < end})
+
+
+def _round_width(width: float) -> float:
+    """The next of eight widths in each doubling: never more than an eighth wider."""
+    share, exponent = math.frexp(width)
+    return math.ldexp(math.ceil(share * 16) / 16, exponent)

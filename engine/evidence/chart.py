@@ -23,6 +23,8 @@ WIDTH, HEIGHT = 620, 190
 LIMIT = 300
 """Shares of a series that is drawn; each gives two or three rows."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 12, 40, 22
+_LETTER = 7
+"""What a letter is wide, with room to spare: a page draws with the font that it has."""
 _COLOURS = ("#1f5fa8", "#b3541e", "#2e7d32", "#7b3fa0", "#8a6d00", "#555555")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 4", "1 4")
 
@@ -50,10 +52,13 @@ def thin(xs: Values, ys: Values, limit: int = LIMIT) -> tuple[Row, ...]:
     edges = [round(i * len(ys) / limit) for i in range(limit + 1)]
     for begin, end in pairwise(edges):
         share = ys[begin:end]
-        finite = [y for y in share if y is not None and math.isfinite(y)]
+        finite: Values = share
+        # One sum tells whether every value is finite: NaN and infinity go through it.
+        if None in share or not math.isfinite(sum(share)):  # type: ignore[arg-type]
+            finite = [y for y in share if y is not None and math.isfinite(y)]
         rows = set()
         if finite:
-            rows |= {share.index(min(finite)), share.index(max(finite))}
+            rows |= {share.index(min(finite)), share.index(max(finite))}  # type: ignore[type-var]
         if len(finite) < len(share):
             odd = (i for i, y in enumerate(share) if y is not None and not math.isfinite(y))
             rows |= {i for i in [next(odd, None)] if i is not None}
@@ -91,19 +96,28 @@ def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str =
         parts += [
             _text(_LEFT - 4, _TOP + 9, _number(high, unit), "end"),
             _text(_LEFT - 4, _TOP + inner_h, _number(low, unit), "end"),
-            _text(_LEFT, HEIGHT - 6, f"{x_name} {begin:.6g}"),
-            _text(WIDTH - _RIGHT, HEIGHT - 6, f"{end:.6g}", "end"),
+            _text(_LEFT, HEIGHT - 6, f"{x_name} {_place_of(begin)}"),
+            _text(WIDTH - _RIGHT, HEIGHT - 6, _place_of(end), "end"),
         ]
     else:
         parts.append(_text(_LEFT + 8, _TOP + 20, "nothing was measured"))
+    left = _LEFT
     for number, one in enumerate(drawn):
-        colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
-        left = _LEFT + 110 * number
-        if one.marks:
-            parts.append(_diamond(left + 10, 25, colour))
-        else:
-            parts.append(_line([(left, 25), (left + 20, 25)], colour, dash))
-        parts.append(_text(left + 26, 29, one.name))
+        # The seventh has the colour of the first and another dash.
+        colour = _COLOURS[number % len(_COLOURS)]
+        dash = _DASHES[(number + number // len(_COLOURS)) % len(_DASHES)]
+        after = left + 26 + _LETTER * len(one.name) + 12
+        if after <= WIDTH - 3 * _LETTER:
+            if one.marks:
+                parts.append(_diamond(left + 10, 25, colour))
+            else:
+                parts.append(_line([(left, 25), (left + 20, 25)], colour, dash))
+            parts.append(_text(left + 26, 29, one.name))
+            left = after
+        elif left < WIDTH:
+            # What has no room is counted: the names of eight GPUs would run out of the chart.
+            parts.append(_text(left, 29, f"+{len(drawn) - number}"))
+            left = WIDTH
         for piece in _pieces(one.rows):
             places = [place(row) for row in piece]
             if one.marks or len(places) == 1:
@@ -131,6 +145,11 @@ def _line(places: Sequence[tuple[float, float]], colour: str, dash: str) -> str:
 def _diamond(x: float, y: float, colour: str) -> str:
     corners = f"{x:.1f},{y - 4:.1f} {x + 4:.1f},{y:.1f} {x:.1f},{y + 4:.1f} {x - 4:.1f},{y:.1f}"
     return f'<polygon points="{corners}" fill="{colour}"/>'
+
+
+def _place_of(x: float) -> str:
+    """A step is whole; of seconds three digits say enough."""
+    return f"{x:.0f}" if x == round(x) or abs(x) >= 100 else f"{x:.3g}"
 
 
 def _number(value: float, unit: str) -> str:

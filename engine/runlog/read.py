@@ -15,7 +15,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -32,7 +32,9 @@ PART_BYTES = 128 << 10
 LONGEST_LINE_BYTES = 8 << 20
 
 _plain = msgspec.json.Decoder()
-_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+FileId = tuple[int, int]
+"""Device and inode of a file."""
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class BrokenLog(RunLogError):
@@ -58,7 +60,7 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
     RunLogError."""
     try:
         record = _plain.decode(line)
-    except _NOT_JSON:
+    except NOT_JSON:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         raise RunLogError(f"run log: {where} — expected a record, found {line[:60]!r}")
@@ -103,7 +105,7 @@ class LogReader:
         begin = at or Point(0, 0, 0.0, -math.inf)
         self._offset = begin.offset
         self._next_seq = begin.number
-        self._file_id: tuple[int, int] | None = None
+        self._file_id: FileId | None = None
         self.points = [begin]
         """Places about PART_BYTES apart, as far as the log was read; only ever added to."""
 
@@ -161,6 +163,20 @@ class LogReader:
             )
         return block[:end]
 
+    def pass_over(self, places: Iterable[tuple[int, int, float]]) -> None:
+        """Go on behind lines that were read elsewhere and that open no session: to where, by how many lines,
+        their end in the file, and the time of the last of them; the last place is where to go on."""
+        number, _, opened_s, latest_s = self.points[-1]
+        for lines, offset, last_s in places:
+            latest_s = max(latest_s, opened_s + last_s)
+            self._offset, self._next_seq = offset, number + lines
+            self.points.append(Point(self._next_seq, offset, opened_s, latest_s))
+
+    @property
+    def file_id(self) -> FileId | None:
+        """Which file was read so far; None before any was."""
+        return self._file_id
+
     @property
     def lines_read(self) -> int:
         """How many lines were returned so far."""
@@ -186,7 +202,7 @@ class LogReader:
         """The events of many lines; None when a line needs a closer look."""
         try:
             events = decode_block(lines, skim=skim)
-        except (*_NOT_JSON, LookupError, ValueError):
+        except (*NOT_JSON, LookupError, ValueError):
             return None
         first = self._next_seq
         numbered = [event.seq for event in events] == list(range(first, first + len(events)))

@@ -8,6 +8,7 @@ Lines of other kinds, and the newest lines, are decoded whole.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, TypeAlias, get_args
 
 import msgspec
@@ -50,15 +51,16 @@ for _kind in get_args(Known):
         _others = _others | _kind
 _whole = msgspec.json.Decoder(Known)
 _skimming = msgspec.json.Decoder(_others)
+_nf_of = attrgetter("nf")
 _phases = msgspec.json.Decoder(dict[str, float])
 
 
-def phases_of(step: StepDone | StepRow) -> dict[str, float]:
+def phases_of(phases: dict[str, float] | msgspec.Raw | bytes) -> dict[str, float]:
     """Seconds of each phase of a step; none where they are not numbers."""
-    if isinstance(step, StepDone):
-        return step.phases
+    if isinstance(phases, dict):
+        return phases
     try:
-        return _phases.decode(step.phases)
+        return _phases.decode(phases)
     except msgspec.DecodeError:
         return {}
 
@@ -70,15 +72,25 @@ def decode_block(lines: bytes, *, skim: bool) -> list[Skimmed]:
     LookupError when a number that is not finite cannot be put back: then each line wants a closer look.
     """
     cut = _last_lines(lines) if skim else 0
-    events: list[Skimmed] = _skimming.decode_lines(lines[:cut]) if cut else []
+    if not cut:
+        return _with_numbers(_whole.decode_lines(lines))
+    events = decode_rows(lines[:cut]) + _with_numbers(_whole.decode_lines(lines[cut:]))
     # The lines of an earlier session may be the newest by the clock: then none may be skimmed.
     if LogOpened in set(map(type, events[1:])):
-        events, cut = [], 0
-    events += _whole.decode_lines(lines[cut:] if cut else lines)
+        return _with_numbers(_whole.decode_lines(lines))
+    return events
+
+
+def decode_rows(lines: bytes) -> list[Skimmed]:
+    """Every event of whole lines, all steps as StepRows; raises as `decode_block`."""
+    return _with_numbers(_skimming.decode_lines(lines))
+
+
+def _with_numbers(events: list[Skimmed]) -> list[Skimmed]:
+    """The events with the numbers that are not finite put back."""
     # Every kind the decoders know has `nf`.
-    named = [row for row, event in enumerate(events) if event.nf is not None]  # type: ignore[union-attr]
-    for row in named:
-        events[row] = _put_back(events[row])
+    if any(map(_nf_of, events)):
+        events = [_put_back(event) if event.nf else event for event in events]  # type: ignore[union-attr]
     return events
 
 

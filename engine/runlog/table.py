@@ -12,10 +12,60 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from engine.runlog.extremes import Extremes, Range
 
 Column = Sequence[float | None]
+Packed: TypeAlias = "tuple[array[float], bytes]"
+"""The numbers of a column, and a byte for each that is 1 where it is absent."""
+
+STEP_FIELDS = (
+    "step",
+    "loss",
+    "ce",
+    "kd",
+    "agreement",
+    "lr",
+    "grad_norm",
+    "rows",
+    "labelled",
+    "tokens",
+    "step_s",
+    "data_s",
+    "teacher_s",
+    "position",
+    "unix_s",
+    "tokens_per_s",
+    "clock_s",
+)
+"""`tokens_per_s` is absent where no time passed; `clock_s` is `unix_s` that never goes back: while a
+clock that was set back catches up, it stands still."""
+HOST_FIELDS = (
+    "unix_s",
+    "host_available_bytes",
+    "trainer_rss_bytes",
+    "trainer_cpu_pct",
+    "load1",
+    "psi_memory_full_avg10_pct",
+    "psi_io_full_avg10_pct",
+    "major_faults_per_s",
+    "duty_pct",
+)
+GPU_FIELDS = (
+    "unix_s",
+    "gpu_util_pct",
+    "gpu_mem_util_pct",
+    "gpu_mem_used_bytes",
+    "gpu_power_w",
+    "sm_clock_mhz",
+    "gpu_temperature_c",
+    "sm_util_pct",
+    "sm_occupancy_pct",
+    "tensor_util_pct",
+    "dram_util_pct",
+    "slowed",
+)
 
 
 class Table:
@@ -42,7 +92,10 @@ class Table:
         Storage is shared when this is the newest snapshot, else copied: one table can grow in two
         ways.
         """
-        packed = {name: _pack(columns[name]) for name in self.columns}
+        return self.extended_packed({name: pack(columns[name]) for name in self.columns})
+
+    def extended_packed(self, packed: Mapping[str, Packed]) -> Table:
+        """As `extended_by`, of columns that are packed already."""
         (rows,) = {len(numbers) for numbers, _ in packed.values()}
         table = self._snapshot() if self._is_newest() else self.cut(self.length)
         for name, (numbers, absent) in packed.items():
@@ -58,6 +111,12 @@ class Table:
         table = Table.__new__(Table)
         table.columns, table._absent, table.length = self.columns, self._absent, self.length
         table._extremes = self._extremes
+        return table
+
+    def first(self, length: int) -> Table:
+        """The first `length` rows, of the same storage."""
+        table = self._snapshot()
+        table.length = min(length, self.length)
         return table
 
     def cut(self, length: int) -> Table:
@@ -108,8 +167,8 @@ class Table:
         return self.value(name, -1) if self.length else None
 
 
-def _pack(column: Column) -> tuple[array[float], bytes]:
-    """The numbers of a column, and a byte per entry that is 1 where it is absent."""
+def pack(column: Column) -> Packed:
+    """A column as a table holds it."""
     try:
         return array("d", column), bytes(len(column))  # type: ignore[arg-type]
     except TypeError:

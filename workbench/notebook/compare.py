@@ -60,9 +60,9 @@ class Compare:
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
         """The tables of all runs one below the other; `run` says which."""
+        frames = [frame_of(s.view, what).assign(run=s.run.name) for s in self.snapshots]
         import pandas
 
-        frames = [frame_of(s.view, what).assign(run=s.run.name) for s in self.snapshots]
         return pandas.concat(frames, ignore_index=True)
 
     def lines(self) -> list[str]:

@@ -27,8 +27,12 @@ def frame(run: str | Path, what: str = "steps") -> pandas.DataFrame:
 def frame_of(view: RunView, what: str = "steps") -> pandas.DataFrame:
     """One row a step (`steps`), a reading (`device`: host and GPUs one below the other, `source` says which)
     or a compile (`compiles`). Times are unix seconds, sizes bytes; what was absent is NA, NaN what was
-    logged as NaN. Raises UsageError for another word."""
-    import pandas
+    logged as NaN. Raises UsageError for another word, and where pandas is not installed."""
+    try:
+        import pandas
+    except ImportError as missing:
+        hint = "pip install 'apr-workbench[notebook]'"
+        raise UsageError("frame: expected pandas, found none", hint=hint) from missing
 
     if what == "steps":
         return pandas.DataFrame(_columns(view.steps))

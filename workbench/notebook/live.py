@@ -8,17 +8,19 @@ The last form is for notebooks that are run again: after a restart of the kernel
 run. A page asks for the run when it is opened or loaded again (`ready`) and gets it thinned, then what is
 added. A kernel that runs a cell does not hear it ask; so, from the display of the widget until it was heard,
 the whole run goes out every PREVIEW_S, thinned further. `window` is the span of time that was last selected with the
-mouse in a chart over time, in unix seconds: `Whys.link_window` takes it.
+mouse in a chart, in unix seconds; of a chart over steps it is when these steps were done. `Whys.link` takes it.
 """
 
 from __future__ import annotations
 
 import importlib.resources
+import math
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anywidget
 import ipywidgets
@@ -27,11 +29,12 @@ import traitlets
 from engine.errors import BadInput, UsageError
 from engine.evidence.figures import run_figures
 from engine.runlog.folder import RunFolder, is_run, open_run
+from engine.runlog.view import RunView
 from workbench.feed import UNREADABLE, RunFeed, Snapshot
 from workbench.launch import resume_run, start_run, stop_run
 from workbench.notebook.panel import Panel
 from workbench.notebook.stream import Stream
-from workbench.words import alert_words, result_words
+from workbench.words import result_words
 
 if TYPE_CHECKING:
     import pandas
@@ -51,13 +54,16 @@ def script(name: str) -> str:
 class RunPlot(anywidget.AnyWidget):
     """The page's half of Live. Its state is `key` alone: the rows go by messages."""
 
-    _esm = script("live.js")
+    _esm = script("chart.js") + script("live.js")
     _css = script("live.css")
     key = traitlets.Unicode().tag(sync=True)
 
 
 class Live(Panel):
     """One run, live."""
+
+    selected: ClassVar[weakref.ref[Live] | None] = None
+    """The one in which a window was selected last."""
 
     def __init__(
         self,
@@ -159,8 +165,7 @@ class Live(Panel):
         return f"resumed {self._feed.run.path}"
 
     def _attach(self, run: RunFolder) -> None:
-        # The page thins the rows for itself: traces, which cost a second of a million rows, are not drawn.
-        self._feed = RunFeed(run, columns={})
+        self._feed = RunFeed(run)
 
     # What the thread does
 
@@ -197,20 +202,23 @@ class Live(Panel):
         if now - self._previewed < PREVIEW_S or not self._previews_left:
             return
         self._previewed = now
-        self._previews_left = self._previews_left - 1 if snapshot.has_ended else PREVIEWS_AFTER
         for message in Stream(history=PREVIEW, panes=PREVIEW_PANES).messages(snapshot):
             self._plot.send(message.content, list(message.buffers))
+        self._previews_left = self._previews_left - 1 if snapshot.has_ended else PREVIEWS_AFTER
 
     @property
     def is_over(self) -> bool:
         return self.snapshot is not None and self.snapshot.has_ended and not self.snapshot.behind
+
+    @property
+    def is_current(self) -> bool:
+        return self._looked and (self.snapshot is None or not self.snapshot.behind)
 
     def still(self) -> tuple[list[str], list[str]]:
         snapshot = self.snapshot
         if snapshot is None:
             return [], [f"{self!r}: nothing was read yet"]
         lines = [f"{snapshot.run.name}: {snapshot.status}", *result_words(snapshot)]
-        lines += alert_words(snapshot)
         return run_figures(snapshot.view, limit=STILL_LIMIT), lines
 
     def _draw_buttons(self) -> None:
@@ -228,7 +236,23 @@ class Live(Panel):
             self._asked.set()
             self._wake.set()
         elif content.get("kind") == "window" and self.snapshot is not None:
-            begin = self.snapshot.view.first_unix_s or 0.0
-            self.window = (begin + float(content["from"]), begin + float(content["to"]))
-            seconds = float(content["to"]) - float(content["from"])
-            self._say(f"window of {seconds:.1f} s selected")
+            window = window_of(self.snapshot.view, content)
+            if window is None:
+                self._say("no step was done in the window selected")
+                return
+            self.window, Live.selected = window, weakref.ref(self)
+            self._say(f"window of {window[1] - window[0]:.1f} s selected")
+
+
+def window_of(view: RunView, selected: Mapping[str, Any]) -> tuple[float, float] | None:
+    """What was selected in a chart, in unix seconds; None where that is steps and none of them was done."""
+    begin, end = float(selected["from"]), float(selected["to"])
+    if selected["x"] == "seconds":
+        zero = view.first_unix_s or 0.0
+        return zero + begin, zero + end
+    steps = view.steps
+    first, last = (steps.find("step", x) for x in (begin, math.nextafter(end, math.inf)))
+    if first == last:
+        return None
+    times = steps.value("unix_s", first), steps.value("unix_s", last - 1)
+    return None if None in times else times  # type: ignore[return-value]

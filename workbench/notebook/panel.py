@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,13 +26,22 @@ from engine.errors import EngineError
 from workbench.notebook.outputs import replace, show
 
 STILL_EVERY_S = 60.0
+FIRST_LOOK_S = 0.5
+"""What a cell waits at most for the first reading, so that its still shows it. Programs that run notebooks
+drop what a cell shows after its end; a page does not."""
+_FIGURE = "display:inline-block;width:48%;min-width:24em;max-width:620px"
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
-    """A page's part that needs no script: figures as SVG, then lines."""
+    """A page's part that needs no script: figures, then lines. The SVG are images of their own: of a notebook
+    that came from elsewhere JupyterLab removes drawings and keeps images."""
+    drawn = "".join(
+        f'<img style="{_FIGURE}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
+        for svg in figures
+    )
     said = html.escape("\n".join(lines))
-    return f'<div data-apr-static="{html.escape(key)}">{"".join(figures)}<pre>{said}</pre></div>'
+    return f'<div data-apr-static="{html.escape(key)}">{drawn}<pre>{said}</pre></div>'
 
 
 def hide_still(key: str) -> str:
@@ -58,7 +68,9 @@ class Panel(ABC):
         self._refresh_s = refresh_s
         self._wake, self._closing = threading.Event(), threading.Event()
         self._ended = threading.Condition()
-        self._shown, self._still_at = False, 0.0
+        self._shown, self._still_at, self._looked = False, 0.0, False
+        # What ends while its cell is drawn is drawn anew after that, and not forgotten.
+        self._drawing = threading.Lock()
         self._root: ipywidgets.Widget | None = None
         self._said = ipywidgets.Label()
         self._thread = threading.Thread(target=self._poll, name=f"apr-{self.key}", daemon=True)
@@ -76,6 +88,11 @@ class Panel(ABC):
     def is_over(self) -> bool:
         """Whether what is shown has ended: then `wait` returns."""
 
+    @property
+    def is_current(self) -> bool:
+        """Whether all that there is was read."""
+        return self._looked
+
     @abstractmethod
     def still(self) -> tuple[list[str], list[str]]:
         """Figures as SVG, and lines, of how it stands."""
@@ -84,7 +101,10 @@ class Panel(ABC):
         """Wait until it has ended; False when the time was up first. The kernel is busy meanwhile:
         for cells that need the result."""
         with self._ended:
-            return self._ended.wait_for(lambda: self.is_over or self.is_closed, timeout_s)
+            done = self._ended.wait_for(lambda: self.is_over or self.is_closed, timeout_s)
+        # Again, from the cell that waited: see FIRST_LOOK_S.
+        self._update_still()
+        return done
 
     @property
     def is_closed(self) -> bool:
@@ -113,6 +133,7 @@ class Panel(ABC):
                 # A file that another process is just making or taking away: the next tick sees more.
                 self._say(str(problem))
             with self._ended:
+                self._looked = True
                 self._ended.notify_all()
             if self._shown and time.monotonic() - self._still_at > STILL_EVERY_S:
                 self._update_still()
@@ -141,17 +162,21 @@ class Panel(ABC):
     # Outputs
 
     def _ipython_display_(self) -> None:
-        figures, lines = self.still()
-        if self._root is not None and not self.is_closed:
-            view = {"version_major": 2, "version_minor": 0, "model_id": self._root.model_id}
-            show({VIEW: view, "text/plain": repr(self)})
-        self._shown, self._still_at = True, time.monotonic()
-        show(self._bundle(figures, lines), self.key)
+        with self._ended:
+            self._ended.wait_for(lambda: self.is_current or self.is_closed, FIRST_LOOK_S)
+        with self._drawing:
+            figures, lines = self.still()
+            if self._root is not None and not self.is_closed:
+                view = {"version_major": 2, "version_minor": 0, "model_id": self._root.model_id}
+                show({VIEW: view, "text/plain": repr(self)})
+            self._shown, self._still_at = True, time.monotonic()
+            show(self._bundle(figures, lines), self.key)
 
     def _update_still(self) -> None:
-        if self._shown:
-            self._still_at = time.monotonic()
-            replace(self._bundle(*self.still()), self.key)
+        with self._drawing:
+            if self._shown:
+                self._still_at = time.monotonic()
+                replace(self._bundle(*self.still()), self.key)
 
     def _bundle(self, figures: Sequence[str], lines: Sequence[str]) -> dict[str, Any]:
         return {

@@ -10,13 +10,12 @@
     whys.conclude("attention ran on the CPU")
 
 Each change is made under the lock of the bundle and shown at once; what is refused is said in the words of
-the engine. The buttons verify and export; the form adds an answer to a why. `conclude` refuses while a rule is
-open, and says which.
+the engine. The buttons do the same from the page: add an answer to a why, link the window that was selected last in
+any Live of this kernel, verify, export. `conclude` refuses while a rule is open, and says which.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -36,6 +35,7 @@ from engine.evidence.command import COMMAND_LIMIT_S, capture_command
 from engine.evidence.context import run_blobs
 from engine.evidence.finding import Finding
 from engine.evidence.flips import capture_flip
+from engine.evidence.html import hanging
 from engine.evidence.redact import Redactor
 from engine.evidence.report import tree_lines
 from engine.evidence.verify import Checked, check_bundle
@@ -71,18 +71,30 @@ class Whys(Panel):
         self._of = ipywidgets.Text(value="n1", description="why of", layout={"width": "200px"})
         self._kind = ipywidgets.Dropdown(options=KINDS, description="kind")
         self._claim = ipywidgets.Text(description="because", layout=wide)
+        self._node = ipywidgets.Text(
+            value="n1", description="evidence of", layout={"width": "200px"}
+        )
+        self._metric = ipywidgets.Text(
+            description="metric", placeholder="loss, gpu0.gpu_util_pct; none: all events"
+        )
         self._buttons: dict[str, ipywidgets.Button] = {}
         for name, tooltip, call in (
             ("add", "add this answer to the why", self._add),
+            (
+                "link window",
+                "put the window selected in a Live under this claim",
+                self._link_window,
+            ),
             ("verify", "hash and evaluate all evidence again", self._verify),
             ("export", "enter the finding into LOG.md", self._export),
         ):
             button = ipywidgets.Button(description=name, tooltip=tooltip)
             button.on_click(lambda _, name=name, call=call: self._command(name, call))
             self._buttons[name] = button
-        form = ipywidgets.HBox([self._of, self._kind])
-        row = ipywidgets.HBox([*self._buttons.values(), self._said])
-        self._begin(ipywidgets.VBox([self._tree, form, self._claim, row]))
+        why = ipywidgets.HBox([self._of, self._kind, self._buttons["add"]])
+        evidence = ipywidgets.HBox([self._node, self._metric, self._buttons["link window"]])
+        row = ipywidgets.HBox([self._buttons["verify"], self._buttons["export"], self._said])
+        self._begin(ipywidgets.VBox([self._tree, why, self._claim, evidence, row]))
 
     def __repr__(self) -> str:
         return f"Whys({self.bundle.path.name!r})"
@@ -180,6 +192,15 @@ class Whys(Panel):
         parents = self._of.value.replace(",", " ").split()
         return f"added {self.add(self._claim.value, why_of=parents, kind=self._kind.value)}"
 
+    def _link_window(self) -> str:
+        live = None if Live.selected is None else Live.selected()
+        if live is None:
+            raise UsageError(
+                "Whys: expected a window, found none", hint="drag over a chart of a Live"
+            )
+        node = self._node.value.strip()
+        return f"linked {self.link(live, node, metric=self._metric.value.strip())} under {node}"
+
     def _verify(self) -> str:
         verdict = self.verify().verdict
         return f"{verdict.level.name.lower()}: {verdict.reason}"
@@ -191,7 +212,7 @@ class Whys(Panel):
 
     def tick(self) -> None:
         """Show the tree as it is on disk: a shell may have changed it."""
-        text = f"{hide_still(self.key)}<pre>{html.escape(chr(10).join(self.still()[1]))}</pre>"
+        text = f"{hide_still(self.key)}{hanging(self.still()[1])}"
         if not self.is_closed and self._tree.value != text:
             self._tree.value = text
             self._update_still()

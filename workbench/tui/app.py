@@ -44,6 +44,8 @@ class WorkbenchApp(Shell):
         theme: str = OWN_NAMES[0],
     ) -> None:
         super().__init__(theme=theme, read_only=read_only, ascii_only=ascii_only)
+        # A key is answered by one picture and not by a dozen on the way, which over ssh come late.
+        self.animation_level = "none"
         self.context = Context(tuple(paths), refresh_s, read_only, ascii_only)
 
     def on_mount(self) -> None:
@@ -75,8 +77,7 @@ class WorkbenchApp(Shell):
         """Put the screen of a run over what is shown."""
         self.push_screen(
             RunScreen(
-                # The time line reads the columns itself, for what it shows.
-                RunFeed(run, columns={}),
+                RunFeed(run),
                 refresh_s=self.context.refresh_s,
                 read_only=self.context.read_only,
                 ascii_only=self.context.ascii_only,

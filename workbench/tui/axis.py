@@ -7,6 +7,7 @@ of two finite floats need not be finite.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.units import format_count
@@ -38,9 +39,25 @@ class Axis:
             if value <= 0:
                 return None
             value = math.log10(value)
-        half_span = self.high / 2 - self.low / 2
-        share = (value / 2 - self.low / 2) / half_span if half_span > 0 else 0.5
-        return round(min(1.0, max(0.0, share)) * (self.dots - 1))
+        return self.dots_of((value,))[0]
+
+    def dots_of(self, places: Iterable[float]) -> list[int]:
+        """The dot of each place on the axis, clipped to it; on a logarithmic axis a place is a logarithm."""
+        low, half_span, last = self.low / 2, self.high / 2 - self.low / 2, self.dots - 1
+        if not half_span > 0:
+            return [round(0.5 * last) for _ in places]
+        shares = [(place / 2 - low) / half_span for place in places]
+        return [
+            round(share * last) if 0.0 <= share <= 1.0 else last if share > 1.0 else 0
+            for share in shares
+        ]
+
+    def heights(self, values: Sequence[float | None]) -> list[int | None]:
+        """`dot` of many values; None of an absent one."""
+        known = [y if y is not None and (y > 0 or not self.is_log) else None for y in values]
+        places = (y for y in known if y is not None)
+        dots = iter(self.dots_of(map(math.log10, places) if self.is_log else places))
+        return [None if y is None else next(dots) for y in known]
 
     def is_over(self, value: float) -> bool:
         """Whether a value is over the upper end."""

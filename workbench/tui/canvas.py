@@ -18,8 +18,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 BRAILLE_BLANK = 0x2800
-BRAILLE_BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bit of each dot, by its column and its row from the top."""
+BRAILLE_BITS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
+"""Bit of each dot, by its column and its row from the bottom."""
+RUNS = tuple(
+    tuple(tuple(sum(bits[low : high + 1]) for high in range(4)) for low in range(4))
+    for bits in BRAILLE_BITS
+)
+"""Bits of the dots from a row to a row of one column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +93,10 @@ class Canvas:
         self.columns, self.rows = columns, rows
         self.dots_per_column, self.dots_per_row = (1, 1) if ascii_only else (2, 4)
         self._ascii_only = ascii_only
-        self._bits: dict[tuple[int, int], int] = {}
-        self._cells: dict[tuple[int, int], tuple[str, str]] = {}
+        cells = columns * rows
+        self._chars = [" "] * cells
+        self._bits = bytearray(cells)
+        self._roles: list[str | None] = [None] * cells
 
     @property
     def dots_across(self) -> int:
@@ -106,29 +113,48 @@ class Canvas:
     def dot(self, x: int, y: int, char: str, role: str) -> None:
         """Set one dot, in ASCII the whole cell to `char`. A cell has the role of what was drawn in
         it last."""
-        cell = self.cell(x, y)
-        if not self._ascii_only:
-            self._bits[cell] = self._bits.get(cell, 0) | BRAILLE_BITS[x % 2][3 - y % 4]
-            char = chr(BRAILLE_BLANK | self._bits[cell])
-        self._cells[cell] = (char, role)
+        self.run(x, y, y, char, role)
+
+    def run(self, x: int, low: int, high: int, char: str, role: str) -> None:
+        """Set the dots of one column of dots from `low` to `high`."""
+        columns, roles = self.columns, self._roles
+        if self._ascii_only:
+            for y in range(low, high + 1):
+                at = (self.rows - 1 - y) * columns + x
+                self._chars[at], roles[at] = char, role
+            return
+        runs = RUNS[x % 2]
+        first, last = low // 4, high // 4
+        for cell in range(first, last + 1):
+            at = (self.rows - 1 - cell) * columns + x // 2
+            begin, end = low % 4 if cell == first else 0, high % 4 if cell == last else 3
+            self._bits[at] |= runs[begin][end]
+            roles[at] = role
 
     def char(self, column: int, row: int, char: str, role: str) -> None:
         """Put a character over whatever is in a cell."""
-        self._bits.pop((column, row), None)
-        self._cells[column, row] = (char, role)
+        at = row * self.columns + column
+        self._chars[at], self._bits[at], self._roles[at] = char, 0, role
 
     def role(self, column: int, row: int) -> str | None:
         """The role of what is in a cell, None when it is empty."""
-        cell = self._cells.get((column, row))
-        return cell[1] if cell else None
+        return self._roles[row * self.columns + column]
 
     def text(self, row: int) -> list[Span]:
         """One row of cells, from the top."""
-        cells = [self._cells.get((column, row), (" ", "axis")) for column in range(self.columns)]
-        return [
-            Span("".join(char for char, _ in group), role)
-            for role, group in groupby(cells, key=lambda cell: cell[1])
+        begin = row * self.columns
+        end = begin + self.columns
+        # Dots drawn over a character have taken its place.
+        chars = [
+            chr(BRAILLE_BLANK | bits) if bits else char
+            for char, bits in zip(self._chars[begin:end], self._bits[begin:end], strict=True)
         ]
+        spans, start = [], 0
+        for role, group in groupby(self._roles[begin:end]):
+            stop = start + len(list(group))
+            spans.append(Span("".join(chars[start:stop]), role or "axis"))
+            start = stop
+        return spans
 
 
 def plain(rows: Sequence[Row]) -> list[str]:

@@ -35,16 +35,16 @@ CLIP = 3.0
 FEW = 8
 """So few values have no shape yet that a level could flatten."""
 
-DRAWN: tuple[Callable[[int], bool], ...] = (
-    lambda x: True,
-    lambda x: x % 8 < 5,
-    lambda x: x % 2 == 0,
-    lambda x: x % 8 < 4 or x % 8 == 6,
-    lambda x: x % 16 < 12,
-    lambda x: x % 4 == 0,
+DRAWN = (
+    "################",
+    "#####   #####   ",
+    "# # # # # # # # ",
+    "#### #  #### #  ",
+    "############    ",
+    "#   #   #   #   ",
 )
-"""Which dot columns a trace uses: the first is solid, the second dashed, the third dotted, and then
-dashes with dots, long dashes, and few dots."""
+"""Which dot columns a trace uses, over and over: the first is solid, the second dashed, the third dotted, and
+then dashes with dots, long dashes, and few dots."""
 
 
 def render_plot(
@@ -98,7 +98,8 @@ def render_plot(
         edge = glyphs.tick if row in labels else glyphs.vertical
         label = Span(f"{labels.get(row, ''):>{margin}} {edge}", "axis")
         lines.append(fit([label, *canvas.text(row)], width))
-    return [*head, *lines, *_x_labels(x_axis, margin, canvas, glyphs, width)]
+    x_name = traces[0].x_name if traces else "step"
+    return [*head, *lines, *_x_labels(x_axis, x_name, margin, canvas, glyphs, width)]
 
 
 def span_of(
@@ -160,12 +161,15 @@ def _x_dot(x_axis: Axis, x: float) -> int:
     return dot
 
 
-def _line(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int]]:
-    count = max(abs(x1 - x0), abs(y1 - y0), 1)
-    return [
-        (round(x0 + (x1 - x0) * i / count), round(y0 + (y1 - y0) * i / count))
-        for i in range(count + 1)
-    ]
+def _joined(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int, int]]:
+    """A straight line as runs of dots: the column of dots, and its lowest and highest dot."""
+    count = max(x1 - x0, abs(y1 - y0), 1)
+    runs: dict[int, tuple[int, int]] = {}
+    for i in range(count + 1):
+        x, y = round(x0 + (x1 - x0) * i / count), round(y0 + (y1 - y0) * i / count)
+        low, high = runs.get(x, (y, y))
+        runs[x] = min(low, y), max(high, y)
+    return [(x, low, high) for x, (low, high) in runs.items()]
 
 
 def draw_trace(
@@ -179,35 +183,39 @@ def draw_trace(
 ) -> None:
     """Draw one trace; points that are further apart than `gap` on x are not joined."""
     role, char = f"trace{form}", glyphs.traces[form][0]
+    drawn = DRAWN[form if canvas.dots_per_column > 1 else 0]
     before: tuple[int, int, int] | None = None
     last_x = math.inf
-    for bucket in buckets:
-        x = _x_dot(x_axis, (bucket.x_first + bucket.x_last) / 2)
+    xs = x_axis.dots_of([(bucket.x_first + bucket.x_last) / 2 for bucket in buckets])
+    tops = y_axis.heights([bucket.high for bucket in buckets])
+    bottoms = y_axis.heights([bucket.low for bucket in buckets])
+    for bucket, x, high, bottom in zip(buckets, xs, tops, bottoms, strict=True):
         if before is not None and bucket.x_first - last_x > gap:
             before = None
         last_x = bucket.x_last
         if bucket.low is None or bucket.high is None:
             before = None
             continue
-        high = y_axis.dot(bucket.high)
         if high is None:
             canvas.char(canvas.cell(x, 0)[0], canvas.rows - 1, glyphs.below, role)
             before = None
             continue
-        low = y_axis.dot(bucket.low) or 0
         if y_axis.is_over(bucket.high):
             canvas.char(canvas.cell(x, 0)[0], 0, glyphs.above, role)
             before = None
             continue
-        dots = [(x, y) for y in range(low, high + 1)]
+        low = bottom or 0
+        runs = [(x, low, high)]
         if before is not None and not bucket.non_finite:
             x0, low0, high0 = before
             # Between the nearest dots of both bands: bands that overlap need no line through them.
             y0 = min(max((low + high) // 2, low0), high0)
-            dots += _line(x0, y0, x, min(max(y0, low), high))
-        for dot_x, dot_y in dots:
-            if canvas.dots_per_column == 1 or DRAWN[form](dot_x):
-                canvas.dot(dot_x, dot_y, char, role)
+            y1 = min(max(y0, low), high)
+            if x > x0 + 1 or abs(y1 - y0) > 1:
+                runs += _joined(x0, y0, x, y1)
+        for column, lowest, highest in runs:
+            if drawn[column % len(drawn)] == "#":
+                canvas.run(column, lowest, highest, char, role)
         before = None if bucket.non_finite else (x, low, high)
 
 
@@ -236,13 +244,18 @@ def y_labels(axis: Axis, rows: int) -> dict[int, str]:
     return {rows - 1 - dot: tick.text for dot, tick in placed if dot is not None}
 
 
-def _x_labels(axis: Axis, margin: int, canvas: Canvas, glyphs: Glyphs, width: int) -> list[Row]:
+def _x_labels(
+    axis: Axis, x_name: str, margin: int, canvas: Canvas, glyphs: Glyphs, width: int
+) -> list[Row]:
     """The line under the plot and the values under the line; the last value is always named."""
     line = [glyphs.horizontal] * canvas.columns
     words = [" "] * canvas.columns
-    ticks = [tick for tick in axis.ticks(max(2, canvas.columns // 14)) if tick.value % 1 == 0]
+    ticks = axis.ticks(max(2, canvas.columns // 14))
+    if x_name == "step":
+        ticks = [tick for tick in ticks if tick.value % 1 == 0]
     for value in [axis.high, *(tick.value for tick in ticks)]:
-        column, text = canvas.cell(_x_dot(axis, value), 0)[0], f"{value:.0f}"
+        column = canvas.cell(_x_dot(axis, value), 0)[0]
+        text = f"{value:.0f}" if value % 1 == 0 or value > 1000 else f"{value:.3g}"
         start = min(max(0, column - len(text) // 2), canvas.columns - len(text))
         # One free cell on each side keeps neighbouring numbers apart.
         around = words[max(0, start - 1) : start + len(text) + 1]
@@ -251,5 +264,5 @@ def _x_labels(axis: Axis, margin: int, canvas: Canvas, glyphs: Glyphs, width: in
             line[column] = glyphs.down_tick
     return [
         fit([Span(" " * (margin + 1) + glyphs.corner + "".join(line), "axis")], width),
-        fit([Span(f"{'step':<{margin + 2}}" + "".join(words), "axis")], width),
+        fit([Span(f"{x_name:<{margin + 2}.{margin + 2}}" + "".join(words), "axis")], width),
     ]

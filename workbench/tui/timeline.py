@@ -149,6 +149,8 @@ def _pace_area(
     draw_trace(canvas, pace.buckets, x_axis, y_axis, 0, glyphs, pace.gap)
     draw_crosses(canvas, [pace], x_axis, glyphs)
     labels = {0: format_seconds(span[1]), rows - 1: format_seconds(span[0])}
+    if labels[0] == labels[rows - 1]:
+        labels = {rows // 2: labels[0]}
     return _area(canvas, labels, x_axis, line.cursor, margin, glyphs)
 
 

@@ -150,12 +150,11 @@ class FlipScreen(PollingScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        super().on_mount()
+        # Textual calls the handlers of each class: the screen that polls has its own.
         if self._feed is None and self._found is not None:
             self.query_one(FlipForm).found = self._found
 
     def on_resize(self) -> None:
-        super().on_resize()
         self.set_class(self.size.height < SHORT, "-short")
 
     def poll(self) -> FlipPolled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 from textual import on
@@ -18,11 +19,11 @@ from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.suspicions import Suspicion, settings_of, suspicions
 from workbench.tui.layout import PANES, Layout, arrange
 from workbench.tui.messages import RunPolled
-from workbench.tui.screens.acting import RESUME, STOP, ActingScreen, Target
+from workbench.tui.screens.acting import RESUME, STOP, Target
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.mark import MarkScreen
-from workbench.tui.screens.replaying import TICK_S, Replay, Replayed
+from workbench.tui.screens.replay_screen import ReplayScreen, lays_out_anew
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.ledger_pane import LedgerPane
 from workbench.tui.widgets.log_pane import LogPane
@@ -57,10 +58,10 @@ NOTES = (
 )
 
 
-class RunScreen(ActingScreen):
+class RunScreen(ReplayScreen):
     """Draws the snapshots of one RunFeed."""
 
-    ACTING = ActingScreen.ACTING | {"flip", "why"}
+    ACTING = ReplayScreen.ACTING | {"flip", "why"}
     AUTO_FOCUS = "#loss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help", tooltip="this help"),
@@ -140,13 +141,10 @@ class RunScreen(ActingScreen):
     ) -> None:
         super().__init__(refresh_s)
         self._feed, self.read_only, self._ascii_only = feed, read_only, ascii_only
-        self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed, self._paused = "loss", False, False
         self._flip_look = FlipLook(feed.run)
         self._flips: tuple[FlipSeen, ...] = ()
         self._marks: tuple[Happening, ...] = ()
-        self._replay: Replay | None = None
-        self._past: Snapshot | None = None
 
     @property
     def run(self) -> RunFolder:
@@ -174,14 +172,6 @@ class RunScreen(ActingScreen):
         yield PaneTabs()
         yield KeyBar()
 
-    def on_mount(self) -> None:
-        super().on_mount()
-        self.set_interval(TICK_S, self._play)
-
-    def on_unmount(self) -> None:
-        if self._replay is not None:
-            self._replay.close()
-
     def poll(self) -> RunPolled:
         snapshot = self._feed.poll()
         # Walks long lists, and looks into other folders: no work for the thread that draws.
@@ -195,18 +185,12 @@ class RunScreen(ActingScreen):
         before = self._snapshot
         self._snapshot = message.snapshot
         if not self._paused:
-            self._hand_down()
-        now = message.snapshot
-        if before is None or _layout_of(before) != _layout_of(now):
+            self.hand_down()
+        if lays_out_anew(before, message.snapshot):
             self.draw_keys()
             self.lay_out()
 
-    @property
-    def shown(self) -> Snapshot | None:
-        """What the panes show: the run as it is, or as it was."""
-        return self._snapshot if self._replay is None else self._past
-
-    def _hand_down(self) -> None:
+    def hand_down(self) -> None:
         snapshot = self.shown
         if snapshot is None:
             return
@@ -220,7 +204,7 @@ class RunScreen(ActingScreen):
             self.query_one(LogPane).snapshot = snapshot
             for pane in self.query(TextPane):
                 pane.snapshot = snapshot
-            self._tell_replay()
+            self.tell_replay()
 
     # Layout
 
@@ -300,19 +284,19 @@ class RunScreen(ActingScreen):
     def action_pause(self) -> None:
         if self._replay is not None:
             self._replay.is_playing = not self._replay.is_playing
-            self._tell_replay()
+            self.tell_replay()
             return
         self._paused = not self._paused
         self.query_one(StatusLine).paused = self._paused
         if not self._paused:
-            self._hand_down()
+            self.hand_down()
 
     def action_help(self) -> None:
         self.app.push_screen(
             HelpScreen(f"help: run {self._feed.run.name}", bindings_of(self), NOTES)
         )
 
-    # Marks and replay
+    # Marks
 
     @on(TimelinePane.Opened)
     def open_marks(self, message: TimelinePane.Opened) -> None:
@@ -321,75 +305,11 @@ class RunScreen(ActingScreen):
 
     def _flip_of(self, mark: Happening | None) -> None:
         """Open the flip of a mark: one that there is, or the form filled with what its alert names."""
-        if mark is not None:
+        if mark is not None and mark.folder is not None:
+            # It has begun: looking at it starts nothing.
+            self._push_flip(folder=mark.folder)
+        elif mark is not None:
             self._open_flip(mark)
-
-    def action_replay(self) -> None:
-        if self._replay is not None:
-            self._end_replay()
-            return
-        if self._snapshot is None or self._snapshot.view.first_unix_s is None:
-            return
-        line = self.query_one(TimelinePane)
-        begin = line.cursor_unix_s
-        if begin is None:
-            begin = self._snapshot.view.first_unix_s
-        self._past = None
-        self._replay = Replay(self.run, begin, self.post_message)
-        line.show_time(begin)
-        line.focus()
-        self.draw_keys()
-        self._tell_replay()
-
-    def _end_replay(self) -> None:
-        if self._replay is not None:
-            self._replay.close()
-        self._replay, self._past = None, None
-        self._hand_down()
-        self.draw_keys()
-        self.lay_out()
-
-    def _tell_replay(self) -> None:
-        live, replay = self._snapshot, self._replay
-        words = ""
-        if replay is not None and live is not None:
-            words = replay.words(live.view.first_unix_s or 0.0, live.view.last_unix_s or 0.0)
-        self.query_one(StatusLine).replay = words
-
-    def _play(self) -> None:
-        replay, live = self._replay, self._snapshot
-        if replay is not None and live is not None and replay.is_playing:
-            replay.tick(live.view.last_unix_s or 0.0)
-            self.query_one(TimelinePane).show_time(replay.unix_s)
-            self._tell_replay()
-
-    @on(Replayed)
-    def show_past(self, message: Replayed) -> None:
-        """Draw the run as it was."""
-        if self._replay is not None:
-            before, self._past = self._past, message.snapshot
-            self._hand_down()
-            if before is None or _layout_of(before) != _layout_of(message.snapshot):
-                self.lay_out()
-
-    @on(TimelinePane.Moved)
-    def seek(self, message: TimelinePane.Moved) -> None:
-        """In a replay the cursor is the time that is shown."""
-        replay, live = self._replay, self._snapshot
-        if replay is not None and live is not None:
-            last = live.view.steps.last("clock_s")
-            # After the last step a run still has an end to show.
-            is_end = last is not None and message.unix_s >= last
-            replay.seek(live.view.last_unix_s or 0.0 if is_end else message.unix_s)
-            self._tell_replay()
-
-    def action_scrub(self, columns: int) -> None:
-        self.query_one(TimelinePane).action_move(columns)
-
-    def action_speed(self) -> None:
-        if self._replay is not None:
-            self._replay.next_speed()
-            self._tell_replay()
 
     # Keys that act on the run
 
@@ -426,8 +346,19 @@ class RunScreen(ActingScreen):
                 Suspicion(wanted, words, alert),
                 *(other for other in found if other.assignment != wanted),
             )
+        self._push_flip(found)
+
+    def _push_flip(
+        self, found: tuple[Suspicion, ...] | None = None, folder: Path | None = None
+    ) -> None:
         self.app.push_screen(
-            FlipScreen(self.run, found, refresh_s=self._refresh_s, ascii_only=self._ascii_only)
+            FlipScreen(
+                self.run if folder is None else None,
+                found,
+                refresh_s=self._refresh_s,
+                ascii_only=self._ascii_only,
+                folder=folder,
+            )
         )
 
     def action_why(self) -> None:
@@ -440,11 +371,6 @@ class RunScreen(ActingScreen):
     def _begun(self, path: str | None) -> None:
         if path is not None:
             self.notify(f"begun: {path}; w lists the findings", markup=False)
-
-
-def _layout_of(snapshot: Snapshot) -> tuple[object, ...]:
-    """What the panes and keys that are shown depend on."""
-    return snapshot.state, snapshot.alive, bool(snapshot.view.alerts)
 
 
 def _until(marks: tuple[Happening, ...], snapshot: Snapshot) -> tuple[Happening, ...]:

@@ -24,11 +24,12 @@ class LedgerPane(VerticalScroll):
     """
     DEFAULT_CSS = "LedgerPane { scrollbar-size-vertical: 1; }"
 
-    snapshot: reactive[Snapshot | None] = reactive(None)
+    snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
 
     def __init__(self, *, ascii_only: bool, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)
-        self._ascii_only, self._count = ascii_only, 0
+        self._ascii_only = ascii_only
+        self._lines: list[str] = []
         self.border_title = "2 pace and step ledger"
 
     def compose(self) -> ComposeResult:
@@ -45,6 +46,8 @@ class LedgerPane(VerticalScroll):
             return
         width = self.scrollable_content_region.width
         lines = ledger_words(self.snapshot, max(width, 20), ascii_only=self._ascii_only)
-        count, self._count = self._count, len(lines)
-        # Each line fits, so only another number of them takes a layout of the whole screen.
-        self.query_one(Static).update("\n".join(lines), layout=count != len(lines))
+        before, self._lines = self._lines, lines
+        if lines != before:
+            # Each line fits, so only another number of them takes a layout of the whole screen.
+            text = "\n".join(lines)
+            self.query_one(Static).update(text, layout=len(before) != len(lines))

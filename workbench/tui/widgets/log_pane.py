@@ -16,7 +16,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.events import MouseScrollUp
-from textual.geometry import Size
+from textual.geometry import Region, Size
 from textual.message import Message
 from textual.reactive import reactive
 from textual.scroll_view import ScrollView
@@ -196,7 +196,9 @@ class LogView(ScrollView, can_focus=True):
         if width <= 0:
             return
         self._drawn = None
-        self.virtual_size = Size(width, self.shown)
+        # The scroll bar is always there, so another length of the log takes no layout of the screen.
+        self.set_reactive(LogView.virtual_size, Size(width, self.shown))
+        self.vertical_scrollbar.window_virtual_size = self.shown
         if self.follow:
             self.scroll_end(animate=False, immediate=True)
         self.refresh()
@@ -222,16 +224,17 @@ class LogView(ScrollView, can_focus=True):
             lines = self._lines(top, top + height)
             self._rows = [(r, role_of(x)) for x in lines for r in wrapped(line_text(x), width)]
 
-    def render_line(self, y: int) -> Strip:
+    def render_lines(self, crop: Region) -> list[Strip]:
         wanted = (self.book, self.pattern, self._sought, self.scroll_y, self.size)
         if wanted != self._drawn:
             self._drawn = wanted
             self._draw()
-        if y >= len(self._rows):
-            return Strip.blank(self.size.width, self.rich_style)
-        text, role = self._rows[y]
-        strip = Strip([Segment(text, self.get_component_rich_style(role))])
-        return strip.adjust_cell_length(self.size.width, self.rich_style)
+        return super().render_lines(crop)
+
+    def render_line(self, y: int) -> Strip:
+        text, role = self._rows[y] if y < len(self._rows) else ("", "log--plain")
+        style, width = self.get_component_rich_style(role), self.size.width
+        return Strip([Segment(text, style)]).adjust_cell_length(width, style)
 
     def action_scroll_up(self) -> None:
         self.follow = False
@@ -262,7 +265,7 @@ class LogPane(Vertical):
     }
     """
 
-    snapshot: reactive[Snapshot | None] = reactive(None)
+    snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
 
     def compose(self) -> ComposeResult:
         yield LogView()
@@ -325,4 +328,6 @@ class LogPane(Vertical):
         some = f", {view.shown} of {total} lines" if view.pattern else f", {total} lines"
         looked = view.share_filtered
         far = f", looked through {looked:.0%}" if looked < 1 else ""
-        self.border_title = f"5 log, {following}{some}{far}"
+        title = f"5 log, {following}{some}{far}"
+        if title != self.border_title:
+            self.border_title = title

@@ -59,13 +59,14 @@ class StatusLine(Static):
     StatusLine { height: auto; max-height: 6; padding: 0 1; background: $panel; }
     """
 
-    snapshot: reactive[Snapshot | None] = reactive(None)
+    snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
     paused: reactive[bool] = reactive(False)
     replay: reactive[str] = reactive("")
     """Where a replay is; empty when the run is shown as it is."""
 
     def __init__(self, name: str, *, ascii_only: bool, read_only: bool, id: str) -> None:
         super().__init__(Content(f"{name}: reading its log"), id=id, markup=False)
+        self._words = Content()
         self._rows: tuple[int, ...] = ()
         self._run_name, self._ascii_only, self._read_only = name, ascii_only, read_only
 
@@ -106,5 +107,7 @@ class StatusLine(Static):
             lines += [Content(line) for line in snapshot.error.splitlines()]
         # Laying a screen out draws all of it again: only lines that need other rows are worth that.
         rows = tuple(-(-line.cell_length // max(1, width - 2)) for line in lines)
-        self.update(Content("\n").join(lines), layout=rows != self._rows)
-        self._rows = rows
+        words = Content("\n").join(lines)
+        if words != self._words:
+            self.update(words, layout=rows != self._rows)
+        self._words, self._rows = words, rows

@@ -21,7 +21,7 @@ Words = Callable[[Snapshot], Sequence[str]]
 class TextPane(VerticalScroll):
     """Draws the words of a snapshot."""
 
-    snapshot: reactive[Snapshot | None] = reactive(None)
+    snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
 
     def __init__(self, title: str, words: Words, *, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from rich.segment import Segment
 from textual.binding import Binding, BindingType
 from textual.events import Click
+from textual.geometry import Region
 from textual.message import Message
 from textual.reactive import reactive
 from textual.strip import Strip
@@ -17,12 +18,11 @@ from textual.widget import Widget
 from engine.runlog.table import Table
 from engine.runlog.text import clock_text
 from engine.runlog.view import RunView
-from engine.units import format_count, format_seconds, format_value
 from workbench.feed import Snapshot
 from workbench.marks import Happening
-from workbench.traces import trace_in
-from workbench.tui.canvas import Row
-from workbench.tui.legend import Level, Mark
+from workbench.traces import WindowTraces
+from workbench.tui.canvas import Row, fit
+from workbench.tui.run_line import LOSSES, fault_words, heldout_marks, levels_of, step_words
 from workbench.tui.timeline import (
     TimeLine,
     clock_ticks,
@@ -33,7 +33,6 @@ from workbench.tui.timeline import (
 )
 from workbench.tui.window import Window
 
-LOSSES = ("loss", "ce", "kd")
 FASTER = 10
 """Shift moves the cursor so many times as far."""
 TWO_ROWS = 18
@@ -113,8 +112,8 @@ class TimelinePane(Widget, can_focus=True):
             super().__init__()
             self.marks = marks
 
-    snapshot: reactive[Snapshot | None] = reactive(None)
-    whole: reactive[Snapshot | None] = reactive(None)
+    snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
+    whole: reactive[Snapshot | None] = reactive(None, repaint=False)
     """The run that gives the ends of the axis, when `snapshot` is an earlier state of it."""
     marks: reactive[tuple[Happening, ...]] = reactive(())
     log_y: reactive[bool] = reactive(False)
@@ -124,8 +123,15 @@ class TimelinePane(Widget, can_focus=True):
     def __init__(self, *, ascii_only: bool, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)
         self._ascii_only = ascii_only
-        self._drawn: object = None
+        self._traces = WindowTraces()
+        self._drawn: tuple[object, ...] | None = None
         self._rows: list[Row] = []
+
+    def watch_snapshot(self, before: Snapshot | None, snapshot: Snapshot | None) -> None:
+        if _view_of(before) is not _view_of(snapshot):
+            self.refresh()
+
+    watch_whole = watch_snapshot
 
     def watch_log_y(self) -> None:
         self._write_title()
@@ -279,8 +285,8 @@ class TimelinePane(Widget, can_focus=True):
             typical = steps.value("step_s", len(steps) // 2) if len(steps) else None
             known = typical is not None and math.isfinite(typical)
             gap = max(GAP_S, GAP_OF_MEDIAN * typical if known and typical is not None else 0.0)
-        traces = [trace_in(steps, n, low, high, count, x=self._x, gap=gap) for n in LOSSES]
-        pace = trace_in(steps, "step_s", low, high, count, x=self._x, gap=gap)
+        names = (*LOSSES, "step_s")
+        *traces, pace = self._traces.traces(steps, names, low, high, count, x=self._x, gap=gap)
         placed = ((self._place(mark), mark) for mark in self.marks)
         # What came after the last step, or before the first, stands at that end of the axis.
         first, last = self._ends()
@@ -289,14 +295,14 @@ class TimelinePane(Widget, can_focus=True):
             high=high,
             losses=tuple(traces),
             pace=pace,
-            heldout=self._heldout(view, low, high),
-            levels=_levels(view),
+            heldout=heldout_marks(view, low, high, by_time=self.by_time),
+            levels=levels_of(view),
             marks=tuple(
                 (min(max(x, first), last), mark)
                 for x, mark in placed
                 if low <= min(max(x, first), last) <= high
             ),
-            fault=_fault_words(view),
+            fault=fault_words(view),
             cursor=self.window.cursor,
             readout=self._readout(steps),
             log_y=self.log_y,
@@ -305,20 +311,6 @@ class TimelinePane(Widget, can_focus=True):
             ticks=clock_ticks if self.by_time else None,
         )
 
-    def _heldout(self, view: RunView, low: float, high: float) -> tuple[Mark, ...]:
-        marks = []
-        for done in view.evals:
-            if done.subject in ("student", "untrained") and done.loss is not None:
-                x = float(done.step)
-                if self.by_time and len(view.steps):
-                    row = min(view.steps.find("step", x), len(view.steps) - 1)
-                    x = view.steps.value("clock_s", row) or 0.0
-                elif len(view.steps):
-                    x = max(x, view.steps.value("step", 0) or 0.0)
-                if low <= x <= high:
-                    marks.append(Mark(x=x, y=done.loss))
-        return tuple(marks)
-
     def _readout(self, steps: Table) -> tuple[str, ...]:
         cursor = self.window.cursor
         if cursor is None or not len(self._table):
@@ -326,7 +318,7 @@ class TimelinePane(Widget, can_focus=True):
         row = self._row_of(cursor)
         words = "nothing is logged here yet"
         if row < len(steps):
-            words = _step_words(steps, row)
+            words = step_words(steps, row)
         under = [mark.title for mark in self._under()]
         many = f" (and {len(under) - 3} more)" if len(under) > 3 else ""
         marks = "; ".join(under[:3]) + many + (" (enter)" if under else "")
@@ -334,69 +326,37 @@ class TimelinePane(Widget, can_focus=True):
             return (words, marks)
         return (f"{marks} | {words}" if marks else words,)
 
-    def render_line(self, y: int) -> Strip:
+    def render_lines(self, crop: Region) -> list[Strip]:
         # Lines are asked for one by one: the plot is drawn once for all of them.
         wanted = (
-            self.snapshot,
-            self.whole,
+            _view_of(self.snapshot),
+            _view_of(self.whole),
             self.marks,
             self.window,
             self.log_y,
             self.by_time,
             self.size,
         )
-        if wanted != self._drawn:
+        # Views are long: the same one is known by itself.
+        if self._drawn is None or any(
+            a is not b and (isinstance(a, RunView) or a != b)
+            for a, b in zip(wanted, self._drawn, strict=True)
+        ):
             self._drawn = wanted
             line = self.time_line(self.size.width)
             self._rows = render_timeline(line, *self.size, ascii_only=self._ascii_only)
-        if y >= len(self._rows):
-            return Strip.blank(self.size.width, self.rich_style)
+        return super().render_lines(crop)
+
+    def render_line(self, y: int) -> Strip:
+        row = self._rows[y] if y < len(self._rows) else fit((), self.size.width)
         return Strip(
             [
                 Segment(span.text, self.get_component_rich_style(f"plot--{span.role}"))
-                for span in self._rows[y]
+                for span in row
             ],
             self.size.width,
         )
 
 
-def _levels(view: RunView) -> tuple[Level, ...]:
-    """Losses to compare with: of a model that gives each of V tokens the same probability, the share of it
-    that CE has in the objective, and the teacher's own."""
-    levels = []
-    student, teacher = view.models.get("student"), view.eval_of("teacher")
-    if student is not None and student.vocab_size > 1:
-        guessing = math.log(student.vocab_size)
-        levels.append(Level(y=guessing, name="ln V"))
-        alpha = view.started.alpha if view.started is not None else 0.0
-        if 0.0 < alpha < 1.0:
-            levels.append(Level(y=alpha * guessing, name="alpha ln V"))
-    if teacher is not None and teacher.loss is not None and math.isfinite(teacher.loss):
-        levels.append(Level(y=teacher.loss, name="teacher"))
-    return tuple(levels)
-
-
-def _fault_words(view: RunView) -> str:
-    """Which steps are not finite."""
-    if not view.non_finite:
-        return ""
-    first, others = view.non_finite[0].step, len({fault.step for fault in view.non_finite}) - 1
-    return f"not finite: {first}" + (f" and {others} more" if others else "")
-
-
-def _step_words(steps: Table, row: int) -> str:
-    """All numbers of one step."""
-
-    def text(name: str, digits: int = 4) -> str:
-        return format_value(steps.value(name, row), digits)
-
-    pace = steps.value("tokens_per_s", row)
-    parts = [
-        f"step {steps.value('step', row):.0f} at {clock_text(steps.value('unix_s', row) or 0.0)}:",
-        *(f"{n} {text(n)}" for n in LOSSES if steps.value(n, row) is not None),
-        format_seconds(steps.value("step_s", row)),
-        *([] if pace is None else [f"{format_count(pace)} tok/s"]),
-        f"|g| {text('grad_norm', 3)}",
-        f"lr {steps.value('lr', row) or 0.0:.2e}",
-    ]
-    return "  ".join(parts)
+def _view_of(snapshot: Snapshot | None) -> RunView | None:
+    return None if snapshot is None else snapshot.view
