@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.errors import NoAnswer
@@ -223,6 +223,7 @@ PLAIN = st.recursive(
 )
 
 
+@example(-0.0)
 @given(PLAIN)
 def test_plain_data_crosses_as_it_is(value: object) -> None:
     crossed = unpack(json.loads(json.dumps(pack(value))))

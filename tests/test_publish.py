@@ -17,6 +17,7 @@ import pytest
 from conftest import Kit
 from finished_runs import finish, results_file
 
+import engine.demo as demo_package
 from engine.cli.main import main
 from engine.errors import BadInput
 from engine.evaluate.model import open_model
@@ -294,6 +295,15 @@ def test_a_licence_is_inherited_where_the_bases_say_one_and_unknown_else(
     done = published(run, tmp_path / "tiny")
     card = (done.folder / "README.md").read_text()
     assert 'license: "unknown"' in card and "Nobody has said under which terms" in card
+
+
+def test_a_student_of_the_demos_teacher_inherits_its_licence() -> None:
+    demo = Path(demo_package.__file__).parent
+    spec = {"student": {"path": ""}, "teacher": {"path": str(demo / "teacher")}}
+    licence = inherited(bases_of(spec, {}), None)
+    assert licence.identifier == "apache-2.0" and "inherited" in licence.why
+    # Whose text it learnt from is said beside it.
+    assert "PSF-2.0" in (demo / "teacher" / "README.md").read_text()
 
 
 def test_a_base_in_a_cache_of_the_hub_has_its_name_there(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def pack(value: object, depth: int = 0) -> Any:
         # The method of the type itself: that of a subclass is the program's.
         if isinstance(value, int):
             return int.__add__(value, 0)
-        return float.__add__(value, 0.0) if isinstance(value, float) else str.__str__(value)
+        # Times one and not plus zero, which would take the sign from -0.0.
+        return float.__mul__(value, 1.0) if isinstance(value, float) else str.__str__(value)
     inner = depth + 1
     if isinstance(value, list):
         return [pack(one, inner) for one in list.__iter__(value)]

@@ -33,6 +33,7 @@ def does_not_apply(id_: str, reason: str) -> Gate:
     return Gate(id=id_, verdict=None, reason=reason)
 
 
+# contract: phase-gates-v1
 def verdict_of(gates: Iterable[Gate]) -> Verdict:
     """The lowest of those that apply; unknown where none does."""
     return lowest(gate.verdict for gate in gates if gate.verdict is not None)

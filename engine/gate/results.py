@@ -23,6 +23,7 @@ from engine.verdict import Level
 HELDOUT, EVAL = "heldout", "eval"
 
 
+# contract: phase-gates-v1
 def heldout_target(subject: Subject) -> Gate:
     run, view, wanted = subject.run, subject.view, subject.spec.gate
     if run is None or view is None:
@@ -67,6 +68,7 @@ def heldout_target(subject: Subject) -> Gate:
     return answered(HELDOUT, min(levels), ", ".join(said), **numbers)
 
 
+# contract: phase-gates-v1
 def eval_threshold(subject: Subject) -> Gate:
     wanted = subject.spec.gate.pass_at_1
     if wanted == 0:

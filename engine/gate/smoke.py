@@ -48,6 +48,7 @@ class OneBatch(Batches):
         return self._all.row_ids_at(0, rows)
 
 
+# contract: phase-gates-v1
 def smoke(subject: Subject) -> Gate:
     """Trains for some steps; nothing is written."""
     spec, steps = subject.spec, subject.spec.gate.smoke_steps
@@ -101,6 +102,7 @@ def smoke(subject: Subject) -> Gate:
     return answered(ID, Level.PASS if last < first else Level.FAIL, text, **numbers)
 
 
+# contract: phase-gates-v1
 def least_cross_entropy(batch: Batch) -> float | None:
     """H of the labels, in nats a label; None without one."""
     labels: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)

@@ -62,6 +62,7 @@ def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base
     return tuple(found)
 
 
+# contract: publication-v1
 def inherited(bases: Sequence[Base], given: str | None) -> Licence:
     """The licence of a model made from `bases`; `given` is what the publisher says instead."""
     if given is not None:

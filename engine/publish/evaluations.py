@@ -68,6 +68,7 @@ def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluat
     )
 
 
+# contract: publication-v1
 def read_evaluation(path: Path, weights: str) -> Evaluation:
     """What `engine eval` wrote: a file of results, or the JSON value of --json."""
     try:

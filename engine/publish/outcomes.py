@@ -25,6 +25,7 @@ class Outcome:
         return f"{self.id}: {self.verdict}"
 
 
+# contract: publication-v1
 def as_float(id_: str, answer: Answered | Absent | Crashed, reference: Answered) -> Outcome:
     """A way that computes in fp32 from the same weights: everything has to be the same."""
     if isinstance(answer, Absent):
@@ -73,6 +74,7 @@ def as_float(id_: str, answer: Answered | Absent | Crashed, reference: Answered)
     return Outcome(id=id_, verdict=Verdict(Level.PASS, text), numbers=numbers)
 
 
+# contract: publication-v1
 def within(
     id_: str, answer: Answered | Absent | Crashed, reference: Answered, limit: float, than: str
 ) -> Outcome:

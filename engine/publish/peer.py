@@ -105,6 +105,7 @@ def _llama(question: Question) -> Answer:
         _absent("llama-cpp-python", error)
     import numpy as np
 
+    _plain_blocks(llama_cpp.llama_cpp)
     longest = max(
         [len(row) for row in question["rows"] or []]
         + [len(prompt) + question["steps"] for prompt in question["prompts"]]
@@ -144,6 +145,21 @@ def _llama(question: Question) -> Answer:
         "text": [model.detokenize(row, special=True).decode("utf-8", "replace") for row in tokens],
         **_saved(question, tokens, logits),
     }
+
+
+def _plain_blocks(binding: Any) -> None:
+    """Have llama.cpp multiply blocks as the file has them, not laid out anew for this processor: it takes
+    AMX where the processor names it, and ends with a signal in a virtual machine that does not allow it.
+    """
+    defaults = binding.llama_model_default_params
+
+    def plain() -> Any:
+        found = defaults()
+        if hasattr(found, "use_extra_bufts"):
+            found.use_extra_bufts = False
+        return found
+
+    binding.llama_model_default_params = plain
 
 
 def _saved(

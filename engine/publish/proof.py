@@ -53,6 +53,7 @@ class Proof:
     """Of the student as the log has it; None where the log has none."""
 
 
+# contract: publication-v1
 def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
     """Reads everything there is; hashes the student's files and reads its tensors.
 
@@ -104,6 +105,7 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
     )
 
 
+# contract: publication-v1
 def refuse_missing(proof: Proof) -> None:
     """Raises `BadInput` with everything that is missing, and the command that makes it."""
     if not proof.missing:

@@ -17,6 +17,7 @@ from engine.errors import BadInput, write_error
 from engine.formats.safetensors import fsync_folder
 
 
+# contract: publication-v1
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to write to, ours alone. It becomes `folder` when all of it is on the disk, and is

@@ -4,8 +4,9 @@
     top-1    share of tokens where both rank the same id first
 
 The figures are those of llama.cpp for 7B and 8B models on Wikitext-2 (tools/perplexity/README.md); of
-several models the smallest KL. They are no property of the format: small models have more noise than
-large ones, and the text matters too. So they are a limit to hold a model to, with its own number beside.
+several models the smallest KL: Q4_K_M has 0.0127 for Llama-2-7B and 0.0313 for Llama-3-8B. They are no
+property of the format: small models have more noise than large ones, and the text matters too. So they
+are a limit to hold a model to, with its own number beside.
 
 No torch.
 """
