@@ -14,8 +14,9 @@ export PIP_NO_INPUT = 1
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
 
+# Hundreds of processes are started: without bytecode each compiles the engine anew.
 test: .venv/.dev
-	$(BIN)/python -m pytest -q -n 2 -m "not soak and not fuzz" --ignore tests/interpreted $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/interpreted $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/interpreted
 
 check: .venv/.dev
@@ -38,7 +39,7 @@ soak: .venv/.dev
 
 # The notebooks in a real JupyterLab and Chromium; pictures of what was seen go to build/screenshots.
 notebooks: .venv/.dev
-	APR_SCREENSHOTS=$${APR_SCREENSHOTS:-build/screenshots} $(BIN)/python -m pytest -v -m soak --timeout=600 tests/test_notebook_browser.py $(ARGS)
+	APR_SCREENSHOTS=$${APR_SCREENSHOTS:-build/screenshots} $(BIN)/python -m pytest -v -m soak --timeout=1800 tests/test_notebook_browser.py tests/test_notebook_page.py $(ARGS)
 
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -q -m fuzz --timeout=3600 $(ARGS)

@@ -65,7 +65,7 @@ def wait_for(run: Path, seen: Callable[[RunView], bool]) -> Follower:
                 else ""
             )
             raise AssertionError(f"{run}: {follower.state}, last events {events}\n{text}")
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def wait_until_ended(run: Path) -> Follower:
@@ -74,7 +74,7 @@ def wait_until_ended(run: Path) -> Follower:
     deadline = time.monotonic() + DEADLINE_S
     while follower.alive.trainer or follower.alive.supervisor:
         assert time.monotonic() < deadline, f"{run}: still alive: {follower.alive}"
-        time.sleep(0.005)
+        time.sleep(0.02)
         follower.poll()
     follower.read_all()
     return follower

@@ -43,8 +43,8 @@ def asked(library: Path, script: str, *arguments: object) -> dict[str, Any]:
     return answer
 
 
-MANY, FEW = tuple(CODES), ("ENOSPC", "EIO", "EINTR")
-REST = ("EDQUOT", "EROFS")
+MANY, FEW = tuple(CODES), ("ENOSPC", "EINTR")
+REST = ("EIO", "EDQUOT", "EROFS")
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ REST = ("EDQUOT", "EROFS")
         ("run folder", MANY, 150),
         ("small file", MANY, 50),
         ("flip", MANY, 180),
-        ("checkpoint", FEW, 400),
-        ("student", FEW, 180),
-        ("evidence", FEW, 300),
+        ("checkpoint", FEW, 260),
+        ("student", FEW, 120),
+        ("evidence", FEW, 200),
         pytest.param("checkpoint", REST, 300, marks=pytest.mark.soak),
         pytest.param("student", REST, 150, marks=pytest.mark.soak),
         pytest.param("evidence", REST, 200, marks=pytest.mark.soak),
@@ -74,8 +74,8 @@ def test_every_operation_may_fail_in_every_way(
 @pytest.mark.parametrize(
     ("code", "mode", "first", "step"),
     [
-        ("ENOSPC", "once", 5, 83),
-        ("EIO", "persistent", 11, 97),
+        ("ENOSPC", "once", 5, 167),
+        ("EIO", "persistent", 11, 193),
         *(
             pytest.param(code, mode, first, 5, marks=pytest.mark.soak)
             for first, (code, mode) in enumerate(
@@ -96,7 +96,7 @@ def test_a_run_that_meets_an_error_of_the_disk_says_so_and_is_resumed_to_the_sam
 ) -> None:
     answer = asked(library, "whole_runs.py", "fail", kit_file, tmp_path, code, mode, first, step)
     assert not answer["problems"], "\n".join(answer["problems"][:5])
-    assert answer["points"] == len(range(first, answer["calls"] + 1, step)) >= 6
+    assert answer["points"] == len(range(first, answer["calls"] + 1, step)) >= 3
 
 
 @pytest.mark.parametrize(
