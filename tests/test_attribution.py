@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_events import numbered, opened
 
-from engine.device.host import Cgroup, Host, KillCounters, read_kill_counters
+from engine.device.host import Cgroup, Host
+from engine.device.kill_counters import KillCounters, read_kill_counters
 from engine.device.reading import Reading, absent, measured
 from engine.runlog.events import HostSample
 from engine.runlog.fold import fold
@@ -25,8 +26,8 @@ from engine.supervise.attribution import (
     ExitState,
     attribute_exit,
     exception_name,
-    find_kernel_line,
 )
+from engine.supervise.kernel_log import find_kernel_line
 from engine.supervise.last_memory import memory_words
 from engine.verdict import Level
 
@@ -449,7 +450,7 @@ def end_of(program: str) -> tuple[int, str, ExitAttribution]:
     child = subprocess.Popen(
         [sys.executable, "-c", no_core + program], stderr=subprocess.PIPE, text=True
     )
-    _, stderr = child.communicate(timeout=30)
+    _, stderr = child.communicate(timeout=240)
     line, _ = find_kernel_line(child.pid, since_s=started_s)
     found = attribute_exit(
         child.returncode,

@@ -133,6 +133,51 @@ def test_a_limit_that_was_set_is_kept(watched: Watched) -> None:
     assert "stalled" in {event.id for event in watched.of(AlertRaised)}
 
 
+STILL = HostSample(family_cpu_pct=0.0, family_io_bytes_per_s=0.0)
+AT_WORK = HostSample(family_cpu_pct=100.0, family_io_bytes_per_s=0.0)
+
+
+def silent(watched: Watched, sample: HostSample, seconds: int, phase: str = "compiling") -> None:
+    """A phase that may take ten minutes."""
+    watched.scene.events(Phase(name=phase))
+    for _ in range(seconds):
+        watched.scene.device(sample)
+        watched.pass_seconds(1)
+
+
+def test_a_silence_at_work_is_a_note_with_the_line_and_no_alert(watched: Watched) -> None:
+    silent(watched, AT_WORK, 300)
+    dump, note = watched.written
+    assert isinstance(dump, StackDump) and isinstance(note, Note) and note.level == "info"
+    assert "in compiling" in note.text and dump.summary in note.text and dump.path in note.text
+    assert "stalled after 10m00s" in note.text
+    assert "for 5" in note.text.partition(" in ")[0], "within a minute"
+    # A second phase is another silence; the same again is not told twice.
+    silent(watched, AT_WORK, 100, "loading the teacher")
+    silent(watched, AT_WORK, 100)
+    assert [type(event) for event in watched.written] == [StackDump, Note] * 2
+
+
+def test_a_silence_in_which_nobody_works_is_an_alert_within_a_minute(watched: Watched) -> None:
+    silent(watched, STILL, 59)
+    assert [type(event) for event in watched.written] == [StackDump, AlertRaised]
+    alert = watched.of(AlertRaised)[0]
+    assert alert.id == "stalled_at_start" and watched.of(StackDump)[0].path in alert.meaning
+    silent(watched, AT_WORK, 5)
+    assert isinstance(watched.written[-1], AlertCleared)
+
+
+def test_stacks_of_a_quiet_run_that_cannot_be_taken_leave_no_note_for_the_next(
+    watched: Watched,
+) -> None:
+    (watched.scene.run.path / "stacks").write_text("a file in the way")
+    silent(watched, AT_WORK, 100)
+    (watched.scene.run.path / "stacks").unlink()
+    training(watched).pass_seconds(60)
+    assert [type(event) for event in watched.written] == [Note, StackDump, AlertRaised]
+    assert "no stacks were taken" in watched.of(Note)[0].text
+
+
 def test_a_second_stall_that_begins_between_two_looks_is_not_taken_for_the_first(
     watched: Watched,
 ) -> None:

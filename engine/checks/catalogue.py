@@ -169,6 +169,7 @@ CATALOGUE: tuple[About, ...] = (
         remedy="Compare the loss with engine.distill.loss.reference_loss.",
         when=When.AT_START,
         stops=True,
+        again=True,
     ),
     About(
         id="loss_gradient",
@@ -177,6 +178,7 @@ CATALOGUE: tuple[About, ...] = (
         remedy="Compare the gradient with that of engine.distill.loss.reference_loss.",
         when=When.AT_START,
         stops=True,
+        again=True,
     ),
     About(
         id="gradient_above_rounding",
@@ -185,6 +187,7 @@ CATALOGUE: tuple[About, ...] = (
         remedy="Take student.precision=fp32, or loss.kernel=eager to see whether a kernel rounds too much.",
         when=When.AT_START,
         stops=False,
+        again=True,
     ),
     About(
         id="rows_in_update",
@@ -193,6 +196,7 @@ CATALOGUE: tuple[About, ...] = (
         remedy="Use one denominator, the labelled tokens of the whole step, and train on every row.",
         when=When.AT_START,
         stops=True,
+        again=True,
     ),
     About(
         id="tensors_moved",

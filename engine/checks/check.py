@@ -41,6 +41,8 @@ class About:
     stops: bool
     """Whether a failure makes the run worthless: it is stopped then, unless checks.on_fail is
     report."""
+    again: bool = False
+    """Whether it is asked again while the run trains (`engine.checks.again`)."""
 
 
 @dataclass(frozen=True, slots=True)

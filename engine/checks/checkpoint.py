@@ -28,6 +28,7 @@ from engine.checks.updates import Sample
 from engine.errors import EngineError
 from engine.formats.open import open_weights
 from engine.models.decoder import Decoder
+from engine.models.load import empty_decoder
 from engine.runtime.parts import read_parts
 from engine.units import format_bytes
 
@@ -52,9 +53,7 @@ class CheckpointReloads:
                 f"{format_bytes(least)}",
                 **numbers,
             )
-        with torch.device("meta"):
-            copy = Decoder(student.config)
-        copy.to_empty(device=context.device)
+        copy = empty_decoder(student.config, device=context.device)
         # Attention over packed documents and over a mask round differently.
         copy.packed = student.packed
         try:

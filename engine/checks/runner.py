@@ -2,7 +2,8 @@
 
     checks = Checks(spec)
     for result in checks.before_training(context): ...     before the first step of a session
-    for result in checks.after_step(step): ...             after each step; soon there is nothing left
+    for result in checks.after_step(step): ...             after each step: what waits for one, and, now and then,
+                                                           what can be asked again (`engine.checks.again`)
     for result in checks.at_checkpoint(path, step): ...    after each save; the first is looked at
     checks.ends_run(result)                                whether to stop
 
@@ -26,6 +27,7 @@ from typing import Protocol
 
 import torch
 
+from engine.checks.again import Again
 from engine.checks.catalogue import ABOUT, CATALOGUE, skipped_ids
 from engine.checks.check import About, Answer, Result, When, unknown
 from engine.checks.checkpoint import CheckpointReloads
@@ -64,6 +66,7 @@ from engine.checks.weights import weights_alive
 from engine.models.decoder import Decoder
 from engine.spec import RunSpec
 from engine.teachers.protocol import NoHiddenStates
+from engine.verdict import Level
 
 
 class Watch(Protocol):
@@ -119,23 +122,33 @@ class Checks:
     """The checks of one session. Raises SpecError for a `checks.skip` that names none."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self.spec = spec.checks
+        self.spec, self._run_spec = spec.checks, spec
         self._skipped = skipped_ids(spec.checks.skip)
         self._context: Context | None = None
         self._watches: dict[str, Watch] = {}
         self._rereads: dict[str, Reread] = {}
+        self._answered: list[str] = []
+        """What can be asked again, and could tell."""
+        self._again: Again | None = None
 
     def before_training(self, context: Context) -> Iterator[Result]:
         """Everything that can be asked before the session's first step, cheapest first."""
         self._context = context
+        self._again = Again(self._run_spec, context.device.type)
+        cost_s = 0.0
         for about in CATALOGUE:
             if not self.spec.enabled or about.id in self._skipped:
                 why = "checks.skip" if self.spec.enabled else "checks.enabled=false"
                 yield _result(about, unknown(f"skipped by {why}"), 0.0, context.step)
             elif about.id in AT_ONCE:
-                yield from self._ask(about, context.step, AT_ONCE[about.id])
+                for result in self._ask(about, context.step, AT_ONCE[about.id]):
+                    if about.again and result.verdict.level is not Level.UNKNOWN:
+                        self._answered.append(about.id)
+                        cost_s += result.cost_s
+                    yield result
             else:
                 yield from self._prepare(about, context)
+        self._again.expects(cost_s)
 
     def look_at(self, context: Context) -> None:
         """Go on with other objects of the same run: its student was sharded over several GPUs. What
@@ -146,17 +159,35 @@ class Checks:
             self._watches = {name: WATCHES[name](context) for name in self._watches}
 
     def after_step(self, step: StepNumbers) -> Iterator[Result]:
-        """What can be told now that `step` is done. Free once every check has answered."""
+        """What can be told now that `step` is done. Free where nothing waits and nothing is asked again."""
         for name in list(self._watches):
             watch, about = self._watches[name], ABOUT[name]
             for result in self._ask(about, step.step, partial(_after, watch, step)):
                 if about.when is not When.ALWAYS:
                     self._watches.pop(name, None)
                 yield result
+        if self._again is None or not self._answered:
+            return
+        if self._again.after == step.step:
+            yield from self._ask_again(step)
+        self._again.decide(step.step)
+
+    def _ask_again(self, step: StepNumbers) -> Iterator[Result]:
+        """The rows of the next step, in the weights that `step` left."""
+        assert self._context is not None and self._again is not None, "before_training comes first"
+        context = dataclasses.replace(self._context, step=step.step, position=step.position)
+        cost_s = 0.0
+        for name in self._answered:
+            for result in self._ask(ABOUT[name], step.step, AT_ONCE[name], context):
+                cost_s += result.cost_s
+                yield result
+        self._again.spent(cost_s)
 
     @property
     def looks_at_weights(self) -> bool:
-        """Whether a check still waits to see what the next steps leave in the weights."""
+        """Whether a check waits to see what the next step leaves in the weights."""
+        if self._again is not None and self._again.after is not None:
+            return True
         return any(ABOUT[name].when is not When.ALWAYS for name in self._watches)
 
     def at_checkpoint(

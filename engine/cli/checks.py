@@ -51,7 +51,8 @@ def _list(as_json: bool) -> int:
         return 0
     for about in CATALOGUE:
         stops = "; stops the run" if about.stops else ""
-        print(f"{about.id}  ({about.when.value.replace('_', ' ')}{stops})")
+        again = " and again" if about.again else ""
+        print(f"{about.id}  ({about.when.value.replace('_', ' ')}{again}{stops})")
         for text in (about.question, f"failed: {about.means}", f"do: {about.remedy}"):
             print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
     return 0

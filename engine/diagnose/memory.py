@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from engine.diagnose.allocator import LEAK, Owner, growth, owner
 from engine.diagnose.rule import ERROR, Alert, CannotJudge, Case, Rule, alert, mean, median
 from engine.units import format_bytes, format_seconds
 
@@ -22,20 +23,25 @@ UNUSED_SHARE = 0.25
 
 
 def memory_ceiling(case: Case) -> Alert | None:
-    """The GPU's own memory where it has some, and the host's."""
+    """The GPU's own memory where it has some, what the allocator keeps of it, and the host's."""
     case.must_go_on()
     case.steps(TREND_STEPS, at_least=TREND_STEPS)
     reasons = []
-    for pool in (_gpu_pool, _host_pool):
+    pools = (_gpu_pool, _allocator_pool, _host_pool)
+    for pool in pools:
         try:
             name, used, total = pool(case)
         except CannotJudge as missing:
             reasons.append(str(missing))
             continue
-        found = _trend(case, name, used, total)
-        if found is not None and not (pool is _host_pool and _others_take_it(case, used)):
+        if pool is _host_pool and _others_take_it(case, used):
+            continue
+        whose = LEAK
+        if pool is not _host_pool:
+            whose = owner(case, used, TREND_WINDOW_S, TREND_READINGS)
+        if (found := _trend(case, name, used, total, whose)) is not None:
             return found
-    if len(reasons) == 2:
+    if len(reasons) == len(pools):
         raise CannotJudge("; ".join(reasons))
     return None
 
@@ -47,6 +53,15 @@ def _gpu_pool(case: Case) -> tuple[str, list[float], float]:
     if not total:
         raise CannotJudge(case.view.absent.get(f"gpu{gpu}.gpu_mem_total_bytes", "no total"))
     return f"memory of GPU {gpu}", used, total
+
+
+def _allocator_pool(case: Case) -> tuple[str, list[float], float]:
+    """What torch keeps of a GPU whose own counts are not to be had, as where it shares the host's memory."""
+    kept = case.host_readings("memory_reserved_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+    plan = case.view.memory_plan
+    if plan is None or not plan.available_bytes:
+        raise CannotJudge("what the run may take of the device was not planned")
+    return "memory that the allocator may take", kept, plan.available_bytes
 
 
 def _host_pool(case: Case) -> tuple[str, list[float], float]:
@@ -75,26 +90,20 @@ def _others_take_it(case: Case, used: list[float]) -> bool:
         own = case.host_readings("trainer_rss_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
     except CannotJudge:
         return False
-    return _growth(own) < _growth(used) / 2
+    return growth(own) < growth(used) / 2
 
 
-def _growth(values: list[float]) -> float:
-    """Of the median, from the first third to the last."""
-    third = len(values) // 3
-    return median(values[2 * third :]) - median(values[:third])
-
-
-def _trend(case: Case, name: str, used: list[float], total: float) -> Alert | None:
+def _trend(case: Case, name: str, used: list[float], total: float, whose: Owner) -> Alert | None:
     """Medians of three thirds that rise: a single jump, or a saw tooth, is no trend."""
     third = len(used) // 3
     first, middle, last = (median(used[i * third : (i + 1) * third]) for i in range(3))
-    growth = last - first
-    if growth < GROWTH_SHARE * total or not (growth / 4 < middle - first < 3 * growth / 4):
+    grown = last - first
+    if grown < GROWTH_SHARE * total or not (grown / 4 < middle - first < 3 * grown / 4):
         return None
     table = case.view.hosts
     times = case.reading_rows(table, TREND_WINDOW_S)
     begin, end = (table.value("unix_s", r) or 0.0 for r in (times.start, times.stop - 1))
-    per_s = growth / max((end - begin) * 2 / 3, 1.0)
+    per_s = grown / max((end - begin) * 2 / 3, 1.0)
     left_s = max(0.0, total - last) / per_s
     if left_s > HORIZON_S:
         return None
@@ -106,10 +115,11 @@ def _trend(case: Case, name: str, used: list[float], total: float) -> Alert | No
             ("used, GiB", last / 2**30, f"of {total / 2**30:.1f}"),
             ("growth, GiB per minute", 60 * per_s / 2**30, "over three thirds of the window"),
             ("seconds left", left_s, f"under {HORIZON_S:g}"),
+            *whose.numbers,
         ],
         case.recent(end - begin),
-        meaning="something is kept from step to step: a graph, a list of tensors, a cache without a bound",
-        no_flip="a leak is in the code: compare the allocator's snapshots of two steps",
+        meaning=whose.meaning,
+        no_flip=whose.no_flip,
     )
 
 

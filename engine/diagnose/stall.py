@@ -8,6 +8,13 @@ the trainer that is no note. How long it may be silent:
                            LONG_WORK * the longest evaluation and checkpoint so far)
     before the first step, or in a phase with a name     that phase's own limit
 
+    in any of these, when nothing was done at all     STILL_S
+
+A load may take ten minutes, and a compiler two without a line. But each of them computes or reads. So where the
+trainer and all that it started have used next to no processor, moved next to no bytes, and the GPU of the run ran
+nothing for STILL_S, nobody is at work, and the long limit of the phase is not waited for. Who is at work and
+silent is told of after QUIET_S, which is no alert: where it stands and how long it may.
+
 A limit that is too low costs a warning that is taken back when the step arrives; one that is too high
 costs the hours this project began with.
 """
@@ -54,6 +61,14 @@ PHASE_S = {
 OTHER_PHASE_S = 120.0
 FIRST_LINE_S = 120.0
 """From the start of the process to its first line: importing torch from a cold disk."""
+STILL_S = 50.0
+STILL_WINDOW_S = 30.0
+"""Counts of the whole family are taken every ten seconds: this is the end of a silence, and no part of before."""
+STILL_READINGS = 10
+STILL_CPU_PCT = 5.0
+"""Of one core. A process that waits uses none, threads that look after others some tenths."""
+STILL_IO_BYTES_PER_S = 1024.0
+QUIET_S = 50.0
 COMPUTING = "computing"
 """The state of a busy thread in a StackDump."""
 _DEVICE_WAIT = re.compile(
@@ -77,6 +92,11 @@ class Silence:
     def is_stall(self) -> bool:
         return self.silent_s > self.limit_s
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether somebody should hear of it although it is no stall."""
+        return QUIET_S < self.silent_s <= self.limit_s
+
 
 def silence(case: Case) -> Silence:
     """The silence of the trainer now; CannotJudge when it has ended or was never heard."""
@@ -87,6 +107,9 @@ def silence(case: Case) -> Silence:
     if since_unix_s is None:
         raise CannotJudge("no trainer was started")
     limit_s, held = _limit(case)
+    silent_s = case.now_unix_s - since_unix_s
+    if min(silent_s, limit_s) > STILL_S and _is_still(case):
+        limit_s, held = STILL_S, "nothing was computed, read or written"
     wanted = case.settings.watch.stall_seconds if case.settings else 0
     if wanted > 0:
         limit_s, held = float(wanted), "watch.stall_seconds"
@@ -94,7 +117,7 @@ def silence(case: Case) -> Silence:
     if phase is not None and phase.detail and phase.name == doing:
         doing += f" ({phase.detail})"
     return Silence(
-        silent_s=case.now_unix_s - since_unix_s,
+        silent_s=silent_s,
         limit_s=limit_s,
         held=held,
         doing=doing,
@@ -120,6 +143,23 @@ def _limit(case: Case) -> tuple[float, str]:
     between = median([b - a for a, b in pairwise(known)])
     limit_s = max(LEAST_S, TIMES * between, _long_work(case))
     return limit_s, f"{TIMES:g} times the median step, at least {LEAST_S:g} s, evaluations counted"
+
+
+def _is_still(case: Case) -> bool:
+    """Whether nobody was at work lately; False, too, where that is not known."""
+    window_s, least = STILL_WINDOW_S, STILL_READINGS
+    try:
+        if max(case.host_readings("family_cpu_pct", window_s, at_least=least)) >= STILL_CPU_PCT:
+            return False
+        moved = case.host_readings("family_io_bytes_per_s", window_s, at_least=least)
+        if max(moved) >= STILL_IO_BYTES_PER_S:
+            return False
+        device = case.choice("compute.device") or ""
+        return not device.startswith("cuda") or not any(
+            case.gpu_readings("gpu_util_pct", window_s, at_least=least)
+        )
+    except CannotJudge:
+        return False
 
 
 def _long_work(case: Case) -> float:
@@ -183,10 +223,12 @@ def _state(dump: StackDump) -> str:
 
 def _machine(case: Case) -> list[tuple[str, float]]:
     """GPU and CPU as they are in the silence, as far as they are known."""
-    known = []
+    known: list[tuple[str, float]] = []
     host = case.view.host
-    if host is not None and host.trainer_cpu_pct is not None:
-        known.append(("trainer_cpu_pct", host.trainer_cpu_pct))
+    if host is not None:
+        names = ("trainer_cpu_pct", "family_cpu_pct", "family_io_bytes_per_s")
+        found = [(name, getattr(host, name)) for name in names]
+        known += [(name, value) for name, value in found if value is not None]
     try:
         gpu = case.view.gpus[case.gpu]
     except (CannotJudge, KeyError):
@@ -217,8 +259,9 @@ RULES = (
     Rule(
         id="stalled_at_start",
         asks="Is the run silent before its first step, and in which phase?",
-        reads=("the newest line of the trainer", "phase"),
+        reads=("the newest line of the trainer", "phase", "family_cpu_pct, family_io_bytes_per_s"),
         threshold=(
+            f"{STILL_S:g} s where nothing is computed, read or written; else "
             f"{FIRST_STEP_S:g} s before the first step; "
             + ", ".join(f"{name} {seconds:g} s" for name, seconds in PHASE_S.items())
         ),
@@ -228,10 +271,15 @@ RULES = (
     Rule(
         id="stalled",
         asks="Has the run stopped making steps?",
-        reads=("the newest line of the trainer", "unix_s of the steps"),
+        reads=(
+            "the newest line of the trainer",
+            "unix_s of the steps",
+            "family_cpu_pct, family_io_bytes_per_s",
+        ),
         threshold=(
             f"{TIMES:g} times the median time between steps, at least {LEAST_S:g} s, and "
-            f"{LONG_WORK:g} times the longest evaluation and checkpoint"
+            f"{LONG_WORK:g} times the longest evaluation and checkpoint; "
+            f"{STILL_S:g} s where nothing is computed, read or written"
         ),
         judge=stalled,
         clear_after_s=0.0,

@@ -22,6 +22,7 @@ from engine.data.tokens import TokenStream
 from engine.distill.heldout import heldout_loss
 from engine.distill.loss import distillation_loss
 from engine.distill.loss_job import Divergence
+from engine.distill.optimizer import Uncompiled
 from engine.distill.schedule import ScheduleKind, learning_rate
 from engine.distill.trainer import Trainer
 from engine.formats.tokenizer import Tokenizer
@@ -118,8 +119,11 @@ def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> float:
     twin = copy.copy(trainer)
     twin.batches = cast(Any, _Given(batches))
     twin.optimizer = cast(Any, _Still(trainer.parameters))
-    twin.train = dataclasses.replace(trainer.train, accumulation=len(batches), clip_norm=0.0)
-    twin.step = 0
+    # At the step where the trainer stands, which may be its last.
+    steps = max(trainer.train.steps, trainer.step + 1)
+    twin.train = dataclasses.replace(
+        trainer.train, accumulation=len(batches), clip_norm=0.0, steps=steps
+    )
     # Their gradients would be overwritten by the next.
     twin.graphs = None
     twin.forget_ahead()
@@ -136,7 +140,7 @@ class _Given:
         return next(self._left)
 
 
-class _Still(torch.optim.Optimizer):
+class _Still(Uncompiled):
     """Changes nothing."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:

@@ -5,6 +5,7 @@ Lower layers return Decisions, Steps and models; this is the only place that tur
 
 from __future__ import annotations
 
+import math
 import platform
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from engine.checks.check import Result
 from engine.data.corpus import Corpus
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
+from engine.device.host import Host
 from engine.distill.budget import MemoryBudget
 from engine.distill.roofline import Bound
 from engine.distill.trainer import Step, Trainer
@@ -38,6 +40,7 @@ from engine.runlog.events import (
     VocabularyCut,
     name_of_non_finite,
 )
+from engine.runlog.held import ALLOCATOR, PROCESS, Held
 from engine.runlog.write import LogWriter
 from engine.runtime.c_library import CompiledLibrary
 from engine.spec import RunSpec
@@ -120,6 +123,26 @@ def peak_of(device: torch.device) -> tuple[float | None, str]:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)), "torch.cuda.max_memory_allocated"
     return None, "torch keeps no peak of CPU memory"
+
+
+def held_by(device: torch.device) -> Held:
+    """What this process holds now; on a GPU from the allocator's own counts, which waits for nothing."""
+    if device.type == "cuda":
+        counts = torch.cuda.memory_stats_as_nested_dict(device)
+        tensors, kept = counts["allocated_bytes"]["all"], counts["reserved_bytes"]["all"]
+        return Held(
+            source=ALLOCATOR,
+            held_bytes=float(tensors["current"]),
+            reserved_bytes=float(kept["current"]),
+            peak_bytes=float(tensors["peak"]),
+        )
+    own = Host().own_memory()
+    return Held(
+        source=PROCESS,
+        held_bytes=own[0].number or math.nan,
+        reserved_bytes=None,
+        peak_bytes=own[1].number or math.nan,
+    )
 
 
 def memory_peak(log: LogWriter, step: int, budget: MemoryBudget, device: torch.device) -> None:

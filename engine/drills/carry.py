@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.device.cuda_driver import ask_in_child
-from engine.device.host import read_kill_counters
+from engine.device.kill_counters import read_kill_counters
 from engine.drills.catalogue import Drill, Need
 from engine.drills.naming import ALERT, EXIT, Naming, named_as, names_of
 from engine.drills.runs import DEMO, Attended, memory_group, start, why_no_memory_group, write_spec
 from engine.errors import EngineError
 from engine.runlog.folder import RunFolder
+from engine.runlog.view import RunView
 from engine.verdict import Level, Verdict
 
 LIMIT_S = 90.0
@@ -88,7 +89,7 @@ def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float |
         start(new, run.run, plant=plant, group=group)
     if drill.act == "kill" and run.wait(lambda view: view.last_step >= BEGUN_STEPS, LIMIT_S):
         effect_unix_s = run.kill()
-    run.wait(lambda view: named_as(names_of(view), drill.expected) is not None, LIMIT_S)
+    run.wait(lambda view: named_as(names_of(view), drill.expected) is not None, drill.limit_s)
     said = named_as(names_of(run.view), drill.expected)
     if said is not None and said.kind != ALERT:
         # It ends by itself; one that hangs does not.
@@ -119,7 +120,7 @@ def judged(
         heard = ", ".join(others) or "nothing was said"
         text = f"expected {expected}, found {heard}; the run: {run.follower.state}"
         return Drilled(verdict=Verdict(Level.FAIL, text), **common)
-    first_unix_s = view.first_step_unix_s
+    first_unix_s = _first_effect(view, drill.from_step)
     if named.kind == ALERT:
         effect_unix_s = named.since_unix_s
     elif named.kind == EXIT:
@@ -137,6 +138,15 @@ def judged(
             for t in view.steps.values("unix_s", view.session_row, len(view.steps))
         ),
         **common,
+    )
+
+
+def _first_effect(view: RunView, step: int) -> float | None:
+    """When the first step of the session from `step` on was done."""
+    steps = view.steps
+    rows = range(view.session_row, len(steps))
+    return next(
+        (steps.value("unix_s", r) for r in rows if (steps.value("step", r) or 0) >= step), None
     )
 
 

@@ -37,9 +37,13 @@ class Drill:
     needs: tuple[Need, ...] = ()
     memory_limit_bytes: int = 0
     """Of a control group around the whole run; 0 is none."""
+    from_step: int = 1
+    """The first step that the defect is in."""
+    limit_s: float = 90.0
+    """Until it must have been named."""
 
 
-_PROCESS = "defects_process"
+_PROCESS, _LATE = "defects_process", "defects_late"
 OTHERS: tuple[Defect, ...] = tuple(
     Defect(id=id, module=module, what=what, happened=happened, named_by=named_by)
     for id, module, named_by, what, happened in (
@@ -49,6 +53,27 @@ OTHERS: tuple[Defect, ...] = tuple(
             "stalled_at_start",
             "the operators of a quantized teacher run on the host",
             "aprender PMAT-701: no step in 1.5 h, GPU 0 %, CPU 1320 %",
+        ),
+        (
+            "rows_dropped_later",
+            _LATE,
+            "rows_in_update",
+            "rows leave the gradient, and not the loss, at step 24",
+            "aprender S-R6: rows in the log that were not trained on; here not from the start",
+        ),
+        (
+            "gradient_scaled_later",
+            _LATE,
+            "loss_gradient",
+            "gradients are four times those of the loss, from step 24 on",
+            "Soup #720: a gradient four times too large; here not from the start",
+        ),
+        (
+            "load_hangs",
+            _PROCESS,
+            "stalled_at_start",
+            "the read of the teacher's weights does not come back",
+            "runs that hang in a load from a network file system that went away",
         ),
         (
             "loader_stalls",
@@ -143,6 +168,21 @@ DRILLS: tuple[Drill, ...] = (
             "eval.rows": 96,
             "watch.stall_seconds": 2,
         },
+    ),
+    *(
+        _other(
+            id,
+            Expected(kind=CHECK, id=_DEFECTS[id].named_by),
+            sets={"train.steps": 60, "checkpoint.every": 0, "checks.every": 10},
+            from_step=24,
+        )
+        for id in ("rows_dropped_later", "gradient_scaled_later")
+    ),
+    _other(
+        # By the limits of its own, and not by one that was set: a load may take minutes.
+        "load_hangs",
+        Expected(kind=ALERT, id="stalled_at_start", text="waiting to read"),
+        limit_s=180.0,
     ),
     _other(
         "loader_stalls",

@@ -1,6 +1,7 @@
 """Defects of the process that trains: it waits for what never comes, or grows until it is killed.
 
-Each begins at step AFTER, so that the run is known to have worked until then.
+Each begins at step AFTER, so that the run is known to have worked until then; one is in the loading before
+the first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from engine.data.batches import Batch, Batches
 from engine.distill import trainer
 from engine.drills.planting import replaced
+from engine.teachers.frozen import FrozenDecoder
 
 AFTER = 6
 LEAK_BYTES = 64 << 20
@@ -37,6 +39,20 @@ def loader_stalls() -> AbstractContextManager[None]:
         return spoilt
 
     return replaced(Batches, "take", make)
+
+
+def load_hangs() -> AbstractContextManager[None]:
+    """Weights on a file system that has stopped to answer: the read of them does not come back."""
+    read_end, _write_end = os.pipe()
+
+    def make(build: Callable[..., None]) -> Callable[..., None]:
+        def spoilt(self: FrozenDecoder, *given: Any, **named: Any) -> None:
+            os.read(read_end, 1)
+            build(self, *given, **named)
+
+        return spoilt
+
+    return replaced(FrozenDecoder, "__init__", make)
 
 
 def deadlock() -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.data import batches as batches_module
 from engine.data.batches import IGNORED, Batch
-from engine.distill import checking, keep, state, trainer
+from engine.distill import checking, keep, state, state_files, trainer
 from engine.distill.loss import LossTerms
 from engine.distill.trainer import Trainer
 from engine.drills.planting import replaced
@@ -213,12 +213,12 @@ def frozen_embedding() -> AbstractContextManager[None]:
 
 def small_checkpoint() -> AbstractContextManager[None]:
     def make(pack: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        def spoilt(captured: Any) -> dict[str, Any]:
-            return {name: b"\0" * 50 for name in pack(captured)}
+        def spoilt(captured: Any, **how: Any) -> dict[str, Any]:
+            return {name: b"\0" * 50 for name in pack(captured, **how)}
 
         return spoilt
 
-    return replaced(state, "pack", make)
+    return replaced(state_files, "pack", make)
 
 
 def optimizer_lost() -> AbstractContextManager[None]:

@@ -21,8 +21,10 @@ def check_lines(view: RunView) -> list[str]:
         f"{sum(check.level == level for check in found)} {level}" for level in reversed(order)
     )
     cost = sum(check.cost_s or 0.0 for check in found)
+    times, seconds = view.checked_again
+    again = f"; {times} answers again later took {format_seconds(seconds)}" if times else ""
     return [
-        f"{counts}; they took {format_seconds(cost)}",
+        f"{counts}; they took {format_seconds(cost)}{again}",
         *(f"{CHECK_SIGNS[check.level]} {check.id}: {check.reason}" for check in found),
     ]
 

@@ -113,6 +113,8 @@ class RunView:
     vocabulary_cut: VocabularyCut | None = None
     checks: dict[str, Checked] = field(default_factory=dict)
     """The newest answer of each first-minute check of this session, by its id."""
+    checked_again: tuple[int, float] = (0, 0.0)
+    """How many of them were answered before in this session, and the seconds that asking again took."""
     student: StudentSaved | None = None
     stop_requested: str | None = None
     finished: RunFinished | None = None

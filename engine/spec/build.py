@@ -46,6 +46,12 @@ def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
             "train.warmup_steps",
             f"expected at most train.steps ({spec.train.steps}), found {spec.train.warmup_steps}",
         )
+    if spec.checks.every > 0 and spec.compute.gpus > 1:
+        add(
+            "checks.every",
+            f"expected 0 or -1 with {spec.compute.gpus} GPUs, which share the student out, "
+            f"found {spec.checks.every}",
+        )
     if "/" in spec.run.name or spec.run.name in (".", ".."):
         add("run.name", f"expected a name without '/', found {json.dumps(spec.run.name)}")
 

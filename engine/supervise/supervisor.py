@@ -29,10 +29,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from engine.device.facts import read_facts
-from engine.device.host import KillCounters, read_kill_counters
+from engine.device.kill_counters import KillCounters, read_kill_counters
 from engine.device.nvml import open_nvml
 from engine.device.sampler import Sampler
 from engine.device.threads import VARIABLE, choose_thread_wait
@@ -51,11 +52,14 @@ from engine.runlog.events import (
 )
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
+from engine.runlog.held import forget_held, held_readings
+from engine.runlog.keeper import Keeper
 from engine.runlog.recover import repair
 from engine.runlog.write import LogWriter
 from engine.spec import RunSpec, spec_from_dict
-from engine.supervise.attribution import attribute_exit, exception_name, find_kernel_line
+from engine.supervise.attribution import attribute_exit, exception_name
 from engine.supervise.clocks import ClockWatch
+from engine.supervise.kernel_log import find_kernel_line
 from engine.supervise.last_memory import memory_words
 from engine.supervise.memory_guard import MemoryGuard
 from engine.supervise.watcher import Watcher
@@ -97,6 +101,7 @@ class _Supervisor:
         self.selector.register(wake_read, selectors.EVENT_READ, "signal")
         self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
 
+        forget_held(self.run)
         begun_s = time.monotonic()
         trainer, keep_alive = _start_trainer(self.run, flags)
         before = read_kill_counters(pid=trainer.pid)
@@ -132,7 +137,13 @@ class _Supervisor:
         self.integrated_gpu = facts.has_integrated_gpu is True
         self._write_device(FactsRead(facts=facts.as_event_fields()))
         every_s = _spec(self.run).watch.sample_seconds
-        sampler = Sampler(lambda: trainer.pid, nvml=nvml, tick_s=every_s)
+        sampler = Sampler(
+            lambda: trainer.pid,
+            nvml=nvml,
+            tick_s=every_s,
+            own_memory=partial(held_readings, self.run),
+        )
+        keeper = Keeper(self.run)
         next_tick = time.monotonic()
         next_sample = next_tick if every_s else math.inf
         while True:
@@ -140,6 +151,7 @@ class _Supervisor:
                 next_sample = max(next_sample + sampler.tick_s, time.monotonic())
                 self._sample(sampler)
             watcher.tick()
+            keeper.tick()
             self._look_after_machine(trainer, watcher)
             # Ticks that were missed (a suspended machine) are skipped, not made up for.
             next_tick = max(next_tick + TICK_S, time.monotonic())

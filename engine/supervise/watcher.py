@@ -5,6 +5,8 @@
     at a stall          the stacks of the trainer are taken first, so that the alert can name the line;
                         then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and ended when
                         it has not answered within STOP_GRACE_S
+    in a long silence   that is no stall, once in each phase: the stacks are taken, and a note says where it
+                        stands and how long it may; a load or a compiler may be at work for minutes
     when the GPU idles  the stacks are taken too: they say what it waits for
 
 The watcher must never end the run it watches. A log that cannot be read is a note, once, and ends the
@@ -27,11 +29,12 @@ from engine.diagnose.settings import read_settings
 from engine.diagnose.stall import Silence, silence
 from engine.errors import RunLogError
 from engine.runlog.beats import behind, read_beats, waited_for
-from engine.runlog.events import AlertRaised, Event, Note
+from engine.runlog.events import AlertRaised, Event, Note, StackDump
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.view import RunView, Table
 from engine.supervise.stacks import Capture
+from engine.units import format_seconds
 
 LOOK_S = 5.0
 CHUNK_BYTES = 1 << 20
@@ -67,6 +70,10 @@ class Watcher:
         self._captured_for: float | None = None
         """The heartbeat after which stacks were taken: a silence is looked at once."""
         self._captures = 0
+        self._quiet: Silence | None = None
+        """The silence that a note is about to be written on."""
+        self._told: set[str] = set()
+        """Phases in which there was such a note."""
         self._asked_s: float | None = None
         self._ended = False
 
@@ -113,6 +120,14 @@ class Watcher:
             self._judge(case, without=STALLS)
             return
         self._judge(case)
+        if still is not None and still.is_quiet and self._capture is None:
+            self._tell_quiet(case.phase, still)
+
+    def _tell_quiet(self, phase: str, still: Silence) -> None:
+        if phase not in self._told:
+            self._told.add(phase)
+            self._begin_capture(f"quiet for {still.silent_s:.0f} s in {still.doing}")
+            self._quiet = still if self._capture is not None else None
 
     def _judge(self, case: Case, without: tuple[str, ...] = ()) -> None:
         for event in self.ledger.look(case, without):
@@ -149,9 +164,13 @@ class Watcher:
             return
         self._capture = None
         try:
-            self._write(capture.finish())
+            dump = capture.finish()
+            self._write(dump)
+            if self._quiet is not None:
+                self._write(Note(level="info", text=quiet_text(self._quiet, dump)))
         except OSError as error:
             self._write(Note(level="warning", text=f"the stacks could not be kept: {error}"))
+        self._quiet = None
         # At the next tick, when the dump has been read back from the log.
         self._next_look_s = 0.0
 
@@ -160,6 +179,15 @@ class Watcher:
             return
         self._ended = True
         self._stop(f"it did not answer within {STOP_GRACE_S:.0f} s", True)
+
+
+def quiet_text(still: Silence, dump: StackDump) -> str:
+    """A silence that is no stall yet, for a person who wonders."""
+    frame = f" at {dump.python_frame}" if dump.python_frame else ""
+    return (
+        f"silent for {format_seconds(still.silent_s)} in {still.doing}{frame}: {dump.summary}; it counts as "
+        f"stalled after {format_seconds(still.limit_s)} ({still.held}); all threads are in {dump.path}"
+    )
 
 
 def trimmed(view: RunView) -> RunView:

@@ -1,0 +1,239 @@
+"""What the trainer writes into events.jsonl: what was decided and built, each step, what was measured, how it ended."""
+
+# ruff: noqa: RUF012 (msgspec gives each event an empty list or dict of its own)
+
+from __future__ import annotations
+
+from engine.runlog.envelope import Event
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
+    """What this session will do, read back from the built objects, not echoed from the request."""
+
+    name: str
+    device: str
+    steps: int
+    resumed_from: int | None
+    alpha: float
+    temperature: float
+    peak_lr: float
+    rows_per_step: int
+    seq_len: int
+    trainable_parameters: int
+    spec_sha256: str
+    engine: str
+    python: str
+    torch: str
+    flops_per_token: float | None = None
+    """Operations that one token of a step needs: its arithmetic, by shapes alone."""
+    peak_flops_per_s: float | None = None
+    """What the device's datasheet says it does in a second, dense bf16."""
+    peak_source: str = ""
+    """Where that comes from, or why there is none."""
+
+
+class Phase(Event, frozen=True, kw_only=True, tag="phase"):
+    """What the trainer is doing now, written before it begins: the last one names what a silent run
+    is stuck in."""
+
+    name: str
+    detail: str = ""
+
+
+class DecisionMade(Event, frozen=True, kw_only=True, tag="decision"):
+    knob: str
+    choice: str
+    reason: str
+    rejected: list[tuple[str, str]] = []
+    override: str = ""
+    overridden: bool = False
+
+
+class DataReady(Event, frozen=True, kw_only=True, tag="data"):
+    source: str
+    train_files: int
+    train_tokens: int
+    train_sha256: str
+    heldout_files: int
+    heldout_tokens: int
+    heldout_sha256: str
+    skipped_files: int
+    epoch_rows: int
+
+
+class ModelReady(Event, frozen=True, kw_only=True, tag="model"):
+    role: str
+    """`teacher` or `student`."""
+    source: str
+    parameters: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    precision: str
+    sha256: str
+
+
+class MemoryPlanned(Event, frozen=True, kw_only=True, tag="memory_plan"):
+    """What the run is predicted to hold at its peak, before anything is uploaded."""
+
+    predicted_bytes: float
+    available_bytes: float | None
+    available_source: str
+    """Where the number comes from, or why there is none."""
+    peak_phase: str
+    items: list[tuple[str, float, str]] = []
+    """Each item with its bytes and the arithmetic behind them."""
+
+
+class MemoryMeasured(Event, frozen=True, kw_only=True, tag="memory_peak"):
+    """The peak that the allocator saw, beside the prediction."""
+
+    step: int
+    measured_bytes: float | None
+    predicted_bytes: float
+    source: str
+
+
+class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
+    """A kernel that this process had not compiled before."""
+
+    compiler: str
+    """`triton` for our own kernels, `inductor` for what torch.compile made."""
+    kernel: str
+    key: str
+    """Everything baked into its code, in words."""
+    digest: str
+    """A hash of the key; empty where the compiler gives none."""
+    compile_s: float | None
+    disk_hit: bool | None
+    """Whether a cache on disk had the code; absent where the compiler does not say."""
+    after_warm_up: bool = False
+    """True when a step had to wait for it."""
+    differs: list[str] = []
+    """What sets it apart from the nearest kernel that was compiled before."""
+
+
+class KernelCounts(Event, frozen=True, kw_only=True, tag="kernel_counts"):
+    """Hits and misses of the kernel caches of this process so far."""
+
+    step: int
+    hits: int
+    misses: int
+    disk_hits: int
+    by_kernel: dict[str, tuple[int, int]] = {}
+    """Hits and misses of each kernel."""
+
+
+class VocabularyCut(Event, frozen=True, kw_only=True, tag="vocabulary_cut"):
+    """The teacher's columns beyond the student's ids are cut before the softmax; what that drops."""
+
+    teacher_ids: int
+    student_ids: int
+    dropped_mass_mean: float | None
+    """Mean over tokens of the probability the teacher gives to the ids that are cut."""
+    dropped_mass_max: float | None
+    tokens: int
+    """Held-out tokens it was measured on."""
+
+
+class Checked(Event, frozen=True, kw_only=True, tag="check"):
+    """The answer of one first-minute check (`engine checks --list`)."""
+
+    id: str
+    level: str
+    """`pass`, `unknown` or `fail`."""
+    reason: str
+    numbers: dict[str, float] = {}
+    """What the answer was read from."""
+    cost_s: float | None
+    step: int
+    """Optimizer steps done when it was asked."""
+
+
+class StepDone(Event, frozen=True, kw_only=True, tag="step"):
+    """One optimizer step. Losses are means over the step's labelled tokens, in nats."""
+
+    step: int
+    loss: float | None
+    ce: float | None
+    kd: float | None
+    """T^2 * KL(teacher || student); absent when there is no teacher in the objective."""
+    agreement: float | None
+    """Share of labelled tokens where teacher and student have the same most likely token."""
+    lr: float | None
+    grad_norm: float | None
+    """Global norm before clipping."""
+    rows: int
+    tokens: int
+    labelled: int
+    step_s: float | None
+    data_s: float | None
+    teacher_s: float | None
+    """Seconds the host spent in the teacher's forward; on a GPU this is time to launch, not time to
+    run."""
+    position: int
+    """Rows consumed since the start of training: where the data loader would resume."""
+    lowest_kl: float | None = None
+    """The least divergence of a row from its teacher, nats; below 0 only by rounding."""
+    largest_dz_sum: float | None = None
+    """The largest sum of the gradients of a row's logits, without sign; 0 but for rounding."""
+    phases: dict[str, float] = {}
+    """Seconds of each phase by the device's own clock, and of `idle`, when it had nothing to do; empty
+    where nobody measured."""
+
+
+class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
+    """Cross entropy on the held-out documents, in nats per token."""
+
+    step: int
+    subject: str
+    """`student`, `teacher` or `untrained` (the student before its first step)."""
+    loss: float | None
+    labelled: int
+    eval_s: float | None
+
+
+class NonFinite(Event, frozen=True, kw_only=True, tag="non_finite"):
+    """A number of a step that is NaN or infinite: its own event, so that nothing can average it
+    away."""
+
+    step: int
+    field: str
+    value: str
+
+
+class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint"):
+    step: int
+    path: str
+    size_bytes: int
+    save_s: float | None
+    manifest_sha256: str
+    best: bool
+
+
+class StudentSaved(Event, frozen=True, kw_only=True, tag="student_saved"):
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
+    reason: str
+    step: int
+
+
+class Note(Event, frozen=True, kw_only=True, tag="note"):
+    """Something a person should read. `level` is `info`, `warning` or `error`."""
+
+    level: str
+    text: str
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
+    """Written by the run itself. Its absence from a dead run is what `vanished` means."""
+
+    state: str
+    """`completed`, `stopped` or `failed`."""
+    reason: str
+    exit_code: int
+    step: int
