@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runlog.extremes import BLOCK, Extremes
-from engine.runlog.table import Table
+import engine.runlog.extremes as extremes_module
+from engine.runlog.extremes import BLOCK, Extremes, ranges_of
+from engine.runlog.table import Table, pack
 
 VALUES = st.none() | st.floats() | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -1e308])
 
@@ -27,6 +29,32 @@ def test_a_range_is_what_its_rows_are(ys: list[float | None], data: st.DataObjec
     finite = [y for y in ys[start:stop] if y is not None and math.isfinite(y)]
     assert (found.low, found.high) == (min(finite, default=None), max(finite, default=None))
     assert found.non_finite == any(y is not None and not math.isfinite(y) for y in ys[start:stop])
+
+
+@given(st.lists(st.tuples(st.lists(VALUES, max_size=9), st.booleans()), max_size=8), st.data())
+def test_ranges_that_came_with_some_of_the_rows_are_those_of_the_rows(
+    pieces: list[tuple[list[float | None], bool]], data: st.DataObject
+) -> None:
+    table, ys = Table(("y",)), list[float | None]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extremes_module, "BLOCK", 3)
+        for rows, is_known in pieces:
+            packed = pack(rows)
+            column, absent = array("d", packed[0][0].cast("d")), packed[1][0]
+            known = {"y": [(0, len(rows), ranges_of(column, absent))]} if is_known and rows else {}
+            table, ys = table.extended_packed({"y": packed}, known), ys + rows
+            if data.draw(st.booleans()):
+                length = data.draw(st.integers(0, len(ys)))
+                table, ys = table.cut(length), ys[:length]
+            start = data.draw(st.integers(0, len(ys)))
+            stop = data.draw(st.integers(start, len(ys)))
+            found = table.range("y", start, stop)
+            finite = [y for y in ys[start:stop] if y is not None and math.isfinite(y)]
+            assert (found.low, found.high) == (min(finite, default=None), max(finite, default=None))
+            odd = any(y is not None and not math.isfinite(y) for y in ys[start:stop])
+            assert found.non_finite == odd
+            # What is in a block is not looked at again.
+            assert table._extremes["y"]._covered + 3 > len(ys)
 
 
 def test_a_column_that_grows_is_asked_again_and_an_older_table_does_not_see_it() -> None:

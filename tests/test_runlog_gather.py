@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import tempfile
@@ -10,35 +9,24 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_runs import write_long_run
-from run_events import (
-    numbered,
-    opened,
-    picture,
-    runs,
-    started,
-    step,
-    write_log,
-)
-from run_folders import Unknown
+from run_events import opened, picture, started, step
+from small_logs import gathered, long_log, long_logs, one_by_one, small_sizes
 
-import engine.runlog.fold as fold_module
-import engine.runlog.gather as gather_module
 import engine.runlog.shares as shares_module
-import engine.runlog.skim as skim_module
-from engine.runlog.events import AnyEvent, Evaluated, Event, Known, LogOpened, Note
+from engine.runlog.events import Known
 from engine.runlog.fold import fold
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.gather import Gatherer
 from engine.runlog.pack import Pack, pack_lines
-from engine.runlog.read import BrokenLog, LogReader, decode_line
+from engine.runlog.read import BrokenLog, LogReader
 from engine.runlog.view import SOURCES, RunView, Source
 from engine.runlog.write import encode
 
@@ -48,67 +36,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """So that logs of some lines are long ones."""
     with small_sizes():
         yield
-
-
-class small_sizes:
-    def __enter__(self) -> None:
-        self.patch = pytest.MonkeyPatch()
-        for module, name, value in (
-            (skim_module, "LINES_KEPT", 3),
-            (fold_module, "LOG_LINES_KEPT", 3),
-            (gather_module, "FROM_BYTES", 1),
-            (gather_module, "HELP_FROM_BYTES", 1),
-            (shares_module, "CHUNK_BYTES", 1500),
-            (shares_module, "PART_BYTES", 200),
-        ):
-            self.patch.setattr(module, name, value)
-
-    def __exit__(self, *_: object) -> None:
-        self.patch.undo()
-
-
-EXTRA: list[Event] = [
-    Unknown(cups=3),
-    Note(level="info", text="x"),
-    Evaluated(step=3, subject="student", loss=math.nan, labelled=9, eval_s=None),
-    step(7, phases={"loss": math.inf}),
-]
-
-
-@st.composite
-def long_logs(draw: st.DrawFn) -> dict[Source, bytes]:
-    """The bytes of the logs of a run: with kinds of another version, NaN in any place, a clock that is set, and
-    a torn last line."""
-    logs = {}
-    for source, events in draw(runs()).items():
-        rows: list[Any] = list(events)
-        # Only the trainer writes of its steps.
-        some = EXTRA if source == "events" else EXTRA[:2]
-        for extra in draw(st.lists(st.sampled_from(some), max_size=4)):
-            rows.insert(draw(st.integers(1, len(rows))) if rows else 0, extra)
-        if rows and type(rows[0]) is not LogOpened:
-            rows.insert(0, opened(5.0))
-        set_to = st.sampled_from([5.0, 2.0, 9_000.0, 40_000.0])
-        rows = [opened(draw(set_to)) if type(row) is LogOpened else row for row in rows]
-        lines = [encode(cast(Event, e), e.seq, e.t_s) for e in numbered(rows, 0.25)]
-        torn = draw(st.integers(0, 60)) if lines else 0
-        logs[source] = b"".join(lines) + (
-            lines[-1][: min(torn, len(lines[-1]) - 1)] if lines else b""
-        )
-    return logs
-
-
-def one_by_one(view: RunView, source: Source, data: bytes) -> RunView:
-    for line in data[: data.rfind(b"\n") + 1].splitlines():
-        event = decode_line(line, "")
-        view = fold(view, source, [event])
-    return view
-
-
-def gathered(view: RunView, source: Source, gatherer: Gatherer, most: int = 1 << 20) -> RunView:
-    while events := gatherer.read(most):
-        view = fold(view, source, events)
-    return view
 
 
 @settings(max_examples=40, deadline=None)
@@ -128,10 +55,6 @@ def test_a_gathered_run_is_the_same_view(logs: dict[Source, bytes], most: int) -
                 assert point.offset == 0 or logs[source][point.offset - 1 : point.offset] == b"\n"
     one, other = picture(found), picture(wanted)
     assert {n: (one[n], other[n]) for n in one if one[n] != other[n]} == {}
-
-
-def long_log(path: Path, count: int = 200) -> list[AnyEvent]:
-    return write_log(path, [opened(1.0), started(), *(step(n) for n in range(1, count))])
 
 
 def test_most_of_a_long_log_comes_in_packs(tmp_path: Path, small: None) -> None:
@@ -259,7 +182,7 @@ def test_a_helper_does_its_share(
         assert shares._changed.wait_for(lambda: len(shares._made) >= 2, timeout=30)
     packs = []
     while (taken := shares.take()) is not None:
-        packs += taken[1]
+        packs += taken.packs
     assert len(heard) >= 2
     assert sum(pack.lines for pack in packs) > len(events) - 10
     assert all(a.end <= b.begin for a, b in pairwise(packs))

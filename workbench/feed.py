@@ -106,10 +106,12 @@ class RunFeed:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         budget_s: float = READ_BUDGET_S,
+        keep: bool = False,
     ) -> None:
+        """With `keep` the packs of a long log that had to be made are kept in the run's folder."""
         self.run = run
         self._wall, self._monotonic, self._budget_s = wall, monotonic, budget_s
-        self._follower = Follower(run, helpers=spare_cores())
+        self._follower = Follower(run, helpers=spare_cores(), files=True, keep=keep)
         self._book = LogBook(self._follower.reader("events"))
         self._behind: int | None = None
         """Looks since the last that reached the end; None before the first."""
@@ -150,7 +152,7 @@ class RunFeed:
         """Seconds that this look may read."""
         if self._behind is None:
             return min(self._budget_s, FIRST_BUDGET_S)
-        return self._budget_s * min(1 << self._behind, LONGEST)
+        return self._budget_s * min(2 << self._behind, LONGEST)
 
     def read_all(self) -> Snapshot:
         """Poll until nothing is left to read."""

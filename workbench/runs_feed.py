@@ -224,7 +224,8 @@ class RunsFeed:
             return self._old_row(key, now_unix_s)
         follower = self._followers.get(key)
         if follower is None:
-            follower = self._followers[key] = Follower(found.run, helpers=spare_cores())
+            follower = Follower(found.run, helpers=spare_cores(), files=True)
+            self._followers[key] = follower
         state, error = self._read(follower, until_s)
         view, alive = follower.view, follower.alive
         is_alive = alive.trainer or alive.supervisor

@@ -54,6 +54,7 @@ from engine.runlog.events import (
     TrainerStarted,
     VocabularyCut,
 )
+from engine.runlog.extremes import Known
 from engine.runlog.pack import (
     NOT_A_READING,
     PACKED_GPUS,
@@ -64,7 +65,7 @@ from engine.runlog.pack import (
 )
 from engine.runlog.read import decode_line
 from engine.runlog.skim import LINES_KEPT, Skimmed, StepRow, phases_of
-from engine.runlog.table import GPU_FIELDS, Column, Packed, Table, pack
+from engine.runlog.table import GPU_FIELDS, Column, Packed, Table, as_packed, pack
 from engine.runlog.view import Clock, LineKey, LogLine, RunView, Source
 
 LOG_LINES_KEPT = LINES_KEPT
@@ -169,22 +170,21 @@ class _Batch:
             self.take_sample(decode_line(line, ""))  # type: ignore[arg-type]
         if steps := [one.steps for one in packs if one.steps is not None]:
             table: Table = self.get("steps")
-            columns = _joined(steps, PACKED_STEPS, opened_s)
-            times, absent = columns["unix_s"]
+            times, columns = _joined(steps, PACKED_STEPS, opened_s)
             in_order = all(one.in_order for one in packs) and all(
                 before.last_s <= after.earliest_s for before, after in pairwise(packs)
             )
             if not in_order or (table.last("clock_s") or times[0]) > times[0]:
                 times = array("d", _never_back(table, times))
-            columns["clock_s"] = times, absent
-            self.changes["steps"] = table.extended_packed(columns)
+            columns["clock_s"] = as_packed(times), [bytes(len(times))]
+            self.changes["steps"] = table.extended_packed(columns, _known(steps))
             self.changes["phases"] = phases_of([one.phases for one in packs if one.steps][-1])
         if hosts := [one.hosts for one in packs if one.hosts is not None]:
-            columns = _joined(hosts, PACKED_HOSTS, opened_s)
+            _, columns = _joined(hosts, PACKED_HOSTS, opened_s)
             self.changes["hosts"] = self.get("hosts").extended_packed(columns)
         for index in {index for one in packs for index in one.gpus}:
             gpus = [one.gpus[index] for one in packs if index in one.gpus]
-            self.extend_gpu(index, _joined(gpus, PACKED_GPUS, opened_s))
+            self.extend_gpu(index, _joined(gpus, PACKED_GPUS, opened_s)[1])
         self.note_newest()
         self.drop_outdated()
 
@@ -218,7 +218,7 @@ class _Batch:
             self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
             self.lists["decisions"] = []
             self.lists["compiles"] = []
-            self.changes["checks"] = {}
+            self.changes |= {"checks": {}, "checked_again": (0, 0.0)}
             self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
             self.forget_session()
         elif self.source == "device":
@@ -290,6 +290,9 @@ class _Batch:
             case VocabularyCut():
                 self.changes["vocabulary_cut"] = event
             case Checked():
+                if event.id in self.get("checks"):
+                    count, seconds = self.get("checked_again")
+                    self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
                 self.changes["checks"] = {**self.get("checks"), event.id: event}
             case Evaluated():
                 self.list_of("evals").append(event)
@@ -467,18 +470,34 @@ def _columns(steps: Sequence[StepDone | StepRow], times: list[float]) -> dict[st
     }
 
 
-def _joined(parts: Sequence[Columns], names: Sequence[str], opened_s: float) -> dict[str, Packed]:
-    """The columns of packs behind each other, by name, and their times as `unix_s`."""
-    times = array("d", b"".join([part.numbers_of(0) for part in parts]))
+def _joined(
+    parts: Sequence[Columns], names: Sequence[str], opened_s: float
+) -> tuple[array[float], dict[str, Packed]]:
+    """The times of packs, and their columns behind each other, by name; the times are `unix_s`."""
+    elapsed = array("d")
+    for part in parts:
+        elapsed.frombytes(part.numbers_of(0))
+    times = array("d", [opened_s + t_s for t_s in elapsed])
     columns: dict[str, Packed] = {
         name: (
-            array("d", b"".join([part.numbers_of(place) for part in parts])),
-            b"".join([part.absent_of(place) for part in parts]),
+            [part.numbers_of(place) for part in parts],
+            [part.absent_of(place) for part in parts],
         )
         for place, name in enumerate(names, start=1)
     }
-    columns["unix_s"] = array("d", [opened_s + t_s for t_s in times]), bytes(len(times))
-    return columns
+    columns["unix_s"] = as_packed(times), [bytes(len(times))]
+    return times, columns
+
+
+def _known(parts: Sequence[Columns]) -> dict[str, list[Known]]:
+    """The ranges that are in packs of steps, by the name of the column."""
+    known: dict[str, list[Known]] = {}
+    first = 0
+    for part in parts:
+        for place, ranges in part.ranges.items():
+            known.setdefault(PACKED_STEPS[place - 1], []).append((first, part.rows, ranges))
+        first += part.rows
+    return known
 
 
 def _never_back(steps: Table, times: Sequence[float]) -> list[float]:
@@ -493,5 +512,7 @@ def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLi
     times = [line.unix_s for line in merged]
     of_one_log = len({line.source for line in merged}) == 1
     if not all(map(le if of_one_log else lt, times, times[1:])):
-        merged.sort(key=lambda line: line.key)
+        # Times and numbers, in the order of `LogLine.key`, of which a property would be asked for each.
+        keys = [(line.unix_s, line.source, line.event.seq) for line in merged]
+        merged = [merged[place] for place in sorted(range(len(merged)), key=keys.__getitem__)]
     return tuple(merged[-LOG_LINES_KEPT:])

@@ -15,8 +15,11 @@ class Follower:
     """Polls the logs of one run. `view` is the newest frozen RunView, `alive` which processes
     existed at the last poll."""
 
-    def __init__(self, run: RunFolder, *, helpers: int = 0) -> None:
-        """With `helpers` other processes a long log is read so many times as fast."""
+    def __init__(
+        self, run: RunFolder, *, helpers: int = 0, files: bool = False, keep: bool = False
+    ) -> None:
+        """With `helpers` other processes a long log is read so many times as fast; with `files` what is kept
+        beside it is taken where that can be believed (`pack_files`); with `keep` that is added to."""
         self.run = run
         self._readers: dict[Source, LogReader] = {
             "events": LogReader(run.events),
@@ -24,7 +27,8 @@ class Follower:
             "watch": LogReader(run.watch),
         }
         self._gatherers = {
-            source: Gatherer(reader, helpers=helpers) for source, reader in self._readers.items()
+            source: Gatherer(reader, helpers=helpers, files=files, keep=keep)
+            for source, reader in self._readers.items()
         }
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)

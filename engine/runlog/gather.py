@@ -1,9 +1,9 @@
 """Reading a log as fast as can be: its bulk as packs, the rest line by line.
 
 A `Gatherer` reads through a LogReader. Where much of the log is unread it has packs made of that, with
-helpers in other processes if it may have any. Packs are used only where they begin exactly at the reader's
-place and carry on its numbers; everything between them is read by the reader itself, which alone says what
-is wrong with a log.
+helpers in other processes if it may have any, or takes those that are kept beside the log. Packs are used
+only where they begin exactly at the reader's place and carry on its numbers; everything between them is read
+by the reader itself, which alone says what is wrong with a log.
 
 The newest LINES_KEPT lines of each session stay whole, because by the clock they may be the newest of the
 run. So a pack is used only when it is known that so many lines of the same session follow it.
@@ -16,13 +16,15 @@ from collections.abc import Sequence
 
 import engine.runlog.skim as skim
 from engine.runlog.pack import Pack
-from engine.runlog.read import READ_BYTES, BrokenLog, FileId, LogReader
-from engine.runlog.shares import Shares, id_of
+from engine.runlog.pack_files import PackFiles
+from engine.runlog.read import READ_BYTES, BrokenLog, FileId, LogReader, id_of
+from engine.runlog.shares import Shares
 
 FROM_BYTES = 4 << 20
 """So much has to be unread for packs to be worth it."""
-HELP_FROM_BYTES = 48 << 20
-"""So much has to be unread for helpers: starting one takes a tenth of a second."""
+
+FILED_BYTES = 64 << 20
+"""Of so much of a log packs out of files are given at once: a tenth of a second."""
 
 Gathered = Sequence[skim.Skimmed] | Sequence[Pack]
 
@@ -30,9 +32,13 @@ Gathered = Sequence[skim.Skimmed] | Sequence[Pack]
 class Gatherer:
     """Reads one log with up to `helpers` other processes. Used from one thread at a time."""
 
-    def __init__(self, reader: LogReader, *, helpers: int = 0) -> None:
+    def __init__(
+        self, reader: LogReader, *, helpers: int = 0, files: bool = False, keep: bool = False
+    ) -> None:
+        """With `files` packs kept beside the log are used, and with `keep` those made are kept there."""
         self.reader = reader
-        self._helpers = helpers
+        self._helpers, self._keep = helpers, keep
+        self._files = PackFiles(reader.path) if files or keep else None
         self._shares: Shares | None = None
         self._shared_to = 0
         self._file_id: FileId | None = None
@@ -72,8 +78,14 @@ class Gatherer:
         unread = status.st_size - max(begin, self._shared_to)
         if min(unread, max_bytes) >= FROM_BYTES and reader.file_id in (None, id_of(status)):
             self._file_id, self._shared_to = id_of(status), status.st_size
-            helpers = self._helpers if unread >= HELP_FROM_BYTES else 0
-            self._shares = Shares(reader.path, begin, status.st_size, helpers=helpers)
+            self._shares = Shares(
+                reader.path,
+                begin,
+                status.st_size,
+                helpers=self._helpers,
+                files=self._files,
+                keep=self._keep,
+            )
 
     def _usable(self) -> list[Pack]:
         """Packs that carry on where the reader is; none where it has to read for itself."""
@@ -89,6 +101,11 @@ class Gatherer:
                 usable -= 1
                 lines += ahead[usable].lines
             if usable:
+                span = ahead[usable - 1].end - ahead[0].begin
+                goes_on = length == len(ahead) and self._shares.is_next_filed
+                if goes_on and span < FILED_BYTES:
+                    self._take()
+                    continue
                 return [ahead.popleft() for _ in range(usable)]
             if length < len(ahead):
                 # Too few before a place that the reader has to look at.
@@ -115,7 +132,7 @@ class Gatherer:
             taken = self._shares.take()
         except OSError:
             taken = None
-        if taken is None or taken[0] != self._file_id:
+        if taken is None or taken.file_id != self._file_id:
             self.close()
         else:
-            self._ahead += taken[1]
+            self._ahead += taken.packs

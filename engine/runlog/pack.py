@@ -7,13 +7,15 @@ other kinds are in it as they stand in the file.
 
 A pack stands for lines of which every one was decoded, checked against its type, and found to follow the
 one before it. What opens a session, what is no record and what breaks the order is never in one: those
-lines are read one by one.
+lines are read one by one. `sums` tell later whether these lines still stand in the file.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import accumulate
@@ -24,6 +26,7 @@ import msgspec
 
 from engine.errors import RunLogError
 from engine.runlog.events import GpuSample, HostSample, LogOpened, Note, RunStarted, StepDone
+from engine.runlog.extremes import Ranges, ranges_of
 from engine.runlog.read import NOT_JSON, decode_line
 from engine.runlog.skim import Skimmed, StepRow, decode_rows
 from engine.runlog.table import GPU_FIELDS, HOST_FIELDS
@@ -33,6 +36,10 @@ NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
 PACKED_STEPS = (*StepRow.__struct_fields__[3:-1], "tokens_per_s")
 PACKED_HOSTS = tuple(name for name in HOST_FIELDS if name != "unix_s")
 PACKED_GPUS = tuple(name for name in GPU_FIELDS if name != "unix_s")
+TAIL_BYTES = 1 << 10
+RANGED = ("loss", "ce", "kd", "step_s")
+"""Columns of steps whose least and greatest values are wanted as soon as a run is on screen."""
+_RANGED = [PACKED_STEPS.index(name) + 1 for name in RANGED]
 _TOKENS, _STEP_S = PACKED_STEPS.index("tokens"), PACKED_STEPS.index("step_s")
 
 
@@ -40,12 +47,14 @@ class Columns(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Columns of equal length, the first of them `t_s`."""
 
     rows: int
-    numbers: bytes
+    numbers: memoryview
     """float64, one column behind the other."""
     absent: dict[int, bytes]
     """By the place of a column: a byte for each row, 1 where it is absent. Only of those that have one."""
+    ranges: dict[int, Ranges] = {}
+    """By the place of a column."""
 
-    def numbers_of(self, place: int) -> bytes:
+    def numbers_of(self, place: int) -> memoryview:
         return self.numbers[8 * place * self.rows : 8 * (place + 1) * self.rows]
 
     def absent_of(self, place: int) -> bytes:
@@ -81,6 +90,8 @@ class Pack(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The lines that are neither steps nor readings."""
     places: list[tuple[int, int, float]] = []
     """Where the log can be read again: how many lines are before, at which byte, and `t_s` of the line before."""
+    sums: tuple[int, int] = (0, 0)
+    """CRC-32 of all its bytes, and of the last TAIL_BYTES of them (of all, where they are fewer)."""
 
 
 def pack_lines(parts: Sequence[bytes], begin: int) -> Pack | None:
@@ -106,7 +117,18 @@ def pack_lines(parts: Sequence[bytes], begin: int) -> Pack | None:
         pack = _packed(raw, rows, kinds, begin, begin + sum(map(len, parts)))
     except OverflowError:
         return None
-    return pack and msgspec.structs.replace(pack, places=_places(parts, ends, rows, begin))
+    places = _places(parts, ends, rows, begin)
+    return pack and msgspec.structs.replace(pack, places=places, sums=_sums(parts))
+
+
+def _sums(parts: Sequence[bytes]) -> tuple[int, int]:
+    whole = 0
+    for part in parts:
+        whole = zlib.crc32(part, whole)
+    tail = parts[-1][-TAIL_BYTES:]
+    if len(tail) < TAIL_BYTES:
+        tail = b"".join(parts)[-TAIL_BYTES:]
+    return whole, zlib.crc32(tail)
 
 
 def _places(
@@ -195,7 +217,12 @@ def _step_columns(rows: Sequence[Any]) -> tuple[tuple[int, ...], tuple[float, ..
     """`seq`; `t_s`; and that with PACKED_STEPS as columns. This is where the time of a long log goes."""
     seqs, times, _, *columns, _ = zip(*map(msgspec.structs.astuple, rows), strict=True)
     pace = _pace(columns[_TOKENS], columns[_STEP_S])
-    return seqs, times, _columns([times, *columns, pace], len(rows))
+    packed = _columns([times, *columns, pace], len(rows))
+    ranges = {
+        place: ranges_of(array("d", packed.numbers_of(place).cast("d")), packed.absent_of(place))
+        for place in _RANGED
+    }
+    return seqs, times, msgspec.structs.replace(packed, ranges=ranges)
 
 
 def _pace(tokens: Sequence[int], step_s: Sequence[Any]) -> Sequence[float | None]:
@@ -220,7 +247,7 @@ def _columns(columns: Iterable[Sequence[float | None]], rows: int) -> Columns:
         except struct.error:
             numbers.append(pack(*[math.nan if entry is None else entry for entry in column]))
             absent[place] = bytes([entry is None for entry in column])
-    return Columns(rows, b"".join(numbers), absent)
+    return Columns(rows, memoryview(b"".join(numbers)), absent)
 
 
 def _sample_columns(samples: Sequence[Any], names: Sequence[str]) -> tuple[Columns, list[int]]:

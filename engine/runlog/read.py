@@ -34,7 +34,13 @@ LONGEST_LINE_BYTES = 8 << 20
 _plain = msgspec.json.Decoder()
 FileId = tuple[int, int]
 """Device and inode of a file."""
+
+
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def id_of(status: os.stat_result) -> FileId:
+    return status.st_dev, status.st_ino
 
 
 class BrokenLog(RunLogError):
@@ -130,7 +136,7 @@ class LogReader:
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                file_id = (status.st_dev, status.st_ino)
+                file_id = id_of(status)
                 # The newline in front of the offset is read too: it is gone when the file was cut
                 # or rewritten.
                 file.seek(max(0, self._offset - 1))

@@ -1,9 +1,10 @@
 """A long stretch of a log made into packs by several processes.
 
-The stretch is dealt out in chunks of CHUNK_BYTES, from the front. This process and its helpers each take the
-next one that nobody has, so none of them waits for a slower one, and `take` gives the packs in the order of
-the file. A helper is another interpreter that reads the file for itself and answers with bytes. It is a
-convenience: where none can be started, or one dies, this process does all there is to do.
+The stretch is dealt out in chunks, from the front. Those of which there are files (`pack_files`) are taken out of
+them. Of the others this process and its helpers each make the next one that nobody has, so none of them
+waits for a slower one; whoever makes one may keep it in a file. `take` gives all in the order of the log. A
+helper is another interpreter that reads the log for itself and answers with bytes. It is a convenience:
+where none can be started, or one dies, this process does all there is to do.
 
 Whatever is no plain stretch of whole, sound lines is left out, and is for the reader of the log to look at.
 """
@@ -24,19 +25,22 @@ from typing import IO
 
 import msgspec
 
-from engine.runlog.pack import Pack, pack_lines
-from engine.runlog.read import LONGEST_LINE_BYTES, PART_BYTES, FileId
+import engine.runlog.pack_files as pack_files
+from engine.runlog.pack import pack_lines
+from engine.runlog.pack_files import Chunk, PackFiles
+from engine.runlog.read import LONGEST_LINE_BYTES, PART_BYTES, id_of
 
-CHUNK_BYTES = 4 << 20
+HELP_FROM_BYTES = 48 << 20
+"""So much has to be made for helpers: starting one takes a tenth of a second."""
 PARTS = 4
 """So many parts are in one pack."""
 ANSWER_BYTES = 1 << 20
 """So much of an answer is read at once, however long it says that it is."""
-REQUEST = struct.Struct("<QQ")
+REQUEST = struct.Struct("<QQq")
+"""Begin and end of a stretch, and the number of the file to keep its packs in; NONE for no file."""
+NONE = -1
 LENGTH = struct.Struct("<Q")
-Packed = tuple[FileId, list[Pack]]
-"""Packs, and which file they are of."""
-_answer: msgspec.msgpack.Decoder[Packed] = msgspec.msgpack.Decoder(Packed)
+_answer: msgspec.msgpack.Decoder[Chunk] = msgspec.msgpack.Decoder(Chunk)
 
 
 def spare_cores() -> int:
@@ -44,7 +48,7 @@ def spare_cores() -> int:
     return min(3, len(os.sched_getaffinity(0)) - 1)
 
 
-def pack_chunk(path: Path, begin: int, end: int) -> Packed:
+def pack_chunk(path: Path, begin: int, end: int) -> Chunk:
     """The packs of all lines that begin in bytes [begin, end) of a file, those left out that are for its
     reader. Raises OSError."""
     packs = []
@@ -58,7 +62,7 @@ def pack_chunk(path: Path, begin: int, end: int) -> Packed:
                 if (pack := pack_lines(parts, offset)) is not None:
                     packs.append(pack)
                 offset += sum(map(len, parts))
-    return file_id, packs
+    return Chunk(file_id, packs, is_whole=offset >= end)
 
 
 @contextlib.contextmanager
@@ -88,22 +92,45 @@ def _parts(file: IO[bytes], size: int) -> list[bytes]:
 
 
 class Shares:
-    """The packs of bytes [begin, end) of a log."""
+    """The packs of bytes [begin, end) of a log. With `files` those there are taken out of them, and with
+    `keep` those that were made are put there."""
 
-    def __init__(self, path: Path, begin: int, end: int, *, helpers: int) -> None:
-        self._path = path
-        self._chunks = [(at, min(at + CHUNK_BYTES, end)) for at in range(begin, end, CHUNK_BYTES)]
-        self._unclaimed = list(range(len(self._chunks) - 1, -1, -1))
-        self._made: dict[int, Packed] = {}
-        self._given = 0
+    def __init__(
+        self,
+        path: Path,
+        begin: int,
+        end: int,
+        *,
+        helpers: int,
+        files: PackFiles | None = None,
+        keep: bool = False,
+    ) -> None:
+        self._path, self._files, self._keep = path, files, keep
+        size = pack_files.CHUNK_BYTES
+        self._numbers = range(begin // size, -(-end // size))
+        self._bytes = begin, end
+        self._filed = files.numbers().intersection(self._numbers) if files else set()
+        self._unclaimed = [n for n in reversed(self._numbers) if n not in self._filed]
+        self._made: dict[int, Chunk] = {}
+        self._given = self._numbers.start
         self._changed = threading.Condition()
-        for number in range(min(helpers, len(self._chunks) - 1)):
+        if len(self._unclaimed) * size < HELP_FROM_BYTES:
+            helpers = 0
+        for number in range(min(helpers, len(self._unclaimed) - 1)):
             name = f"log-helper-{number}"
             threading.Thread(target=self._be_helped, name=name, daemon=True).start()
 
-    def take(self) -> Packed | None:
-        """The packs of the next chunk, in the order of the file; None behind the last. Raises OSError."""
-        while self._given < len(self._chunks):
+    @property
+    def is_next_filed(self) -> bool:
+        """Whether there is a file of the next chunk."""
+        return self._given in self._filed
+
+    def take(self) -> Chunk | None:
+        """The packs of the next chunk, in the order of the log; None behind the last. Raises OSError."""
+        while self._given < self._numbers.stop:
+            if self.is_next_filed:
+                self._given += 1
+                return self._loaded(self._given - 1)
             with self._changed:
                 if self._given in self._made:
                     self._given += 1
@@ -112,8 +139,23 @@ class Shares:
                 if number is None:
                     self._changed.wait()
                     continue
-            self._made[number] = pack_chunk(self._path, *self._chunks[number])
+            self._made[number] = make_chunk(self._path, *self._request(number))
         return None
+
+    def _loaded(self, number: int) -> Chunk:
+        """Out of its file, or made where that cannot be believed."""
+        assert self._files is not None
+        return self._files.load(number) or make_chunk(self._path, *self._request(number))
+
+    def _request(self, number: int) -> tuple[int, int, int]:
+        """What is asked for to get a chunk."""
+        begin, end = pack_files.bounds(number)
+        is_whole = self._bytes[0] <= begin and end <= self._bytes[1]
+        return (
+            max(begin, self._bytes[0]),
+            min(end, self._bytes[1]),
+            number if self._keep and is_whole else NONE,
+        )
 
     def close(self) -> None:
         """Give up what is not done yet."""
@@ -156,7 +198,7 @@ class Shares:
         somebody else's then."""
         packed = None
         try:
-            requests.write(REQUEST.pack(*self._chunks[number]))
+            requests.write(REQUEST.pack(*self._request(number)))
             packed = _heard(answers)
         finally:
             with self._changed:
@@ -167,11 +209,15 @@ class Shares:
                 self._changed.notify_all()
 
 
-def id_of(status: os.stat_result) -> FileId:
-    return status.st_dev, status.st_ino
+def make_chunk(path: Path, begin: int, end: int, number: int) -> Chunk:
+    """The packs of a stretch of a log, kept in the file of a number, if any and if they are whole."""
+    chunk = pack_chunk(path, begin, end)
+    if number != NONE and chunk.is_whole:
+        PackFiles(path).save(number, chunk)
+    return chunk
 
 
-def _heard(stream: IO[bytes]) -> Packed:
+def _heard(stream: IO[bytes]) -> Chunk:
     """One answer. Raises EOFError when the helper has ended."""
     return _answer.decode(_whole(stream, LENGTH.unpack(_whole(stream, LENGTH.size))[0]))
 
@@ -190,7 +236,7 @@ def _whole(stream: IO[bytes], length: int) -> bytes:
 def help_with(path: Path, requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer requests for chunks of a log until there are no more."""
     while len(request := requests.read(REQUEST.size)) == REQUEST.size:
-        answer = msgspec.msgpack.encode(pack_chunk(path, *REQUEST.unpack(request)))
+        answer = msgspec.msgpack.encode(make_chunk(path, *REQUEST.unpack(request)))
         answers.write(LENGTH.pack(len(answer)))
         answers.write(answer)
         answers.flush()

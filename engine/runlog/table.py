@@ -14,11 +14,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from engine.runlog.extremes import Extremes, Range
+from engine.runlog.extremes import Extremes, Known, Range
 
 Column = Sequence[float | None]
-Packed: TypeAlias = "tuple[array[float], bytes]"
-"""The numbers of a column, and a byte for each that is 1 where it is absent."""
+Packed: TypeAlias = "tuple[Sequence[memoryview], Sequence[bytes]]"
+"""The bytes of the numbers of a column, float64, and a byte for each that is 1 where it is absent: both in
+pieces."""
 
 STEP_FIELDS = (
     "step",
@@ -51,6 +52,11 @@ HOST_FIELDS = (
     "psi_io_full_avg10_pct",
     "major_faults_per_s",
     "duty_pct",
+    "family_cpu_pct",
+    "family_io_bytes_per_s",
+    "memory_held_bytes",
+    "memory_reserved_bytes",
+    "memory_peak_bytes",
 )
 GPU_FIELDS = (
     "unix_s",
@@ -71,7 +77,7 @@ GPU_FIELDS = (
 class Table:
     """Named columns of equal length: numbers, each of which may be absent."""
 
-    __slots__ = ("_absent", "_extremes", "columns", "length")
+    __slots__ = ("_absent", "_extremes", "_known", "columns", "length")
 
     def __init__(self, fields: Iterable[str]) -> None:
         self.columns: dict[str, array[float]] = {name: array("d") for name in fields}
@@ -79,6 +85,8 @@ class Table:
         `values`."""
         self._absent: dict[str, bytearray] = {name: bytearray() for name in self.columns}
         self._extremes: dict[str, Extremes] = {}
+        self._known: dict[str, list[Known]] = {name: [] for name in self.columns}
+        """Ranges that came with the rows."""
         self.length = 0
 
     def extended(self, rows: Iterable[Mapping[str, float | None]]) -> Table:
@@ -94,13 +102,21 @@ class Table:
         """
         return self.extended_packed({name: pack(columns[name]) for name in self.columns})
 
-    def extended_packed(self, packed: Mapping[str, Packed]) -> Table:
-        """As `extended_by`, of columns that are packed already."""
-        (rows,) = {len(numbers) for numbers, _ in packed.values()}
+    def extended_packed(
+        self, packed: Mapping[str, Packed], known: Mapping[str, Sequence[Known]] | None = None
+    ) -> Table:
+        """As `extended_by`, of columns that are packed already; `known` are ranges of some of the new rows,
+        which are counted from 0, by name."""
+        (rows,) = {sum(map(len, absent)) for _, absent in packed.values()}
         table = self._snapshot() if self._is_newest() else self.cut(self.length)
         for name, (numbers, absent) in packed.items():
-            table.columns[name].extend(numbers)
-            table._absent[name] += absent
+            column, gone = table.columns[name], table._absent[name]
+            for piece in numbers:
+                column.frombytes(piece)
+            for part in absent:
+                gone += part
+        for name, pieces in (known or {}).items():
+            table._known[name] += [(self.length + first, n, ranges) for first, n, ranges in pieces]
         table.length += rows
         return table
 
@@ -110,7 +126,7 @@ class Table:
     def _snapshot(self) -> Table:
         table = Table.__new__(Table)
         table.columns, table._absent, table.length = self.columns, self._absent, self.length
-        table._extremes = self._extremes
+        table._extremes, table._known = self._extremes, self._known
         return table
 
     def first(self, length: int) -> Table:
@@ -125,6 +141,10 @@ class Table:
         table = Table(())
         table.columns = {name: column[:length] for name, column in self.columns.items()}
         table._absent = {name: absent[:length] for name, absent in self._absent.items()}
+        table._known = {
+            name: [piece for piece in pieces if piece[0] + piece[1] <= length]
+            for name, pieces in self._known.items()
+        }
         table.length = length
         return table
 
@@ -154,7 +174,9 @@ class Table:
         extremes = self._extremes.get(name)
         if extremes is None:
             # Two threads may both make one: each is right, and one of them is kept.
-            extremes = self._extremes[name] = Extremes(self.columns[name], self._absent[name])
+            extremes = self._extremes[name] = Extremes(
+                self.columns[name], self._absent[name], self._known[name]
+            )
         start, stop, _ = slice(start, stop).indices(self.length)
         return extremes.of(start, stop, self.length)
 
@@ -170,7 +192,11 @@ class Table:
 def pack(column: Column) -> Packed:
     """A column as a table holds it."""
     try:
-        return array("d", column), bytes(len(column))  # type: ignore[arg-type]
+        return as_packed(array("d", column)), [bytes(len(column))]  # type: ignore[arg-type]
     except TypeError:
         numbers = array("d", [math.nan if entry is None else entry for entry in column])
-        return numbers, bytes([entry is None for entry in column])
+        return as_packed(numbers), [bytes([entry is None for entry in column])]
+
+
+def as_packed(numbers: array[float]) -> list[memoryview]:
+    return [memoryview(numbers).cast("B")]

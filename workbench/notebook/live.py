@@ -165,7 +165,7 @@ class Live(Panel):
         return f"resumed {self._feed.run.path}"
 
     def _attach(self, run: RunFolder) -> None:
-        self._feed = RunFeed(run)
+        self._feed = RunFeed(run, keep=True)
 
     # What the thread does
 

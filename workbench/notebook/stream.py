@@ -16,7 +16,7 @@ absent is no row; NaN and infinity are sent as they are.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,20 @@ class _Batch:
             xs, ys = zip(*rows, strict=True)
             self.names.append(name)
             self.buffers.append(array("f", xs).tobytes() + _floats(ys).tobytes())
+
+
+class _Since(Sequence[float | None]):
+    """The rows of a column from `start` on, less what it begins at: of very many only a few are asked for."""
+
+    def __init__(self, table: Table, name: str, start: int, begin: float) -> None:
+        self._table, self._name, self._start, self._begin = table, name, start, begin
+
+    def __len__(self) -> int:
+        return len(self._table) - self._start
+
+    def __getitem__(self, index: Any) -> Any:
+        value = self._table.value(self._name, self._start + index)
+        return None if value is None else value - self._begin
 
 
 def _floats(values: tuple[float, ...]) -> array[float]:
@@ -182,7 +196,7 @@ class Stream:
         if sent.rows == len(table):
             return
         limit = LIVE if sent.rows else self._history
-        xs = [None if v is None else v - begin for v in table.values(x, sent.rows)]
+        xs = _Since(table, x, sent.rows, begin)
         for name, column in names.items():
             batch.add(name, thin(xs, table.values(column, sent.rows), limit))
         sent.rows = len(table)
