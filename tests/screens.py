@@ -47,7 +47,7 @@ async def poll(pilot: Pilot[None]) -> None:
 
 async def shows(pilot: Pilot[None], words: str) -> bool:
     """Whether words are on the screen, as soon as what is going on is drawn."""
-    for _ in range(100):
+    for _ in range(2400):
         if words in words_of(pilot):
             return True
         await pilot.pause(0.05)

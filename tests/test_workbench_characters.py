@@ -13,8 +13,8 @@ from textual.pilot import Pilot
 
 from workbench.tui.app import refresh_seconds
 from workbench.tui.layout import PANES, arrange
+from workbench.tui.names import shortened
 from workbench.tui.printable import drawable, is_utf8
-from workbench.tui.widgets.status_line import shortened
 
 
 @given(

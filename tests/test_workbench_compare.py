@@ -12,14 +12,8 @@ from screens import on_screen, poll, press, text_of, words_of
 from textual.pilot import Pilot
 
 from engine.runlog.folder import RunFolder
-from workbench.compared import (
-    AXES,
-    METRICS,
-    Compared,
-    CompareFeed,
-    results_table,
-    settings_table,
-)
+from workbench.compared import AXES, METRICS, Compared, CompareFeed
+from workbench.side_by_side import differences, results_table, settings_note
 from workbench.traces import Bucket, Trace
 from workbench.tui.canvas import plain
 from workbench.tui.overlay import Line, Overlay, dots_of, render_overlay
@@ -110,14 +104,44 @@ def test_a_stretch_between_two_sessions_is_open_on_the_time_axis(tmp_path: Path)
 def test_only_settings_that_differ_are_in_the_table(tmp_path: Path) -> None:
     first = with_settings(completed(tmp_path / "a"), loss__alpha=0.3, run__name="a", train__lr=1.0)
     other = with_settings(completed(tmp_path / "b"), loss__alpha=0.5, run__name="b", train__lr=1.0)
-    assert settings_table(compared(first, other)) == [["loss.alpha", "0.3", "0.5"]]
+    (found,) = differences(compared(first, other))
+    assert (found.key, found.values) == ("loss.alpha", (((0,), "0.3"), ((1,), "0.5")))
 
 
 def test_what_auto_became_is_in_the_table(tmp_path: Path) -> None:
     first = with_settings(completed(tmp_path / "a"), teacher__backend="auto")
     other = with_settings(completed(tmp_path / "b"), teacher__backend="cached")
-    (row,) = settings_table(compared(first, other))
-    assert row == ["teacher.backend", "auto: dequantized", "cached: dequantized"]
+    (found,) = differences(compared(first, other))
+    assert [value for _, value in found.values] == ["auto: dequantized", "cached: dequantized"]
+
+
+def test_a_run_without_settings_on_record_differs_in_none_and_is_named(tmp_path: Path) -> None:
+    first = with_settings(completed(tmp_path / "a"), loss__alpha=0.3, train__lr=1.0)
+    other = with_settings(completed(tmp_path / "b"), loss__alpha=0.5, train__lr=1.0)
+    runs = compared(first, other, with_settings(killed(tmp_path / "c")))
+    assert [found.key for found in differences(runs)] == ["loss.alpha"]
+    assert settings_note(runs, "ABC") == "C: no settings on record, so not compared"
+    assert settings_note(runs[:2], "AB") == ""
+
+
+def test_six_long_names_lose_no_run_at_any_size(tmp_path: Path) -> None:
+    for seed in range(6):
+        killed(tmp_path / f"kd-qwen3-14b-to-0.6b-alpha0.5-tau2.0-lr4e-3-seed{seed}-again")
+
+    async def script(pilot: Pilot[None]) -> None:
+        await compare_all(pilot, 6)
+        for size in ((160, 45), (120, 40), (80, 24), (40, 12)):
+            await pilot.resize_terminal(*size)
+            await press(pilot, "2")
+            pane = pilot.app.screen.query_one("#results")
+            strips = pilot.app.screen._compositor.render_strips()
+            shown = pane.region
+            rows = [s.text[shown.x : shown.right] for s in strips[shown.y : shown.bottom]]
+            words = " ".join(rows).split()
+            assert set("ABCDEF") <= set(words), (size, rows)
+            assert words.count("killed") == 6, (size, rows)
+
+    on_screen([tmp_path], (160, 45), script)
 
 
 def test_results_stand_side_by_side(tmp_path: Path) -> None:

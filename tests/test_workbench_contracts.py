@@ -137,7 +137,7 @@ def test_a_contract_is_run_in_the_background_and_its_words_are_followed(
         await press(pilot, "escape", "C")
         again = pilot.app.screen
         assert isinstance(again, ContractsScreen) and again is not screen
-        job._process.wait(timeout=60)
+        job._process.wait(timeout=240)
         await poll(pilot)
         assert "engine contracts run thing-v1: ended with code 0" in words_of(pilot), words_of(
             pilot

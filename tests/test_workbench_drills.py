@@ -100,7 +100,7 @@ def test_a_drill_is_carried_out_and_its_run_is_opened(
         await press(pilot, "n")
         job = screen.context.jobs.of("drill")
         assert job is not None and job.arguments[:2] == ("drill", DRILL)
-        job._process.wait(timeout=80)
+        job._process.wait(timeout=240)
         await poll(pilot)
         assert f"engine drill {DRILL}" in words_of(pilot) and "ended with code 0" in words_of(pilot)
         assert await shows(pilot, "named by refusal memory"), words_of(pilot)

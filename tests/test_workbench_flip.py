@@ -140,7 +140,7 @@ def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
         await press(pilot, "enter")
         started = screen._started
         assert started is not None
-        started._process.wait(timeout=80)
+        started._process.wait(timeout=240)
         await poll(pilot)
         words = words_of(pilot)
         assert "pair order" in words, words
@@ -156,7 +156,7 @@ def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
 
 def test_a_refused_flip_says_why(run: Path, tmp_path: Path) -> None:
     started = start_flip(run, "compute.threads=1", tmp_path / "flips" / "x", budget="5m")
-    started._process.wait(timeout=60)
+    started._process.wait(timeout=240)
     snapshot = FlipFeed(tmp_path / "flips" / "x", started).poll()
     # The kit's spec has one thread already.
     assert not snapshot.going_on and snapshot.plan is None and snapshot.state == "refused"

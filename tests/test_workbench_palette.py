@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from run_folders import completed, killed
-from screens import on_screen, press, settle, texts_of
+from screens import on_screen, press, settle, texts_of, words_of
 from textual.command import CommandPalette
 from textual.pilot import Pilot
 from textual.widgets import OptionList
@@ -45,10 +45,11 @@ def test_every_place_key_run_and_theme_is_in_the_palette(here: Path) -> None:
     async def script(pilot: Pilot[None]) -> None:
         offered = await names(pilot)
         assert {place.name for place in PLACES} <= set(offered)
+        screen = pilot.app.screen
+        own = {binding.description for binding in bindings_of(screen)}
         for place in PLACES:
             key = f" (key {place.key})" if place.key else ""
-            assert offered[place.name] == place.tooltip + key
-        screen = pilot.app.screen
+            assert place.name in own or offered[place.name] == place.tooltip + key
         for binding in bindings_of(screen):
             if screen.check_action(binding.action.partition("(")[0], ()):
                 assert any(name.endswith(binding.description) for name in offered), binding
@@ -88,6 +89,81 @@ def test_the_best_match_comes_first(here: Path) -> None:
         assert (await found(pilot, "colourblind-l"))[0] == "theme colourblind-light"
 
     on_screen([here / "runs" / "kd"], (120, 40), script)
+
+
+ESSENTIALS = {
+    "flip": "flip",
+    "experiment": "flip",
+    "stop": "stop",
+    "kill": "stop",
+    "resume": "resume",
+    "continue": "resume",
+    "compare": "compare",
+    "help": "help",
+    "theme": "next theme",
+    "save": "save",
+    "screenshot": "save",
+    "copy": "copy",
+    "contracts": "contracts",
+    "drills": "drills",
+    "doctor": "doctor",
+    "whys": "whys",
+    "root cause": "whys",
+    "replay": "replay",
+    "new run": "new run",
+    "filter": "filter",
+    "exit": "quit",
+}
+"""What a person would type, and what is meant."""
+
+
+@pytest.mark.parametrize("where", ["runs", "run"])
+def test_whatever_somebody_types_finds_what_is_meant_and_it_is_described(
+    here: Path, where: str
+) -> None:
+    killed(here / "runs" / "kd")
+
+    async def script(pilot: Pilot[None]) -> None:
+        provider = WorkbenchCommands(pilot.app.screen)
+        await provider.startup()
+        for typed, meant in ESSENTIALS.items():
+            hits = [hit async for hit in provider.search(typed)]
+            best = sorted(hits, key=lambda hit: -hit.score)[:3]
+            assert any(str(hit.text).startswith(meant) for hit in best), (typed, best)
+            assert all(hit.help for hit in hits)
+
+    on_screen([here / "runs" / ("kd" if where == "run" else "")], (120, 40), script)
+
+
+def test_what_cannot_be_done_here_is_found_and_says_where_it_can(here: Path) -> None:
+    completed(here / "runs" / "kd")
+
+    async def script(pilot: Pilot[None]) -> None:
+        provider = WorkbenchCommands(pilot.app.screen)
+        await provider.startup()
+        hits = {str(hit.text): hit async for hit in provider.search("compare")}
+        hits["compare (not here)"].command()
+        await settle(pilot)
+        assert "compare: not here" in words_of(pilot)
+        assert "stop (not here)" not in await names(pilot), "only for who types it"
+
+    on_screen([here / "runs" / "kd"], (120, 40), script)
+
+
+@pytest.mark.parametrize("where", ["runs", "run"])
+def test_the_palette_begins_with_what_is_done_most(here: Path, where: str) -> None:
+    completed(here / "runs" / "kd")
+
+    async def script(pilot: Pilot[None]) -> None:
+        offered = list(await names(pilot))
+        assert len(offered) == len(set(offered))
+        first = offered[: offered.index("copy")]
+        wanted = {"help", "filter", "flip", "flips", "whys", "contracts", "drills", "doctor"}
+        assert wanted <= set(offered[:25]), offered
+        assert "select" not in {name.casefold() for name in offered}
+        assert not any("cursor" in name for name in first)
+
+    on_screen([here / "runs" / ("kd" if where == "run" else "")], (120, 40), script)
 
 
 def test_beside_a_run_that_was_named_its_neighbours_can_be_opened(here: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_near_level_is_drawn_with_its_name_and_a_far_one_only_named() -> None:
     assert any(" ln V " in row for row in area(near))
     far = lines_of(ys, levels=[Level(y=400.0, name="ln V")])
     assert not any(" ln V " in row for row in area(far))
-    assert "ln V 400.0000 (above)" in "\n".join(far)
+    assert "ln V 400.0000 ▴" in "\n".join(far)
 
 
 def test_a_clipped_axis_keeps_its_scale_and_tells_the_outlier() -> None:

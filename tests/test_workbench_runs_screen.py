@@ -103,7 +103,8 @@ def test_the_cursor_stays_on_its_run_when_the_order_changes(tmp_path: Path) -> N
         killed(tmp_path / "aardvark")
         await press(pilot, "r")
         assert table.selected.name == "beta"
-        assert str(tmp_path / "beta") in text_of(pilot)
+        # A long path goes over several lines.
+        assert str(tmp_path / "beta") in "".join(text_of(pilot).split())
 
     on_screen([tmp_path], (80, 24), script)
 

@@ -1,4 +1,4 @@
-"""Several runs over each other: what may be drawn of them, over which x, and in what they differ.
+"""Several runs over each other: what may be drawn of them, and over which x.
 
 A run is followed by a feed of its own; its columns are read in place, so a run of a million steps
 costs no more to draw than a short one. Three things can be on the x axis:
@@ -14,16 +14,15 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 from engine.evidence.differences import effective_of
 from engine.runlog.folder import RunFolder
-from engine.runlog.text import alert_lines
 from engine.runlog.view import RunView
-from engine.units import format_bytes, format_count, format_seconds, format_value
+from engine.units import format_count, format_seconds, format_value
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
 from workbench.traces import Bucket, Trace
 
@@ -254,64 +253,3 @@ def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str,
         for name in ("device", "engine", "torch", "python"):
             found[name] = str(getattr(view.started, name))
     return {key: value for key, value in found.items() if key not in NOT_SETTINGS}
-
-
-ABSENT = "-"
-
-
-def settings_table(runs: Sequence[Compared]) -> list[list[str]]:
-    """A row for each setting that is not the same in all runs: its key, and its value in each."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings)
-    rows = [[key, *(run.settings.get(key, ABSENT) for run in runs)] for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def results_table(runs: Sequence[Compared]) -> list[list[str]]:
-    """A row for each result: its name, and its value in each run."""
-    columns = [_results(run) for run in runs]
-    return [[name, *(column[name] for column in columns)] for name in columns[0]] if columns else []
-
-
-def _results(run: Compared) -> dict[str, str]:
-    view = run.view
-    steps = view.steps
-    student = [e.loss for e in view.evals if e.subject == "student"]
-    finite = [loss for loss in student if loss is not None and math.isfinite(loss)]
-    teacher = view.eval_of("teacher")
-    seconds = None
-    if view.first_unix_s is not None and view.last_unix_s is not None:
-        seconds = max(0.0, view.last_unix_s - view.first_unix_s)
-    peak = view.memory_peak
-
-    def shown(value: float | None, text: Callable[[float | None], str] = format_value) -> str:
-        return ABSENT if value is None else text(value)
-
-    return {
-        "state": run.snapshot.state,
-        "step": f"{view.last_step}/{ABSENT if view.total_steps is None else view.total_steps}",
-        "loss": shown(steps.last("loss")),
-        "held-out": shown(student[-1] if student else None),
-        "best held-out": shown(min(finite, default=None)),
-        "teacher's": shown(teacher.loss if teacher else None),
-        "tokens/s": shown(view.tokens_per_second(), format_count),
-        "tokens": shown(run.tokens[len(steps) - 1] if len(steps) else None, format_count),
-        "wall time": shown(seconds, format_seconds),
-        "peak memory": shown(getattr(peak, "measured_bytes", None), format_bytes),
-        "not finite": str(len(view.non_finite)),
-        "alerts": str(len(view.alerts)),
-        "sessions": str(view.sessions),
-    }
-
-
-def alerts_words(runs: Sequence[Compared], letters: Sequence[str]) -> list[str]:
-    """The alerts that stand in each run, and why one cannot be read."""
-    lines = []
-    for run, letter in zip(runs, letters, strict=True):
-        snapshot = run.snapshot
-        lines.append(f"{letter} {snapshot.run.name}: {snapshot.state}")
-        lines += [f"  {line}" for alert in run.view.alerts.values() for line in alert_lines(alert)]
-        if snapshot.error is not None:
-            lines += [f"  {line}" for line in snapshot.error.splitlines()]
-        elif not run.view.alerts:
-            lines.append("  no alert stands")
-    return lines

@@ -83,13 +83,13 @@ def listing_of(statuses: Sequence[Status]) -> Listing:
         )
     )
     overall = lowest(status.answer.verdict for status in statuses if status.counts)
-    width = max((len(status.id) for status in statuses), default=0)
     return Listing(
         head=f"contracts: {overall.level.name}, {counts} of {len(statuses)}",
         rows=tuple(
             Row(
                 key=status.id,
-                text=f"{status.id:{width}}  {status.answer.level.name:7}  "
+                name=status.id,
+                text=f"{status.answer.level.name:7}  "
                 f"{status.reached.name.lower():8}  {age_text(status.age_s):>7}",
                 tone=tone_of(status),
                 lines=tuple(contract_lines(status)),

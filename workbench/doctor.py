@@ -112,7 +112,7 @@ def rows_of(fields: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _row(name: str, text: str, lines: Sequence[str], tone: Any = "plain") -> Row:
-    return Row(key=name, text=f"{name:18}  {one_line(text)}", tone=tone, lines=tuple(lines))
+    return Row(key=name, name=name, text=one_line(text), tone=tone, lines=tuple(lines))
 
 
 def _count(parts: Sequence[object]) -> str:

@@ -138,7 +138,6 @@ class DrillsFeed:
             self._known = known_drills(self._engine)
         self.results = results_in(*self._folders)
         now_unix_s = time.time()
-        width = max((len(one.id) for one in self._known), default=0)
         levels = [
             self.results[one.id].result.level for one in self._known if one.id in self.results
         ]
@@ -147,20 +146,19 @@ class DrillsFeed:
         )
         return Listing(
             head=f"drills: {len(self._known)}, last results: {counts or 'none'}",
-            rows=tuple(
-                _row(one, self.results.get(one.id), width, now_unix_s) for one in self._known
-            ),
+            rows=tuple(_row(one, self.results.get(one.id), now_unix_s) for one in self._known),
         )
 
 
-def _row(known: Known, found: Found | None, width: int, now_unix_s: float) -> Row:
+def _row(known: Known, found: Found | None, now_unix_s: float) -> Row:
     level = found.result.level if found is not None else "not run"
     at_unix_s = None if found is None else found.at_unix_s
     age = "" if at_unix_s is None else age_text(now_unix_s - at_unix_s)
     tone = "quiet" if found is None else TONE_OF[Level[level.upper()]]
     return Row(
         key=known.id,
-        text=f"{known.id:{width}}  {level.upper():7}  {age:>7}  {known.what}",
+        name=known.id,
+        text=f"{level.upper():7}  {age:>7}  {known.what}",
         tone=tone,
         lines=tuple(_lines(known, found, age)),
     )

@@ -78,9 +78,9 @@ def _row(bundle: Bundle) -> Row:
         finding = bundle.load()
     except BadInput as problem:
         # One that is damaged must not hide the others.
-        text = f"{name}  damaged: {one_line(problem.message)}"
+        text = f"damaged: {one_line(problem.message)}"
         lines = (f"{name}: damaged", f"  {one_line(problem.message)}")
-        return Row(key=str(bundle.path), text=text, tone="bad", lines=lines)
+        return Row(key=str(bundle.path), name=name, text=text, tone="bad", lines=lines)
     blocking = [problem for problem in judge(finding) if problem.level != "warning"]
     if finding.closed is None:
         state, tone = f"open, {len(blocking)} in the way", "unsure"
@@ -90,7 +90,8 @@ def _row(bundle: Bundle) -> Row:
         state, tone = "root cause", "good"
     return Row(
         key=str(bundle.path),
-        text=f"{name}  {state}, {len(finding.nodes)} nodes  {one_line(finding.title)}",
+        name=name,
+        text=f"{state}, {len(finding.nodes)} nodes  {one_line(finding.title)}",
         tone=tone,  # type: ignore[arg-type]
         lines=(name, f"  {state_words(finding)}", *tree_lines(finding)),
     )

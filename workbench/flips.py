@@ -7,6 +7,7 @@ does not end it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -275,6 +276,12 @@ def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool) -> list[str]:
     if snapshot.error:
         lines += ["error", *_indented(snapshot.error.splitlines())]
     return [*lines, "folder", f"  {snapshot.folder}"]
+
+
+def folder_for(flips: Path, assignment: str) -> Path:
+    """The folder of a flip that begins now."""
+    knob = assignment.partition("=")[0].replace(".", "-") or "flip"
+    return (flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

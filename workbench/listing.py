@@ -28,6 +28,9 @@ class Row:
     key: str
     """The same for the same thing from poll to poll."""
     text: str
+    name: str = ""
+    """Stands before the text in a column of its own, which is cut where a row has no room: a list that is
+    narrow loses the middle of names before it loses a verdict."""
     tone: Tone = "plain"
     sign: str = ""
     """One character before the text; that of the tone where it is empty."""

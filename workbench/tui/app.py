@@ -64,6 +64,8 @@ class WorkbenchApp(Shell):
         """Open a place; the one that is on screen already stays as it is."""
         screen = self.screen
         run = screen.run if isinstance(screen, RunScreen) else None
+        if isinstance(screen, RunsScreen) and (target := screen.target()) is not None:
+            run = target.run
         built = place(name).build(self.context, run)
         if type(built) is not type(screen):
             self.push_screen(built)
@@ -77,7 +79,7 @@ class WorkbenchApp(Shell):
         """Put the screen of a run over what is shown."""
         self.push_screen(
             RunScreen(
-                RunFeed(run),
+                RunFeed(run, keep=not self.context.read_only),
                 refresh_s=self.context.refresh_s,
                 read_only=self.context.read_only,
                 ascii_only=self.context.ascii_only,

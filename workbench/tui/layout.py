@@ -18,8 +18,10 @@ from dataclasses import dataclass
 
 PANES = ("loss", "pace", "device", "decisions", "log", "result", "checks", "kernels", "alerts")
 """In the order of their digits, from 1."""
+PANE_LABELS = {"kernels": "JIT"}
+"""Panes that are called otherwise than their id."""
 
-TALL = 52
+SINGLE, TALL = 18, 52
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ def is_tiny(width: int, height: int) -> bool:
     return width < 40 or height < 10
 
 
+def is_low(width: int, height: int) -> bool:
+    """Whether a screen has room for one pane, and for that only as long as all else is short."""
+    return height < SINGLE and not is_tiny(width, height)
+
+
 def arrange(
     width: int, height: int, *, chosen: str, zoomed: bool, ended: bool, alerts: bool = False
 ) -> Layout:
@@ -40,7 +47,7 @@ def arrange(
     assert chosen in PANES, chosen
     if is_tiny(width, height):
         return Layout("status", frozenset())
-    if height < 18:
+    if height < SINGLE:
         return Layout("single", frozenset({chosen}))
     mode = "grid" if width >= 100 and height >= 36 else "tabs"
     if zoomed:

@@ -10,6 +10,9 @@ from workbench.traces import Trace
 from workbench.tui.axis import Axis
 from workbench.tui.canvas import Glyphs, Row, Span, fit
 
+GAP, MORE = "  ", ".."
+"""Between two items, and in the place of those without room."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
@@ -61,7 +64,9 @@ def legend_items(
         items.append((Span(glyphs.mark, "mark"), words))
     for level in levels:
         y = level.height(log_y)
-        where = " (above)" if span and y > span[1] else " (below)" if span and y < span[0] else ""
+        where = ""
+        if span is not None and not span[0] <= y <= span[1]:
+            where = f" {glyphs.above if y > span[1] else glyphs.below}"
         words = Span(f" {level.name} {format_y(level.y)}{where}", "legend")
         items.append((Span(glyphs.level * 2, "level"), words))
     return items
@@ -70,15 +75,28 @@ def legend_items(
 def legend_rows(
     items: Sequence[tuple[Span, Span]], width: int, height: int, *, pad: bool = False
 ) -> list[Row]:
-    """A legend on at most `height` rows; what does not fit is cut off at the end of the last."""
+    """A legend on at most `height` rows; what has no room is left out whole, and a sign stands for it."""
     lines: list[list[Span]] = [[]]
-    for item in items:
-        used = sum(len(span.text) for span in lines[-1])
+    used = 0
+    for index, item in enumerate(items):
         needed = sum(len(span.text) for span in item)
-        if lines[-1] and used + 2 + needed > width and len(lines) < height:
+        if lines[-1] and used + len(GAP) + needed > width and len(lines) < height:
             lines.append([])
-        gap = [Span("  ", "legend")] if lines[-1] else []
+            used = 0
+        # Where something comes after it on the last row, room for the sign is kept.
+        rest = len(GAP) + len(MORE) if len(lines) == height and index < len(items) - 1 else 0
+        if lines[-1] and used + len(GAP) + needed + rest > width:
+            if len(lines) == height and used + len(GAP) + len(MORE) <= width:
+                lines[-1].append(Span(GAP + MORE, "legend"))
+            break
+        gap = [Span(GAP, "legend")] if lines[-1] else []
         lines[-1] += [*gap, *item]
+        used += needed + (len(GAP) if gap else 0)
     if pad:
         lines += [[] for _ in range(height - len(lines))]
     return [fit(line, width) for line in lines]
+
+
+def needs_rows(items: Sequence[tuple[Span, Span]], width: int) -> int:
+    """How many rows a legend takes that leaves nothing out."""
+    return len(legend_rows(items, width, len(items) or 1))

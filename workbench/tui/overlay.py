@@ -21,7 +21,7 @@ from engine.units import format_value
 from workbench.traces import Trace
 from workbench.tui.axis import Axis
 from workbench.tui.canvas import ASCII, UNICODE, Canvas, Glyphs, Row, Span, centred, fit
-from workbench.tui.legend import legend_rows
+from workbench.tui.legend import legend_rows, needs_rows
 from workbench.tui.plot import draw_trace, span_of, y_labels
 from workbench.tui.series import series_style
 
@@ -71,12 +71,16 @@ def render_overlay(overlay: Overlay, width: int, height: int, *, ascii_only: boo
         return []
     glyphs = ASCII if ascii_only else UNICODE
     drawn = [line for line in overlay.lines if not line.trace.is_empty]
+    most = 2 if height >= 9 else 1
     legend = _legend(overlay, glyphs)
+    if needs_rows(legend, width) > most:
+        # Each line's form comes before its value, which stands above the plot, too.
+        legend = _legend(overlay, glyphs, values=False)
     if not drawn:
         return centred("nothing logged yet", width, height)
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return legend_rows(legend, width, height, pad=True)
-    head = legend_rows(legend, width, 2 if height >= 9 else 1)
+    head = legend_rows(legend, width, most)
     span = span_of([line.trace for line in drawn], (), (), overlay.log_y, False)
     rows = height - len(head) - 2
     if span is None:
@@ -107,7 +111,7 @@ def render_overlay(overlay: Overlay, width: int, height: int, *, ascii_only: boo
     return [*head, *body, *_x_rows(overlay, x_axis, canvas, margin, glyphs, width)]
 
 
-def _legend(overlay: Overlay, glyphs: Glyphs) -> list[tuple[Span, Span]]:
+def _legend(overlay: Overlay, glyphs: Glyphs, *, values: bool = True) -> list[tuple[Span, Span]]:
     """Each run's form and value; what is not finite comes first."""
     items = []
     for line in overlay.lines:
@@ -121,7 +125,7 @@ def _legend(overlay: Overlay, glyphs: Glyphs) -> list[tuple[Span, Span]]:
         letter, role = series_style(line.slot).letter, f"trace{line.slot}"
         form = Span(f"{letter} {glyphs.traces[line.slot]}", role)
         words = "no value" if line.value is None else overlay.y_text(line.value)
-        items.append((form, Span(f" {words}", "legend")))
+        items.append((form, Span(f" {words}" if values else "", "legend")))
     return items
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from textual.binding import Binding
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
 from engine.runlog.folder import RunFolder, find_runs, is_run
 from workbench.tui.context import Context
-from workbench.tui.keys import active_keys, resolved
+from workbench.tui.keys import Keys, active_keys, resolved
 from workbench.tui.places import PLACES
 from workbench.tui.themes import theme_names
 from workbench.tui.widgets.key_bar import key_text
@@ -24,8 +25,42 @@ from workbench.tui.widgets.key_bar import key_text
 if TYPE_CHECKING:
     from workbench.tui.app import WorkbenchApp
 
-UNNAMED = ("scroll", "cursor", "page", "first", "last", "focus", "copy_text", "command_palette")
+UNNAMED = (
+    *("scroll", "cursor", "page", "first", "last", "focus", "select", "copy_text"),
+    "command_palette",
+)
 """Beginnings of the actions that only move about, or that the palette says in other words."""
+ALSO = {
+    "stop": "end kill cancel abort",
+    "resume": "continue restart go on",
+    "flip": "experiment A/B try suspicion",
+    "compare": "overlay side by side",
+    "start": "new run launch spec",
+    "again": "rerun repeat clone",
+    "replay": "scrub past history rewind",
+    "why": "five whys finding cause",
+    "copy": "clipboard yank",
+    "save": "screenshot export svg text",
+    "help": "keys",
+    "quit": "exit leave",
+    "filter": "search find grep",
+    "whys": "findings evidence root cause",
+    "flips": "experiments verdicts",
+    "doctor": "machine GPU diagnose health",
+    "contracts": "promises receipts tests",
+    "drills": "defects planted",
+}
+"""Other words for an action or a place, by its name: what somebody may type who looks for it."""
+ELSEWHERE = (
+    ("stop", "nothing here goes on: x on a run that does, in the list or on its screen"),
+    ("resume", "nothing here can be resumed: R on a run that ended early"),
+    ("compare", "on the list of runs: space marks 2 to 6 of them, c compares"),
+    ("replay", "on the screen of a run: p shows it as it was"),
+    ("flip", "on the screen of a run: F tests a suspicion about it"),
+    ("filter", "on the list of runs, and in the log of a run: /"),
+    ("new", "on the list of runs: n starts one from a spec"),
+)
+"""What is found by its name where it cannot be done, with the place where it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +70,8 @@ class Command:
     name: str
     words: str
     run: Callable[[], object]
+    also: str = ""
+    """Other words that find it."""
 
 
 def runs_to_open(context: Context) -> list[RunFolder]:
@@ -70,37 +107,81 @@ class WorkbenchCommands(Provider):
 
     async def search(self, query: str) -> Hits:
         matcher = self.matcher(query)
-        for command in self._commands():
+        commands = list(self._commands())
+        for command in (*commands, *self._elsewhere({command.name for command in commands})):
             line = f"{command.name} {command.words}"
             # What the words say finds a command, too, but after those whose name says it.
-            score = max(matcher.match(command.name), matcher.match(line) * 0.6)
+            score = max(
+                matcher.match(command.name),
+                matcher.match(command.also) * 0.8,
+                matcher.match(line) * 0.6,
+            )
             if score > 0:
                 shown = matcher.highlight(command.name)
                 yield Hit(score, shown, command.run, command.name, _help(command.words))
 
     def _commands(self) -> Iterator[Command]:
-        app = self.workbench
-        for keys in active_keys(self.screen):
+        """Each name once: the screen's own `quit` tells more than that of all screens."""
+        names: set[str] = set()
+        for command in self._all_commands():
+            # Runs of one name in two folders are two runs.
+            if command.name not in names or command.name.startswith("run "):
+                names.add(command.name)
+                yield command
+
+    def _all_commands(self) -> Iterator[Command]:
+        """What is done most comes first; keys of the focused widget, and of digits, come last."""
+        app, nodes = self.workbench, active_keys(self.screen)
+        later: list[Command] = []
+        for keys in reversed(nodes):
             for binding in keys.bindings:
-                if resolved(app, keys.node, binding.action)[1].startswith(UNNAMED):
+                if keys.node is app or (command := self._of_key(keys, binding)) is None:
                     continue
-                words = f"{binding.tooltip or binding.description} (key {key_text(binding)})"
-                group = f"{binding.group.description} " if binding.group else ""
-                run = partial(app.run_action, binding.action, keys.node)
-                yield Command(f"{group}{binding.description}", words, run)
+                if keys.node is not self.screen or binding.group is not None:
+                    later.append(command)
+                else:
+                    yield command
         for place in PLACES:
             if not place.key and app.check_action("visit", (place.name,)):
                 visit = partial(app.run_action, f"visit('{place.name}')")
-                yield Command(place.name, place.tooltip, visit)
-        yield Command(
-            "copy the screen", "all that is seen, as text", partial(app.run_action, "copy(True)")
-        )
+                yield Command(place.name, place.tooltip, visit, ALSO.get(place.name, ""))
+        for keys in nodes:
+            if keys.node is app:
+                found = (self._of_key(keys, binding) for binding in keys.bindings)
+                yield from (command for command in found if command is not None)
+        words = "all that is seen, as text"
+        yield Command("copy the screen", words, partial(app.run_action, "copy(True)"))
+        yield Command("next theme", "dark, light, and both for the colour-blind", app.next_theme)
+        yield from later
         for run_folder in self._runs:
             words = f"open the run {run_folder.path}"
             yield Command(f"run {run_folder.name}", words, partial(app.open_folder, run_folder))
         for theme in theme_names():
             words = "the present theme" if theme == app.theme else "show this theme"
             yield Command(f"theme {theme}", words, partial(app.choose_theme, theme))
+
+    def _of_key(self, keys: Keys, binding: Binding) -> Command | None:
+        """What a key does; None for one that only moves about."""
+        app = self.workbench
+        _, action, arguments = resolved(app, keys.node, binding.action)
+        if action.startswith(UNNAMED):
+            return None
+        name, words = binding.description, binding.tooltip or binding.description
+        if binding.group is not None:
+            name = f"{binding.group.description} {name}"
+        elif sum(other.description == name for other in keys.bindings) > 1:
+            # Two keys of one short word, such as back and on, are told apart by what they do.
+            name = words
+        run = partial(app.run_action, binding.action, keys.node)
+        topic = str(arguments[0]) if action == "visit" and arguments else action
+        return Command(name, f"{words} (key {key_text(binding)})", run, ALSO.get(topic, ""))
+
+    def _elsewhere(self, offered: set[str]) -> Iterator[Command]:
+        """What cannot be done here; choosing it tells where."""
+        for name, where in ELSEWHERE:
+            if name not in offered:
+                said = partial(self.app.notify, where, title=f"{name}: not here", markup=False)
+                yield Command(f"{name} (not here)", where, said, ALSO.get(name, ""))
 
 
 def _help(words: str) -> str:

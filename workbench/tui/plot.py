@@ -91,7 +91,7 @@ def render_plot(
         draw_trace(canvas, traces[form].buckets, x_axis, y_axis, form, glyphs, traces[form].gap)
     draw_marks(canvas, marks, x_axis, y_axis, glyphs)
     draw_crosses(canvas, traces, x_axis, glyphs)
-    name_levels(canvas, levels, y_axis)
+    name_levels(canvas, levels, span, y_axis)
 
     lines = []
     for row in range(rows):
@@ -141,17 +141,25 @@ def draw_levels(
                 canvas.char(column, canvas.cell(0, dot)[1], glyphs.level, "level")
 
 
-def name_levels(canvas: Canvas, levels: Sequence[Level], y_axis: Axis) -> None:
-    """Write the name of each level on its line, at the end that no trace has covered."""
+def name_levels(
+    canvas: Canvas, levels: Sequence[Level], span: tuple[float, float], y_axis: Axis
+) -> None:
+    """Write the name of each level on its line, where no trace and no other name has covered it."""
+    taken: set[tuple[int, int]] = set()
     for level in levels:
         dot = y_axis.dot(level.y)
-        row = -1 if dot is None else canvas.cell(0, dot)[1]
-        name = f" {level.name} "
+        if dot is None or not span[0] <= level.height(y_axis.is_log) <= span[1]:
+            continue
+        row, name = canvas.cell(0, dot)[1], f" {level.name} "
         for start in (canvas.columns - len(name) - 1, 2):
             place = range(start, start + len(name))
-            if start > 0 and all(canvas.role(column, row) == "level" for column in place):
+            if start > 0 and all(
+                canvas.role(column, row) == "level" and (column, row) not in taken
+                for column in place
+            ):
                 for column, char in zip(place, name, strict=True):
                     canvas.char(column, row, char, "level")
+                    taken.add((column, row))
                 break
 
 

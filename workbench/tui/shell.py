@@ -32,7 +32,7 @@ from workbench.tui.captures import (
 from workbench.tui.keys import is_refused
 from workbench.tui.printable import Printable, drawable
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.themes import OWN, THEME_VARIABLES
+from workbench.tui.themes import OWN, OWN_NAMES, THEME_VARIABLES
 from workbench.tui.widgets.key_bar import bindings_of
 
 CLIPBOARD_BYTES = 50_000
@@ -125,6 +125,11 @@ class Shell(App[None]):
         """Show another theme, and say how to keep it."""
         self.theme = name
         self.notify(f"theme {name}; {THEME_VARIABLES[0]}={name} keeps it", markup=False)
+
+    def next_theme(self) -> None:
+        """Show the next of the workbench's own themes."""
+        place = OWN_NAMES.index(self.theme) if self.theme in OWN_NAMES else -1
+        self.choose_theme(OWN_NAMES[(place + 1) % len(OWN_NAMES)])
 
     # Copying and saving
 

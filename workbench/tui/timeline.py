@@ -36,7 +36,11 @@ from workbench.tui.plot import (
     y_labels,
 )
 
-MIN_WIDTH, MIN_HEIGHT = 24, 6
+MIN_WIDTH, MIN_HEIGHT = 24, 4
+"""Below this there is no room for a curve: the newest values are written instead."""
+LOW = 9
+"""On fewer rows the marks stand on the line of the x axis, and what is under the cursor in the place of the
+legend, so that the curve keeps its rows."""
 WITH_PACE = 13
 """From so many rows on there is room for step time below the loss."""
 SIGNS: dict[Kind, tuple[str, str]] = {
@@ -101,6 +105,8 @@ def render_timeline(line: TimeLine, width: int, height: int, *, ascii_only: bool
         legend = [faults, *(item for item in legend if item[0].role != "cross")]
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         return legend_rows(legend, width, height, pad=True)
+    if height < LOW:
+        return _low(line, losses, legend, span, width, height, glyphs)
     head = legend_rows(legend, width, 2 if height >= 12 else 1)
     readout = line.readout[: 2 if height >= 12 else 1]
     rows = height - len(head) - len(readout) - 2 - 1
@@ -108,28 +114,66 @@ def render_timeline(line: TimeLine, width: int, height: int, *, ascii_only: bool
     below = max(3, rows // 4) if has_pace else 0
     margin = margin_of(width)
     columns = width - margin - 2
-    lines: list[Row] = list(head)
     x_axis = Axis(line.low, line.high, dots_of(width, ascii_only=ascii_only))
-    if span is None:
-        words = "no finite value above 0" if line.log_y else "no finite value"
-        lines += centred(words, width, rows - below)
-    else:
-        canvas = Canvas(columns, rows - below, ascii_only=ascii_only)
-        y_axis = Axis(*span, canvas.dots_up, line.log_y)
-        draw_levels(canvas, line.levels, span, y_axis, glyphs)
-        for form in reversed(range(len(losses))):
-            draw_trace(canvas, losses[form].buckets, x_axis, y_axis, form, glyphs, losses[form].gap)
-        draw_marks(canvas, line.heldout, x_axis, y_axis, glyphs)
-        draw_crosses(canvas, losses, x_axis, glyphs)
-        name_levels(canvas, line.levels, y_axis)
-        labels = y_labels(Axis(*span, canvas.rows, line.log_y), canvas.rows)
-        lines += _area(canvas, labels, x_axis, line.cursor, margin, glyphs)
-    lines.append(_mark_row(line, x_axis, columns, margin, glyphs, ascii_only=ascii_only))
+    lines: list[Row] = [*head, *_loss_area(line, losses, span, x_axis, width, rows - below, glyphs)]
+    lines.append(_mark_row(line, x_axis, columns, margin, glyphs))
     if has_pace and line.pace is not None:
         lines += _pace_area(line, line.pace, x_axis, columns, below, margin, glyphs)
     lines += _x_rows(line, x_axis, columns, margin, glyphs)
     lines += [fit([Span(text, "legend")], width) for text in readout]
     return [fit(row, width) for row in lines]
+
+
+def _low(
+    line: TimeLine,
+    losses: Sequence[Trace],
+    legend: Sequence[tuple[Span, Span]],
+    span: tuple[float, float] | None,
+    width: int,
+    height: int,
+    glyphs: Glyphs,
+) -> list[Row]:
+    """On a few rows: the newest values, or what is under the cursor; the curve; marks on the x axis."""
+    head = legend_rows(legend, width, 1)
+    if line.readout:
+        head = [fit([Span(line.readout[0], "legend")], width)]
+    has_labels = height >= MIN_HEIGHT + 2
+    rows = height - len(head) - 1 - has_labels
+    margin = margin_of(width)
+    columns = width - margin - 2
+    x_axis = Axis(line.low, line.high, dots_of(width, ascii_only=glyphs is ASCII))
+    (edge,), labels = _x_rows(line, x_axis, columns, margin, glyphs)
+    begin, ruler = edge.text[: margin + 2], edge.text[margin + 2 :]
+    marks = _mark_canvas(line, x_axis, ruler, glyphs).text(0)
+    lines = [*head, *_loss_area(line, losses, span, x_axis, width, rows, glyphs)]
+    lines += [(Span(begin, "axis"), *marks), *([labels] if has_labels else [])]
+    return [fit(row, width) for row in lines]
+
+
+def _loss_area(
+    line: TimeLine,
+    losses: Sequence[Trace],
+    span: tuple[float, float] | None,
+    x_axis: Axis,
+    width: int,
+    rows: int,
+    glyphs: Glyphs,
+) -> list[Row]:
+    """The losses, held-out losses and levels on some rows."""
+    if span is None:
+        words = "no finite value above 0" if line.log_y else "no finite value"
+        return centred(words, width, rows)
+    margin = margin_of(width)
+    canvas = Canvas(width - margin - 2, rows, ascii_only=glyphs is ASCII)
+    y_axis = Axis(*span, canvas.dots_up, line.log_y)
+    draw_levels(canvas, line.levels, span, y_axis, glyphs)
+    for form in reversed(range(len(losses))):
+        draw_trace(canvas, losses[form].buckets, x_axis, y_axis, form, glyphs, losses[form].gap)
+    draw_marks(canvas, line.heldout, x_axis, y_axis, glyphs)
+    draw_crosses(canvas, losses, x_axis, glyphs)
+    name_levels(canvas, line.levels, span, y_axis)
+    labels = y_labels(Axis(*span, canvas.rows, line.log_y), canvas.rows)
+    return _area(canvas, labels, x_axis, line.cursor, margin, glyphs)
 
 
 def _pace_area(
@@ -183,17 +227,24 @@ def _column(canvas: Canvas, x_axis: Axis, x: float | None) -> int | None:
     return canvas.cell(x_axis.dot(x) or 0, 0)[0]
 
 
-def _mark_row(
-    line: TimeLine, x_axis: Axis, columns: int, margin: int, glyphs: Glyphs, *, ascii_only: bool
-) -> Row:
-    """One sign for each column with marks: that of its most pressing one."""
-    canvas = Canvas(columns, 1, ascii_only=ascii_only)
+def _mark_canvas(line: TimeLine, x_axis: Axis, under: str, glyphs: Glyphs) -> Canvas:
+    """One sign for each column with marks: that of its most pressing one; elsewhere what is under them."""
+    canvas = Canvas(len(under), 1, ascii_only=glyphs is ASCII)
+    for place, char in enumerate(under):
+        if char != " ":
+            canvas.char(place, 0, char, "axis")
     for kind in reversed(PRESSING):
         for x, mark in line.marks:
             column = _column(canvas, x_axis, x)
             if mark.kind == kind and column is not None:
                 role = "cross" if kind in ("nan", "alert") else "mark"
-                canvas.char(column, 0, SIGNS[kind][ascii_only], role)
+                canvas.char(column, 0, SIGNS[kind][glyphs is ASCII], role)
+    return canvas
+
+
+def _mark_row(line: TimeLine, x_axis: Axis, columns: int, margin: int, glyphs: Glyphs) -> Row:
+    """The marks on a row of their own, with the cursor."""
+    canvas = _mark_canvas(line, x_axis, " " * columns, glyphs)
     cursor = _column(canvas, x_axis, line.cursor)
     if cursor is not None and canvas.role(cursor, 0) is None:
         canvas.char(cursor, 0, _cursor_sign(glyphs), "cursor")

@@ -12,33 +12,30 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.events import DescendantFocus, Resize
-from textual.style import Style
 from textual.widgets import Static
 
 from engine.runlog.folder import RunFolder
-from workbench.compared import (
-    AXES,
-    METRICS,
-    CompareFeed,
-    Comparison,
-    alerts_words,
-    axis_text,
-    results_table,
-    settings_table,
-)
+from workbench.compared import AXES, METRICS, CompareFeed, Comparison, axis_text
+from workbench.side_by_side import alerts_words, differences, results_table, settings_note
 from workbench.tui.context import Context
 from workbench.tui.messages import ComparePolled
+from workbench.tui.run_columns import Line, Piece, result_lines, setting_lines, wanted_width
+from workbench.tui.run_heads import Headed, heading_lines
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import PollingScreen
 from workbench.tui.series import SERIES, series_style
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.overlay_plot import OverlayPlot
-from workbench.tui.widgets.table_pane import TablePane
+from workbench.tui.widgets.pane_tabs import PaneTabs
+from workbench.tui.widgets.table_pane import TablePane, drawn
+from workbench.tui.widgets.words_view import WordsView, wrapped
 
 PANES = ("plot", "results", "settings", "alerts")
 PANE_KEYS = Binding.Group("pane")
 GRID, SINGLE = (100, 30), 18
 """From this size all panes are shown; below so many rows only one is; else the plot and one."""
+FRAME = 5
+"""Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
 NOTES = (
     "Every run keeps its letter, its form of line and its colour.",
@@ -91,15 +88,19 @@ class CompareScreen(PollingScreen):
     ]
     CSS = """
     CompareScreen {
-        #head { height: 1; padding: 0 1; background: $panel; text-wrap: nowrap; text-overflow: ellipsis; }
-        #tabs { height: 1; padding: 0 1; background: $panel; }
+        #head { height: auto; max-height: 2; padding: 0 1; background: $panel; text-wrap: nowrap; }
         #plot { height: 5fr; }
         #below { height: 4fr; layout: horizontal; }
         .pane { border: round $foreground 40%; padding: 0 1; }
         .pane:focus, .pane:focus-within { border: heavy $primary; }
-        #results, #settings, #alerts { width: 1fr; height: 1fr; }
+        #results, #beside { width: 1fr; height: 1fr; }
+        #settings, #alerts { height: 1fr; }
     }
-    CompareScreen.-grid #tabs { display: none; }
+    CompareScreen.-grid PaneTabs { display: none; }
+    CompareScreen.-grid #settings { height: auto; max-height: 60%; }
+    CompareScreen.-single .pane, CompareScreen.-single .pane:focus {
+        border: none; border-top: heavy $primary; padding: 0;
+    }
     """
 
     def __init__(self, context: Context, chosen: Mapping[int, RunFolder]) -> None:
@@ -112,20 +113,21 @@ class CompareScreen(PollingScreen):
         self._metric, self._axis, self._log_y = 0, 0, False
         self._cursor: float | None = None
         self._pane = PANES[0]
+        self._wanted = 0
+        """Cells that the results have a use for."""
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
         with Vertical(id="body"):
             yield OverlayPlot(ascii_only=self._ascii_only, id="plot", classes="pane")
             with Horizontal(id="below"):
-                yield TablePane("2 results", right=True, id="results", classes="pane")
-                yield TablePane(
-                    "3 settings that differ", right=False, id="settings", classes="pane"
-                )
-                with VerticalScroll(id="alerts", classes="pane") as pane:
-                    pane.border_title = "4 alerts"
-                    yield Static(id="alert_words", markup=False)
-        yield Static(id="tabs", markup=False)
+                yield TablePane("2 results", id="results", classes="pane")
+                with Vertical(id="beside"):
+                    yield TablePane("3 settings that differ", id="settings", classes="pane")
+                    with VerticalScroll(id="alerts", classes="pane") as pane:
+                        pane.border_title = "4 alerts"
+                        yield WordsView(id="alert_words")
+        yield PaneTabs(PANES)
         yield KeyBar()
 
     def poll(self) -> ComparePolled:
@@ -142,17 +144,23 @@ class CompareScreen(PollingScreen):
         runs = message.comparison.runs
         slots = [run.slot for run in runs]
         names = [run.snapshot.run.name for run in runs]
+        rows, letters = results_table(runs), [series_style(slot).letter for slot in slots]
+        settings = [(found.key, found.values) for found in differences(runs)]
+        note = settings_note(runs, letters)
+
+        def settings_at(width: int) -> list[Line]:
+            lines = setting_lines(slots, settings, width)
+            return [*lines, *((Piece(row),) for row in wrapped(note, width) if note)]
+
         with self.app.batch_update():
             self._draw_plot()
-            self.query_one("#results", TablePane).show(slots, names, results_table(runs))
-            rows = settings_table(runs)
-            note = "" if rows else "every setting is the same in all of them"
-            if not all(run.settings for run in runs):
-                note = "the settings of a run cannot be read"
-            self.query_one("#settings", TablePane).show(slots, names, rows, note)
-            letters = [series_style(slot).letter for slot in slots]
-            words = "\n".join(alerts_words(runs, letters))
-            self.query_one("#alert_words", Static).update(words)
+            self._wanted = wanted_width(names, rows)
+            self._share_width()
+            self.query_one("#results", TablePane).show(
+                lambda width: result_lines(slots, names, rows, width)
+            )
+            self.query_one("#settings", TablePane).show(settings_at)
+            self.query_one("#alert_words", WordsView).lines = tuple(alerts_words(runs, letters))
 
     @on(OverlayPlot.Moved)
     def _draw_plot(self) -> None:
@@ -167,27 +175,28 @@ class CompareScreen(PollingScreen):
 
     def _heading(self, comparison: Comparison) -> Content:
         metric, axis = METRICS[self._metric], AXES[self._axis]
-        parts = [Content.styled("compare", "bold")]
-        if self._cursor is not None:
-            parts.append(Content.styled(f"{axis} {axis_text(axis, self._cursor)}", "bold reverse"))
+        runs = []
         for run in comparison.runs:
-            style = series_style(run.slot)
             value = (
                 run.trace(metric, axis, 0.0, 0.0, 1).last
                 if self._cursor is None
                 else run.value_at(metric, axis, self._cursor)
             )
             said = "no value" if value is None else metric.text(value)
-            sign = style.sign(ascii_only=self._ascii_only)
-            letter = style.letter if self._ascii_only else f"{style.letter} {sign}"
-            parts.append(
-                Content.assemble(
-                    (f"{letter} {run.snapshot.run.name}", f"bold {style.colour}"), f" {said}"
-                )
-            )
+            runs.append(Headed(run.slot, run.snapshot.run.name, said))
+        first = ["compare"]
+        if self._cursor is not None:
+            first = [f"{axis} {axis_text(axis, self._cursor)}"]
         if comparison.behind:
-            parts.append(Content("still reading"))
-        return Content("  ").join(parts)
+            first.append("still reading")
+        lines = heading_lines(
+            runs,
+            max(1, self.size.width - 2),
+            first=first,
+            rows=2 if self.size.height >= SINGLE else 1,
+            ascii_only=self._ascii_only,
+        )
+        return Content("\n").join(Content("").join(map(drawn, line)) for line in lines)
 
     # Layout
 
@@ -201,22 +210,23 @@ class CompareScreen(PollingScreen):
         if height >= SINGLE and not below:
             below = {"results"}
         self.set_class(is_grid, "-grid")
+        self.set_class(height < SINGLE, "-single")
         self.query_one("#plot").display = has_plot
         self.query_one("#below").display = bool(below)
         for name in PANES[1:]:
             self.query_one(f"#{name}").display = name in below
-        self._draw_tabs()
+        self.query_one("#beside").display = not below.isdisjoint(("settings", "alerts"))
+        self._share_width()
+        self.query_one(PaneTabs).chosen = self._pane
 
-    def _draw_tabs(self) -> None:
-        parts = []
-        for digit, name in enumerate(PANES, start=1):
-            chosen = name == self._pane
-            tab = Content.styled(
-                f"[{digit} {name}]" if chosen else f" {digit} {name} ",
-                "bold reverse" if chosen else "",
-            )
-            parts.append(tab.stylize(Style.from_meta({"@click": f"screen.pane('{name}')"})))
-        self.query_one("#tabs", Static).update(Content("").join(parts))
+    def _share_width(self) -> None:
+        """Beside other panes the results get the width that they need, within limits."""
+        results, width = self.query_one("#results"), self.size.width
+        if not self.has_class("-grid"):
+            results.styles.width = "1fr"
+        else:
+            wanted = self._wanted + FRAME
+            results.styles.width = min(max(wanted, width * 2 // 5), width * 7 // 10)
 
     def action_pane(self, name: str) -> None:
         self._pane = name

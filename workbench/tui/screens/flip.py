@@ -9,8 +9,6 @@ the list of flips finds it again; only ctrl+x ends it, with what was measured.
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,11 +17,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.message import Message
-from textual.timer import Timer
 from textual.widgets import Static
 
 from engine.errors import EngineError
-from engine.experiments.amounts import parse_share, parse_time
 from engine.runlog.folder import RunFolder
 from workbench.feed import RunFeed
 from workbench.flips import (
@@ -31,22 +27,20 @@ from workbench.flips import (
     FlipFeed,
     FlipSnapshot,
     flip_lines,
+    folder_for,
     going_on,
-    plan_of,
-    without_seed,
 )
-from workbench.launch import StartedFlip, check_flip, start_flip
+from workbench.launch import StartedFlip, start_flip
 from workbench.suspicions import Suspicion, settings_of, suspicions
 from workbench.tui.messages import FlipPolled
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import PollingScreen
-from workbench.tui.widgets.flip_form import FlipForm, Wanted
+from workbench.tui.widgets.flip_form import FlipForm
+from workbench.tui.widgets.flip_plan import FlipPlan
 from workbench.tui.widgets.forest_plot import ForestPlot
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.words_view import WordsView
 
-CHECK_AFTER_S = 0.4
-"""Without typing, until the engine is asked whether both arms can be run."""
 SHORT = 18
 """Rows below which nothing has a border."""
 NOTES = (
@@ -59,14 +53,6 @@ NOTES = (
     "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it goes on, and E",
     "lists it. ctrl+x ends it with what was measured.",
 )
-
-
-class PlanChecked(Message):
-    """What the engine says of the form."""
-
-    def __init__(self, wanted: Wanted, lines: list[str], *, refused: bool) -> None:
-        super().__init__()
-        self.wanted, self.lines, self.refused = wanted, lines, refused
 
 
 class Suggested(Message):
@@ -99,14 +85,12 @@ class FlipScreen(PollingScreen):
         }
         #before { height: 1fr; }
         FlipForm { height: auto; max-height: 70%; }
-        #said { height: 1fr; padding: 0 1; border-top: solid $foreground 40%; }
         #flip { display: none; height: 1fr; padding: 0 1; }
         #told { height: 1fr; scrollbar-size-vertical: 1; }
-        #said.-refused #plan { color: $text-error; }
     }
     FlipScreen.-short {
         OptionList, OptionList:focus { border: none; max-height: 3; }
-        #said { border-top: none; }
+        FlipPlan { border-top: none; }
         ForestPlot { margin-bottom: 0; }
     }
     FlipScreen.-begun #before { display: none; }
@@ -135,14 +119,12 @@ class FlipScreen(PollingScreen):
         self._snapshot: FlipSnapshot | None = None
         self._looked = folder is not None
         self._called = run.name if run is not None else folder.name if folder is not None else ""
-        self._timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(f"flip {self._called}: what is to be tested?", id="head", markup=False)
         with Vertical(id="before"):
             yield FlipForm(about=self._about)
-            with VerticalScroll(id="said", can_focus=False):
-                yield WordsView(id="plan")
+            yield FlipPlan(self._run, self._flips)
         with Vertical(id="flip"):
             yield ForestPlot(ascii_only=self._ascii_only)
             with VerticalScroll(id="told"):
@@ -176,62 +158,8 @@ class FlipScreen(PollingScreen):
 
     @on(FlipForm.Changed)
     def preview(self, message: FlipForm.Changed) -> None:
-        """The plan, or what is wrong with it, as it is typed; a moment later what it takes."""
-        if self._timer is not None:
-            self._timer.stop()
-        wanted = message.wanted
-        problem = wanted.problem()
-        plan: list[str] | str = problem
-        if not problem and self._run is not None:
-            plan = plan_of(
-                self._run.path,
-                wanted.assignment,
-                wanted.hypothesis,
-                parse_time("budget", wanted.budget),
-                margin=parse_share("margin", wanted.margin),
-                steps=int(wanted.steps),
-            )
-        if isinstance(plan, str):
-            self._say([plan], refused=bool(wanted.assignment))
-            return
-        self._say([*plan, "", "asking the engine what it takes"], refused=False)
-        self._timer = self.set_timer(CHECK_AFTER_S, lambda: self._check(wanted))
-
-    def _say(self, lines: list[str], *, refused: bool) -> None:
-        self.query_one("#plan", WordsView).lines = tuple(lines)
-        self.query_one("#said").set_class(refused, "-refused")
-
-    def _check(self, wanted: Wanted) -> None:
-        """Ask the engine, in a thread, whether both arms can be run."""
-        run = self._run
-        if run is None:
-            return
-
-        def work() -> None:
-            try:
-                lines = check_flip(
-                    run.path,
-                    wanted.assignment,
-                    self._new_folder(wanted),
-                    hypothesis=wanted.hypothesis,
-                    budget=wanted.budget,
-                    options=wanted.options,
-                )
-                self.post_message(PlanChecked(wanted, without_seed(lines), refused=False))
-            except (EngineError, OSError) as problem:
-                self.post_message(PlanChecked(wanted, str(problem).splitlines(), refused=True))
-
-        threading.Thread(target=work, name="engine-plan", daemon=True).start()
-
-    @on(PlanChecked)
-    def show_plan(self, message: PlanChecked) -> None:
-        """What the engine says, unless the form says something else by now."""
-        if message.wanted == self.query_one(FlipForm).wanted:
-            self._say(message.lines, refused=message.refused)
-
-    def _new_folder(self, wanted: Wanted) -> Path:
-        knob = wanted.assignment.partition("=")[0].replace(".", "-") or "flip"
-        return (self._flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
+        """The plan, or what is wrong with it, as it is typed."""
+        self.query_one(FlipPlan).preview(message.wanted)
 
     @on(FlipForm.Sent)
     async def start_by_enter(self) -> None:
@@ -247,7 +175,7 @@ class FlipScreen(PollingScreen):
         if problem:
             self.notify(problem, severity="error", timeout=15, markup=False)
             return
-        folder = self._new_folder(wanted)
+        folder = folder_for(self._flips, wanted.assignment)
         try:
             self._started = start_flip(
                 self._run.path,

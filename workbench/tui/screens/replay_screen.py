@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from textual import on
+from textual.binding import Binding
 from textual.timer import Timer
 
 from engine.runlog.folder import RunFolder
 from workbench.feed import Snapshot
 from workbench.tui.screens.acting import ActingScreen
 from workbench.tui.screens.replaying import TICK_S, Replay, Replayed
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.status_line import StatusLine
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
@@ -52,6 +54,22 @@ class ReplayScreen(ActingScreen):
         """What the panes show: the run as it is, or as it was."""
         return self._snapshot if self._replay is None else self._past
 
+    def draw_keys(self) -> None:
+        """While a replay is shown: the keys of the replay."""
+        replay = self._replay
+        if replay is None:
+            super().draw_keys()
+            return
+        keys = [
+            Binding("question_mark", "help", "help"),
+            Binding("space", "pause", "pause" if replay.is_playing else "play"),
+            Binding("left,right", "scrub(-1)", "time"),
+            Binding("v", "speed", f"{replay.speed}x"),
+            Binding("p", "replay", "end replay"),
+            Binding("z", "zoom", "zoom"),
+        ]
+        self.query_one(KeyBar).draw(keys)
+
     def action_replay(self) -> None:
         if self._replay is not None:
             self._end_replay()
@@ -92,6 +110,8 @@ class ReplayScreen(ActingScreen):
             replay.tick(live.view.last_unix_s or 0.0)
             self.query_one(TimelinePane).show_time(replay.unix_s)
             self.tell_replay()
+            if not replay.is_playing:
+                self.draw_keys()
 
     @on(Replayed)
     def show_past(self, message: Replayed) -> None:
@@ -120,6 +140,7 @@ class ReplayScreen(ActingScreen):
         if self._replay is not None:
             self._replay.next_speed()
             self.tell_replay()
+            self.draw_keys()
 
 
 def lays_out_anew(before: Snapshot | None, snapshot: Snapshot) -> bool:

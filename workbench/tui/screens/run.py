@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 from textual import on
@@ -16,14 +15,12 @@ from textual.widgets import Input
 from engine.runlog.folder import RunFolder
 from workbench.feed import RunFeed, Snapshot
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
-from workbench.suspicions import Suspicion, settings_of, suspicions
-from workbench.tui.layout import PANES, Layout, arrange
+from workbench.tui.layout import PANE_LABELS, PANES, Layout, arrange
 from workbench.tui.messages import RunPolled
-from workbench.tui.screens.acting import RESUME, STOP, Target
-from workbench.tui.screens.flip import FlipScreen
+from workbench.tui.screens.acting import RESUME, STOP
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.mark import MarkScreen
-from workbench.tui.screens.replay_screen import ReplayScreen, lays_out_anew
+from workbench.tui.screens.replay_screen import lays_out_anew
+from workbench.tui.screens.suspecting import SuspectingScreen
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.ledger_pane import LedgerPane
 from workbench.tui.widgets.log_pane import LogPane
@@ -58,10 +55,9 @@ NOTES = (
 )
 
 
-class RunScreen(ReplayScreen):
+class RunScreen(SuspectingScreen):
     """Draws the snapshots of one RunFeed."""
 
-    ACTING = ReplayScreen.ACTING | {"flip", "why"}
     AUTO_FOCUS = "#loss"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help", tooltip="this help"),
@@ -70,9 +66,9 @@ class RunScreen(ReplayScreen):
             Binding(
                 str(digit),
                 f"pane('{name}')",
-                name,
+                PANE_LABELS.get(name, name),
                 group=PANE_KEYS,
-                tooltip=f"a pane: {', '.join(PANES)}",
+                tooltip=f"a pane: {', '.join(PANE_LABELS.get(name, name) for name in PANES)}",
             )
             for digit, name in enumerate(PANES, start=1)
         ),
@@ -123,6 +119,9 @@ class RunScreen(ReplayScreen):
         #left, #right { width: 1fr; }
         .pane { height: 1fr; max-height: 100%; }
     }
+    RunScreen.-single .pane, RunScreen.-single .pane:focus, RunScreen.-single .pane:focus-within {
+        border: none; border-top: heavy $primary;
+    }
     RunScreen.-tabs {
         #top, #left { height: 3fr; }
         #right, #log { height: 2fr; }
@@ -139,8 +138,8 @@ class RunScreen(ReplayScreen):
     def __init__(
         self, feed: RunFeed, *, refresh_s: float, read_only: bool, ascii_only: bool
     ) -> None:
-        super().__init__(refresh_s)
-        self._feed, self.read_only, self._ascii_only = feed, read_only, ascii_only
+        super().__init__(refresh_s, read_only=read_only, ascii_only=ascii_only)
+        self._feed = feed
         self._chosen, self._zoomed, self._paused = "loss", False, False
         self._flip_look = FlipLook(feed.run)
         self._flips: tuple[FlipSeen, ...] = ()
@@ -169,7 +168,7 @@ class RunScreen(ReplayScreen):
                     yield TextPane("8 JIT", kernel_words, id="kernels", classes="pane")
                     yield TextPane("9 alerts", alert_words, id="alerts", classes="pane")
             yield LogPane(id="log", classes="pane")
-        yield PaneTabs()
+        yield PaneTabs(PANES, PANE_LABELS)
         yield KeyBar()
 
     def poll(self) -> RunPolled:
@@ -285,6 +284,7 @@ class RunScreen(ReplayScreen):
         if self._replay is not None:
             self._replay.is_playing = not self._replay.is_playing
             self.tell_replay()
+            self.draw_keys()
             return
         self._paused = not self._paused
         self.query_one(StatusLine).paused = self._paused
@@ -296,23 +296,6 @@ class RunScreen(ReplayScreen):
             HelpScreen(f"help: run {self._feed.run.name}", bindings_of(self), NOTES)
         )
 
-    # Marks
-
-    @on(TimelinePane.Opened)
-    def open_marks(self, message: TimelinePane.Opened) -> None:
-        """Show what is under the cursor."""
-        self.app.push_screen(MarkScreen(message.marks), self._flip_of)
-
-    def _flip_of(self, mark: Happening | None) -> None:
-        """Open the flip of a mark: one that there is, or the form filled with what its alert names."""
-        if mark is not None and mark.folder is not None:
-            # It has begun: looking at it starts nothing.
-            self._push_flip(folder=mark.folder)
-        elif mark is not None:
-            self._open_flip(mark)
-
-    # Keys that act on the run
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "scrub":
             # The time line has these keys itself, and a filter that is typed needs them.
@@ -322,55 +305,6 @@ class RunScreen(ReplayScreen):
         if action in ("flip", "why"):
             return not self.read_only and self._snapshot is not None
         return self.may_act(action) if action in ("stop", "resume") else True
-
-    def target(self) -> Target | None:
-        snapshot = self._snapshot
-        if snapshot is None:
-            return None
-        alive = snapshot.alive.trainer or snapshot.alive.supervisor
-        return Target(self.run, snapshot.state, alive, snapshot.view.last_step)
-
-    def action_flip(self) -> None:
-        self._open_flip(None)
-
-    def _open_flip(self, mark: Happening | None) -> None:
-        snapshot = self.shown
-        if snapshot is None or self.read_only:
-            return
-        found = suspicions(snapshot.view, settings_of(self.run))
-        if mark is not None and mark.alert is not None:
-            wanted = mark.alert.flip.removeprefix("--set ")
-            alert = f"alert {mark.alert.id}: {mark.alert.title}"
-            words = f"{wanted} ends this: {mark.alert.title}"
-            found = (
-                Suspicion(wanted, words, alert),
-                *(other for other in found if other.assignment != wanted),
-            )
-        self._push_flip(found)
-
-    def _push_flip(
-        self, found: tuple[Suspicion, ...] | None = None, folder: Path | None = None
-    ) -> None:
-        self.app.push_screen(
-            FlipScreen(
-                self.run if folder is None else None,
-                found,
-                refresh_s=self._refresh_s,
-                ascii_only=self._ascii_only,
-                folder=folder,
-            )
-        )
-
-    def action_why(self) -> None:
-        # Evidence is no part of the first frame.
-        from workbench.tui.screens.new_finding import finding_form
-
-        if self._snapshot is not None:
-            self.app.push_screen(finding_form(self._feed.run, self._snapshot.view), self._begun)
-
-    def _begun(self, path: str | None) -> None:
-        if path is not None:
-            self.notify(f"begun: {path}; w lists the findings", markup=False)
 
 
 def _until(marks: tuple[Happening, ...], snapshot: Snapshot) -> tuple[Happening, ...]:

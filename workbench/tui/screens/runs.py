@@ -13,28 +13,19 @@ from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
 from engine.runlog.folder import RunFolder
-from engine.units import format_count, format_value
-from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot
+from workbench.runs_feed import RunsFeed, RunsSnapshot
 from workbench.tui.context import Context
+from workbench.tui.layout import is_low
 from workbench.tui.messages import RunsPolled
+from workbench.tui.names import shortened
+from workbench.tui.runs_words import heading, nothing, told
 from workbench.tui.screens.acting import RESUME, STOP, ActingScreen, Target
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.series import SERIES, series_style
+from workbench.tui.series import SERIES
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.runs_table import COLUMNS, RunsTable, matching
-from workbench.tui.widgets.status_line import shortened
 
 SORT_KEYS = Binding.Group("sort")
-NO_RUNS = """\
-No run in {folders} yet.
-
-Start one with n, or from another terminal:
-
-  make demo                  the example run, with this screen on it
-  apr-workbench demo         the same
-  engine distill SPEC.toml   a run of your own
-
-It appears here as soon as it has begun."""
 NOTES = (
     "Runs are found in the folders that were named and one level below, whoever started them.",
     "A filter is words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
@@ -140,15 +131,10 @@ class RunsScreen(ActingScreen):
         if snapshot is None:
             return
         rows = matching(snapshot.rows, self._pattern)
-        folders = ", ".join(str(folder) for folder in snapshot.folders)
-        if not snapshot.rows:
-            empty = NO_RUNS.format(folders=folders)
-        else:
-            empty = f"None of the {len(snapshot.rows)} runs has {self._pattern!r} in it."
         with self.app.batch_update():
-            self.query_one("#head", Static).update(self._heading(len(rows), folders))
+            self.query_one("#head", Static).update(self._heading(len(rows)))
             self.set_class(not rows, "-empty")
-            self.query_one("#empty", Static).update(empty)
+            self.query_one("#empty", Static).update(nothing(snapshot, self._pattern))
             table = self.query_one(RunsTable)
             table.marked, table.rows_shown = dict(self._marked), tuple(rows)
             self._draw_detail()
@@ -156,30 +142,23 @@ class RunsScreen(ActingScreen):
             # A table that was hidden could not have the focus; it can as soon as it is drawn.
             self.call_after_refresh(self.query_one(RunsTable).focus)
 
-    def _heading(self, count: int, folders: str) -> str:
-        snapshot = self._snapshot
-        assert snapshot is not None
-        every = len(snapshot.rows)
-        counted = f"{count} of {every}" if self._pattern else f"{every}"
-        parts = []
-        going_on = sum(row.alive for row in snapshot.rows)
-        parts += [f"{going_on} going on"] if going_on else []
-        ill = sum(bool(row.alerts) and row.alive for row in snapshot.rows)
-        parts += [f"! {ill} with alerts"] if ill else []
-        if self._marked:
-            letters = "".join(series_style(slot).letter for slot in sorted(self._marked.values()))
-            parts.append(f"marked {letters}")
-        parts += ["still reading"] if snapshot.behind else []
-        parts += ["read-only"] if self.context.read_only else []
-        parts += [snapshot.error] if snapshot.error else []
-        counted += f" run{'' if every == 1 else 's'} in "
-        # The folders are known best: they make room for what is not.
-        room = self.size.width - len(counted) - sum(len(part) + 2 for part in parts) - 2
-        return "  ".join([counted + shortened(folders, max(12, room)), *parts])
+    def _heading(self, count: int) -> str:
+        assert self._snapshot is not None
+        return heading(
+            self._snapshot,
+            self.size.width,
+            shown=count if self._pattern else None,
+            marked=self._marked.values(),
+            read_only=self.context.read_only,
+        )
 
     def _draw_detail(self) -> None:
         row = self.query_one(RunsTable).selected
-        self.query_one("#detail", Static).update("" if row is None else "\n".join(_told(row)))
+        lines = [] if row is None else told(row)
+        if is_low(*self.size):
+            # The keys keep their row: a line each, the beginning and the end of a path.
+            lines = [shortened(line, max(1, self.size.width - 2)) for line in lines[:2]]
+        self.query_one("#detail", Static).update("\n".join(lines))
         self.draw_keys()
 
     @on(DataTable.RowHighlighted)
@@ -291,19 +270,3 @@ class RunsScreen(ActingScreen):
 
     def action_help(self) -> None:
         self.app.push_screen(HelpScreen("help: runs", bindings_of(self), NOTES))
-
-
-def _told(row: RunRow) -> list[str]:
-    """A run in full: where it is, how far, what is wrong."""
-    lines = [str(row.path)]
-    if row.total_steps is not None:
-        words = [f"step {row.last_step}/{row.total_steps}"]
-        words += [] if row.loss is None else [f"loss {format_value(row.loss)}"]
-        words += [] if row.heldout is None else [f"held-out {format_value(row.heldout)}"]
-        speed = row.tokens_per_second
-        words += [] if speed is None else [f"{format_count(speed)} tok/s"]
-        lines.append(", ".join(words))
-    lines += [f"{severity}: {name}" for severity, name in row.alerts[:3]]
-    if row.error is not None:
-        lines.append(row.error)
-    return lines

@@ -13,6 +13,7 @@ from textual.screen import Screen
 from textual.style import Style
 from textual.widgets import Static
 
+GAP = "  "
 NAMES = {
     "escape": "esc",
     "question_mark": "?",
@@ -51,25 +52,53 @@ def grouped(bindings: Sequence[Binding]) -> list[tuple[str, str, list[Binding]]]
     return groups
 
 
+MORE = "…"
+"""Stands for keys that have no room; help lists them all."""
+
+
 class KeyBar(Static):
-    """Draws keys; a click does what the key does. Bindings of one group are drawn as a range."""
+    """Draws keys, as many as there is room for, that of help among them; a click does what the key does.
+    Bindings of one group are drawn as a range."""
 
     DEFAULT_CSS = """
     KeyBar {
-        height: 1; padding: 0 1; background: $panel; text-wrap: nowrap; text-overflow: ellipsis;
+        height: 1; padding: 0 1; background: $panel; text-wrap: nowrap;
         link-style: none; link-style-hover: bold; link-background-hover: $primary;
     }
     """
 
+    def __init__(self) -> None:
+        super().__init__(markup=False)
+        self._shown: Sequence[Binding] = ()
+
+    def on_resize(self) -> None:
+        self.draw(self._shown)
+
     def draw(self, bindings: Sequence[Binding]) -> None:
         """Show these keys."""
-        parts = []
-        for keys, words, members in grouped(bindings):
-            part = Content.assemble((keys, "bold"), f" {words}")
-            if len(members) == 1:
-                part = part.stylize(Style.from_meta({"@click": _qualified(members[0].action)}))
-            parts.append(part)
-        self.update(Content("  ").join(parts), layout=False)
+        self._shown = bindings
+        groups = grouped(bindings)
+        # Help is what the keys without room are found by.
+        groups.sort(key=lambda group: group[2][0].action != "help")
+        widths = [len(f"{keys} {words}") for keys, words, _ in groups]
+        room, used, count = self.size.width, 0, 0
+        for index, width in enumerate(widths):
+            gap = len(GAP) if index else 0
+            rest = 0 if index == len(widths) - 1 else len(GAP) + len(MORE)
+            if index and room and used + gap + width + rest > room:
+                break
+            used, count = used + gap + width, index + 1
+        parts = [self._part(*group) for group in groups[:count]]
+        if count < len(groups):
+            parts.append(Content(MORE))
+        self.update(Content(GAP).join(parts), layout=False)
+
+    @staticmethod
+    def _part(keys: str, words: str, members: Sequence[Binding]) -> Content:
+        part = Content.assemble((keys, "bold"), f" {words}")
+        if len(members) > 1:
+            return part
+        return part.stylize(Style.from_meta({"@click": _qualified(members[0].action)}))
 
 
 def _qualified(action: str) -> str:

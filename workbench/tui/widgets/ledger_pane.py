@@ -35,6 +35,10 @@ class LedgerPane(VerticalScroll):
     def compose(self) -> ComposeResult:
         yield Static(markup=False)
 
+    def whole_text(self) -> str:
+        """Every line, also those that are scrolled away."""
+        return "\n".join(self._lines)
+
     def watch_snapshot(self) -> None:
         self._write()
 

@@ -3,6 +3,7 @@ changes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -12,6 +13,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from workbench.listing import SIGNS, Row, Tone
+from workbench.tui.names import told_apart
 
 STYLES: dict[Tone, str] = {
     "good": "$text-success",
@@ -22,11 +24,30 @@ STYLES: dict[Tone, str] = {
 }
 
 
-def prompt_of(row: Row) -> Content:
-    """A row as it is drawn: its sign, and its text."""
+SIGN_CELLS = 2
+WHOLE = 10_000
+"""A width at which nothing is cut."""
+NAME_CELLS, TEXT_CELLS = 12, 18
+"""A name is cut to no less than so many cells to leave so many for what is said of it."""
+
+
+def lines_of(rows: Sequence[Row], width: int) -> list[str]:
+    """The rows without their signs; names in a column, cut in their middle where that is narrow."""
+    names = tuple(row.name for row in rows)
+    longest = max(map(len, names), default=0)
+    cells = min(longest, max(NAME_CELLS, width - TEXT_CELLS))
+    shown = told_apart(names, cells)
+    return [
+        f"{name:<{cells}}  {row.text}" if row.name else row.text
+        for row, name in zip(rows, shown, strict=True)
+    ]
+
+
+def prompt_of(row: Row, line: str) -> Content:
+    """A row as it is drawn: its sign, and its line."""
     style = STYLES[row.tone]
     sign = Content.styled(f"{row.sign or SIGNS[row.tone]} ", style)
-    return Content.assemble(sign, Content.styled(row.text, style if row.tone == "quiet" else ""))
+    return Content.assemble(sign, Content.styled(line, style if row.tone == "quiet" else ""))
 
 
 class RowList(OptionList):
@@ -54,11 +75,13 @@ a row says what its colour says: `+` good, `!` bad, `?` not known, `-` does not 
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, markup=False)
-        self._drawn: tuple[Row, ...] = ()
+        self._keys: list[str] = []
+        self._prompts: list[Content] = []
 
     def whole_text(self) -> str:
         """Every row, as lines."""
-        return "\n".join(prompt_of(row).plain for row in self.rows)
+        lines = lines_of(self.rows, WHOLE)
+        return "\n".join(prompt_of(*one).plain for one in zip(self.rows, lines, strict=True))
 
     @property
     def selected(self) -> Row | None:
@@ -73,15 +96,22 @@ a row says what its colour says: `+` good, `!` bad, `?` not known, `-` does not 
             self.highlighted = keys.index(key)
         return key in keys
 
+    def on_resize(self) -> None:
+        self.watch_rows(self.rows)
+
     def watch_rows(self, rows: tuple[Row, ...]) -> None:
-        before, self._drawn = self._drawn, rows
-        if [row.key for row in before] == [row.key for row in rows]:
-            for place, (old, new) in enumerate(zip(before, rows, strict=True)):
-                if (old.text, old.tone, old.sign) != (new.text, new.tone, new.sign):
-                    self.replace_option_prompt_at_index(place, prompt_of(new))
+        width = max(0, self.size.width - SIGN_CELLS) or WHOLE
+        lines = lines_of(rows, width)
+        prompts = [prompt_of(*one) for one in zip(rows, lines, strict=True)]
+        index, keys = self.highlighted, [row.key for row in rows]
+        kept = self._keys[index] if index is not None and index < len(self._keys) else ""
+        before, self._prompts = self._prompts, prompts
+        if self._keys == keys:
+            for place, (old, new) in enumerate(zip(before, prompts, strict=True)):
+                if old != new:
+                    self.replace_option_prompt_at_index(place, new)
             return
-        index = self.highlighted
-        kept = before[index].key if index is not None and index < len(before) else ""
-        self.set_options([Option(prompt_of(row)) for row in rows])
+        self._keys = keys
+        self.set_options([Option(prompt) for prompt in prompts])
         if rows and not self.select(kept):
             self.highlighted = 0

@@ -14,8 +14,9 @@ from textual.widgets import DataTable
 
 from engine.units import format_count, format_seconds, format_value
 from workbench.runs_feed import RunRow
+from workbench.tui.names import told_apart
 from workbench.tui.series import series_style
-from workbench.tui.widgets.status_line import bar_text, shortened
+from workbench.tui.widgets.status_line import bar_text
 
 ABSENT = "-"
 NAME_CELLS = 12
@@ -202,9 +203,11 @@ class RunsTable(DataTable[Text]):
             for place, index in enumerate(self._shown[1:])
         ]
         room = self.size.width - self.scrollbar_size_vertical - 2 - sum(others)
+        names = tuple(self._by_path[path].name for path in texts)
+        short = told_apart(names, max(NAME_CELLS, room))
         return {
-            path: [self._name_cell(self._by_path[path], max(NAME_CELLS, room)), *words]
-            for path, words in texts.items()
+            path: [self._name_cell(path, name), *words]
+            for (path, words), name in zip(texts.items(), short, strict=True)
         }
 
     def _words(self, row: RunRow) -> list[str]:
@@ -218,10 +221,9 @@ class RunsTable(DataTable[Text]):
             words[self._shown.index(AGE) - 1] = self._text(row, AGE)
         return words
 
-    def _name_cell(self, row: RunRow, room: int) -> str:
-        slot = self.marked.get(row.path)
-        letter = " " if slot is None else series_style(slot).letter
-        return f"{letter} {shortened(row.name, room)}"
+    def _name_cell(self, path: Path, name: str) -> str:
+        slot = self.marked.get(path)
+        return f"{' ' if slot is None else series_style(slot).letter} {name}"
 
     def _cells(self, path: Path, texts: Sequence[str]) -> list[Text]:
         slot = self.marked.get(path)

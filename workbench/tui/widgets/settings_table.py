@@ -8,7 +8,7 @@ from rich.text import Text
 from textual.widgets import DataTable
 
 from workbench.drafts import Setting
-from workbench.tui.widgets.status_line import shortened
+from workbench.tui.names import shortened
 
 NARROW = 60
 COLUMNS = ("key", "value", "source")

@@ -4,6 +4,8 @@ screen, however small."""
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 
 from textual.content import Content
 from textual.reactive import reactive
@@ -11,16 +13,10 @@ from textual.widgets import Static
 
 from engine.units import format_seconds
 from workbench.feed import Snapshot
+from workbench.tui.layout import is_low
+from workbench.tui.names import shortened
 
 WIDE, NARROW = 100, 60
-
-
-def shortened(text: str, width: int) -> str:
-    """Text cut in its middle: the beginning and the end of a run's name both tell."""
-    if len(text) <= width:
-        return text
-    tail = (width - 1) // 2
-    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
@@ -28,16 +24,16 @@ def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
     share = min(1.0, done / total) if total > 0 else 0.0
     filled = int(share * cells)
     full, rest = ("#", ".") if ascii_only else ("━", "╌")
-    return f"{full * filled}{rest * (cells - filled)} {math.floor(share * 100)}%"
+    return f"{full * filled}{rest * (cells - filled)} {math.floor(share * 100)}%".strip()
 
 
-def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> list[str]:
-    """What stands beside the name of the run."""
+def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> tuple[str, list[str]]:
+    """What stands beside the name of the run: how much of it is done, and what is to be known besides."""
     view = snapshot.view
-    parts = []
+    share, parts = "", []
     if view.total_steps is not None:
-        cells = 20 if width >= WIDE else 10 if width >= NARROW else 5
-        parts.append(bar_text(view.last_step, view.total_steps, cells, ascii_only=ascii_only))
+        cells = 20 if width >= WIDE else 10 if width >= NARROW else 0
+        share = bar_text(view.last_step, view.total_steps, cells, ascii_only=ascii_only)
     if view.first_unix_s is not None and width >= NARROW:
         until = view.last_unix_s if snapshot.has_ended else snapshot.now_unix_s
         parts.append(f"{format_seconds(max(0.0, (until or 0.0) - view.first_unix_s))} elapsed")
@@ -49,7 +45,34 @@ def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> list[str]:
     if problems:
         words = f" warning{'s' if problems > 1 else ''}" if width >= NARROW else ""
         parts.append(f"! {problems}{words}")
-    return parts
+    return share, parts
+
+
+DETAILS = re.compile(r"held-out .*|.* tok/s.*|.* left")
+"""What a small screen leaves out of a status when it has no room for it."""
+NAME_CELLS = 8
+"""To which a name is cut to make room for those."""
+
+
+def compact(name: str, flags: Sequence[str], share: str, status: str, width: int) -> list[str]:
+    """Name and status in two rows where that is possible; `flags` and what a run says of its state are
+    never left out.
+
+    `share` is the progress in percent; the state is the beginning of the second line."""
+    first = [*flags, *([share] if share else [])]
+    second: list[str] = []
+    details: list[str] = []
+    for part in status.split(" | "):
+        (details if second and DETAILS.fullmatch(part) else second).append(part)
+    for part in (
+        part for kind in ("left", "tok/s", "held-out") for part in details if kind in part
+    ):
+        if len(" | ".join([*second, part])) <= width:
+            second.append(part)
+        elif min(len(name), NAME_CELLS) + sum(2 + len(x) for x in (*first, part)) <= width:
+            first.append(part)
+    room = width - sum(2 + len(x) for x in first)
+    return ["  ".join([shortened(name, max(NAME_CELLS, room)), *first]), " | ".join(second)]
 
 
 class StatusLine(Static):
@@ -87,22 +110,20 @@ class StatusLine(Static):
         if snapshot is None:
             return
         width = self.size.width
-        parts = heading(snapshot, width, ascii_only=self._ascii_only)
-        if self.paused:
-            parts.insert(0, "SCREEN PAUSED (space goes on)")
-        if self.replay:
-            parts.insert(0, self.replay)
-        if self._read_only:
-            parts.append("read-only")
-        name = (
-            self._run_name
-            if width >= WIDE
-            else shortened(self._run_name, 24 if width >= NARROW else 16)
-        )
-        first = Content.assemble((name, "bold"), *(f"  {part}" for part in parts))
-        state, *rest = snapshot.status.split(" | ")
-        second = Content.assemble((state, "bold reverse"), *(f" | {part}" for part in rest))
-        lines = [first, second]
+        before = ["SCREEN PAUSED (space goes on)"] if self.paused else []
+        before = [self.replay, *before] if self.replay else before
+        after = ["read-only"] if self._read_only else []
+        share, flags = heading(snapshot, width, ascii_only=self._ascii_only)
+        if width < NARROW and is_low(*self.app.size):
+            told = [*before, *flags, *after]
+            top, below = compact(self._run_name, told, share, snapshot.status, max(1, width))
+        else:
+            name = self._run_name
+            if width < WIDE:
+                name = shortened(name, 24 if width >= NARROW else 16)
+            top = "  ".join([name, *before, *([share] if share else []), *flags, *after])
+            below = snapshot.status
+        lines = [_bold_to(top, "  ", "bold"), _bold_to(below, " | ", "bold reverse")]
         if snapshot.error is not None:
             lines += [Content(line) for line in snapshot.error.splitlines()]
         # Laying a screen out draws all of it again: only lines that need other rows are worth that.
@@ -111,3 +132,9 @@ class StatusLine(Static):
         if words != self._words:
             self.update(words, layout=rows != self._rows)
         self._words, self._rows = words, rows
+
+
+def _bold_to(line: str, end: str, style: str) -> Content:
+    """A line whose words before `end` have a style."""
+    first, sign, rest = line.partition(end)
+    return Content.assemble((first, style), f"{sign}{rest}")

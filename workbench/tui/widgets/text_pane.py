@@ -32,6 +32,10 @@ class TextPane(VerticalScroll):
     def compose(self) -> ComposeResult:
         yield Static(markup=False)
 
+    def whole_text(self) -> str:
+        """Every line, also those that are scrolled away."""
+        return "\n".join(self._lines)
+
     def watch_snapshot(self, snapshot: Snapshot | None) -> None:
         if snapshot is None:
             return

@@ -1,0 +1,80 @@
+"""Several runs in little room: every one is there, told apart, whatever their names and however wide it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench.tui.names import shortened, told_apart
+from workbench.tui.run_columns import result_lines, setting_lines, wanted_width
+from workbench.tui.run_heads import Headed, heading_lines
+
+NAMES = (
+    "kd-qwen3-14b-to-0.6b-alpha0.1-tau1.0-lr4e-3-seed0",
+    "kd-qwen3-14b-to-0.6b-alpha0.5-tau1.0-lr4e-3-seed0",
+    "kd-qwen3-14b-to-0.6b-alpha0.5-tau2.0-lr4e-3-seed1",
+    "demo-20261122-111800",
+    "demo-20261122-121500",
+    "slow-rate",
+)
+ROWS = [
+    ["state", "completed", "killed", "vanished", "not started", "RUNNING", "unreadable"],
+    ["step", "60/60", "30/60", "30/60", "-", "1830/5000", "13/60"],
+    ["loss", "2.1991", "2.8925", "nan", "-", "2.1132", "4.0882"],
+    ["best held-out", "2.6290", "-", "-", "-", "2.5000", "-"],
+]
+LETTERS = "ABCDEF"
+
+
+@pytest.mark.parametrize("width", range(6, 60, 3))
+def test_names_that_differ_are_shown_differently(width: int) -> None:
+    shown = told_apart(NAMES, width)
+    assert len(set(shown)) == len(NAMES)
+    assert all(len(name) <= width for name in shown)
+
+
+def test_a_name_that_is_unlike_the_others_is_cut_in_its_middle() -> None:
+    assert told_apart(NAMES, 13)[-2] == shortened("demo-20261122-121500", 13) == "demo-2…121500"
+    assert told_apart(("run", "run"), 2) == ("r…", "r…"), "the same name is the same"
+
+
+@pytest.mark.parametrize("count", range(2, 7))
+@pytest.mark.parametrize("width", [34, 36, 60, 76, 84, 106, 200])
+def test_every_run_and_every_result_is_in_the_table(count: int, width: int) -> None:
+    rows = [row[: count + 1] for row in ROWS]
+    lines = result_lines(range(count), NAMES[:count], rows, width)
+    texts = ["".join(piece.text for piece in line) for line in lines]
+    assert max(map(len, texts)) <= width
+    words = "\n".join(texts)
+    for row in rows:
+        assert all(cell in words for cell in row), row
+    for slot in range(count):
+        mine = [piece for line in lines for piece in line if piece.slot == slot]
+        assert any(LETTERS[slot] in piece.text for piece in mine), "its letter, in its colour"
+
+
+def test_six_runs_are_columns_at_the_width_that_is_wanted_and_rows_on_a_small_screen() -> None:
+    def heads(width: int) -> list[str]:
+        lines = result_lines(range(6), NAMES, ROWS, width)
+        return ["".join(piece.text for piece in line).split()[0] for line in lines[:3]]
+
+    assert heads(wanted_width(NAMES, ROWS)) == ["A", "run", "state"]
+    assert heads(36) == ["state", "A", "B"]
+
+
+def test_a_setting_says_who_has_which_value() -> None:
+    settings = [("loss.alpha", (((0, 2), "0.1"), ((1,), "0.5"))), ("data.tokenizer", (((0,), ""),))]
+    lines = ["".join(p.text for p in line) for line in setting_lines((0, 3, 5), settings, 40)]
+    assert lines == ["loss.alpha      AF 0.1  D 0.5", "data.tokenizer  A (empty)"]
+    narrow = ["".join(p.text for p in line) for line in setting_lines((0, 3, 5), settings, 20)]
+    assert narrow[:3] == ["loss.alpha", "  AF 0.1", "  D 0.5"]
+
+
+@pytest.mark.parametrize("width", [38, 78, 118, 158])
+@pytest.mark.parametrize("count", [2, 6])
+def test_the_heading_has_every_run_and_its_value(count: int, width: int) -> None:
+    runs = [Headed(slot, NAMES[slot], f"{slot}.1234") for slot in range(count)]
+    lines = heading_lines(runs, width, first=["compare"], rows=2, ascii_only=False)
+    texts = ["".join(piece.text for piece in line) for line in lines]
+    assert len(texts) <= 2
+    assert max(map(len, texts)) <= width
+    assert all(f"{slot}.1234" in " ".join(texts) for slot in range(count))
