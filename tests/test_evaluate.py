@@ -25,18 +25,12 @@ from engine.data.tokens import make_stream
 from engine.distill.trainer import Trainer
 from engine.errors import BadInput, NoAnswer
 from engine.evaluate import humaneval as module
-from engine.evaluate.humaneval import (
-    Settings,
-    compare,
-    evaluate,
-    report,
-    report_of_file,
-    self_test,
-)
+from engine.evaluate.humaneval import Settings, evaluate, self_test
 from engine.evaluate.model import Model, open_model
 from engine.evaluate.passk import mean_pass_at_k, pass_at_k
 from engine.evaluate.perplexity import perplexity, read_documents
 from engine.evaluate.problems import Problems, read_problems
+from engine.evaluate.report import compare, report, report_of_file
 from engine.evaluate.results import Result, open_results, read_results
 from engine.evaluate.sandbox import Exam, Sandbox, Trial, open_sandbox
 from engine.evaluate.statistics import bootstrap, mcnemar, wilson
@@ -278,11 +272,11 @@ def test_a_model_that_knows_the_answers_passes_and_no_other_does(
     knowing: Path, ignorant: Path, problems: Problems, sandbox: Sandbox, tmp_path: Path
 ) -> None:
     lines = judged(open_model(knowing), problems, sandbox, tmp_path / "a.jsonl")
-    found = report(problems, SETTINGS, lines)
+    found = report(problems, SETTINGS.samples, lines)
     assert {one.task_id for one in lines if one.outcome == "pass"} == {"Own/0", "Own/1", "Own/2"}
     assert found.known and found.pass_at_k == {1: 0.75} and found.interval == wilson(3, 4)
     others = judged(open_model(ignorant), problems, sandbox, tmp_path / "b.jsonl")
-    none = report(problems, SETTINGS, others)
+    none = report(problems, SETTINGS.samples, others)
     assert none.known and none.passed == 0 and none.pass_at_k == {1: 0.0}
     assert all(one.outcome == "fail" and one.reason for one in others)
     compared = compare(lines, others)
@@ -305,7 +299,7 @@ def test_a_random_model_scores_below_one_percent(
             evaluate(open_model(ignorant), problems, sandbox, results, settings)
         finally:
             results.close()
-        found = report(problems, settings, read_results(results.path)[1])
+        found = report(problems, settings.samples, read_results(results.path)[1])
         assert found.known and found.attempts == 4 * settings.samples
         assert found.pass_at_k[1] < 0.01
 
@@ -349,7 +343,7 @@ def test_a_killed_evaluation_goes_on_without_doing_anything_twice(
         [one for one in whole if one.task_id != whole[0].task_id], key=str
     )
     assert again[0] == whole[0] and len(again) == 5
-    assert report(problems, SETTINGS, again) == report(problems, SETTINGS, whole)
+    assert report(problems, SETTINGS.samples, again) == report(problems, SETTINGS.samples, whole)
     with pytest.raises(BadInput, match="those of this evaluation, with benchmark"):
         open_results(path, {"benchmark": "other"})
 
@@ -362,12 +356,12 @@ def test_a_nan_in_the_model_is_no_score(
     with pytest.raises(NoAnswer, match="NaN") as caught:
         judged(model, problems, sandbox, tmp_path / "results.jsonl")
     assert caught.value.exit_code == 2
-    found = report(problems, SETTINGS, read_results(tmp_path / "results.jsonl")[1])
+    found = report(problems, SETTINGS.samples, read_results(tmp_path / "results.jsonl")[1])
     assert not found.known and found.attempts == 0 and found.pass_at_k == {}
 
 
 def test_zero_attempts_and_dead_judges_are_unknown(problems: Problems) -> None:
-    assert not report(problems, SETTINGS, []).known
+    assert not report(problems, SETTINGS.samples, []).known
     lines = [
         Result(
             task_id=one.task_id,
@@ -380,7 +374,7 @@ def test_zero_attempts_and_dead_judges_are_unknown(problems: Problems) -> None:
         )
         for index, one in enumerate(problems.problems)
     ]
-    found = report(problems, SETTINGS, lines)
+    found = report(problems, SETTINGS.samples, lines)
     assert not found.known and found.harness == ("Own/0: died",) and found.pass_at_k == {}
     with pytest.raises(NoAnswer, match="Own/0"):
         compare(lines, [replace(one, outcome="fail") for one in lines])
@@ -402,11 +396,11 @@ def test_several_programs_a_problem_are_one_trial_of_it_each(problems: Problems)
         for sample in range(10)
     ]
     some = replace(problems, problems=problems.problems[:3])
-    found = report(some, settings, lines)
+    found = report(some, settings.samples, lines)
     assert found.pass_at_k[1] == pytest.approx(0.5)
     assert found.pass_at_k[10] == pytest.approx(2 / 3)
     assert found.interval == wilson(1.5, 3)
-    none = report(some, settings, [replace(one, outcome="fail") for one in lines])
+    none = report(some, settings.samples, [replace(one, outcome="fail") for one in lines])
     assert none.interval == wilson(0, 3) and none.interval is not None and none.interval.high > 0.5
 
 
@@ -427,7 +421,8 @@ def test_nothing_in_the_data_marks_a_pass(ignorant: Path, sandbox: Sandbox, tmp_
 def no_hostiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take ten seconds, and tests/test_evaluate_sandbox.py runs them."""
     monkeypatch.setattr(module, "HOSTILES", ())
-    monkeypatch.setattr(module.self_test, "__defaults__", ((),))
+    _, progress = self_test.__defaults__ or ()
+    monkeypatch.setattr(module.self_test, "__defaults__", ((), progress))
 
 
 @pytest.mark.usefixtures("no_hostiles", "sandbox")
@@ -482,7 +477,9 @@ def test_a_file_of_results_alone_says_how_many_are_missing(
     finally:
         results.close()
     found, said = report_of_file(results.path)
-    assert found == report(problems, SETTINGS, read_results(results.path)[1]) and found.known
+    assert (
+        found == report(problems, SETTINGS.samples, read_results(results.path)[1]) and found.known
+    )
     assert said["problems"] == 4
     first, *lines = results.path.read_text().splitlines()
     results.path.write_text("\n".join([first, *lines[:3]]) + "\n")
@@ -501,7 +498,7 @@ def test_a_judge_that_dies_makes_the_command_exit_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = str(write_lines(tmp_path / "own.jsonl", humaneval_lines()))
-    monkeypatch.setattr(module, "self_test", lambda *_: None)
+    monkeypatch.setattr(module, "self_test", lambda *_, **__: None)
     monkeypatch.setattr(Sandbox, "try_program", lambda *_: Trial("harness", "it died"))
     monkeypatch.setattr(
         "engine.evaluate.sandbox.open_sandbox", lambda: Sandbox(bwrap="", version="")

@@ -238,6 +238,10 @@ def test_the_eval_gate_goes_by_the_lower_end_of_the_interval(
     # The share itself would be enough.
     gate = eval_threshold(of_run(whole, results, pass_at_1=0.2))
     assert gate.level == "fail" and gate.numbers["low"] == interval.low
+    # What was left out of the problems is said where the share is.
+    assert "without" not in gate.reason
+    results.write_text(results.read_text().replace('"without": []', '"without": ["Own/7"]'))
+    assert "(without Own/7)" in eval_threshold(of_run(whole, results, pass_at_1=0.2)).reason
 
 
 def test_an_evaluation_that_is_not_there_or_not_whole_or_of_others_is_unknown(

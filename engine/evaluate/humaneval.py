@@ -17,30 +17,27 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.errors import BadInput, NoAnswer
 from engine.evaluate.hostile import HOSTILES, Hostile, not_contained
 from engine.evaluate.model import Model
-from engine.evaluate.passk import mean_pass_at_k
 from engine.evaluate.problems import STOPS, Problem, Problems
-from engine.evaluate.results import Result, Results, read_results
+from engine.evaluate.results import Result, Results
 from engine.evaluate.sandbox import Sandbox, Trial
-from engine.evaluate.statistics import Interval, mcnemar, wilson
 from engine.models.completions import complete
 from engine.models.decode import GraphSetting
 from engine.models.generate import Sampling
 
 _LISTED = 5
-KS = (1, 10, 100)
+MOST_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     samples: int = 1
     sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int = 512
+    max_tokens: int = MOST_TOKENS
 
 
 class Progress(NamedTuple):
@@ -49,34 +46,43 @@ class Progress(NamedTuple):
     passed: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What an evaluation found."""
+def room(model: Model, problems: Problems, wanted: int | None) -> int:
+    """Tokens for each program: `wanted`, or as many up to 512 as the longest prompt leaves of the model's
+    positions. One number for all problems: it is part of what is measured.
 
-    benchmark: str
-    problems: int
-    samples: int
-    attempts: int
-    """Programs that were judged."""
-    passed: int
-    """Of them, those that are right."""
-    harness: tuple[str, ...]
-    """Problems about which nothing is known, with the reason."""
-    pass_at_k: dict[int, float]
-    interval: Interval | None
-    """Of pass@1: Wilson's, over problems."""
-
-    @property
-    def known(self) -> bool:
-        """Whether every program was judged; where not, no figure is one of the model."""
-        return self.attempts == self.problems * self.samples > 0
+    Raises `BadInput` with the problems whose prompts leave less than that, or nothing.
+    """
+    prompts = [problem.prompt for problem in problems.problems]
+    lengths = [len(ids) for ids in model.tokenizer.encode_documents(prompts)]
+    most = model.decoder.config.max_position_embeddings
+    least = 1 if wanted is None else wanted
+    long = [
+        f"{problem.task_id} ({length:,})"
+        for problem, length in zip(problems.problems, lengths, strict=True)
+        if length + least > most
+    ]
+    if long:
+        more = f", and {len(long) - _LISTED} more" if len(long) > _LISTED else ""
+        raise BadInput.expected(
+            "prompts",
+            model.path,
+            f"at most {most:,} tokens, the positions of the model, with {least:,} to come",
+            f"too long: {', '.join(long[:_LISTED])}{more}",
+            hint="ask for fewer --max-tokens, or leave a problem out by --without TASK_ID, and the "
+            "report says so",
+        )
+    return min(MOST_TOKENS, most - max(lengths)) if wanted is None else wanted
 
 
 def self_test(
-    sandbox: Sandbox, problems: Sequence[Problem], hostiles: Sequence[Hostile] = HOSTILES
+    sandbox: Sandbox,
+    problems: Sequence[Problem],
+    hostiles: Sequence[Hostile] = HOSTILES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Raises `NoAnswer` where the harness would not tell right from wrong, or harm from neither."""
     wrong: list[str] = []
+    done, total = 0, 2 * len(problems) + len(hostiles)
     for what, wanted, completions in (
         ("its reference solution", "pass", [problem.reference for problem in problems]),
         ("an empty solution", "fail", [""] * len(problems)),
@@ -84,7 +90,10 @@ def self_test(
         for problem, trial in zip(problems, _trials(sandbox, problems, completions), strict=True):
             if trial.outcome != wanted:
                 wrong.append(f"{problem.task_id}: {what}: {trial.outcome}, {trial.reason}")
+            done += 1
+            progress(done, total)
     wrong.extend(f"not contained: {line}" for line in not_contained(sandbox, hostiles))
+    progress(total, total)
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong[:_LISTED])
         more = f"\n  ... and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
@@ -137,91 +146,6 @@ def evaluate(
                 record(wait=False)
         finally:
             record(wait=True)  # also where the model fails: what is tried is kept
-
-
-def report(problems: Problems, settings: Settings, results: Sequence[Result]) -> Report:
-    """The figures of what was judged; the last line of a program counts."""
-    names = {problem.task_id for problem in problems.problems}
-    known = [one for one in results if one.task_id in names]
-    return _counted(problems.benchmark, len(names), settings.samples, known)
-
-
-def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
-    """The same from a file of results alone, and what the file is about. Raises `BadInput`."""
-    about, results = read_results(path)
-    try:
-        benchmark, problems = about["benchmark"], about["problems"]
-        samples = about["settings"]["samples"]
-    except (KeyError, TypeError):
-        raise BadInput.expected(
-            "results", path, "its benchmark, problems and settings", "a first line without them"
-        ) from None
-    return _counted(benchmark, problems, samples, results), about
-
-
-def _counted(benchmark: str, problems: int, samples: int, results: Sequence[Result]) -> Report:
-    last = {(one.task_id, one.sample): one for one in results}
-    judged = [one for one in last.values() if one.outcome != "harness"]
-    right: dict[str, list[int]] = {}
-    for one in judged:
-        counts = right.setdefault(one.task_id, [0, 0])
-        counts[0] += 1
-        counts[1] += one.outcome == "pass"
-    # A problem without a program is one of no programs, not one less.
-    every = [(count, passed) for count, passed in right.values()]
-    every += [(0, 0)] * (problems - len(every))
-    pass_at = {k: value for k in KS if (value := mean_pass_at_k(every, k)) is not None}
-    shares = [passed / count for count, passed in right.values()]
-    return Report(
-        benchmark=benchmark,
-        problems=problems,
-        samples=samples,
-        attempts=len(judged),
-        passed=sum(passed for _, passed in right.values()),
-        harness=tuple(
-            f"{one.task_id}: {one.reason}" for one in last.values() if one.outcome == "harness"
-        ),
-        pass_at_k=pass_at,
-        interval=wilson(sum(shares), len(shares)),
-    )
-
-
-class Compared(NamedTuple):
-    """Two models on the same problems, one program for each."""
-
-    both: int
-    only_first: int
-    only_second: int
-    neither: int
-    p: float
-    """McNemar's, exact and two-sided."""
-
-
-def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
-    """Raises `NoAnswer` where they are not about the same problems, or one is not finished."""
-    sides = [
-        {one.task_id: one.outcome == "pass" for one in side if one.sample == 0 and _is_said(one)}
-        for side in (first, second)
-    ]
-    if sides[0].keys() != sides[1].keys() or not sides[0]:
-        differing = sorted(sides[0].keys() ^ sides[1].keys())
-        raise NoAnswer(
-            f"compare: results — expected both models on the same problems, found {len(differing)} in one "
-            f"alone: {', '.join(differing[:_LISTED])}"
-        )
-    pairs = [(sides[0][name], sides[1][name]) for name in sides[0]]
-    only_first, only_second = pairs.count((True, False)), pairs.count((False, True))
-    return Compared(
-        both=pairs.count((True, True)),
-        only_first=only_first,
-        only_second=only_second,
-        neither=pairs.count((False, False)),
-        p=mcnemar(only_first, only_second),
-    )
-
-
-def _is_said(result: Result) -> bool:
-    return result.outcome != "harness"
 
 
 def _generated(

@@ -67,6 +67,8 @@ class Figure:
 class Perplexity:
     documents: tuple[DocumentLoss, ...]
     skipped: tuple[Skipped, ...]
+    length: int
+    """Tokens of a row: the more stands before a token, the better it is foretold."""
     loss: Figure
     against: Figure | None
     difference: Figure | None
@@ -128,12 +130,17 @@ def perplexity(
     encoded = model.tokenizer.encode_documents([document.text for document in documents])
     end = model.tokenizer.end_of_text_id
     losses: list[DocumentLoss] = []
-    for index, (document, ids) in enumerate(zip(documents, encoded, strict=True)):
+    done, total = 0, sum(len(ids) for ids in encoded)
+    for document, ids in zip(documents, encoded, strict=True):
         tokens = torch.tensor([*ids.tolist(), end])
-        if len(tokens) > 1:
-            losses.append(_document(document.name, tokens, models, length))
-        if progress is not None:
-            progress(index + 1, len(documents))
+        sums = _Sums(len(models))
+        for start in range(0, len(tokens) - 1, length):
+            _row(tokens[start : start + length + 1], models, sums)
+            done += min(length, len(tokens) - 1 - start)
+            if progress is not None:
+                progress(done, total)
+        if sums.count:
+            losses.append(sums.of(document.name, models))
     if not losses:
         raise CorpusError.expected("documents", "all", "a token to foretell", "none")
     counts = [float(one.tokens) for one in losses]
@@ -144,6 +151,7 @@ def perplexity(
     return Perplexity(
         documents=tuple(losses),
         skipped=tuple(skipped),
+        length=length,
         loss=loss,
         against=_figure(theirs, counts) if theirs else None,
         difference=_figure(
@@ -156,41 +164,51 @@ def perplexity(
     )
 
 
-def _document(name: str, tokens: Tensor, models: Sequence[Model], length: int) -> DocumentLoss:
-    nats = [0.0 for _ in models]
-    divergence, agreed, count = 0.0, 0, 0
-    for start in range(0, len(tokens) - 1, length):
-        row_T = tokens[start : start + length + 1]
-        hidden = [
-            one.decoder.hidden(row_T[None, :-1].to(one.device)).flatten(0, 1) for one in models
+class _Sums:
+    """Over the tokens of one document, as its rows are read."""
+
+    def __init__(self, models: int) -> None:
+        self.nats = [0.0] * models
+        self.divergence, self.agreed, self.count = 0.0, 0, 0
+
+    def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
+        """Raises `NoAnswer` where one is not finite."""
+        for one, value in zip((*models, models[0]), (*self.nats, self.divergence), strict=True):
+            if not math.isfinite(value):
+                raise NoAnswer(
+                    f"loss: {name} — expected a finite number, found {value} from {one.path}"
+                )
+        two = len(models) == 2
+        return DocumentLoss(
+            name=name,
+            tokens=self.count,
+            nats=self.nats[0],
+            against_nats=self.nats[1] if two else None,
+            kl=self.divergence if two else None,
+            agreed=self.agreed if two else None,
+        )
+
+
+def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
+    """Adds what every model says of a row: each token after the first."""
+    hidden = [one.decoder.hidden(row_T[None, :-1].to(one.device)).flatten(0, 1) for one in models]
+    for first in range(0, len(row_T) - 1, _CHUNK):
+        label_N = row_T[1 + first : 1 + first + _CHUNK]
+        logs = [
+            _log_p(one, hidden_ND[first : first + _CHUNK])
+            for one, hidden_ND in zip(models, hidden, strict=True)
         ]
-        for first in range(0, len(row_T) - 1, _CHUNK):
-            label_N = row_T[1 + first : 1 + first + _CHUNK]
-            logs = [
-                _log_p(one, hidden_ND[first : first + _CHUNK])
-                for one, hidden_ND in zip(models, hidden, strict=True)
-            ]
-            for index, log_NV in enumerate(logs):
-                picked = F.nll_loss(log_NV, label_N.to(log_NV.device), reduction="none")
-                nats[index] += float(picked.double().sum())
-            if len(logs) == 2:
-                ours_NV, theirs_NV = _same_width(logs[0], logs[1])
-                p_NV = theirs_NV.exp()
-                # At p = 0 the term is 0, where its second factor may be infinite.
-                terms_NV = torch.where(p_NV > 0, p_NV * (theirs_NV - ours_NV), 0.0)
-                divergence += float(terms_NV.double().sum())
-                agreed += int((ours_NV.argmax(-1) == theirs_NV.argmax(-1)).sum())
-            count += len(label_N)
-    for one, value in zip((*models, models[0]), (*nats, divergence), strict=True):
-        if not math.isfinite(value):
-            raise NoAnswer(
-                f"loss: {name} — expected a finite number, found {value} from {one.path}"
-            )
-    if len(models) == 1:
-        return DocumentLoss(name=name, tokens=count, nats=nats[0])
-    return DocumentLoss(
-        name=name, tokens=count, nats=nats[0], against_nats=nats[1], kl=divergence, agreed=agreed
-    )
+        for index, log_NV in enumerate(logs):
+            picked = F.nll_loss(log_NV, label_N.to(log_NV.device), reduction="none")
+            sums.nats[index] += float(picked.double().sum())
+        if len(logs) == 2:
+            ours_NV, theirs_NV = _same_width(logs[0], logs[1])
+            p_NV = theirs_NV.exp()
+            # At p = 0 the term is 0, where its second factor may be infinite.
+            terms_NV = torch.where(p_NV > 0, p_NV * (theirs_NV - ours_NV), 0.0)
+            sums.divergence += float(terms_NV.double().sum())
+            sums.agreed += int((ours_NV.argmax(-1) == theirs_NV.argmax(-1)).sum())
+        sums.count += len(label_N)
 
 
 def _log_p(model: Model, hidden_ND: Tensor) -> Tensor:

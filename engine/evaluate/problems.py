@@ -69,10 +69,11 @@ def read_problems(path: str | Path, benchmark: str) -> Problems:
     found: dict[str, Problem] = {}
     for number, line in enumerate(raw.split(b"\n"), 1):
         if line.strip():
-            problem = _problem(line, f"{path}, line {number}", benchmark, make)
+            where = f"{path}, line {number}"
+            problem = _problem(line, where, benchmark, make)
             if problem.task_id in found:
                 raise BadInput.expected(
-                    "problems", path, "each task_id once", f"{problem.task_id} again"
+                    "problems", where, "each task_id once", f"{problem.task_id} again"
                 )
             found[problem.task_id] = problem
     if not found:
@@ -84,8 +85,12 @@ def read_problems(path: str | Path, benchmark: str) -> Problems:
     )
 
 
-class _Missing(Exception):
-    pass
+class _Wrong(Exception):
+    """What was expected of a problem, and what was found."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__()
+        self.expected, self.found = expected, found
 
 
 def _problem(
@@ -99,16 +104,16 @@ def _problem(
         raise BadInput.expected("problems", where, "an object", type(record).__name__)
     try:
         return make(record)
-    except _Missing as error:
+    except _Wrong as error:
         raise BadInput.expected(
-            "problems", where, f"{error}, as in {benchmark}", f"keys {', '.join(sorted(record))}"
+            "problems", where, f"{error.expected}, as in {benchmark}", error.found
         ) from None
 
 
 def _humaneval(record: Mapping[str, Any]) -> Problem:
     prompt, entry = _text(record, "prompt"), _text(record, "entry_point")
     if not entry.isidentifier():
-        raise _Missing("entry_point a name of Python")
+        raise _Wrong("entry_point a name of Python", repr(entry[:80]))
     return Problem(
         task_id=_text(record, "task_id"),
         prompt=prompt,
@@ -125,7 +130,7 @@ def _humaneval(record: Mapping[str, Any]) -> Problem:
 def _mbpp(record: Mapping[str, Any]) -> Problem:
     tests = _texts(record, "test_list")
     if not tests:
-        raise _Missing("test_list with at least one test")
+        raise _Wrong("test_list with at least one test", "none")
     code = _text(record, "code")
     text = _text(record, "text" if "text" in record else "prompt")
     setup = "\n".join(_texts(record, "test_imports")) if "test_imports" in record else ""
@@ -159,12 +164,18 @@ def _functions(code: str, tests: str) -> tuple[str, ...]:
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str):
-        raise _Missing(f"the text {key}")
+        raise _Wrong(f"the text {key}", _found(record, key))
     return value
 
 
 def _texts(record: Mapping[str, Any], key: str) -> list[str]:
     value = record.get(key)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise _Missing(f"the list of texts {key}")
+        raise _Wrong(f"the list of texts {key}", _found(record, key))
     return value
+
+
+def _found(record: Mapping[str, Any], key: str) -> str:
+    if key in record:
+        return f"{json.dumps(record[key])[:80]}"
+    return f"keys {', '.join(sorted(record))}"

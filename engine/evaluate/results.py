@@ -10,6 +10,7 @@ such a program is run again.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import IO, Any
 from engine.errors import BadInput, write_error
 
 VERSION = 1
+OUTCOMES = ("pass", "fail", "harness")
 _BEGINNING = b'{"kind": "evaluation"'
 
 
@@ -59,38 +61,66 @@ class Results:
         self._file.close()
 
 
-def open_results(path: str | Path, about: Mapping[str, Any]) -> Results:
-    """A file to append to: one that is there is continued where it is `about` the same.
-
-    Raises `BadInput` where it is about something else, or is no file of results.
+def refuse_other(path: str | Path, about: Mapping[str, Any]) -> tuple[list[Result], int]:
+    """What a file has of the evaluation that is `about` this, and the bytes of its whole lines; nothing
+    where there is none. Raises `BadInput` where it is about something else, or is no file of results.
     """
     path = Path(path)
-    about = {"kind": "evaluation", "v": VERSION, **about}
-    done: dict[tuple[str, int], Result] = {}
-    keep = 0
-    if path.exists() and path.stat().st_size:
-        found, results, keep = _read(path)
-        other = [key for key in {**about, **found} if about.get(key) != found.get(key)]
-        if other:
-            raise BadInput.expected(
-                "results",
-                path,
-                f"those of this evaluation, with {other[0]} {about.get(other[0])!r}",
-                f"{found.get(other[0])!r}",
-                hint="name another file, or remove this one",
-            )
-        done = {(one.task_id, one.sample): one for one in results if one.outcome != "harness"}
+    if not (path.exists() and path.stat().st_size):
+        return [], 0
+    found, results, keep = _read(path)
+    wanted = _beginning(about)
+    if not keep and json.dumps(wanted).encode().startswith(path.read_bytes()):
+        return [], 0  # killed before its first line was whole
+    other = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
+    if other:
+        raise BadInput.expected(
+            "results",
+            path,
+            f"those of this evaluation, with {other[0]} {wanted.get(other[0])!r}",
+            f"{found.get(other[0])!r}",
+            hint="name another file, or remove this one",
+        )
+    return results, keep
+
+
+def open_results(path: str | Path, about: Mapping[str, Any]) -> Results:
+    """A file to append to, ours alone: one that is there is continued where it is `about` the same.
+
+    Raises `BadInput` where it is about something else, is no file of results, or is being written.
+    """
+    path = Path(path)
     try:
         file = path.open("a", encoding="utf-8")
-        if keep:
-            os.truncate(path, keep)
-        else:
-            os.truncate(path, 0)
-            file.write(json.dumps(about) + "\n")
-            file.flush()
+        try:
+            results = _continue(path, file, about)
+        except BaseException:
+            file.close()
+            raise
     except OSError as error:
         raise write_error("results", path, "a file to append to", error) from error
+    done = {(one.task_id, one.sample): one for one in results if one.outcome != "harness"}
     return Results(path, file, done)
+
+
+def _continue(path: Path, file: IO[str], about: Mapping[str, Any]) -> list[Result]:
+    """What the open file has, which then ends in a whole line."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput.expected(
+            "results", path, "to be the only one", "another evaluation that writes it"
+        ) from None
+    results, keep = refuse_other(path, about)
+    os.truncate(path, keep)
+    if not keep:
+        file.write(json.dumps(_beginning(about)) + "\n")
+        file.flush()
+    return results
+
+
+def _beginning(about: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": "evaluation", "v": VERSION, **about}
 
 
 def is_results(path: str | Path) -> bool:
@@ -122,13 +152,16 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Result], int]:
         about = records[0] if records else {}
         if records and about.get("kind") != "evaluation":
             raise ValueError("a first line of something else")
-        results = [Result(**_without_kind(record)) for record in records[1:]]
+        results = [_result(record) for record in records[1:]]
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise BadInput.expected("results", path, "results of `engine eval`", str(error)) from None
     return about, results, keep
 
 
-def _without_kind(record: dict[str, Any]) -> dict[str, Any]:
+def _result(record: dict[str, Any]) -> Result:
     if record.pop("kind") != "result":
         raise ValueError("a line that is no result")
-    return record
+    result = Result(**record)
+    if result.outcome not in OUTCOMES:
+        raise ValueError(f"an outcome {result.outcome!r}")
+    return result

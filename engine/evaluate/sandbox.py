@@ -36,24 +36,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from engine.errors import NoAnswer
 from engine.evaluate.seccomp import seccomp_filter
+from engine.evaluate.walls import inner_python, limits_of, walls
 
 Outcome = Literal["pass", "fail", "harness"]
 
-MEMORY_BYTES = 1 << 30
 CPU_S = 10
 CLOCK_S = 60.0
-_TMP_BYTES = 16 << 20
 _MOST_RESULT_BYTES = 1 << 16
-_GUESTS = ("guest_wire.py", "guest_program.py", "guest_judge.py")
-_HOST_FOLDERS = ("/bin", "/lib", "/lib64", "/lib32", "/sbin")
 _INSTALL = "install bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
 _APPARMOR = (
     "user namespaces may be switched off (Ubuntu 24.04: an AppArmor profile for /usr/bin/bwrap with "
@@ -89,7 +85,7 @@ class Sandbox:
 
     def try_program(self, program: str, tests: Exam) -> Trial:
         """Runs `program` against `tests`."""
-        limits = _limits(self.cpu_s)
+        limits = limits_of(self.cpu_s)
         nonce = secrets.token_hex(16)
         deadline_s = time.monotonic() + self.clock_s
         with ExitStack() as stack:
@@ -147,10 +143,10 @@ class Sandbox:
         )
         command = [
             self.bwrap,
-            *_walls(),
+            *walls(),
             "--seccomp",
             str(number),
-            _python(),
+            inner_python(),
             *("-I", "-S", "-B", "-c", start),
             *(str(one) for one in files),
         ]
@@ -178,7 +174,7 @@ def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
     said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False)
     try:
         plain = subprocess.run(
-            [bwrap, *_walls(), _python(), "-I", "-S", "-c", "print(6 * 7)"],
+            [bwrap, *walls(), inner_python(), "-I", "-S", "-c", "print(6 * 7)"],
             capture_output=True,
             text=True,
             check=False,
@@ -202,50 +198,6 @@ def _refused(expected: str, found: str, hint: str | None) -> NoAnswer:
         f"sandbox: generated programs run in no other place — expected {expected}, found {found}",
         hint=hint,
     )
-
-
-def _walls() -> list[str]:
-    """bubblewrap's arguments, but for the filter and the command."""
-    here = Path(__file__).parent
-    arguments = [
-        *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
-        *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
-        *("--cap-drop", "ALL", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"),
-        *("--ro-bind", "/usr", "/usr"),
-    ]
-    for folder in _HOST_FOLDERS:
-        if os.path.islink(folder):
-            arguments += ["--symlink", os.readlink(folder), folder]
-        elif os.path.isdir(folder):
-            arguments += ["--ro-bind", folder, folder]
-    prefix = str(Path(sys.base_prefix).resolve())
-    if not prefix.startswith("/usr/") and prefix != "/usr":
-        arguments += ["--ro-bind", prefix, prefix]
-    for name in _GUESTS:
-        arguments += ["--ro-bind", str(here / name), f"/guest/engine/evaluate/{name}"]
-    for device in ("null", "zero", "urandom"):
-        arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    return [
-        *arguments,
-        *("--size", str(_TMP_BYTES), "--tmpfs", "/tmp"),
-        *("--remount-ro", "/", "--chdir", "/tmp"),
-    ]
-
-
-def _python() -> str:
-    """This Python, not that of its virtual environment, which the sandbox does not hold."""
-    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-
-
-def _limits(cpu_s: int) -> Mapping[str, int]:
-    return {
-        "AS": MEMORY_BYTES,
-        "CPU": cpu_s,
-        "FSIZE": _TMP_BYTES,
-        "NOFILE": 64,
-        "CORE": 0,
-        "NPROC": 64,
-    }
 
 
 # contract: eval-no-fake-pass-v1

@@ -14,8 +14,8 @@ from __future__ import annotations
 import shlex
 
 from engine.errors import BadInput
-from engine.evaluate.humaneval import report_of_file
 from engine.evaluate.model import weights_sha256
+from engine.evaluate.report import report_of_file
 from engine.gate.gate import Gate, answered, does_not_apply
 from engine.gate.subject import Subject
 from engine.verdict import Level
@@ -106,6 +106,8 @@ def eval_threshold(subject: Subject) -> Gate:
                 f"{found.benchmark} pass@1 {found.pass_at_k[1]:.1%} [{low:.1%}, {high:.1%}], its lower end "
                 f"at least {wanted:.1%}"
             )
+            if left_out := about.get("without"):
+                text += f" (without {', '.join(left_out)})"
             level = Level.PASS if low >= wanted else Level.FAIL
             numbers = {"pass_at_1": found.pass_at_k[1], "low": low, "high": high, "limit": wanted}
             gates.append(answered(EVAL, level, text, **numbers))

@@ -20,7 +20,7 @@ from typing import Any
 from engine.errors import BadInput
 from engine.formats.open import open_weights
 
-UNKNOWN = "unknown"
+UNKNOWN, OTHER = "unknown", "other"
 _README = "README.md"
 _README_BYTES = 1 << 20
 _LICENCE_FILES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "LICENCE")
@@ -36,11 +36,17 @@ class Base:
     """On the Hub where its folder says so, else that of its file or folder."""
     on_hub: bool
     licence: str | None
+    licence_name: str | None
+    """Of one that the Hub has no identifier for: `license_name:` beside `license: other`."""
     why: str
     """Where the licence was read, or why there is none."""
     licence_file: Path | None
     sha256: str | None
     """Of its tensors, as the run hashed them."""
+
+    @property
+    def words(self) -> str:
+        return f"`{self.name}` ({self.role})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +54,10 @@ class Licence:
     """Of the published model."""
 
     identifier: str
+    """As the Hub writes it."""
     why: str
+    name: str | None = None
+    """Of one without an identifier there (`other`)."""
 
 
 def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base, ...]:
@@ -73,25 +82,40 @@ def inherited(bases: Sequence[Base], given: str | None) -> Licence:
             why="the weights were made new and had no teacher: nothing to inherit from",
         )
     if lacking := [base for base in bases if base.licence is None]:
-        said = "; ".join(f"{base.role} {base.name}: {base.why}" for base in lacking)
+        said = "; ".join(f"{base.words}: {base.why}" for base in lacking)
         return Licence(identifier=UNKNOWN, why=said)
-    names = sorted({str(base.licence) for base in bases})
-    said = "; ".join(f"{base.licence} of the {base.role} {base.name}" for base in bases)
-    if len(names) > 1:
-        return Licence(identifier="other", why=f"the bases differ: {said}")
-    return Licence(identifier=names[0], why=f"inherited: {said}")
+    said = "; ".join(f"{base.licence_name or base.licence} of {base.words}" for base in bases)
+    if len({(base.licence, base.licence_name) for base in bases}) > 1:
+        return Licence(identifier=OTHER, why=f"the bases differ: {said}")
+    (first, *_) = bases
+    return Licence(identifier=str(first.licence), why=f"inherited: {said}", name=first.licence_name)
+
+
+def licence_files(bases: Sequence[Base], licence: Licence) -> dict[str, Base]:
+    """The texts of the licence that lie beside the bases: a name for each, and whose it is. One text is
+    `LICENSE`; where there are several, or each base has its own licence, each is named for its base's part.
+    """
+    theirs: dict[bytes, Base] = {}
+    for base in bases:
+        if base.licence_file is not None and licence.identifier in (base.licence, OTHER):
+            theirs.setdefault(base.licence_file.read_bytes(), base)
+    found = list(theirs.values())
+    if len(found) == 1 and licence.identifier == bases[0].licence:
+        return {"LICENSE": found[0]}
+    return {f"LICENSE-{base.role.replace(' ', '-')}": base for base in found}
 
 
 def _base(role: str, path: Path, sha256: Any) -> Base:
     folder = path if path.is_dir() else path.parent
     name, on_hub = _name_of(path)
-    licence, why = _licence_of(path)
+    licence, licence_name, why = _licence_of(path)
     files = (folder / one for one in _LICENCE_FILES)
     return Base(
         role=role,
         name=name,
         on_hub=on_hub,
         licence=licence,
+        licence_name=licence_name,
         why=why,
         licence_file=next((one for one in files if one.is_file()), None),
         sha256=sha256 if isinstance(sha256, str) else None,
@@ -106,25 +130,28 @@ def _name_of(path: Path) -> tuple[str, bool]:
     return path.name, False
 
 
-def _licence_of(path: Path) -> tuple[str | None, str]:
+def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
+    """Its identifier, its name where that is `other`, and where it was read or why there is none."""
     if not path.exists():
-        return None, "it is not where the run found it"
+        return None, None, "it is not where the run found it"
     if path.is_dir():
         readme = path / _README
         if not readme.is_file():
-            return None, "no README.md beside its weights"
-        found = front_matter(readme).get("license")
-        if found is None:
-            return None, "its README.md has no `license:` in its front matter"
-        return found, "its README.md"
+            return None, None, "no README.md beside its weights"
+        said = front_matter(readme)
+        # The Hub's identifiers are in lower case.
+        found = said.get("license", "").lower()
+        if not found:
+            return None, None, "its README.md has no `license:` in its front matter"
+        return found, said.get("license_name") if found == OTHER else None, "its README.md"
     try:
         with open_weights(path) as weights:
-            found = weights.metadata.get(_METADATA_KEYS.get(weights.format, ""))
+            told = weights.metadata.get(_METADATA_KEYS.get(weights.format, ""))
     except BadInput as error:
-        return None, error.message
-    if not isinstance(found, str) or not found:
-        return None, "its metadata has no licence"
-    return found, "its metadata"
+        return None, None, error.message
+    if not isinstance(told, str) or not told:
+        return None, None, "its metadata has no licence"
+    return told.lower(), None, "its metadata"
 
 
 def front_matter(readme: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.publish.bases import Base, Licence
@@ -70,7 +71,7 @@ def _front_matter(card: Card) -> list[str]:
         f"license: {json.dumps(card.licence.identifier)}",
     ]
     if card.licence.identifier == "other":
-        lines.append('license_name: "see-base-models"')
+        lines.append(f"license_name: {json.dumps(card.licence.name or 'see-base-models')}")
     if names:
         lines += ["base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
     lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in tags)]
@@ -187,7 +188,8 @@ def _made(card: Card) -> list[str]:
     data = receipt.get("data") or {}
     if data:
         lines.append(
-            f"- data: {data.get('train_tokens'):,} tokens of {data.get('train_files'):,} documents, sha256 "
+            f"- data: {data.get('train_tokens'):,} tokens of {data.get('train_files'):,} documents of "
+            f"`{Path(str((spec.get('data') or {}).get('corpus'))).name}`, sha256 "
             f"`{data.get('train_sha256')}`; order of rows `{data.get('order_sha256')}` (`data_receipt.json`)"
         )
     hashes = receipt.get("model_sha256") or {}
@@ -205,13 +207,18 @@ def _bases(card: Card) -> list[str]:
     lines = []
     for base in card.bases:
         sha256 = f", tensors sha256 `{base.sha256}`" if base.sha256 else ""
-        licence = base.licence or "unknown"
-        lines.append(f"- {base.role}: {base.name}, licence {licence} ({base.why}){sha256}")
+        licence = base.licence_name or base.licence or "unknown"
+        lines.append(f"- {base.words}: licence {licence} ({base.why}){sha256}")
     if not card.bases:
         lines.append("- none: the weights were made new")
-    lines += ["", f"Licence of this model: **{card.licence.identifier}** ({card.licence.why})."]
+    identifier = card.licence.name or card.licence.identifier
+    lines += ["", f"Licence of this model: **{identifier}** ({card.licence.why})."]
     if card.licence.identifier == "unknown":
         lines.append("Nobody has said under which terms it may be used: ask before you do.")
+    elif not any(name.startswith("LICENSE") for name, _ in card.files):
+        lines.append(
+            "Its text is not in this folder: none of the base models had it beside its weights."
+        )
     return lines
 
 

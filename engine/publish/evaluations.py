@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput
-from engine.evaluate.humaneval import report_of_file
+from engine.evaluate.report import report_of_file
 from engine.runlog.view import RunView
 
 
@@ -118,11 +118,14 @@ def _perplexity(path: Path, record: dict[str, Any]) -> Evaluation:
                     Metric(name=name, value=figure["value"], low=low, high=high, subject=subject)
                 )
         against = "" if record["against"] is None else f"; against {Path(record['against']).name}"
+        if sha256 := record.get("against_weights_sha256"):
+            against += f" (weights sha256 `{sha256}`)"
+        rows = f" in rows of {record['length']:,}" if "length" in record else ""
         return Evaluation(
             title="Perplexity of a text",
             benchmark="ppl",
             metrics=tuple(metrics),
-            detail=f"{record['tokens']:,} tokens in {len(record['documents'])} documents{against}",
+            detail=f"{record['tokens']:,} tokens{rows} of {len(record['documents'])} documents{against}",
             data_sha256=record["data_sha256"],
             file=path,
         )
@@ -154,8 +157,19 @@ def _problems(path: Path) -> Evaluation:
             Metric(name=f"pass@{k}", value=value, subject="student", **(first if k == 1 else none))
             for k, value in found.pass_at_k.items()
         ),
-        detail=f"{found.passed} of {found.attempts} programs right, {found.problems} problems"
+        detail=f"{found.passed} of {found.attempts} programs right, {found.problems} problems, {_drawn(about)}"
         + (f", without {', '.join(left_out)}" if left_out else ""),
         data_sha256=about.get("data_sha256"),
         file=path,
     )
+
+
+def _drawn(about: dict[str, Any]) -> str:
+    """How the programs were chosen."""
+    sampling = about["settings"].get("sampling") or {}
+    if "temperature" not in sampling:
+        return "with settings that its file does not say"
+    if sampling["temperature"] == 0:
+        return "of the likeliest tokens"
+    cuts = [f"{name} {sampling[name]:g}" for name in ("top_k", "top_p") if sampling.get(name)]
+    return ", ".join([f"drawn at temperature {sampling['temperature']:g}", *cuts])

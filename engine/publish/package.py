@@ -25,11 +25,12 @@ from typing import Any
 
 from engine.errors import BadInput, DiskFull, EngineError
 from engine.models.config import count_parameters, read_config
-from engine.publish.bases import bases_of, inherited
+from engine.publish.bases import bases_of, inherited, licence_files
 from engine.publish.card import Card, card_text
 from engine.publish.contents import RECEIPT, copy_evidence, copy_student, describe_added
-from engine.publish.convert import Progress, convert
+from engine.publish.convert import Converted, Progress, convert
 from engine.publish.manifest import check_manifest, read_manifest, write_manifest
+from engine.publish.mixture import QUANTS
 from engine.publish.proof import Proof, examine, file_sha256, refuse_missing
 from engine.publish.tokenizer_files import complete_folder
 from engine.publish.verify import Verification, verify
@@ -159,10 +160,10 @@ def _write(
     base = Path(started_from) if started_from and Path(started_from).is_dir() else None
     complete_folder(partial, base)
     files += describe_added(partial, files)
-    source = next((one.licence_file for one in bases if one.licence_file is not None), None)
-    if source is not None and licence.identifier == bases[0].licence:
-        shutil.copyfile(source, partial / "LICENSE")
-        files.append(("LICENSE", f"of {bases[0].name}"))
+    for name, one in licence_files(bases, licence).items():
+        assert one.licence_file is not None
+        shutil.copyfile(one.licence_file, partial / name)
+        files.append((name, f"of {one.words}"))
     origin = {"name": wanted.name, "license": licence.identifier}
     if wanted.licence is None and licence.identifier == "unknown":
         del origin["license"]
@@ -178,10 +179,7 @@ def _write(
         made = convert(
             partial, partial / file, quant, format_=format_, origin=origin, on_tensor=on_tensor
         )
-        types = ", ".join(f"{count} {kind}" for kind, count in made.tensors.items())
-        files.append(
-            (file, f"{format_} in {quant}: {types}; {made.bits_per_weight:.2f} bits a weight")
-        )
+        files.append((file, f"{format_} in {quant}: {_words(made)}"))
     evaluations = copy_evidence(proof, partial, files)
     verification = None if wanted.unverified else _verified(partial, files, say)
     say("writing the card")
@@ -201,6 +199,14 @@ def _write(
     (partial / CARD).write_text(card_text(card), encoding="utf-8")
     write_manifest(partial)
     return verification
+
+
+def _words(made: Converted) -> str:
+    """The types of its tensors, and why a file may have none of the type that it is named for."""
+    types = ", ".join(f"{count} {kind}" for kind, count in made.tensors.items())
+    text = f"{types}; {made.bits_per_weight:.2f} bits a weight"
+    matrix = QUANTS[made.quant]
+    return text if matrix in made.tensors else f"{text}; no row fills a block of {matrix}"
 
 
 def _verified(partial: Path, files: list[tuple[str, str]], say: Say) -> Verification:

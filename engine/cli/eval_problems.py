@@ -1,0 +1,216 @@
+"""`engine eval humaneval` and `mbpp`. What is asked is refused before anything slow begins:
+
+problems, results to compare with     read
+sandbox                               opened
+model, prompts, file of results       opened, and held against what is asked
+self-test                             of the sandbox and the problems
+programs                              generated and judged, a line each
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.cli.eval_text import Judged, Said, no_answer_json, report_json, report_lines
+from engine.cli.generate import graph_decision, open_asked
+from engine.errors import EXIT_PASS, EXIT_UNKNOWN, NoAnswer, UsageError
+
+if TYPE_CHECKING:
+    from engine.evaluate.problems import Problems
+    from engine.evaluate.results import Result
+    from engine.evaluate.sandbox import Sandbox
+
+_ASKED_ALIKE = ("settings", "stops", "precision", "weights", "sandbox")
+"""What two sets of results say of themselves that a comparison has to name where it differs."""
+
+
+class Side(NamedTuple):
+    """One model's results."""
+
+    about: dict[str, Any]
+    lines: list[Result]
+
+
+def evaluate_problems(arguments: argparse.Namespace) -> int:
+    from engine.evaluate.sandbox import open_sandbox
+
+    _refuse_usage(arguments)
+    problems = _read(arguments)
+    other = _read_other(arguments.against, problems)
+    try:
+        return _evaluate(arguments, problems, other, open_sandbox())
+    except NoAnswer as error:
+        if arguments.json:
+            about = {"model": str(arguments.model.resolve()), "data_sha256": problems.sha256}
+            print(json.dumps(no_answer_json(problems.benchmark, error, about)))
+        raise
+
+
+def _evaluate(
+    arguments: argparse.Namespace, problems: Problems, other: Side | None, sandbox: Sandbox
+) -> int:
+    from engine.evaluate.humaneval import self_test
+    from engine.evaluate.report import compare, latest, report
+
+    def prove() -> None:
+        print(
+            f"sandbox: {sandbox.version}; self-test of {len(problems.problems)} problems",
+            file=sys.stderr,
+        )
+        self_test(sandbox, problems.problems, progress=Said("trials of the self-test"))
+
+    against = arguments.against
+    path = arguments.results or _results_file(arguments.model, problems)
+    mine = _judge(arguments, arguments.model, path, problems, sandbox, prove)
+    found, lines = report(problems, arguments.samples, mine.lines), latest(problems, mine.lines)
+    compared, unlike = None, []
+    if against is not None:
+        if other is None:
+            place = path.with_name(_results_file(against, problems).name)
+            if place == path:
+                place = path.with_name(f"against-{path.name}")
+            other = _judge(arguments, against, place, problems, sandbox)
+            print(f"{against}: {place}", file=sys.stderr)
+        compared = compare(lines, latest(problems, other.lines))
+        unlike = _unlike(mine.about, other.about)
+    if arguments.json:
+        record = report_json(found, mine.about, lines, compared, unlike)
+        print(json.dumps(record, allow_nan=False))
+    else:
+        print("\n".join(report_lines(found, mine.about, lines, compared, unlike)))
+        print(path)
+    return EXIT_PASS if found.known else EXIT_UNKNOWN
+
+
+def _refuse_usage(arguments: argparse.Namespace) -> None:
+    if arguments.samples > 1 and arguments.temperature == 0:
+        raise UsageError(
+            f"--samples {arguments.samples} — expected a --temperature above 0, found 0: all would be "
+            "one program"
+        )
+    if arguments.samples > 1 and arguments.against is not None:
+        raise UsageError("--against — expected one program a problem, found --samples")
+
+
+def _read(arguments: argparse.Namespace) -> Problems:
+    from engine.evaluate.problems import read_problems
+
+    problems = read_problems(arguments.data, arguments.benchmark)
+    known = {problem.task_id for problem in problems.problems}
+    if unknown := [name for name in arguments.without if name not in known]:
+        raise UsageError(f"--without {unknown[0]} — expected a task_id of {arguments.data}")
+    left = tuple(one for one in problems.problems if one.task_id not in arguments.without)
+    if not left:
+        raise UsageError("--without — expected a problem to be left, found none")
+    return replace(problems, problems=left)
+
+
+def _read_other(against: Path | None, problems: Problems) -> Side | None:
+    """The results that --against names; None where it names a model, or nothing."""
+    from engine.evaluate.model import model_path
+    from engine.evaluate.results import is_results, read_results
+    from engine.formats.open import open_weights
+
+    if against is None:
+        return None
+    if not is_results(against):
+        open_weights(model_path(against)).close()  # refused now, not after the first model
+        return None
+    about, lines = read_results(against)
+    samples = (about.get("settings") or {}).get("samples", 1)
+    for key, wanted, found in (
+        ("benchmark", problems.benchmark, about.get("benchmark")),
+        ("data_sha256", problems.sha256, about.get("data_sha256")),
+        ("samples", 1, samples),
+    ):
+        if found != wanted:
+            raise UsageError(
+                f"--against {against} — expected {key} {wanted}, found {found}: results of the same "
+                "problems, one program each"
+            )
+    return Side(about, lines)
+
+
+def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """In what two sets of results differ beside the model, in words."""
+    found = []
+    for key in _ASKED_ALIKE:
+        ours, theirs = mine.get(key), other.get(key)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            names = [name for name in ours if ours[name] != theirs.get(name)]
+            found += [f"{name} {ours[name]} here, {theirs.get(name)} there" for name in names]
+        elif ours != theirs:
+            found.append(f"{key} {ours} here, {theirs} there")
+    return found
+
+
+def _results_file(model: Path, problems: Problems) -> Path:
+    return Path(f"{model.resolve().name}-{problems.benchmark}.jsonl")
+
+
+def _judge(
+    arguments: argparse.Namespace,
+    path: Path,
+    where: Path,
+    problems: Problems,
+    sandbox: Sandbox,
+    before: Callable[[], None] = lambda: None,
+) -> Side:
+    """Every program of one model that `where` does not have yet; `before` runs when all is open."""
+    from engine.evaluate.humaneval import Settings, evaluate, room
+    from engine.evaluate.model import weights_sha256
+    from engine.evaluate.problems import STOPS
+    from engine.evaluate.results import open_results, read_results, refuse_other
+    from engine.models.generate import TILE, Sampling
+
+    sampling = Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    model = open_asked(arguments, path)
+    for line in graph_decision(model, TILE, arguments.cuda_graph):
+        print(line, file=sys.stderr)
+    tokens = room(model, problems, arguments.max_tokens)
+    settings = Settings(samples=arguments.samples, sampling=sampling, max_tokens=tokens)
+    about = {
+        "benchmark": problems.benchmark,
+        "problems": len(problems.problems),
+        "model": str(path.resolve()),
+        "weights_sha256": weights_sha256(path),
+        "tokenizer_sha256": model.tokenizer.sha256,
+        "weights": model.weights,
+        "precision": model.precision,
+        "device": model.device.type,
+        "data_sha256": problems.sha256,
+        "without": sorted(arguments.without),
+        "settings": asdict(settings),
+        "stops": list(STOPS[problems.benchmark]),
+        "sandbox": {"cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
+    }
+    refuse_other(where, about)
+    before()
+    results = open_results(where, about)
+    try:
+        if results.done:
+            print(f"{results.path}: {len(results.done)} are finished", file=sys.stderr)
+        evaluate(
+            model,
+            problems,
+            sandbox,
+            results,
+            settings,
+            rows=arguments.rows,
+            cuda_graph=arguments.cuda_graph,
+            progress=Judged(),
+        )
+    finally:
+        results.close()
+    return Side(about, read_results(where)[1])

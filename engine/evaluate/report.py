@@ -1,0 +1,135 @@
+"""The figures of judged programs: pass@k, its interval, and what two models have in common.
+
+Of several lines about one program the last counts: one whose judge died is run again. Where a program of
+any problem was not judged, no figure is one of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.errors import BadInput, NoAnswer
+from engine.evaluate.passk import mean_pass_at_k
+from engine.evaluate.problems import Problems
+from engine.evaluate.results import Result, read_results
+from engine.evaluate.statistics import Interval, mcnemar, wilson
+
+_LISTED = 5
+KS = (1, 10, 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What an evaluation found."""
+
+    benchmark: str
+    problems: int
+    samples: int
+    attempts: int
+    """Programs that were judged."""
+    passed: int
+    """Of them, those that are right."""
+    harness: tuple[str, ...]
+    """Problems about which nothing is known, with the reason."""
+    pass_at_k: dict[int, float]
+    interval: Interval | None
+    """Of pass@1: Wilson's, over problems."""
+    known: bool
+    """Whether every program of every problem was judged; where not, no figure is one of the model."""
+
+
+def latest(problems: Problems, results: Iterable[Result]) -> list[Result]:
+    """The last line of each program, in the order of the problems: whatever was judged first."""
+    order = {problem.task_id: place for place, problem in enumerate(problems.problems)}
+    last = {(one.task_id, one.sample): one for one in results if one.task_id in order}
+    return sorted(last.values(), key=lambda one: (order[one.task_id], one.sample))
+
+
+def report(problems: Problems, samples: int, results: Sequence[Result]) -> Report:
+    """The figures of what was judged."""
+    found = latest(problems, results)
+    return _counted(problems.benchmark, len(problems.problems), samples, found)
+
+
+def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
+    """The same from a file of results alone, and what the file is about. Raises `BadInput`."""
+    about, results = read_results(path)
+    try:
+        benchmark, problems = about["benchmark"], about["problems"]
+        samples = about["settings"]["samples"]
+        if not (isinstance(problems, int) and isinstance(samples, int)):
+            raise TypeError
+    except (KeyError, TypeError):
+        raise BadInput.expected(
+            "results", path, "its benchmark, problems and settings", "a first line without them"
+        ) from None
+    return _counted(benchmark, problems, samples, results), about
+
+
+def _counted(benchmark: str, problems: int, samples: int, results: Sequence[Result]) -> Report:
+    last = {(one.task_id, one.sample): one for one in results}
+    judged = [one for one in last.values() if one.outcome != "harness"]
+    right: dict[str, list[int]] = {}
+    for one in judged:
+        counts = right.setdefault(one.task_id, [0, 0])
+        counts[0] += 1
+        counts[1] += one.outcome == "pass"
+    # A problem without a program is one of no programs, not one less.
+    every = [(count, passed) for count, passed in right.values()]
+    every += [(0, 0)] * (problems - len(every))
+    pass_at = {k: value for k in KS if (value := mean_pass_at_k(every, k)) is not None}
+    shares = [passed / count for count, passed in right.values()]
+    return Report(
+        benchmark=benchmark,
+        problems=problems,
+        samples=samples,
+        attempts=len(judged),
+        passed=sum(passed for _, passed in right.values()),
+        harness=tuple(
+            f"{one.task_id}: {one.reason}" for one in last.values() if one.outcome == "harness"
+        ),
+        pass_at_k=pass_at,
+        interval=wilson(sum(shares), len(shares)),
+        known=len(right) == problems > 0 and all(count == samples for count, _ in right.values()),
+    )
+
+
+class Compared(NamedTuple):
+    """Two models on the same problems, one program for each."""
+
+    both: int
+    only_first: int
+    only_second: int
+    neither: int
+    p: float
+    """McNemar's, exact and two-sided."""
+
+
+def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
+    """Raises `NoAnswer` where they are not about the same problems, or one is not finished."""
+    sides = [
+        {one.task_id: one.outcome == "pass" for one in side if one.sample == 0 and _is_said(one)}
+        for side in (first, second)
+    ]
+    if sides[0].keys() != sides[1].keys() or not sides[0]:
+        differing = sorted(sides[0].keys() ^ sides[1].keys())
+        raise NoAnswer(
+            f"compare: results — expected both models on the same problems, found {len(differing)} in one "
+            f"alone: {', '.join(differing[:_LISTED])}"
+        )
+    pairs = [(sides[0][name], sides[1][name]) for name in sides[0]]
+    only_first, only_second = pairs.count((True, False)), pairs.count((False, True))
+    return Compared(
+        both=pairs.count((True, True)),
+        only_first=only_first,
+        only_second=only_second,
+        neither=pairs.count((False, False)),
+        p=mcnemar(only_first, only_second),
+    )
+
+
+def _is_said(result: Result) -> bool:
+    return result.outcome != "harness"
