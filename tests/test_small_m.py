@@ -203,3 +203,33 @@ def test_a_row_is_the_same_bits_whatever_is_beside_it(name: str, rows: int, colu
     together_MN = fused_linear(x_MK, weight, None)
     for m in range(1, 8):
         assert torch.equal(fused_linear(x_MK[:m].contiguous(), weight, None), together_MN[:m]), m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_products_by_lanes_are_those_of_codes_in_another_order(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.kernels import small_m, small_m_lanes
+    from engine.kernels.small_m_lanes import Lanes, product_by_lanes
+
+    weight, variant = pack(on_gpu(name, 130, 2304)), small_m_lanes.variant
+    for m in (1, 2, 5, 8):
+        config = dataclasses.replace(config_for(weight.type, 130, 2304, m, 90), splits=1)
+        x = small_m.whole_numbers(torch.randn(m, 2304, device="cuda").bfloat16())
+        expected = torch.full((1, m, 130), torch.nan, device="cuda")
+        small_m.products(x, [weight], expected, config)
+        for blocks in (1, 4):
+            found = []
+            # However it is loaded, and with and without PTX.
+            for stages, plain in ((1, False), (2, False), (3, False), (1, True)):
+                monkeypatch.setattr(
+                    small_m_lanes,
+                    "variant",
+                    lambda *a, plain=plain, **k: variant(*a, plain=plain, **k),
+                )
+                lanes = Lanes(turns=2, blocks=blocks, warps=4, stages=stages)
+                found.append(torch.full((1, m, 130), torch.nan, device="cuda"))
+                product_by_lanes(x, weight, found[-1], lanes)
+                assert torch.equal(found[-1], found[0]), (m, blocks, stages, plain)
+            assert error(found[0], expected.double()) < 1e-5, (m, blocks)

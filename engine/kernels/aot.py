@@ -35,11 +35,13 @@ import engine.kernels
 from engine.errors import InternalError
 from engine.kernels import (
     adamw,
+    decode_fused_launch,
     decode_launch,
     dequantize_triton,
     fp8_quantise,
     kd_loss,
     small_m,
+    small_m_lanes,
     sparse_loss,
 )
 from engine.kernels.compiler import ARCHITECTURES, compile_for
@@ -107,10 +109,12 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
         + _loss_variants()
         + adamw.variants()
         + decode_launch.variants(arch)
+        + decode_fused_launch.variants(arch)
         + prewarm_variants(plain, [torch.bfloat16], arch=arch, row_counts=ROW_COUNTS)
         + prewarm_variants(biased, [torch.bfloat16], arch=arch, row_counts=[1])
         + prewarm_variants(plain, [torch.float16, torch.float32], arch=arch, row_counts=[1])
         + _generation_variants(arch)
+        + small_m_lanes.variants()
     )
     return tuple(dict.fromkeys(found))
 

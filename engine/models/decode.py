@@ -1,7 +1,7 @@
 """One token of each row at once, on a GPU, without asking the host for anything.
 
 A step is the decoder's own weights in few kernels: products (`engine.kernels.small_m`, or the library's
-for floats), and what stands between them (`engine.kernels.decode`). `engine.models.decoder` is the
+for floats), and what stands between them (`decode_step.py`). `engine.models.decoder` is the
 oracle, and runs the prompts. Lengths, positions and tokens are on the device, so that all steps are the
 same work at the same addresses: they are captured once, as a CUDA graph, and replayed. The host then
 launches one thing a token where it would launch 250, which take longer than their work.
@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from engine.decision import SET_BY_USER, Decision
-from engine.models.decoder import Attention, Decoder, FeedForward, Layer, Past, RMSNorm, frequencies
+from engine.models.decoder import Decoder, Layer, Past
 from engine.models.packed import PackedLinear
 
 if TYPE_CHECKING:
-    from engine.kernels.decode_launch import Out, Parts
     from engine.models.generate import Sampling
 
 # Shapes: M rows of a step, T tokens of a prompt, D model width, V vocabulary, K key/value heads,
@@ -49,6 +48,8 @@ HISTORY = 32
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 
 GraphSetting = Literal["auto", "on", "off"]
+SmallKernels = Literal["separate", "fused"]
+"""What runs between the products of a step (`decode_step.py`)."""
 
 
 def coverage(decoder: Decoder, rows: int) -> str | None:
@@ -128,9 +129,9 @@ class DecodeSteps:
     """The rows of one generation: their caches and what runs them.
 
     `capacity` is how many tokens a row may have. With `graph`, steps are replays. `early` is whether
-    kernels begin while the one before still runs, by itself where the GPU can. Whether the decoder is
-    one of those that it can run, `coverage` says; without a graph also on a CPU, in Triton's
-    interpreter.
+    kernels begin while the one before still runs, by itself where the GPU can; for `small_kernels` see
+    `decode_step.py`. Whether the decoder is one of those that it can run, `coverage` says; without a
+    graph also on a CPU, in Triton's interpreter.
     """
 
     def __init__(
@@ -142,35 +143,32 @@ class DecodeSteps:
         graph: bool = True,
         sampling: Sampling | None = None,
         early: bool | None = None,
+        small_kernels: SmallKernels = "separate",
     ) -> None:
-        from engine.kernels import decode_launch as kernels
+        from engine.kernels.decode_launch import empty_best
+        from engine.models.decode_step import Step
 
         config = decoder.config
-        like = decoder.norm.weight
-        device, self._dtype = like.device, like.dtype
+        device = decoder.norm.weight.device
         self._decoder, self._rows, self._device = decoder, rows, device
         self._capacity = capacity
         self._sampling = sampling
         on_gpu = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if on_gpu else LEAST_CAPABILITY
         self._early = capability >= EARLY_CAPABILITY if early is None else early
-        self._ahead = BLOCKS_AHEAD if self._early else 0
-        self._arch = capability[0] * 10 + capability[1]
-        shape = (rows, capacity, config.num_key_value_heads, config.head_dim)
-        self._caches = [
-            (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(config.num_hidden_layers)
-        ]
-        heads = config.num_attention_heads
-        chunks = -(-capacity // kernels.CHUNK)
-        partial = (chunks, rows, heads, config.head_dim)
-        self._sums = torch.empty(partial, dtype=torch.float32, device=device)
-        self._softmax = torch.empty((*partial[:3], 2), dtype=torch.float32, device=device)
-        self._frequency = frequencies(config, device)
+        self._step = Step(
+            decoder,
+            rows,
+            capacity,
+            small_kernels=small_kernels,
+            early=self._early,
+            ahead=BLOCKS_AHEAD if self._early else 0,
+            arch=capability[0] * 10 + capability[1],
+        )
         self._token = torch.zeros(rows, dtype=torch.int64, device=device)
         self._position = torch.zeros(rows, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._best = kernels.empty_best(rows, config.vocab_size, device)
-        self._outs: dict[int, Out] = {}
+        self._best = empty_best(rows, config.vocab_size, device)
         self._uniform: Tensor | None = None
         """A number for each draw of each row, of which `_count` were taken."""
         self._count = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -204,7 +202,7 @@ class DecodeSteps:
     @property
     def cache_bytes(self) -> int:
         """Of all rows."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self._caches)
+        return sum(keys.nbytes + values.nbytes for keys, values in self._step.caches)
 
     def start(self, row: int, prompt: Sequence[int], uniform: Tensor | None = None) -> Chosen:
         """Puts a prompt into a row, and chooses what follows it. `uniform` are the numbers of its draws,
@@ -216,11 +214,11 @@ class DecodeSteps:
         shape = (1, len(prompt), config.num_key_value_heads, config.head_dim)
         pasts = [
             Past(keys.new_empty(shape), keys.new_empty(shape), position_BT)
-            for keys, _ in self._caches
+            for keys, _ in self._step.caches
         ]
         hidden_BTD = decoder.hidden_with_past(tokens_BT, pasts)
         logits_BV = decoder.logits_of(hidden_BTD[:, -1:])[:, 0]
-        for (keys, values), past in zip(self._caches, pasts, strict=True):
+        for (keys, values), past in zip(self._step.caches, pasts, strict=True):
             keys[row, : len(prompt)] = past.keys_BSKE[0]
             values[row, : len(prompt)] = past.values_BSKE[0]
         self._position[row] = len(prompt) - 1
@@ -291,97 +289,8 @@ class DecodeSteps:
         self._graph = graph
 
     def _run(self) -> None:
-        from engine.kernels import decode_launch as kernels
-
-        decoder, early = self._decoder, self._early
-        kept = decoder.embed(self._token)
-        parts: Parts | None = None
-        for layer, (keys, values) in zip(decoder.layers, self._caches, strict=True):
-            assert isinstance(layer, Layer)
-            attention, mlp = layer.attention, layer.mlp
-            x = self._norm(parts, kept, layer.attention_norm, attention.q)
-            q, k, v = self._products(x, (attention.q, attention.k, attention.v))
-            heads = kernels.Heads(
-                _biases(attention), _norms(attention), self._frequency, _eps(attention)
-            )
-            kernels.attend(
-                *(q, k, v, heads, keys, values, self._position, self._sums, self._softmax),
-                early=early,
-            )
-            x = self._out(self._sums.shape[2] * self._sums.shape[3], attention.o)
-            kernels.join(self._sums, self._softmax, self._position, x, early=early)
-            (parts,) = self._products(x, (attention.o,))
-            x = self._norm(parts, kept, layer.mlp_norm, mlp.gate)
-            gate, up = self._products(x, (mlp.gate, mlp.up))
-            x = self._out(_columns(mlp), mlp.down)
-            kernels.gate(gate, up, x, self._rows, early=early)
-            (parts,) = self._products(x, (mlp.down,))
-        head = decoder.head
-        x = self._norm(parts, kept, decoder.norm, head)
-        self._logits = self._head(x, head)
+        self._logits = self._step.logits(self._token, self._position)
         self._choose(self._logits, self._best, self._token, self._position, self._chosen, None)
-
-    def _norm(
-        self, parts: Parts | None, kept: Tensor, norm: RMSNorm, reader: nn.Module | None
-    ) -> Out:
-        from engine.kernels.decode_launch import norm as launch_norm
-
-        out = self._out(kept.shape[1], reader)
-        launch_norm(parts, kept, norm.weight, norm.eps, out, early=self._early)
-        return out
-
-    def _out(self, columns: int, reader: nn.Module | None) -> Out:
-        """Where the inputs of `reader` go; its kind decides what they are."""
-        from engine.kernels.decode_launch import Out
-        from engine.kernels.small_m_inputs import empty_inputs
-
-        packed = isinstance(reader, PackedLinear)
-        key = columns if packed else -columns
-        if key not in self._outs:
-            codes = empty_inputs(self._rows, columns, self._device) if packed else None
-            floats = torch.zeros(ROWS, columns, dtype=self._dtype, device=self._device)
-            self._outs[key] = Out(floats, codes)
-        return self._outs[key]
-
-    def _products(self, x: Out, layers: Sequence[nn.Module]) -> list[Parts]:
-        """What each layer gives; biases of packed ones are left to whoever reads it."""
-        from engine.kernels import small_m
-        from engine.kernels.decode_launch import Parts
-
-        if x.codes is None:
-            return [Parts(layer(x.floats_MK)[None]) for layer in layers]
-        weights = [layer.packed for layer in layers if isinstance(layer, PackedLinear)]
-        rows = sum(weight.rows for weight in weights)
-        config = small_m.config_for(
-            weights[0].type, rows, weights[0].columns, self._rows, self._arch
-        )
-        splits = -(-weights[0].row_blocks // -(-weights[0].row_blocks // config.splits))
-        y = torch.empty(splits, self._rows, rows, dtype=torch.float32, device=self._device)
-        small_m.products(x.codes, weights, y, config, ahead=self._ahead)
-        firsts = [sum(weight.rows for weight in weights[:index]) for index in range(len(weights))]
-        return [Parts(y, first) for first in firsts]
-
-    def _head(self, x: Out, head: nn.Module | None) -> Tensor:
-        from engine.kernels import small_m
-
-        if not isinstance(head, PackedLinear):
-            return self._decoder.logits_of(x.floats_MK)[: self._rows]
-        assert x.codes is not None
-        weight = head.packed
-        logits = torch.empty(self._rows, weight.rows, dtype=self._dtype, device=self._device)
-        config = small_m.config_for(
-            weight.type, weight.rows, weight.columns, self._rows, self._arch
-        )
-        if config.splits > 1:
-            y = torch.empty(config.splits, *logits.shape, dtype=torch.float32, device=self._device)
-            splits = -(-weight.row_blocks // -(-weight.row_blocks // config.splits))
-            small_m.products(x.codes, [weight], y[:splits], config, ahead=self._ahead)
-            total = y[0]
-            for part in y[1:splits]:
-                total = total + part
-            return total.to(self._dtype)
-        small_m.products(x.codes, [weight], logits, config, ahead=self._ahead)
-        return logits
 
     def _choose(
         self,
@@ -443,31 +352,3 @@ def choose_cuda_graph(decoder: Decoder, rows: int, setting: GraphSetting = "auto
         reason="launching the kernels of a step takes the host longer than their work takes the GPU",
         rejected=(("off", "the same tokens, more slowly"),),
     )
-
-
-def _biases(attention: Attention) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Those that a product with blocks leaves out."""
-    found = [
-        each.bias
-        for each in (attention.q, attention.k, attention.v)
-        if isinstance(each, PackedLinear) and each.bias is not None
-    ]
-    return (found[0], found[1], found[2]) if found else None
-
-
-def _norms(attention: Attention) -> tuple[Tensor, Tensor] | None:
-    if attention.q_norm is None or attention.k_norm is None:
-        return None
-    return attention.q_norm.weight, attention.k_norm.weight
-
-
-def _eps(attention: Attention) -> float:
-    return 0.0 if attention.q_norm is None else attention.q_norm.eps
-
-
-def _columns(mlp: FeedForward) -> int:
-    down = mlp.down
-    if isinstance(down, PackedLinear):
-        return down.packed.columns
-    assert isinstance(down, nn.Linear)
-    return down.in_features
