@@ -9,7 +9,7 @@ from machines import MACHINES, cuda_facts
 
 from engine.contracts.proving import Proved, enumerated
 from engine.device.allocator import choose_allocator
-from engine.device.cuda_driver import NO, YES
+from engine.device.cuda_facts import NO, YES
 from engine.device.reading import absent, measured
 from engine.errors import BadInput
 from engine.models.config import ModelConfig

@@ -1,14 +1,31 @@
-"""What `engine eval` prints: tables and sentences for people, one JSON value for programs."""
+"""What `engine eval` prints: tables and sentences for people, one JSON value for programs, and on stderr
+how far it is."""
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.evaluate.humaneval import Compared, Report, Settings
+    from engine.errors import NoAnswer
+    from engine.evaluate.humaneval import Progress
     from engine.evaluate.model import Model
     from engine.evaluate.perplexity import Figure, Perplexity
+    from engine.evaluate.report import Compared, Report
     from engine.evaluate.results import Result
+
+_PROGRESS_EVERY_S = 5.0
+_FEW = 20
+"""Documents; with fewer a bootstrap over them is too narrow."""
+
+
+def no_answer_json(
+    benchmark: str, error: NoAnswer, about: Mapping[str, object]
+) -> dict[str, object]:
+    """Of an evaluation that has no figure: the reason stands where the figures would."""
+    return {"benchmark": benchmark, **about, "mode": "unknown", "error": error.message}
 
 
 def perplexity_json(found: Perplexity, model: Model, against: Model | None) -> dict[str, object]:
@@ -25,12 +42,18 @@ def perplexity_json(found: Perplexity, model: Model, against: Model | None) -> d
     }
     return {
         "benchmark": "ppl",
+        "mode": "measured",
         "model": str(model.path),
         "weights_sha256": weights_sha256(model.path),
+        "tokenizer_sha256": model.tokenizer.sha256,
+        "weights": model.weights,
         "precision": model.precision,
+        "device": model.device.type,
         "against": None if against is None else str(against.path),
+        "against_weights_sha256": None if against is None else weights_sha256(against.path),
+        "length": found.length,
         "tokens": found.tokens,
-        "interval": "95 %, percentile bootstrap over documents",
+        "interval": _interval_words(found),
         **{name: None if one is None else asdict(one) for name, one in figures.items()},
         "perplexity": _exp(found.loss.value),
         "documents": [asdict(one) for one in found.documents],
@@ -53,24 +76,31 @@ def perplexity_lines(found: Perplexity, against: Model | None) -> list[str]:
     lines += [f"skipped  {one.name}: {one.reason}" for one in found.skipped]
     lines.append(f"loss {_figure(found.loss)}, {found.tokens:,} tokens")
     lines.append(f"perplexity {_figure(found.loss, exponential=True)}")
-    for name, figure in (
-        ("against: loss", found.against),
-        ("difference", found.difference),
-        ("KL(against || model)", found.kl),
-        ("top-1 agreement", found.agreement),
+    for name, figure, share in (
+        ("against: loss", found.against, False),
+        ("difference", found.difference, False),
+        ("KL(against || model)", found.kl, False),
+        ("top-1 agreement", found.agreement, True),
     ):
         if figure is not None:
-            lines.append(f"{name} {_figure(figure)}")
-    lines.append("intervals: 95 %, percentile bootstrap over documents")
+            lines.append(f"{name} {_figure(figure, share=share)}")
+    lines.append(f"intervals: {_interval_words(found)}")
     return lines
 
 
-def _figure(figure: Figure, *, exponential: bool = False) -> str:
-    value = _exp if exponential else float
-    text = f"{value(figure.value):.4f}"
+def _interval_words(found: Perplexity) -> str:
+    count = len(found.documents)
+    words = f"95 %, percentile bootstrap over {count} documents"
+    return f"{words}; with fewer than {_FEW} it is too narrow" if count < _FEW else words
+
+
+def _figure(figure: Figure, *, exponential: bool = False, share: bool = False) -> str:
+    def text(nats: float) -> str:
+        return f"{nats:.2%}" if share else f"{_exp(nats) if exponential else nats:.4f}"
+
     if figure.interval is None:
-        return f"{text} (no interval: one document)"
-    return f"{text} [{value(figure.interval.low):.4f}, {value(figure.interval.high):.4f}]"
+        return f"{text(figure.value)} (no interval: one document)"
+    return f"{text(figure.value)} [{text(figure.interval.low)}, {text(figure.interval.high)}]"
 
 
 def _exp(nats: float) -> float:
@@ -80,27 +110,35 @@ def _exp(nats: float) -> float:
 
 
 def report_json(
-    found: Report, about: dict[str, Any], lines: list[Result], compared: Compared | None
+    found: Report,
+    about: Mapping[str, Any],
+    lines: Sequence[Result],
+    compared: Compared | None,
+    unlike: Sequence[str],
 ) -> dict[str, object]:
+    """`lines` are of the last try of each program, `unlike` says in what a comparison is not of like."""
     return {
         **{key: about[key] for key in ("benchmark", "model", "weights_sha256", "data_sha256")},
         "mode": "measured" if found.known else "unknown",
         "problems": found.problems,
         "samples": found.samples,
         "without": about["without"],
+        "settings": about["settings"],
         "attempts": found.attempts,
+        "cut": _cut(lines),
         # A figure of half of the problems is no figure of the model.
         "passed": found.passed if found.known else None,
         "pass_at_k": {str(k): value for k, value in found.pass_at_k.items()} if found.known else {},
         "interval": found.interval if found.known else None,
         "harness": list(found.harness),
-        "compared": None if compared is None else compared._asdict(),
+        "compared": None if compared is None else compared._asdict() | {"unlike": list(unlike)},
         "per_problem_results": [
             {
                 "task_id": one.task_id,
                 "sample": one.sample,
                 "outcome": one.outcome,
                 "reason": one.reason,
+                "ended": one.ended,
             }
             for one in lines
         ],
@@ -108,7 +146,11 @@ def report_json(
 
 
 def report_lines(
-    found: Report, settings: Settings, lines: list[Result], compared: Compared | None
+    found: Report,
+    about: Mapping[str, Any],
+    lines: Sequence[Result],
+    compared: Compared | None,
+    unlike: Sequence[str],
 ) -> list[str]:
     text = [f"{one.outcome:8} {one.task_id:16} {one.reason}" for one in lines]
     if not found.known:
@@ -121,10 +163,44 @@ def report_lines(
             line += f" [{found.interval.low:.1%}, {found.interval.high:.1%}] (95 %, Wilson)"
         text.append(line)
     text.append(f"{found.passed} of {found.attempts} programs, {found.problems} problems")
+    if about["without"]:
+        text.append(f"without {', '.join(about['without'])}")
+    if cut := _cut(lines):
+        most = about["settings"]["max_tokens"]
+        text.append(f"{cut} programs were cut: they had not ended after {most:,} tokens")
     if compared is not None:
         text.append(
             f"against: {compared.only_first} solved by this model alone, {compared.only_second} by the "
             f"other alone, {compared.both} by both, {compared.neither} by neither; McNemar p = "
             f"{compared.p:.3g}"
         )
+        text += [f"against: not asked alike: {one}" for one in unlike]
     return text
+
+
+def _cut(lines: Sequence[Result]) -> int:
+    return sum(one.ended == "length" for one in lines)
+
+
+class Said:
+    """Progress on stderr, a line every few seconds."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.next_s = time.monotonic() + _PROGRESS_EVERY_S
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self.next_s or done == total:
+            self.next_s = time.monotonic() + _PROGRESS_EVERY_S
+            print(f"{done:,}/{total:,} {self.what}", file=sys.stderr, flush=True)
+
+
+class Judged:
+    """The same for programs."""
+
+    def __init__(self) -> None:
+        self.said = Said("programs")
+
+    def __call__(self, progress: Progress) -> None:
+        self.said.what = f"programs, {progress.passed} right"
+        self.said(progress.done, progress.total)

@@ -97,7 +97,6 @@ def prepare_threads() -> None:
 def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
 
-    from engine.evaluate.model import open_model
     from engine.models.completions import complete
     from engine.models.generate import Sampling
 
@@ -108,13 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     prompt = arguments.prompt if arguments.prompt_file is None else _read(arguments.prompt_file)
-    model = open_model(
-        arguments.model,
-        device=arguments.device,
-        precision=arguments.precision,
-        weights=arguments.weights,
-        tokenizer=arguments.tokenizer,
-    )
+    model = open_asked(arguments, arguments.model)
     for line in graph_decision(model, 1, arguments.cuda_graph):
         print(line, file=sys.stderr)
     text, tokens, ended = "", 0, None
@@ -149,6 +142,19 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     print(f"{tokens} tokens, {tokens / elapsed_s:.1f} a second; ended by {ended}", file=sys.stderr)
     return 0
+
+
+def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
+    """The model at `path`, as the arguments of `add_model_arguments` want it."""
+    from engine.evaluate.model import open_model
+
+    return open_model(
+        path,
+        device=arguments.device,
+        precision=arguments.precision,
+        weights=arguments.weights,
+        tokenizer=arguments.tokenizer,
+    )
 
 
 def graph_decision(model: Model, rows: int, setting: GraphSetting) -> list[str]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 HELP = "publish a finished run's student, or verify a published folder"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
+_ON_HUB = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"name: {name!r} — expected letters, digits, '.', '_' and '-'", hint="say --name NAME"
         )
+    if arguments.license is not None and not _LICENCE.fullmatch(arguments.license):
+        raise UsageError(
+            f"--license {arguments.license!r} — expected the Hub's identifier, as apache-2.0"
+        )
+    for base in arguments.base_model:
+        if not _ON_HUB.fullmatch(base):
+            raise UsageError(f"--base-model {base!r} — expected a name on the Hub, as org/model")
     prepare_threads()
     return _publish(arguments, name)
 

@@ -11,7 +11,7 @@ Of several GPUs the first that CUDA shows decides: it is the one a run computes 
 from __future__ import annotations
 
 from engine.decision import Decision
-from engine.device.cuda_driver import NO, YES, CudaDevice
+from engine.device.cuda_facts import NO, YES, CudaDevice
 from engine.device.facts import DeviceFacts
 from engine.errors import BadInput
 

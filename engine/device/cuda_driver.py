@@ -23,17 +23,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from enum import StrEnum
+from dataclasses import fields
 from typing import Any
 
+from engine.device.cuda_facts import NO, YES, CudaDevice, CudaFacts, CudaState, from_json, to_json
 from engine.device.reading import Reading, absent, measured
 from engine.errors import InternalError
 
@@ -42,7 +41,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 TIME_LIMIT_S = 20.0
 """A machine of eight GPUs without the persistence daemon takes about ten."""
 _KILL_LIMIT_S = 1.0
-YES, NO = "yes", "no"
 
 # CUdevice_attribute of cuda.h: part of the driver's ABI.
 ATTRIBUTES = {
@@ -68,57 +66,6 @@ _HINTS = {
     805: "the MPS server does not answer",
     999: "the driver gives no reason: often its device files are missing or it needs a reboot",
 }
-
-
-class CudaState(StrEnum):
-    WORKS = "works"
-    NO_LIBRARY = "no_library"
-    NO_DEVICE = "no_device"
-    """CUDA finds no GPU, and `CUDA_VISIBLE_DEVICES` is not why."""
-    NONE_VISIBLE = "none_visible"
-    """CUDA finds no GPU among those that `CUDA_VISIBLE_DEVICES` shows."""
-    BROKEN = "broken"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaDevice:
-    """One GPU, or one part of a divided GPU. Yes and no are words: no number here is a 0 or 1."""
-
-    index: int
-    """CUDA's number: `cuda:0` of torch."""
-    name: Reading
-    uuid: Reading
-    """Hexadecimal with dashes and without NVML's `GPU-` or `MIG-`."""
-    pci_address: Reading
-    """As `00000000:3b:00.0`."""
-    total_bytes: Reading
-    """Memory CUDA may allocate from, used or not. On an integrated GPU the host's."""
-    compute_capability: Reading
-    """As `9.0`."""
-    multiprocessors: Reading
-    l2_bytes: Reading
-    integrated: Reading
-    """Whether the GPU has no memory but the host's: the one test of a unified machine."""
-    managed_memory: Reading
-    concurrent_managed_access: Reading
-    """Whether the CPU may touch managed memory while a kernel runs."""
-    pageable_memory_access: Reading
-    """Whether kernels may read any memory of the process."""
-    uses_host_page_tables: Reading
-    host_native_atomics: Reading
-    unified_addressing: Reading
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaFacts:
-    state: CudaState
-    count: Reading
-    """Visible GPUs, or why there are none."""
-    driver: Reading
-    """The newest CUDA that the driver can run, as `13.0`."""
-    visible: str | None
-    """`CUDA_VISIBLE_DEVICES`; None when it is not set."""
-    devices: tuple[CudaDevice, ...] = field(default=())
 
 
 class CudaError(Exception):
@@ -300,29 +247,6 @@ def ask_in_child(
         said = err.decode("utf-8", "replace").strip().splitlines()
         last = f": {said[-1]}" if said else ""
         return broken(f"it printed no facts and exited with {child.returncode}{last}")
-
-
-def to_json(facts: CudaFacts) -> str:
-    return json.dumps(asdict(facts), allow_nan=False)
-
-
-def from_json(line: str) -> CudaFacts:
-    """The inverse of `to_json`."""
-    record = json.loads(line)
-    devices = (
-        CudaDevice(
-            index=int(device["index"]),
-            **{f.name: Reading(**device[f.name]) for f in fields(CudaDevice)[1:]},
-        )
-        for device in record["devices"]
-    )
-    return CudaFacts(
-        state=CudaState(record["state"]),
-        count=Reading(**record["count"]),
-        driver=Reading(**record["driver"]),
-        visible=record["visible"],
-        devices=tuple(devices),
-    )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 from engine.decision import Decision
 from engine.device.allocator import choose_allocator
-from engine.device.cuda_driver import YES, CudaState
+from engine.device.cuda_facts import YES, CudaState
 from engine.device.facts import DeviceFacts
 from engine.device.memory_class import MemoryClass
 from engine.device.nvml_capability import Probe

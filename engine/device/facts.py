@@ -21,10 +21,12 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass, fields
 
-from engine.device.cuda_driver import YES, CudaDevice, CudaFacts, ask_in_child
+from engine.device.cuda_driver import ask_in_child
+from engine.device.cuda_facts import YES, CudaDevice, CudaFacts
+from engine.device.gpu_facts import GpuFacts
 from engine.device.host import CgroupMemory, Host, HostMemory
 from engine.device.memory_class import GpuMemory, classify, match_gpus
-from engine.device.nvml import GpuFacts, Nvml, find_binding, open_nvml
+from engine.device.nvml import Nvml, find_binding, open_nvml
 from engine.device.reading import Reading, event_fields, measured
 from engine.units import format_bytes, format_value
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from engine.device.reading import Reading, absent, measured
 
-# Of nvml.h, like the codes in `nvml.py`: the same in every binding.
+# Of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
 METRICS = {
     "sm_util_pct": 2,
     "sm_occupancy_pct": 3,

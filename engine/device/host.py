@@ -13,10 +13,7 @@ A limit holds for a group and everything below it, so the limit of a process is 
 between its group and the mounted root, and its headroom is the smallest `limit - current` on that
 path. "No limit" is a reason, not a number.
 
-`oom_kill` of a group counts its processes killed by *any* run of the kernel's OOM killer, also one
-caused by the whole machine or by a parent group; `oom` counts how often this group's own limit was
-the cause. v2 counters include the groups below; `.local` does not. v1 has `oom_kill` alone. On an
-integrated GPU none of these see CUDA memory.
+On an integrated GPU none of these see CUDA memory.
 
 Nothing here raises for a missing or odd file: the `Reading` says so. Both roots can be replaced by
 a folder of recorded texts.
@@ -26,11 +23,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from engine.device.reading import Reading, absent, event_fields, measured
+from engine.device.kernel_files import read_first, read_table, read_text
+from engine.device.reading import Reading, absent, measured
 
 # A v1 group without a limit reports the largest multiple of the page size; no machine has 4 EiB.
 _NO_LIMIT_BYTES = 1 << 62
@@ -39,61 +36,6 @@ _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes"),
     2: ("memory.max", "memory.current", "memory.peak"),
 }
-
-
-def _text(path: Path) -> str | Reading:
-    try:
-        return path.read_bytes().decode("utf-8", "replace")
-    except OSError as error:
-        return absent(f"not readable: {error.strerror}", str(path))
-
-
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """A file of `key value` or `key: value` lines."""
-
-    path: Path
-    rows: dict[str, list[str]]
-    missing: str | None
-
-    def number(self, key: str) -> Reading:
-        source = f"{self.path} {key}"
-        if self.missing is not None:
-            return absent(self.missing, source)
-        words = self.rows.get(key)
-        if not words:
-            return absent(f"the file has no line {key!r}", source)
-        if not words[0].isdecimal():
-            return absent(f"expected a number, found {words[0]!r}", source)
-        return measured(int(words[0]) * (1024 if words[1:2] == ["kB"] else 1), source)
-
-    def word(self, key: str, pattern: str, convert: Callable[[str], float | str]) -> Reading:
-        """The first group of `pattern` in the rest of the line `key`."""
-        source = f"{self.path} {key}"
-        if self.missing is not None:
-            return absent(self.missing, source)
-        match = re.search(pattern, " ".join(self.rows.get(key, [])))
-        if match is None:
-            return absent(f"the file has no line {key!r} of the expected form", source)
-        return measured(convert(match[1]), source)
-
-
-def _table(path: Path) -> _Table:
-    text = _text(path)
-    if isinstance(text, Reading):
-        return _Table(path, {}, text.absent)
-    lines = (line.replace(":", " ", 1).split() for line in text.splitlines())
-    return _Table(path, {words[0]: words[1:] for words in lines if words}, None)
-
-
-def _whole_file(path: Path, pattern: str, convert: Callable[[str], float | int | str]) -> Reading:
-    text = _text(path)
-    if isinstance(text, Reading):
-        return text
-    match = re.match(pattern, text)
-    if match is None:
-        return absent("the file is not of the expected form", str(path))
-    return measured(convert(match[1]), str(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +90,7 @@ class Host:
     cgroups: Path = _CGROUP_MOUNT
 
     def memory(self) -> HostMemory:
-        table = _table(self.proc / "meminfo")
+        table = read_table(self.proc / "meminfo")
         return HostMemory(
             total_bytes=table.number("MemTotal"),
             available_bytes=table.number("MemAvailable"),
@@ -158,26 +100,31 @@ class Host:
         )
 
     def load1(self) -> Reading:
-        return _whole_file(self.proc / "loadavg", r"(\d+\.\d+) ", float)
+        return read_first(self.proc / "loadavg", r"(\d+\.\d+) ", float)
 
     def boot_id(self) -> Reading:
-        return _whole_file(self.proc / "sys/kernel/random/boot_id", r"([0-9a-f-]{36})\s", str)
+        return read_first(self.proc / "sys/kernel/random/boot_id", r"([0-9a-f-]{36})\s", str)
 
     def vmstat_oom_kill(self) -> Reading:
-        return _table(self.proc / "vmstat").number("oom_kill")
+        return read_table(self.proc / "vmstat").number("oom_kill")
 
     def status_word(self, key: str) -> Reading:
         """The first word of a line of this process's own status: `CapEff`."""
-        return _table(self.proc / "self/status").word(key, r"^(\S+)", str)
+        return read_table(self.proc / "self/status").word(key, r"^(\S+)", str)
+
+    def own_memory(self) -> tuple[Reading, Reading]:
+        """(now, at most so far): resident bytes of this process."""
+        status = read_table(self.proc / "self/status")
+        return status.number("VmRSS"), status.number("VmHWM")
 
     def vmstat(self, *keys: str) -> list[Reading]:
         """Counters since the machine started, all of one look."""
-        table = _table(self.proc / "vmstat")
+        table = read_table(self.proc / "vmstat")
         return [table.number(key) for key in keys]
 
     def psi_pct(self, resource: str) -> tuple[Reading, Reading]:
         """(some, full) of `memory`, `cpu` or `io` over the last 10 s, in percent."""
-        table = _table(self.proc / "pressure" / resource)
+        table = read_table(self.proc / "pressure" / resource)
         some, full = (table.word(k, r"avg10=(\d+\.\d+)", float) for k in ("some", "full"))
         return some, full
 
@@ -187,7 +134,7 @@ class Host:
 
     def cpu_count(self) -> Reading:
         """CPUs that are switched on."""
-        table = _table(self.proc / "stat")
+        table = read_table(self.proc / "stat")
         count = sum(re.fullmatch(r"cpu\d+", key) is not None for key in table.rows)
         return (
             measured(count, str(table.path))
@@ -199,7 +146,7 @@ class Host:
         """CPUs this process may use at once: its affinity, cut by the tightest quota; may be a
         fraction.
         """
-        allowed = _table(self.proc / "self/status").word(
+        allowed = read_table(self.proc / "self/status").word(
             "Cpus_allowed_list", r"^([\d,-]+)$", _count_of_list
         )
         quota = self._cpu_quota()
@@ -213,10 +160,10 @@ class Host:
         quotas: list[Reading] = []
         for level in group.levels():
             name = "cpu.max" if group.version == 2 else "cpu.cfs_quota_us"
-            text = _text(level / name)
+            text = read_text(level / name)
             words = [] if isinstance(text, Reading) else text.split()
             if group.version == 1 and words:
-                period = _text(level / "cpu.cfs_period_us")
+                period = read_text(level / "cpu.cfs_period_us")
                 words += [] if isinstance(period, Reading) else period.split()
             if len(words) == 2 and words[0].isdecimal() and words[1].isdecimal() and int(words[1]):
                 quotas.append(measured(int(words[0]) / int(words[1]), str(level / name)))
@@ -225,10 +172,10 @@ class Host:
 
     def process(self, pid: int) -> ProcessReadings:
         folder = self.proc / str(pid)
-        status = _table(folder / "status")
+        status = read_table(folder / "status")
         # The name may hold spaces and brackets: fields are counted after the last bracket.
         tail = r"(?s).*\) \S+"
-        cpu_ticks = _whole_file(
+        cpu_ticks = read_first(
             folder / "stat", tail + r"(?: \S+){10} (\d+ \d+) ", lambda t: sum(map(int, t.split()))
         )
         per_second = os.sysconf("SC_CLK_TCK")
@@ -238,15 +185,15 @@ class Host:
             cpu_s=cpu_ticks
             if cpu_ticks.number is None
             else measured(cpu_ticks.number / per_second, cpu_ticks.source),
-            start_ticks=_whole_file(folder / "stat", tail + r"(?: \S+){18} (\d+)\b", int),
+            start_ticks=read_first(folder / "stat", tail + r"(?: \S+){18} (\d+)\b", int),
             threads=status.number("Threads"),
-            oom_score_adj=_whole_file(folder / "oom_score_adj", r"(-?\d+)\s", int),
+            oom_score_adj=read_first(folder / "oom_score_adj", r"(-?\d+)\s", int),
         )
 
     def find_cgroup(self, controller: str, pid: int | None = None) -> Cgroup | Reading:
         """The group of a process (default: this one) for `memory` or `cpu`, or why it is absent."""
         listing = self.proc / ("self" if pid is None else str(pid)) / "cgroup"
-        text, mounts = _text(listing), _text(self.proc / "self/mountinfo")
+        text, mounts = read_text(listing), read_text(self.proc / "self/mountinfo")
         if isinstance(text, Reading):
             return text
         if isinstance(mounts, Reading):
@@ -284,21 +231,21 @@ class Host:
         limits: list[Reading] = []
         rooms: list[Reading] = []
         for level in group.levels():
-            limit = _whole_file(level / limit_name, r"(\d+)\s", int)
-            current = _whole_file(level / current_name, r"(\d+)\s", int)
+            limit = read_first(level / limit_name, r"(\d+)\s", int)
+            current = read_first(level / current_name, r"(\d+)\s", int)
             if limit.number is None or limit.number >= _NO_LIMIT_BYTES:
                 continue
             limits.append(limit)
             if current.number is not None:
                 source = f"{limit.source} - {current_name}"
                 rooms.append(measured(max(0, limit.number - current.number), source))
-        own = _text(group.directory / limit_name)
+        own = read_text(group.directory / limit_name)
         # Without the group's own file nothing is known: it may be the root group, which has none.
         none = own if isinstance(own, Reading) else absent("no limit is set", str(group.directory))
         return CgroupMemory(
             limit_bytes=min(limits, key=lambda r: r.number or 0, default=none),
-            current_bytes=_whole_file(group.directory / current_name, r"(\d+)\s", int),
-            peak_bytes=_whole_file(group.directory / peak_name, r"(\d+)\s", int),
+            current_bytes=read_first(group.directory / current_name, r"(\d+)\s", int),
+            peak_bytes=read_first(group.directory / peak_name, r"(\d+)\s", int),
             headroom_bytes=min(rooms, key=lambda r: r.number or 0, default=none),
         )
 
@@ -307,71 +254,3 @@ def _count_of_list(text: str) -> int:
     """Number of CPUs in a kernel list such as `0-3,8`."""
     ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
     return sum(end[-1] - end[0] + 1 for end in ends)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillCounters:
-    """What has to be known before and after a run to say who killed it; one snapshot of it."""
-
-    boot_id: Reading
-    cgroup: Cgroup | None
-    vmstat_oom_kill: Reading
-    memcg_oom_kill: Reading
-    memcg_oom_kill_local: Reading
-    memcg_oom: Reading
-    memcg_oom_group_kill: Reading
-    memcg_limit_bytes: Reading
-    memcg_peak_bytes: Reading
-    host_available_bytes: Reading
-    host_swap_free_bytes: Reading
-    psi_memory_full_avg10_pct: Reading
-    oom_score_adj: Reading
-
-    def as_event_fields(self) -> dict[str, float | int | str | None]:
-        """Flat fields for one log line."""
-        place = "" if self.cgroup is None else str(self.cgroup.directory)
-        out: dict[str, float | int | str | None] = {"cgroup": place or None}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Reading):
-                out |= event_fields(field.name, value)
-        return out
-
-
-def read_kill_counters(
-    host: Host | None = None, *, pid: int | None = None, cgroup: Cgroup | None = None
-) -> KillCounters:
-    """A snapshot for `pid` (default: this process).
-
-    After the process has ended, give the `cgroup` of the first snapshot: its own `/proc` entry is
-    gone by then.
-    """
-    host = host or Host()
-    group = cgroup or host.find_cgroup("memory", pid)
-    memory, usage = host.memory(), host.cgroup_memory(group)
-
-    def counter(name: str, file: str = "memory.events") -> Reading:
-        if isinstance(group, Reading):
-            return group
-        if group.version == 2:
-            return _table(group.directory / file).number(name)
-        if (name, file) == ("oom_kill", "memory.events"):
-            return _table(group.directory / "memory.oom_control").number(name)
-        return absent("cgroup v1 has no such counter", str(group.directory))
-
-    who = "self" if pid is None else str(pid)
-    return KillCounters(
-        boot_id=host.boot_id(),
-        cgroup=None if isinstance(group, Reading) else group,
-        vmstat_oom_kill=host.vmstat_oom_kill(),
-        memcg_oom_kill=counter("oom_kill"),
-        memcg_oom_kill_local=counter("oom_kill", "memory.events.local"),
-        memcg_oom=counter("oom"),
-        memcg_oom_group_kill=counter("oom_group_kill"),
-        memcg_limit_bytes=usage.limit_bytes,
-        memcg_peak_bytes=usage.peak_bytes,
-        host_available_bytes=memory.available_bytes,
-        host_swap_free_bytes=memory.swap_free_bytes,
-        psi_memory_full_avg10_pct=host.psi_memory_pct()[1],
-        oom_score_adj=_whole_file(host.proc / who / "oom_score_adj", r"(-?\d+)\s", int),
-    )

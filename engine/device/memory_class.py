@@ -43,9 +43,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from engine.device.cuda_driver import NO, YES, CudaDevice, normal_pci_address
+from engine.device.cuda_driver import normal_pci_address
+from engine.device.cuda_facts import NO, YES, CudaDevice
+from engine.device.gpu_facts import LOST, NOT_SUPPORTED, SUPPORTED, TOTAL_IS_ZERO, GpuFacts
 from engine.device.host import CgroupMemory, HostMemory
-from engine.device.nvml import LOST, NOT_SUPPORTED, SUPPORTED, TOTAL_IS_ZERO, GpuFacts
 from engine.device.reading import Reading, absent, measured
 from engine.errors import InternalError
 

@@ -12,10 +12,7 @@ What a monitor may ask, and how often:
     never  process list, PCIe throughput, fans: they hold the driver's global lock for up to
            milliseconds, against microseconds for the rest, and so disturb the run that is watched
 
-Every question is a `_Query` that remembers its failures. "Not supported", a missing function and a
-missing permission are properties of the device, driver or user and are asked once. Anything else
-(unknown error, GPU lost, timeout) is asked again after 1, 2, 4, ... 64 ticks; a tick is one call of
-`fast` or `slow`, so nothing here sleeps or reads a clock.
+Every question is a `Query` that remembers its failures (`engine.device.nvml_query`).
 
 What is covered: total == 0 (no reading), memory not supported (GB10, Jetson: memory is the host's),
 memory utilisation stuck at 0 there, utilisation not supported (Orin, MIG), GPU lost in mid-run, no
@@ -29,152 +26,29 @@ import importlib
 import importlib.metadata
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from engine.device.gpm import LONGEST_WAIT_TICKS, Gpm
+from engine.device.gpm import Gpm
+from engine.device.gpu_facts import (
+    LOST,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    TOTAL_IS_ZERO,
+    GpuFacts,
+    clock_event_words,
+)
+from engine.device.nvml_query import GPU_IS_LOST, Answer, Query
 from engine.device.reading import Reading, absent, measured
 
-# Return codes and enumerations of nvml.h: part of its ABI, so they are the same in every binding.
-_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, _FUNCTION_NOT_FOUND = 2, 3, 4, 13
-_GPU_IS_LOST, _VERSION_MISMATCH, _DEPRECATED = 15, 25, 26
-_FORM_MISSING = (_FUNCTION_NOT_FOUND, _VERSION_MISMATCH, _DEPRECATED)
-_PERMANENT = (_INVALID_ARGUMENT, _NOT_SUPPORTED, _NO_PERMISSION, *_FORM_MISSING)
+# Of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
 _SM_CLOCK, _DIE_SENSOR = 1, 0
 _INIT_REASONS = {
     9: "the NVIDIA driver is not loaded",
     12: "no NVIDIA driver library (libnvidia-ml.so.1) on this machine",
     18: "the NVIDIA driver in the kernel and its library differ in version: reboot after an update",
 }
-
-SUPPORTED, NOT_SUPPORTED, TOTAL_IS_ZERO = "supported", "not supported", "total is zero"
-LOST = "lost"
-"""Values of `GpuFacts.memory_status`; `utilisation_status` is one of the first two."""
-
-_CLOCK_EVENTS = (
-    "gpu_idle",
-    "applications_clocks_setting",
-    "sw_power_cap",
-    "hw_slowdown",
-    "sync_boost",
-    "sw_thermal_slowdown",
-    "hw_thermal_slowdown",
-    "hw_power_brake",
-    "display_clock_setting",
-)
 _ADDRESSING_MODES = {0: "none", 1: "hmm", 2: "ats"}
-
-
-def clock_event_words(mask: int) -> str:
-    """Why the clocks are where they are: 0 -> 'none', 36 -> 'sw_power_cap,sw_thermal_slowdown'."""
-    bits = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
-    words = [_CLOCK_EVENTS[b] if b < len(_CLOCK_EVENTS) else f"bit_{b}" for b in bits]
-    return ",".join(words) or "none"
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What one query gave: any NVML value, or why none."""
-
-    value: Any
-    source: str
-    missing: str | None
-
-    def reading(self, convert: Callable[[Any], float | int | str]) -> Reading:
-        """One number of the answer."""
-        if self.missing is not None:
-            return absent(self.missing, self.source)
-        return measured(convert(self.value), self.source)
-
-
-@dataclass(slots=True)
-class _Query:
-    """One question to NVML with its memory.
-
-    `forms` are names with their arguments, the newest first; one that can never work is dropped.
-    """
-
-    module: ModuleType
-    forms: list[tuple[str, tuple[Any, ...]]]
-    lost_handle: str | None = None
-    _last: _Answer | None = None
-    _permanent: bool = False
-    _failures: int = 0
-    _wait_ticks: int = 0
-    not_supported: bool = field(default=False, init=False)
-    """The device has said that it does not support this."""
-    gpu_lost: bool = False
-    """The last answer was that the GPU is lost: off the bus until the machine starts again."""
-
-    def ask(self) -> _Answer:
-        if self.lost_handle is not None:
-            return _Answer(None, self.forms[0][0], self.lost_handle)
-        if self._last is not None and self._permanent:
-            return self._last
-        if self._last is not None and self._wait_ticks > 0:
-            self._wait_ticks -= 1
-            return self._last
-        self._last = self._ask_now()
-        return self._last
-
-    def _ask_now(self) -> _Answer:
-        best: tuple[int, _Answer] | None = None
-        while True:
-            name, arguments = self.forms[0]
-            function = getattr(self.module, name, None)
-            code: int = _FUNCTION_NOT_FOUND
-            words = "the installed nvidia-ml-py has no such function"
-            if function is not None:
-                try:
-                    value = function(*arguments)
-                except self.module.NVMLError as error:
-                    code, words = error.value, str(error)
-                else:
-                    self._failures, self.gpu_lost = 0, False
-                    return _Answer(value, name, None)
-            if code not in _PERMANENT:
-                self.gpu_lost = code == _GPU_IS_LOST
-                self._wait_ticks = min(2**self._failures, LONGEST_WAIT_TICKS)
-                self._failures += 1
-                return _Answer(None, name, f"NVML: {words}")
-            # What the device says of itself tells more than that an older name does not exist.
-            if best is None or best[0] in _FORM_MISSING:
-                best = code, _Answer(None, name, f"NVML: {words}")
-            if len(self.forms) == 1:
-                self._permanent, self.not_supported = True, best[0] == _NOT_SUPPORTED
-                return best[1]
-            del self.forms[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFacts:
-    """What does not change while a process runs, and the memory in use now."""
-
-    index: int
-    name: Reading
-    uuid: Reading
-    """`GPU-` and hexadecimal with dashes: of the whole GPU, also when it is divided (MIG)."""
-    pci_address: Reading
-    """As the driver writes it: `00000000:3B:00.0`."""
-    compute_capability: Reading
-    """As `9.0`."""
-    memory_total_bytes: Reading
-    """Memory of a discrete card. An integrated device has none of its own."""
-    memory_used_bytes: Reading
-    """When this was read, by all processes."""
-    memory_status: Reading
-    """One of the four words above: to be compared with CUDA's `integrated`."""
-    utilisation_status: Reading
-    """`supported` or `not supported`."""
-    addressing_mode: Reading
-    """`none`, `hmm` or `ats`; ats: the GPU uses the page tables of the CPU."""
-    numa_node: Reading
-    """Given where GPU memory is a NUMA node of the host: then its numbers are the kernel's."""
-    sm_clock_max_mhz: Reading
-    power_set_limit_w: Reading
-    """The limit that was asked for; the one in force is read with `slow`."""
-    power_default_limit_w: Reading
 
 
 def _watts(milliwatts: int) -> float:
@@ -196,13 +70,13 @@ class _Gpu:
             handle = module.nvmlDeviceGetHandleByIndex(index)
         except module.NVMLError as error:
             lost = f"NVML cannot open GPU {index}: {error}"
-            gone = error.value == _GPU_IS_LOST
+            gone = error.value == GPU_IS_LOST
 
-        def named(*forms: tuple[str, tuple[Any, ...]]) -> _Query:
+        def named(*forms: tuple[str, tuple[Any, ...]]) -> Query:
             complete = [(name, (handle, *arguments)) for name, arguments in forms]
-            return _Query(module, complete, lost, gpu_lost=gone)
+            return Query(module, complete, lost, gpu_lost=gone)
 
-        def query(*forms: tuple[Any, ...]) -> _Query:
+        def query(*forms: tuple[Any, ...]) -> Query:
             return named(*((f"nvmlDeviceGet{name}", tuple(a)) for name, *a in forms))
 
         memory_v2 = getattr(module, "nvmlMemory_v2", None)
@@ -220,11 +94,11 @@ class _Gpu:
         self.gpm = Gpm(module, handle, lost)
         self._query, self._named = query, named
 
-    def ask(self, function: str, arguments: tuple[Any, ...]) -> _Answer:
+    def ask(self, function: str, arguments: tuple[Any, ...]) -> Answer:
         return self._named((function, arguments)).ask()
 
     def facts(self) -> GpuFacts:
-        def once(*forms: tuple[Any, ...]) -> _Answer:
+        def once(*forms: tuple[Any, ...]) -> Answer:
             return self._query(*forms).ask()
 
         total, used, status = self._memory()
@@ -319,11 +193,11 @@ class Nvml:
         return len(self._gpus)
 
     def driver_version(self) -> Reading:
-        return _Query(self._module, [("nvmlSystemGetDriverVersion", ())]).ask().reading(str)
+        return Query(self._module, [("nvmlSystemGetDriverVersion", ())]).ask().reading(str)
 
     def cuda_driver_version(self) -> Reading:
         """The newest CUDA that the driver can run, as `13.0`."""
-        answer = _Query(self._module, [("nvmlSystemGetCudaDriverVersion_v2", ())]).ask()
+        answer = Query(self._module, [("nvmlSystemGetCudaDriverVersion_v2", ())]).ask()
         return answer.reading(lambda v: f"{v // 1000}.{v % 1000 // 10}")
 
     def facts(self, index: int) -> GpuFacts:

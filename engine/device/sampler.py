@@ -10,8 +10,8 @@ between: a reader of the whole log always knows it. Without NVML there are no `g
 host sample has a reason for `gpu`.
 
 Fast fields are read at every tick. Slow ones (temperature, limits, energy; swap, pressure, control
-group, paging) are read at every tenth and repeated in between, so that every record is whole; they
-are at most nine ticks old.
+group, paging; what the trainer and all that it started do) are read at every tenth and repeated in
+between, so that every record is whole; they are at most nine ticks old.
 
 Rates are the difference of a counter between two looks over the seconds between them, and absent
 until there were two. `trainer_cpu_pct` is one: 100 is one core busy. The kernel counts CPU time in
@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from engine.device.family import read_family
 from engine.device.host import Cgroup, Host
 from engine.device.nvml import Nvml
 from engine.device.reading import Reading, absent, measured
@@ -70,13 +71,15 @@ class Sampler:
         *,
         tick_s: float = TICK_S,
         slow_every: int = 10,
+        own_memory: Callable[[], Mapping[str, Reading]] = dict,
     ) -> None:
-        """`nvml` is what `open_nvml()` gave; `clock` is in seconds and never goes back."""
+        """`nvml` is what `open_nvml()` gave; `clock` is in seconds and never goes back; `own_memory`
+        gives what the trainer says of its memory itself, by the names of a host sample."""
         self._pid_of_trainer = pid_of_trainer
         self._nvml = nvml
         self._host = host or Host()
         self._clock = clock
-        self._slow_every = slow_every
+        self._slow_every, self._own_memory = slow_every, own_memory
         self.tick_s = tick_s
         """Seconds from one tick to the next."""
         self._duty = _Duty()
@@ -167,6 +170,7 @@ class Sampler:
             "psi_memory_full_avg10_pct": full,
             **self._slow_host,
             **self._trainer_readings(pid),
+            **self._own_memory(),
         }
 
     def _slow_readings(self, pid: int | None) -> dict[str, Reading]:
@@ -182,9 +186,23 @@ class Sampler:
             "psi_cpu_some_avg10_pct": self._host.psi_pct("cpu")[0],
             "psi_io_full_avg10_pct": self._host.psi_pct("io")[1],
             **rates,
+            **self._family_readings(pid, now_s),
             "oom_kills": oom_kills,
             "cgroup_memory_bytes": group.current_bytes,
             "cgroup_memory_limit_bytes": group.limit_bytes,
+        }
+
+    def _family_readings(self, pid: int | None, now_s: float) -> dict[str, Reading]:
+        if pid is None:
+            missing = absent("no trainer is running", "pid of the trainer")
+            return dict.fromkeys(("family_cpu_pct", "family_io_bytes_per_s"), missing)
+        family = read_family(pid, self._host.proc)
+        busy = self._rate("family_cpu_pct", family.cpu_s, now_s)
+        return {
+            "family_cpu_pct": busy
+            if busy.number is None
+            else measured(100 * busy.number, busy.source),
+            "family_io_bytes_per_s": self._rate("family_io_bytes_per_s", family.io_bytes, now_s),
         }
 
     def _rate(self, name: str, count: Reading, now_s: float) -> Reading:

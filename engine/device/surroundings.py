@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.device.host import Host, read_kill_counters
+from engine.device.host import Host
+from engine.device.kill_counters import read_kill_counters
 from engine.device.reading import Reading, absent, measured
 from engine.version import VERSION
 

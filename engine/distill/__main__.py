@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from pathlib import Path
@@ -24,9 +25,14 @@ def main() -> int:
         die_with_parent()
     # First of all: importing torch may hang too.
     register(arguments.run, int(os.environ.get("RANK", "0")))
+    # What is imported stays: looking through it for garbage, now and at exit, is a fifth of the CPU
+    # time that a start takes.
+    gc.disable()
     from engine.distill.run import run
     from engine.errors import EngineError
 
+    gc.freeze()
+    gc.enable()
     try:
         return run(
             arguments.run,

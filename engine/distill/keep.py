@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine.distill import checkpoint, record, state
+from engine.distill import checkpoint, record, retention, state, state_files
 from engine.distill.drift import changes_since, written_sha256
-from engine.distill.manifest import published
+from engine.distill.manifest import newest, published
 from engine.distill.parts import Parts
 from engine.distill.trainer import Trainer
 from engine.errors import CheckpointError
@@ -62,13 +62,13 @@ class Keeper:
             position={"rows": trainer.position},
             best_held_out_loss=self.best_loss,
         )
-        files = state.pack(captured, sharded=self.sharded)
+        files = state_files.pack(captured, sharded=self.sharded)
         parts = None
         if self.sharded:
-            parts = Parts(state.sharded_tensors(captured), self.ranks, trainer.device)
+            parts = Parts(state_files.sharded_tensors(captured), self.ranks, trainer.device)
         self.saved_step = trainer.step
         if not self.ranks.first:
-            state.take_part(files) if parts is None else parts.follow()
+            state_files.take_part(files) if parts is None else parts.follow()
             self.ranks.wait_for_all()
             return next(published(self.folder.checkpoints))
         # A run goes on from a checkpoint: the log must not have lost the steps that led to it.
@@ -91,34 +91,34 @@ class Keeper:
         )
         self.log.sync()
         kept = {self.best_step} if self.best_step is not None else set()
-        checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
+        retention.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
         return saved.path
 
     def restore(self, trainer: Trainer, before: RunView, allow_fallback: bool) -> dict[str, float]:
         """Continue from the newest checkpoint; the trainer stays at step 0 when the run died before
         its first. `before` is what the log says of the earlier sessions; returns the held-out losses
         it knows up to the step restored."""
-        newest = (
-            checkpoint.newest(self.folder.checkpoints, allow_fallback)
+        last = (
+            newest(self.folder.checkpoints, allow_fallback)
             if self.folder.checkpoints.is_dir()
             else None
         )
-        if newest is None:
+        if last is None:
             text = "there is no checkpoint yet: starting again from step 0"
             self.log.write(Note(level="warning", text=text))
             return {}
-        for path, reason in newest.refused:
-            aside = checkpoint.set_aside(path)
+        for path, reason in last.refused:
+            aside = retention.set_aside(path)
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
             self.log.write(Note(level="error", text=text))
-        found = state.unpack(newest)
+        found = state_files.unpack(last)
         changes = changes_since(self.folder, found.spec_sha256)
         if changes is not None:
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
             self.log.write(Note(level="warning", text=text))
         elif found.spec_sha256 not in (self.spec.sha256, written_sha256(self.folder)):
             raise CheckpointError(
-                f"checkpoint: {newest.path} — expected spec {self.spec.sha256[:12]}, "
+                f"checkpoint: {last.path} — expected spec {self.spec.sha256[:12]}, "
                 f"found {found.spec_sha256[:12]}",
                 hint="a run continues with the settings it began with; `--resume RUN --set KEY=VALUE "
                 "--allow-change KEY` changes one",

@@ -15,12 +15,14 @@ ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
 """Of one number, by the precision of the products; tf32 is fp32 in memory, and fp8 is bf16 but for the
 weights of the layers."""
 
+EVAL_ROWS_AT_ONCE = 16
+"""Held-out rows of one forward pass."""
+
 # What other modules use, here for where torch is not; a test holds each to its original.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 640 * 2**20}
 FUSED_CHUNK_BYTES = 1280 * 2**20
 FUSED_HELD = 4
 SMALLEST_CHUNK_ROWS = 16
-EVAL_ROWS_AT_ONCE = 16
 EVAL_CHUNK_ROWS = 2048
 
 

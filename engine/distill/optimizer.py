@@ -17,6 +17,7 @@ Both hold the same state under the same names, so a run may go on with either.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -80,7 +81,7 @@ def build_optimizer(
     """
     matrices = [p for p in student.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in student.parameters() if p.requires_grad and p.ndim < 2]
-    make = FusedAdamW if train.update == "fused" else torch.optim.AdamW
+    make = FusedAdamW if train.update == "fused" else AdamW
     return make(
         [
             {"params": matrices, "weight_decay": train.weight_decay},
@@ -93,7 +94,29 @@ def build_optimizer(
     )
 
 
-class FusedAdamW(torch.optim.AdamW):
+def _plain(owner: type[torch.optim.Optimizer], name: str) -> Any:
+    """A method of torch's optimizers as it was before it was wrapped."""
+    return inspect.unwrap(getattr(owner, name))
+
+
+class Uncompiled(torch.optim.Optimizer):
+    """Without what keeps torch.compile out of these methods: torch loads its compiler to say so, which
+    takes more than a second. Only layers and losses are compiled here, never an update.
+    """
+
+    add_param_group = _plain(torch.optim.Optimizer, "add_param_group")
+    zero_grad = _plain(torch.optim.Optimizer, "zero_grad")
+    state_dict = _plain(torch.optim.Optimizer, "state_dict")
+    load_state_dict = _plain(torch.optim.Optimizer, "load_state_dict")
+
+
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """torch's, so."""
+
+    step = torch.no_grad()(_plain(torch.optim.AdamW, "step"))
+
+
+class FusedAdamW(AdamW):
     """torch's, but for the pass over memory."""
 
     grad_scale: Tensor | None

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.distill import record
+from engine.distill.arithmetic import Arithmetic, choose_arithmetic
+from engine.distill.choose_running import choose_running, kernel_for
 from engine.distill.compiles import Compiles
 from engine.distill.heldout import heldout_loss
 from engine.distill.memory_plan import ITEM_BYTES
 from engine.distill.prepare_plan import Job, Plan, same_identity
-from engine.distill.setup import Arithmetic, choose_arithmetic, choose_running, kernel_for
 from engine.distill.stopping import StopRequest
 from engine.errors import BadInput, InternalError, TrainingFailed
 from engine.models.config import count_parameters

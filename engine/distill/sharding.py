@@ -7,11 +7,46 @@ pass over the weights and keeps every rule of sharding inside the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from engine.device.reading import Reading, absent, measured
+from engine.distill.state import capture, restore
+from engine.distill.trainer import Trainer
 from engine.models.decoder import Decoder
-from engine.runtime.ranks import Ranks, is_shared, whole
+from engine.runtime.ranks import Ranks, is_shared, shard, whole
+from engine.spec import RunSpec
+
+
+def shard_trainer(
+    alone: Trainer,
+    spec: RunSpec,
+    ranks: Ranks,
+    *,
+    build: Callable[[Decoder], Trainer],
+    reshard: bool,
+    entering: Callable[[], None],
+) -> Trainer:
+    """The same trainer with its student shared out over the ranks, in place; until here every rank has
+    done the same on its own. `build` makes a trainer of a student that is sharded already. `reshard` and
+    `entering` are those of `engine.runtime.ranks.shard`.
+    """
+    captured = capture(
+        alone.student,
+        alone.optimizer,
+        step=alone.step,
+        seed=spec.train.seed,
+        spec_sha256=spec.sha256,
+        position={"rows": alone.position},
+        best_held_out_loss=None,
+    )
+    student = alone.student
+    shard(student, student.layers, ranks, alone.device, reshard=reshard, entering=entering)
+    trainer = build(student)
+    restore(captured, trainer.student, trainer.optimizer)
+    trainer.step, trainer.position = alone.step, alone.position
+    return trainer
 
 
 @torch.no_grad()

@@ -17,11 +17,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from engine.distill import record
+from engine.distill.compiles import Compiles
 from engine.distill.graphed import Graphs
+from engine.distill.plan import Plan
 from engine.distill.trainer import Trainer
 from engine.errors import TrainingFailed
 from engine.models.attention import remember
 from engine.models.running import CompiledLayers, set_running
+from engine.runlog.events import Note
+from engine.runlog.write import LogWriter
 from engine.runtime.ranks import own_part
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
@@ -48,6 +53,32 @@ class Agreement:
             f"hidden states {self.hidden:.2g}, gradients {self.gradient:.2g}, "
             f"the farthest {self.worst_name} {self.worst:.2g}"
         )
+
+
+def put_layers_to_run(
+    log: LogWriter, compiles: Compiles, trainer: Trainer, plan: Plan, *, length: int, compiled: bool
+) -> None:
+    """Has the student's layers run as was planned, for rows of `length` tokens, and logs how far what they
+    answer is from the layers as written. `compiled`: whether they are compiled now. Raises TrainingFailed.
+    """
+    if compiled:
+        record.phase(log, "compiling the student's layers")
+    agreement = put_to_run(
+        trainer,
+        length=length,
+        compiled=compiled,
+        packed=plan.running.packed,
+        checkpointing=plan.fitted.checkpointing,
+    )
+    compiles.write()
+    if agreement is not None:
+        text = f"compiled layers are as far from the layers as written as rounding takes them: {agreement}"
+        log.write(Note(level="info", text=text))
+    if plan.fitted.graphs:
+        record.phase(log, "capturing the student's layers")
+        captured = put_into_graphs(trainer, length=length)
+        text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
+        log.write(Note(level="info", text=text))
 
 
 def put_to_run(

@@ -230,6 +230,16 @@ class Shards(Protocol):
         ...
 
 
+class _Embedding(nn.Embedding):
+    """torch's. Where there is no memory yet it draws no numbers: on the meta device torch would load
+    its compiler to draw none, for more than a second.
+    """
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
+
 class Decoder(nn.Module):
     """A Qwen2, Qwen3 or Llama decoder; only its layers with matrices differ between backends.
 
@@ -248,7 +258,7 @@ class Decoder(nn.Module):
         it is masked always."""
         self.shards: Shards | None = None
         """Where this process has no more than a part of each layer: of a frozen teacher."""
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, make_linear) for _ in range(config.num_hidden_layers)
         )

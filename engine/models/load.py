@@ -50,10 +50,25 @@ def new_decoder(
     device: str | torch.device = "cpu",
 ) -> Decoder:
     """An untrained decoder; its weights depend on `seed` alone, whatever the device."""
+    decoder = empty_decoder(config, dtype, device)
+    decoder.init_weights(torch.Generator().manual_seed(seed))
+    return decoder
+
+
+def empty_decoder(
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Decoder:
+    """A decoder with room for its weights, which have no values yet."""
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
-    decoder.to_empty(device=device)
-    decoder.init_weights(torch.Generator().manual_seed(seed))
+    # As `to_empty`, which loads sympy for the strides of each tensor, for half a second.
+    state = {
+        name: torch.empty(weight.shape, dtype=weight.dtype, device=device)
+        for name, weight in decoder.state_dict().items()
+    }
+    decoder.load_state_dict(state, assign=True)
     return decoder
 
 
