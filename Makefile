@@ -14,10 +14,13 @@ export PIP_NO_INPUT = 1
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
 
+# Files of tests lie in memory where 4 GiB of it are free for that: many wait for a disk at each line.
+IN_MEMORY = $(shell test "$$(df --output=avail -B 1M /dev/shm 2>/dev/null | tail -1)" -ge 4096 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
+
 # Hundreds of processes are started: without bytecode each compiles the engine anew.
 test: .venv/.dev
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/interpreted $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/interpreted
+	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/interpreted $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/interpreted
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -35,7 +38,8 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 
 soak: .venv/.dev
-	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 --ignore tests/interpreted $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak tests/interpreted
 
 # The notebooks in a real JupyterLab and Chromium; pictures of what was seen go to build/screenshots.
 notebooks: .venv/.dev

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -134,35 +135,30 @@ class SmallFile(Scenario):
             assert os.listdir(self.folder) == ["receipt.json"]
 
 
-class Checkpoint(Scenario):
-    """The keeper of a run saves a third checkpoint, says so, and deletes the first."""
+@cache
+def trainers_at_steps_1_to_3() -> tuple[Any, ...]:
+    """Three trainers of one run, each as far as its place: saving one changes nothing of it."""
+    import numpy
+    import torch
 
-    def prepare(self) -> None:
-        import numpy
-        import torch
+    from engine.data.batches import Batches
+    from engine.data.tokens import TokenStream
+    from engine.distill.trainer import Trainer
+    from engine.models.config import ModelConfig
+    from engine.models.load import new_decoder
+    from engine.spec import LossSection, TrainSection
+    from tests.conftest import tiny_config
 
-        from engine.data.batches import Batches
-        from engine.data.tokens import TokenStream
-        from engine.distill.keep import Keeper
-        from engine.distill.trainer import Trainer
-        from engine.models.config import ModelConfig
-        from engine.models.load import new_decoder
-        from engine.spec import LossSection, RunSpec, TrainSection
-        from engine.spec.sections import CheckpointSection
-        from tests.conftest import tiny_config
-
-        self.run = create_run(self.folder / "run", "", {})
-        self.log = LogWriter(self.run.events, writer="trainer")
-        spec = RunSpec(checkpoint=CheckpointSection(keep_last=2))
-        self.keeper = Keeper(self.log, self.run, spec)
-        small = tiny_config(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-        small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-        stream = TokenStream(
-            tokens=numpy.arange(64, dtype=numpy.uint16) % 16,
-            documents=numpy.zeros(64, dtype=numpy.int32),
-            sha256="",
-        )
-        self.trainer = Trainer(
+    small = tiny_config(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    stream = TokenStream(
+        tokens=numpy.arange(64, dtype=numpy.uint16) % 16,
+        documents=numpy.zeros(64, dtype=numpy.int32),
+        sha256="",
+    )
+    found = []
+    for step in (1, 2, 3):
+        trainer = Trainer(
             student=new_decoder(ModelConfig.from_dict(small, "small"), seed=0),
             teacher=None,
             batches=Batches(stream, seq_len=8, rows_per_batch=1, seed=0),
@@ -171,11 +167,28 @@ class Checkpoint(Scenario):
             device=torch.device("cpu"),
             precision="fp32",
         )
-        self.steps = self.trainer.steps()
-        for _ in range(2):
-            next(self.steps)
-            self.keeper.save(self.trainer, None)
-        next(self.steps)
+        steps = trainer.steps()
+        for _ in range(step):
+            next(steps)
+        found.append(trainer)
+    return tuple(found)
+
+
+class Checkpoint(Scenario):
+    """The keeper of a run saves a third checkpoint, says so, and deletes the first."""
+
+    def prepare(self) -> None:
+        from engine.distill.keep import Keeper
+        from engine.spec import RunSpec
+        from engine.spec.sections import CheckpointSection
+
+        self.run = create_run(self.folder / "run", "", {})
+        self.log = LogWriter(self.run.events, writer="trainer")
+        spec = RunSpec(checkpoint=CheckpointSection(keep_last=2))
+        self.keeper = Keeper(self.log, self.run, spec)
+        first, second, self.trainer = trainers_at_steps_1_to_3()
+        self.keeper.save(first, None)
+        self.keeper.save(second, None)
 
     def act(self) -> None:
         try:
@@ -186,8 +199,9 @@ class Checkpoint(Scenario):
             self.log.close()
 
     def check(self, failed: bool, persistent: bool) -> None:
-        from engine.distill import state
-        from engine.distill.checkpoint import newest, save
+        from engine.distill import state_files
+        from engine.distill.checkpoint import save
+        from engine.distill.manifest import newest
         from engine.runlog.events import CheckpointSaved
 
         log = LogReader(self.run.events).poll()
@@ -195,7 +209,7 @@ class Checkpoint(Scenario):
         assert said[:2] == [1, 2]
         found = newest(self.run.checkpoints)
         assert found is not None and found.step >= said[-1] and not found.refused
-        assert state.unpack(found).step == found.step
+        assert state_files.unpack(found).step == found.step
         assert not self.done or said[-1] == 3
         names = sorted(entry.name for entry in self.run.checkpoints.iterdir())
         if not persistent:
@@ -205,19 +219,23 @@ class Checkpoint(Scenario):
         assert not left, f"the next save leaves {left}"
 
 
+@cache
+def small_student() -> Any:
+    from engine.models.config import ModelConfig
+    from engine.models.load import new_decoder
+    from tests.conftest import tiny_config
+
+    return new_decoder(ModelConfig.from_dict(tiny_config(num_hidden_layers=1), "small"), seed=0)
+
+
 class Student(Scenario):
     """The trained student is saved where a killed session had left one."""
 
     def prepare(self) -> None:
         from types import SimpleNamespace
 
-        from engine.models.config import ModelConfig
-        from engine.models.load import new_decoder
-        from tests.conftest import tiny_config
-
         self.run = create_run(self.folder / "run", "", {})
-        config = ModelConfig.from_dict(tiny_config(num_hidden_layers=1), "small")
-        self.student = new_decoder(config, seed=0)
+        self.student = small_student()
         self.inputs: Any = SimpleNamespace(tokenizer=SimpleNamespace(raw=b"{}"))
         self.log = LogWriter(self.run.events, writer="trainer")
         self.run.student.mkdir()

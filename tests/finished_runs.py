@@ -15,13 +15,20 @@ from tests.conftest import Kit
 
 def finish(kit: Kit, folder: Path, **changes: object) -> RunFolder:
     """A completed run of six steps in `folder`/run."""
+    run, code = carried_out(kit, folder, **changes)
+    assert code == 0
+    return run
+
+
+def carried_out(kit: Kit, folder: Path, **changes: object) -> tuple[RunFolder, int]:
+    """A run in `folder`/run, of six steps unless said otherwise, and the trainer's exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0} | changes
     spec, text = load_spec(kit.spec(folder, **settings), [])
     run = folder / "run"
     create_run(run, text, {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
-    assert trainer_module.run(run, resume=False, allow_fallback=False, keep_alive_fd=None) == 0
-    return RunFolder(run)
+    code = trainer_module.run(run, resume=False, allow_fallback=False, keep_alive_fd=None)
+    return RunFolder(run), code
 
 
 def results_file(path: Path, run: RunFolder, *, right: int, judged: int, problems: int) -> Path:

@@ -12,11 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.device.cuda_driver import ATTRIBUTES, NO, YES, CudaDevice, CudaFacts, CudaState
+from engine.device.cuda_driver import ATTRIBUTES
+from engine.device.cuda_facts import NO, YES, CudaDevice, CudaFacts, CudaState
 from engine.device.facts import DeviceFacts
+from engine.device.gpu_facts import LOST, NOT_SUPPORTED, SUPPORTED, TOTAL_IS_ZERO, GpuFacts
 from engine.device.host import CgroupMemory, HostMemory
 from engine.device.memory_class import MemoryClass, classify, match_gpus
-from engine.device.nvml import LOST, NOT_SUPPORTED, SUPPORTED, TOTAL_IS_ZERO, GpuFacts
 from engine.device.reading import Reading, absent, measured
 
 MIB, GIB = 1024**2, 1024**3

@@ -59,7 +59,7 @@ def drawn(still: str) -> str:
 
 
 def until(seen: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (found := seen()):
         assert time.monotonic() < deadline
         time.sleep(0.005)

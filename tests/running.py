@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from engine.runlog.folder import RunFolder
@@ -14,7 +16,7 @@ from engine.runlog.follow import Follower
 from engine.runlog.text import has_ended
 from engine.runlog.view import RunView
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 
 
 def engine(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -27,6 +29,19 @@ def engine(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedP
         cwd=cwd,
         env=environment(),
     )
+
+
+def engine_here(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """`engine ...` in this process, where another would only cost its start."""
+    from engine.cli.main import main
+
+    words = [*map(str, arguments)]
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            code = main(words)
+        except SystemExit as usage:
+            code = int(usage.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def environment() -> dict[str, str]:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 ENTER_ALTERNATE, LEAVE_ALTERNATE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR, MOUSE_OFF = "\x1b[?25h", "\x1b[?1000l"
 

@@ -8,7 +8,7 @@ import pytest
 from machines import MACHINES, Machine, cuda_facts
 
 from engine.device.allocator import ALLOWED, choose_allocator
-from engine.device.cuda_driver import NO, YES
+from engine.device.cuda_facts import NO, YES
 from engine.device.facts import DeviceFacts
 from engine.device.reading import absent, measured
 from engine.errors import BadInput

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import DEADLINE_S, engine, environment, wait_for, wait_until_ended
+from running import DEADLINE_S, engine, engine_here, environment, wait_for, wait_until_ended
 
 from tests.conftest import Kit, tiny_config
 
@@ -88,7 +88,7 @@ def test_a_broken_teacher_is_refused_before_a_run_folder_exists(
 
 def refused(spec: Path, folder: Path, says: str, *arguments: object) -> None:
     """`engine distill` refuses with exit 65, one message with the words, no traceback and no run folder."""
-    done = engine("distill", spec, "--out", folder / "run", *arguments)
+    done = engine_here("distill", spec, "--out", folder / "run", *arguments)
     assert done.returncode == 65, done.stderr
     assert says in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""

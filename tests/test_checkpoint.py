@@ -19,16 +19,10 @@ from typing import Any
 
 import pytest
 
-from engine.distill.checkpoint import (
-    FileCalls,
-    Sink,
-    newest,
-    prune,
-    save,
-    set_aside,
-    verify,
-)
-from engine.distill.manifest import MANIFEST
+from engine.distill.checkpoint import Sink, save
+from engine.distill.file_calls import FileCalls
+from engine.distill.manifest import MANIFEST, newest, verify
+from engine.distill.retention import prune, set_aside
 from engine.errors import CheckpointError, DiskFull
 
 OPERATIONS = {name for name, _ in inspect.getmembers(FileCalls, inspect.isfunction)}

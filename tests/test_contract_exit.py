@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 
-from engine.device.host import KillCounters
+from engine.device.kill_counters import KillCounters
 from engine.device.reading import Reading, absent, measured
 from engine.supervise.attribution import ExitState, attribute_exit
 

@@ -16,16 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machines import MACHINES
 
-from engine.device.cuda_driver import (
-    ATTRIBUTES,
-    CudaDevice,
-    CudaFacts,
-    CudaState,
-    ask_in_child,
-    from_json,
-    normal_pci_address,
-    to_json,
-)
+from engine.device.cuda_driver import ATTRIBUTES, ask_in_child, normal_pci_address
+from engine.device.cuda_facts import CudaDevice, CudaFacts, CudaState, from_json, to_json
 from engine.device.facts import read_facts
 from engine.device.nvml import open_nvml
 from engine.device.reading import Reading

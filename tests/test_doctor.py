@@ -20,7 +20,7 @@ from test_nvml import Machine as NvmlMachine
 
 from engine.cli.doctor import report_lines
 from engine.cli.main import main
-from engine.device.cuda_driver import CudaState
+from engine.device.cuda_facts import CudaState
 from engine.device.doctor import Diagnosis, diagnose
 from engine.device.host import Host
 from engine.device.nvml_capability import CAPABILITIES, Probe, probe_gpu

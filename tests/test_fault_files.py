@@ -115,8 +115,8 @@ def test_a_power_loss_at_any_operation_of_a_run_loses_nothing_that_was_acknowled
     ("seed", "wanted"),
     [
         (1, 25),
-        (2, 25),
-        *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(3, 23)),
+        (3, 25),
+        *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(2, 23)),
     ],
 )
 def test_runs_killed_at_random_moments_come_to_the_same_end(

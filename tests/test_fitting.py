@@ -10,10 +10,10 @@ import torch
 
 from engine.bench.teacher import config_named
 from engine.device.reading import absent, measured
+from engine.distill.arithmetic import limit_allocator, limited
 from engine.distill.budget import MemoryBudget
 from engine.distill.fitting import FEWER_CHUNK_ROWS, Fitted, fit
 from engine.distill.memory_model import predict
-from engine.distill.setup import limit_allocator, limited
 from engine.errors import BadInput
 from engine.spec import spec_from_dict
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.device.host import Cgroup, Host, read_kill_counters
+from engine.device.host import Cgroup, Host
+from engine.device.kill_counters import read_kill_counters
 from engine.device.reading import Reading, absent, event_fields, measured
 from engine.errors import InternalError
 

@@ -194,7 +194,7 @@ def test_processes_that_compile_at_once_share_one_whole_library(tmp_path: Path) 
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    ends = [(process.communicate(timeout=100), process.returncode) for process in many]
+    ends = [(process.communicate(timeout=240), process.returncode) for process in many]
     assert [code for _, code in ends] == [0] * 4, ends
     assert len(list((tmp_path / "c").iterdir())) == 1
     assert compiled_library(SOURCE, tmp_path / "c").cached

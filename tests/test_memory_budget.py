@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.data.batches import Batches, heldout_rows
 from engine.data.tokens import TokenStream
 from engine.device.reading import Reading, absent, measured
-from engine.distill import heldout, memory_plan, setup
+from engine.distill import heldout, memory_plan
 from engine.distill.activations import Forward
 from engine.distill.budget import PHASES, MemoryBudget, compare
 from engine.distill.heldout import heldout_loss
@@ -213,7 +213,7 @@ def drive(
     seq_len = spec.data.seq_len
     rows = max(2 * spec.train.rows * spec.train.accumulation, spec.eval.rows) + 2
     stream = stream_of(student.config.vocab_size, rows * seq_len)
-    held = list(heldout_rows(stream, seq_len, spec.eval.rows).split(setup.EVAL_ROWS_AT_ONCE))
+    held = list(heldout_rows(stream, seq_len, spec.eval.rows).split(memory_plan.EVAL_ROWS_AT_ONCE))
     frozen = None if teacher is None else DequantizedTeacher(teacher)
     trainer = Trainer(
         student=student,
@@ -337,7 +337,6 @@ def test_the_numbers_of_other_modules_are_theirs() -> None:
             expected = default_chunk_rows(torch.device(device), vocabulary)
             assert plan.chunk_rows == expected, (vocabulary, device)
     assert memory_plan.EVAL_CHUNK_ROWS == heldout.CHUNK
-    assert memory_plan.EVAL_ROWS_AT_ONCE == setup.EVAL_ROWS_AT_ONCE
 
 
 # The table, and what it says

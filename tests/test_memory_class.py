@@ -20,7 +20,8 @@ from machines import (
     uuid_of,
 )
 
-from engine.device.cuda_driver import YES
+from engine.device.cuda_facts import YES
+from engine.device.gpu_facts import NOT_SUPPORTED
 from engine.device.memory_class import (
     MemoryClass,
     classify,
@@ -28,7 +29,6 @@ from engine.device.memory_class import (
     usable_host_bytes,
     usable_own_bytes,
 )
-from engine.device.nvml import NOT_SUPPORTED
 from engine.device.reading import absent, measured
 
 

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from engine.device.cuda_driver import ask_in_child
 from engine.device.facts import read_facts
+from engine.device.gpu_facts import clock_event_words
 from engine.device.host import Host
-from engine.device.nvml import Nvml, clock_event_words, find_binding, open_nvml
+from engine.device.nvml import Nvml, find_binding, open_nvml
 from engine.device.reading import Reading
 from engine.device.sampler import Sampler
 from engine.runlog.events import GpuSample

@@ -15,6 +15,8 @@ from torch import Tensor
 from engine.device.reading import Reading, absent, measured
 from engine.distill import checkpoint, parts
 from engine.distill.choose_ranks import SHARDED_FROM_BYTES, choose_reshard, choose_sharded
+from engine.distill.file_calls import FileCalls
+from engine.distill.manifest import verify
 from engine.distill.parts import Parts
 from engine.distill.sharding import least_available
 from engine.errors import CheckpointError, DiskFull
@@ -35,7 +37,7 @@ def _save(folder: Path, tensors: Mapping[str, Tensor] = TENSORS) -> Path:
 
 def test_parts_are_published_with_the_rest_and_read_back_whole(tmp_path: Path) -> None:
     path = _save(tmp_path / "checkpoints")
-    assert set(checkpoint.verify(path).files) == {part_name(0), "state.json"}
+    assert set(verify(path).files) == {part_name(0), "state.json"}
     found = read_parts(path, lambda name: True)
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
@@ -48,10 +50,10 @@ def test_a_damaged_or_missing_part_is_refused_by_name(tmp_path: Path) -> None:
     data = part.read_bytes()
     part.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=part_name(0)):
-        checkpoint.verify(path)
+        verify(path)
     part.unlink()
     with pytest.raises(CheckpointError, match=part_name(0)):
-        checkpoint.verify(path)
+        verify(path)
 
 
 def test_a_part_that_could_not_be_written_publishes_nothing(
@@ -102,7 +104,7 @@ def test_the_others_are_let_go_when_the_first_could_not_begin_and_only_then(
 
 
 def test_the_room_for_all_parts_is_looked_for_before_anything_is_written(tmp_path: Path) -> None:
-    class Full(checkpoint.FileCalls):
+    class Full(FileCalls):
         def free_bytes(self, folder: Path) -> int:
             return 60  # enough for state.json alone
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from finished_runs import finish
 from running import engine, environment, start, wait_for, wait_until_ended
 
 from engine.diagnose.replay import diagnose
@@ -30,24 +31,26 @@ STEPS = 6
 COMMON = dict(train__steps=STEPS, checkpoint__every=3, eval__every=3, data__include_tests=False)
 
 
-def _run(kit: Kit, folder: Path, *, gpus: int, rows: int, **changes: object) -> RunView:
+def _run(kit: Kit, folder: Path, **changes: object) -> RunView:
+    """Two ranks, with two rows each."""
     folder.mkdir()
-    spec = kit.spec(folder, **(COMMON | {"train__rows": rows} | changes))
-    done = engine("distill", spec, "--gpus", gpus, "--out", folder / "run", "--json")
+    spec = kit.spec(folder, **(COMMON | {"train__rows": 2} | changes))
+    done = engine("distill", spec, "--gpus", 2, "--out", folder / "run", "--json")
     assert done.returncode == 0, done.stderr
     return Follower(RunFolder(folder / "run")).read_all()
 
 
 @pytest.fixture(scope="module")
 def alone(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> RunView:
-    return _run(kit, tmp_path_factory.mktemp("ranks") / "alone", gpus=1, rows=4)
+    run = finish(kit, tmp_path_factory.mktemp("ranks") / "alone", **(COMMON | {"train__rows": 4}))
+    return Follower(run).read_all()
 
 
 @pytest.fixture(scope="module")
 def pair(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "pair"
     # Shared, though it would fit; other tests' ranks have it whole.
-    _run(kit, folder, gpus=2, rows=2, teacher__shard="on")
+    _run(kit, folder, teacher__shard="on")
     return folder / "run"
 
 
@@ -113,7 +116,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name(kit: Kit, tmp_path: Pa
     run, launched = _long_run(kit, tmp_path)
     victim = read_beats(RunFolder(run))[1]
     os.kill(victim.pid, signal.SIGKILL)
-    _, stderr = launched.communicate(timeout=60)
+    _, stderr = launched.communicate(timeout=240)
     ended = wait_until_ended(run)
     lost = read_lost_rank(RunFolder(run))
     assert lost is not None and (lost.rank, lost.pid, lost.returncode) == (1, victim.pid, -9)
@@ -129,7 +132,7 @@ def test_a_request_to_stop_is_followed_by_all_ranks_after_the_same_step(
 ) -> None:
     run, launched = _long_run(kit, tmp_path)
     launched.send_signal(signal.SIGINT)
-    launched.communicate(timeout=60)
+    launched.communicate(timeout=240)
     ended = wait_until_ended(run)
     assert ended.state == "stopped" and launched.returncode == 130
     step = ended.view.last_step
@@ -154,7 +157,7 @@ def test_parts_that_two_ranks_wrote_are_continued_by_one_process_as_if_it_had(
     kit: Kit, alone: RunView, tmp_path: Path
 ) -> None:
     parts = dict(checkpoint__sharded="on", train__stop_after=3, student__reshard="on")
-    half = _run(kit, tmp_path / "half", gpus=2, rows=2, **parts)
+    half = _run(kit, tmp_path / "half", **parts)
     assert {d.knob: d.choice for d in half.decisions}["checkpoint.sharded"] == "on"
     assert half.checks["checkpoint_reloads"].level == "pass"
     run = tmp_path / "half" / "run"
@@ -174,7 +177,7 @@ def test_parts_that_two_ranks_wrote_are_continued_by_one_process_as_if_it_had(
 def test_a_teacher_in_parts_teaches_as_a_whole_one_to_the_bit(
     kit: Kit, pair: Path, tmp_path: Path
 ) -> None:
-    whole = _run(kit, tmp_path / "whole", gpus=2, rows=2)
+    whole = _run(kit, tmp_path / "whole")
     shared = Follower(RunFolder(pair)).read_all()
     assert {d.knob: d.choice for d in whole.decisions}["teacher.shard"] == "off"
     for name in ("loss", "ce", "kd", "agreement", "grad_norm"):
@@ -195,7 +198,7 @@ def test_a_created_run_is_carried_out_by_torchrun_itself(
         [sys.executable, "-m", *command, "engine.distill", str(tmp_path / "run")],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=240,
         env=environment(),
     )
     assert done.returncode == 0, done.stderr

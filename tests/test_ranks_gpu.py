@@ -73,7 +73,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(kit: Kit, tmp_path: Path) -> N
     run, launched = _long_run(kit, tmp_path)
     victim = read_beats(RunFolder(run))[1]
     os.kill(victim.pid, signal.SIGKILL)
-    launched.communicate(timeout=60)
+    launched.communicate(timeout=240)
     ended = wait_until_ended(run)
     lost = read_lost_rank(RunFolder(run))
     assert lost is not None and (lost.rank, lost.pid, lost.returncode) == (1, victim.pid, -9)
@@ -84,7 +84,7 @@ def test_a_stopped_rank_ends_the_run_with_its_name(kit: Kit, tmp_path: Path) -> 
     run, launched = _long_run(kit, tmp_path, compute__collective_timeout_s=10)
     victim = read_beats(RunFolder(run))[1]
     os.kill(victim.pid, signal.SIGSTOP)
-    _, stderr = launched.communicate(timeout=80)
+    _, stderr = launched.communicate(timeout=240)
     ended = wait_until_ended(run)
     lost = read_lost_rank(RunFolder(run))
     assert lost is not None and (lost.rank, lost.pid) == (1, victim.pid), stderr

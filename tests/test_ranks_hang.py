@@ -104,7 +104,7 @@ def test_a_stopped_rank_ends_the_run_with_its_name(kit: Kit, tmp_path: Path) -> 
     wait_for(run.path, lambda view: view.last_step >= 3)
     victim = read_beats(run)[1]
     os.kill(victim.pid, signal.SIGSTOP)
-    _, stderr = launched.communicate(timeout=60 + LEEWAY_S)
+    _, stderr = launched.communicate(timeout=240 + LEEWAY_S)
     ended = wait_until_ended(run.path)
     lost = read_lost_rank(run)
     assert lost is not None and (lost.rank, lost.pid) == (1, victim.pid), stderr

@@ -7,11 +7,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from running import engine, files_of, start, wait_for, wait_until_ended
+from finished_runs import carried_out, finish
+from running import DEADLINE_S, engine, engine_here, files_of, start, wait_for, wait_until_ended
 from transformers import AutoModelForCausalLM
 
 from engine.runlog.events import LauncherGone, LogOpened, Note
@@ -25,13 +29,64 @@ LAST = "step-00000020"
 
 @pytest.fixture(scope="module")
 def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 20 steps that nothing disturbed."""
+    """A run of 20 steps that nothing disturbed; its processes say what they import."""
     folder = tmp_path_factory.mktemp("whole")
     run = folder / "run"
-    done = engine("distill", kit.spec(folder), "--out", run, "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        done = engine("distill", kit.spec(folder), "--out", run, "--json")
     assert done.returncode == 0, done.stderr
     (folder / "result.json").write_text(done.stdout)
     return run
+
+
+@pytest.fixture(scope="module")
+def killed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, whose trainer was killed after its checkpoint of step 10."""
+    folder = tmp_path_factory.mktemp("killed")
+    return kill_at(kit, folder, 12)
+
+
+def kill_at(kit: Kit, folder: Path, seen: int) -> Path:
+    """A run whose trainer is killed when step `seen` is in its log, and what was said of it."""
+    run = folder / "run"
+    launched = start("distill", kit.spec(folder), "--out", run)
+    follower = wait_for(run, lambda view: view.last_step >= seen)
+    assert follower.view.trainer_pid is not None
+    os.kill(follower.view.trainer_pid, signal.SIGKILL)
+    _, stderr = launched.communicate(timeout=DEADLINE_S)
+    ended = wait_until_ended(run)
+    if ended.view.finished is None:  # a 20-step run may finish before the signal arrives
+        assert launched.returncode == 137
+        assert ended.view.exit is not None and ended.view.exit.signal == "SIGKILL"
+        assert "OOM" not in ended.view.exit.sentence.replace("not the kernel's OOM killer", "")
+        assert "--resume" in stderr
+    return run
+
+
+@dataclass
+class Interrupted:
+    run: Path
+    corpus: Path
+    again: subprocess.CompletedProcess[str]
+    """Going on with the run while it was running."""
+    code: int | None
+    """Of its launcher, after Ctrl-C."""
+
+
+@pytest.fixture(scope="module")
+def interrupted(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    """A run on a text of its own, ended by Ctrl-C."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    corpus, run = folder / "corpus", folder / "run"
+    shutil.copytree(kit.corpus, corpus)
+    spec = kit.spec(folder, data__corpus=str(corpus), train__steps=100000)
+    launched = start("distill", spec, "--out", run)
+    wait_for(run, lambda view: view.last_step >= 2)
+    again = engine("distill", "--resume", run)
+    launched.send_signal(signal.SIGINT)
+    launched.communicate(timeout=DEADLINE_S)
+    return Interrupted(run, corpus, again, launched.returncode)
 
 
 def test_a_run_ends_with_a_student_a_receipt_and_one_json_result(whole: Path) -> None:
@@ -62,22 +117,24 @@ def test_logged_numbers_are_those_of_the_update(whole: Path) -> None:
     assert steps.value("lr", 19) == pytest.approx(3e-5)  # a tenth of it, at the last step
 
 
-@pytest.mark.parametrize("seen", [11, pytest.param(13, marks=pytest.mark.soak)])
+def test_a_run_on_a_cpu_loads_no_compiler(whole: Path) -> None:
+    """Neither torch's, nor the algebra it computes shapes with: they are half of what a start costs."""
+    lines = (whole / "stderr.txt").read_text().splitlines()
+    imported = {line.rsplit("|")[-1].strip() for line in lines if line.startswith("import time:")}
+    assert {"torch", "engine.distill.run"} <= imported
+    assert not imported & {"torch._dynamo", "torch._inductor", "sympy", "triton"}
+
+
+@pytest.mark.parametrize("seen", [12, pytest.param(13, marks=pytest.mark.soak)])
 def test_twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit(
-    kit: Kit, whole: Path, tmp_path: Path, seen: int
+    kit: Kit, whole: Path, killed: Path, tmp_path: Path, seen: int
 ) -> None:
     run = tmp_path / "run"
-    launched = start("distill", kit.spec(tmp_path), "--out", run)
-    follower = wait_for(run, lambda view: view.last_step >= seen)
-    assert follower.view.trainer_pid is not None
-    os.kill(follower.view.trainer_pid, signal.SIGKILL)
-    _, stderr = launched.communicate(timeout=60)
-    ended = wait_until_ended(run)
-    if ended.view.finished is None:  # a 20-step run may finish before the signal arrives
-        assert launched.returncode == 137
-        assert ended.view.exit is not None and ended.view.exit.signal == "SIGKILL"
-        assert "OOM" not in ended.view.exit.sentence.replace("not the kernel's OOM killer", "")
-        assert "--resume" in stderr
+    if seen == 12:
+        shutil.copytree(killed, run)
+    else:
+        kill_at(kit, tmp_path, seen)
+    if Follower(RunFolder(run)).read_all().finished is None:
         resumed = engine("distill", "--resume", run)
         assert resumed.returncode == 0, resumed.stderr
     view = Follower(RunFolder(run)).read_all()
@@ -96,7 +153,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
     launched = start("distill", kit.spec(tmp_path, checkpoint__every=0), "--out", run)
     wait_for(run, lambda view: view.last_step >= 2)
     launched.terminate()
-    launched.communicate(timeout=60)
+    launched.communicate(timeout=DEADLINE_S)
     view = wait_until_ended(run).view
     assert view.finished is not None
     assert (launched.returncode, view.finished.state) == (143, "stopped")
@@ -110,14 +167,23 @@ def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
     )
 
 
-def test_ctrl_c_exits_130(kit: Kit, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
-    wait_for(run, lambda view: view.last_step >= 2)
-    launched.send_signal(signal.SIGINT)
-    launched.communicate(timeout=60)
-    assert launched.returncode == 130
-    assert wait_until_ended(run).state == "stopped"
+def test_ctrl_c_exits_130(interrupted: Interrupted) -> None:
+    assert interrupted.code == 130
+    assert wait_until_ended(interrupted.run).state == "stopped"
+
+
+def test_a_running_run_cannot_be_started_twice(interrupted: Interrupted) -> None:
+    again = interrupted.again
+    assert again.returncode == 65 and "found one that is" in again.stderr
+
+
+def test_changed_training_text_is_refused_on_resume(
+    interrupted: Interrupted, tmp_path: Path
+) -> None:
+    for file in interrupted.corpus.iterdir():
+        file.write_text(file.read_text().replace("return", "yield "))
+    refused = engine("distill", "--resume", interrupted.run)
+    assert refused.returncode == 65 and "expected the tokens this run began with" in refused.stderr
 
 
 def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
@@ -127,7 +193,7 @@ def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
     launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
     follower = wait_for(run, lambda view: view.last_step >= 2)
     os.kill(follower.view.clocks["watch"].pid, signal.SIGKILL)
-    launched.communicate(timeout=60)
+    launched.communicate(timeout=DEADLINE_S)
     view = wait_until_ended(run).view
     assert view.finished is not None and view.finished.state == "stopped"
     assert "supervisor lost" in view.finished.reason
@@ -136,41 +202,32 @@ def test_a_killed_supervisor_is_noticed_saved_for_and_written_down(
     assert launched.returncode == 143
 
 
-@pytest.mark.parametrize(("number", "how"), [(signal.SIGHUP, "hangup"), (signal.SIGKILL, "killed")])
+@pytest.mark.parametrize(
+    ("number", "how", "flags", "state"),
+    [(signal.SIGHUP, "hangup", [], "stopped"), (signal.SIGKILL, "killed", ["--now"], "killed")],
+)
 def test_a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was(
-    kit: Kit, tmp_path: Path, number: signal.Signals, how: str
+    kit: Kit, tmp_path: Path, number: signal.Signals, how: str, flags: list[str], state: str
 ) -> None:
     run = tmp_path / "run"
     launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
     wait_for(run, lambda view: view.last_step >= 2)
     launched.send_signal(number)
-    launched.communicate(timeout=60)
+    launched.communicate(timeout=DEADLINE_S)
     step = wait_for(run, lambda view: view.launcher_gone is not None).view.last_step
     follower = wait_for(run, lambda view: view.last_step > step + 5)
     assert follower.view.launcher_gone == how
     assert [e.event.how for e in follower.view.lines if isinstance(e.event, LauncherGone)] == [how]
-    stopped = engine("stop", run)
+    stopped = engine_here("stop", run, *flags)
     assert stopped.returncode == 0, stopped.stderr
-    assert wait_until_ended(run).state == "stopped"
-
-
-def test_a_running_run_cannot_be_started_twice(kit: Kit, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    detached = engine("distill", kit.spec(tmp_path, train__steps=100000), "--out", run, "--detach")
-    assert detached.stdout.strip() == str(run)
-    wait_for(run, lambda view: view.last_step >= 1)
-    again = engine("distill", "--resume", run)
-    assert again.returncode == 65 and "found one that is" in again.stderr
-    now = engine("stop", run, "--now")
-    assert now.returncode == 0, now.stderr
-    assert wait_until_ended(run).state.startswith("killed")
+    assert wait_until_ended(run).state.startswith(state)
 
 
 def test_a_nan_is_seen_stops_the_run_and_reaches_no_checkpoint(kit: Kit, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    done = engine("distill", kit.spec(tmp_path, train__lr=1e30, checkpoint__every=1), "--out", run)
-    assert done.returncode == 1
-    view = wait_until_ended(run).view
+    settings = {"train__steps": 20, "train__lr": 1e30, "checkpoint__every": 1}
+    run, code = carried_out(kit, tmp_path, **settings)
+    assert code == 1
+    view = Follower(run).read_all()
     assert view.finished is not None and view.finished.state == "failed"
     assert view.non_finite and view.non_finite[0].step == view.last_step
     assert all(c.step < view.non_finite[0].step for c in view.checkpoints)
@@ -181,15 +238,11 @@ def test_a_nan_is_seen_stops_the_run_and_reaches_no_checkpoint(kit: Kit, tmp_pat
 
 
 def test_a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_request(
-    kit: Kit, whole: Path, tmp_path: Path
+    whole: Path, killed: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    launched = start("distill", kit.spec(tmp_path), "--out", run)
-    follower = wait_for(run, lambda view: view.last_step >= 12)
-    assert follower.view.trainer_pid is not None
-    os.kill(follower.view.trainer_pid, signal.SIGKILL)
-    launched.communicate(timeout=60)
-    if wait_until_ended(run).view.finished is not None:
+    shutil.copytree(killed, run)
+    if Follower(RunFolder(run)).read_all().finished is not None:
         pytest.skip("the run was done before the signal arrived")
     newest = max((run / "checkpoints").iterdir())
     weights = newest / "student.safetensors"
@@ -205,30 +258,11 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_
     assert files_of(run / "checkpoints" / LAST) == files_of(whole / "checkpoints" / LAST)
 
 
-def test_changed_training_text_is_refused_on_resume(kit: Kit, tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for file in kit.corpus.iterdir():
-        (corpus / file.name).write_text(file.read_text())
-    run = tmp_path / "run"
-    spec = kit.spec(tmp_path, data__corpus=str(corpus), train__steps=100000)
-    launched = start("distill", spec, "--out", run)
-    wait_for(run, lambda view: view.last_step >= 2)
-    launched.terminate()
-    launched.communicate(timeout=60)
-    for file in corpus.iterdir():
-        file.write_text(file.read_text().replace("return", "yield "))
-    refused = engine("distill", "--resume", run)
-    assert refused.returncode == 65 and "expected the tokens this run began with" in refused.stderr
-
-
 def test_one_row_at_a_time_with_accumulation_trains_what_four_rows_at_once_train(
     kit: Kit, tmp_path: Path, whole: Path
 ) -> None:
-    run = tmp_path / "run"
-    spec = kit.spec(tmp_path, train__rows=1, train__accumulation=4)
-    assert engine("distill", spec, "--out", run).returncode == 0
-    split = Follower(RunFolder(run)).read_all().steps
+    run = finish(kit, tmp_path, train__steps=20, train__rows=1, train__accumulation=4)
+    split = Follower(run).read_all().steps
     at_once = Follower(RunFolder(whole)).read_all().steps
     # Equal up to fp32 rounding, which 20 steps of AdamW carry on.
     assert split.values("loss") == pytest.approx(at_once.values("loss"), rel=1e-4)

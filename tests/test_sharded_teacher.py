@@ -20,11 +20,13 @@ from sharded_ranks import LAYERS
 
 from engine.bench.teacher import config_named
 from engine.device.reading import measured
+from engine.distill.arithmetic import Arithmetic
 from engine.distill.choose_ranks import choose_teacher_shard
+from engine.distill.choose_running import Running
 from engine.distill.fitting import Fitted
 from engine.distill.inputs import Inputs
+from engine.distill.memory_decisions import plan_memory
 from engine.distill.memory_model import predict
-from engine.distill.setup import Arithmetic, Running, plan_memory
 from engine.errors import BadInput, InternalError
 from engine.models.load import save_decoder
 from engine.runlog.folder import RunFolder

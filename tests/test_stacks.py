@@ -27,7 +27,7 @@ from engine.supervise.stacks import (
 )
 from engine.supervise.threads import Looks, compare, look_at
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 PLAY = """
 import os, sys, threading, time

@@ -13,17 +13,16 @@ from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from engine.distill.checkpoint import newest, save
-from engine.distill.state import (
+from engine.distill.checkpoint import save
+from engine.distill.manifest import newest
+from engine.distill.state import TrainingState, capture, restore
+from engine.distill.state_files import (
     OPTIMIZER_FILE,
     RNG_FILE,
     STATE_FILE,
     STUDENT_FILE,
     TensorWriter,
-    TrainingState,
-    capture,
     pack,
-    restore,
     unpack,
 )
 from engine.errors import CheckpointError

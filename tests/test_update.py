@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.data.batches import Batches
 from engine.distill import state
-from engine.distill.optimizer import FusedAdamW, Looked, choose_update
+from engine.distill.optimizer import AdamW, FusedAdamW, Looked, choose_update, update_if_finite
 from engine.distill.trainer import Trainer
 from engine.errors import BadInput
 from engine.models.load import new_decoder
@@ -45,6 +45,25 @@ def test_one_gpu_updates_by_the_kernels_unless_told_otherwise() -> None:
     assert choose_update("auto", **GPU).choice == "fused"
     told = choose_update("torch", **GPU)
     assert told.choice == "torch" and told.overridden
+
+
+def test_torchs_update_without_its_compiler_is_torchs_to_the_bit() -> None:
+    """The same weights and moments after updates, one that is left out, and going on from a state."""
+    ended = []
+    for kind in (torch.optim.AdamW, AdamW):
+        weight = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+        optimizer = kind([{"params": [weight], "weight_decay": 0.1}], lr=0.01, fused=True)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=True)
+            (weight**3).sum().backward()  # type: ignore[no-untyped-call]
+            norm = torch.tensor(float("nan") if step == 2 else 2.0)
+            update_if_finite(optimizer, torch.tensor(1.0), norm, clip_norm=1.0)
+            again = kind([{"params": [weight], "weight_decay": 0.1}], lr=0.01, fused=True)
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
+        ended.append([weight.detach(), *optimizer.state[weight].values()])
+    assert len(ended[0]) == 4 and ended[0][1] == 3, "step, and two moments"
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(*ended, strict=True))
 
 
 def test_a_tied_embedding_gets_the_gradient_that_autograd_gives_it(kit: Kit) -> None:

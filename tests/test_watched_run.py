@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import engine, start, wait_for, wait_until_ended
+from running import engine, engine_here, start, wait_for, wait_until_ended
 
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "run"
     yield path
     if path.exists() and Follower(RunFolder(path)).run.liveness().supervisor:
-        engine("stop", path, "--now")
+        engine_here("stop", path, "--now")
         wait_until_ended(path)
 
 
@@ -46,10 +46,10 @@ def test_a_step_that_never_ends_is_named_with_its_line_and_goes_on(
     assert dump.python_frame and dump.python_frame in alert.title
     assert dump.python_frame in (run / dump.path).read_text()
     assert follower.alive.trainer, "a stall is reported, not ended"
-    done = engine("diagnose", run, "--json")
+    done = engine_here("diagnose", run, "--json")
     assert done.returncode == 1, done.stderr
     assert "stalled_at_start" in {a["id"] for a in json.loads(done.stdout)["alerts"]}
-    assert "1 alert: stalled_at_start" in engine("tail", run).stdout
+    assert "1 alert: stalled_at_start" in engine_here("tail", run).stdout
 
 
 def test_a_stopped_trainer_is_told_from_a_busy_one(kit: Kit, tmp_path: Path, run: Path) -> None:
@@ -65,8 +65,8 @@ def test_a_stopped_trainer_is_told_from_a_busy_one(kit: Kit, tmp_path: Path, run
     os.kill(pid, signal.SIGCONT)
     wait_for(run, lambda view: view.last_step > step)
     launched.terminate()
-    launched.communicate(timeout=60)
-    assert "ALERT stalled: no step after step" in engine("tail", run, "-n", 2000).stdout
+    launched.communicate(timeout=240)
+    assert "ALERT stalled: no step after step" in engine_here("tail", run, "-n", 2000).stdout
 
 
 def test_a_healthy_run_raises_nothing(kit: Kit, tmp_path: Path, run: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_healthy_run_raises_nothing(kit: Kit, tmp_path: Path, run: Path) -> No
     assert done.returncode == 0, done.stderr
     view: RunView = wait_until_ended(run).view
     assert view.alert_count == 0 and view.stack_dump is None
-    judged = engine("diagnose", run, "--all")
+    judged = engine_here("diagnose", run, "--all")
     assert judged.returncode == 0, judged.stdout
     assert (
         "could not judge" in judged.stdout and "gpu_idle: the run computes on cpu" in judged.stdout

@@ -1,5 +1,6 @@
 """Whole runs of the real trainer, each in a forked child that has torch already: a quarter of a second
-for one, so that hundreds can be killed, starved of disk, or cut off from power.
+for one, so that hundreds can be killed, starved of disk, or cut off from power. Most leave out what a
+run costs and writes nothing new for: the checks of the first minute; all, asking for a GPU once more.
 
     python whole_runs.py kills KIT FOLDER SEED COUNT        die at random, go on, and compare the end
     python whole_runs.py fail  KIT FOLDER CODE MODE FIRST STEP   every STEP-th operation fails
@@ -26,9 +27,10 @@ from faults import CODES, KILL, Shim
 from power_loss import Disk, crash_states, make, read_journal
 from running import files_of
 
+from engine.device import facts
 from engine.distill import run as trainer_module
-from engine.distill.checkpoint import newest
 from engine.distill.keep import Keeper
+from engine.distill.manifest import newest
 from engine.errors import CheckpointError, EngineError
 from engine.runlog.events import CheckpointSaved, RunFinished, StepDone
 from engine.runlog.folder import create_run, is_run
@@ -42,8 +44,16 @@ CREATED, COMPLETED = 1_000_000, 2_000_000
 SHIM = Shim()
 
 
-def new_run(kit: Kit, folder: Path, name: str = "run", steps: int = STEPS) -> Path:
-    spec_file = kit.spec(folder.parent, train__steps=steps, checkpoint__every=EVERY, eval__every=6)
+def new_run(
+    kit: Kit, folder: Path, name: str = "run", steps: int = STEPS, checks: bool = False
+) -> Path:
+    spec_file = kit.spec(
+        folder.parent,
+        train__steps=steps,
+        checkpoint__every=EVERY,
+        eval__every=6,
+        checks__enabled=checks,
+    )
     spec, text = load_spec(spec_file, [])
     create_run(folder / name, text, {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
     return folder / name
@@ -91,11 +101,11 @@ def events_of(run: Path) -> list[Any]:
 class Reference:
     """The run that nothing disturbed: what every other must come to."""
 
-    def __init__(self, kit: Kit, folder: Path, steps: int = STEPS) -> None:
+    def __init__(self, kit: Kit, folder: Path, steps: int = STEPS, checks: bool = False) -> None:
         folder.mkdir()
         # In this process, so that every child finds what is imported late imported already.
-        train(new_run(kit, folder, "warm", steps))
-        run = new_run(kit, folder, "run", steps)
+        train(new_run(kit, folder, "warm", steps, checks))
+        run = new_run(kit, folder, "run", steps, checks)
         begun = time.monotonic()
         with SHIM.armed(run, 0):
             code = train(run)
@@ -144,15 +154,17 @@ def broken_promises(run: Path, before: bytes) -> list[str]:
 
 
 def kills(kit: Kit, folder: Path, seed: int, wanted: int) -> dict[str, Any]:
-    """Kill runs until `wanted` processes have died; each run is resumed until it completes."""
-    rng, reference = random.Random(seed), Reference(kit, folder / "reference")
+    """Kill runs until `wanted` processes have died; each run is resumed until it completes. With an
+    even seed the runs keep the checks of the first minute, and are killed within them too."""
+    checks = seed % 2 == 0
+    rng, reference = random.Random(seed), Reference(kit, folder / "reference", checks=checks)
     problems: list[str] = []
     killed = runs = 0
     begun = time.monotonic()
     while killed < wanted and not problems:
         runs += 1
         place = folder / f"run-{runs}"
-        run = new_run(kit, place)
+        run = new_run(kit, place, checks=checks)
         log, code, planned = b"", 1, 0
         while code != 0 and not problems:
             planned += 1
@@ -342,6 +354,8 @@ def _after_power_loss(run: Path, marks: list[int]) -> list[str]:
 
 def main() -> None:
     what, kit_file, folder, *rest = sys.argv[1:]
+    driver = facts.ask_in_child()
+    facts.ask_in_child = lambda: driver
     kit = Kit(**{name: Path(path) for name, path in json.loads(Path(kit_file).read_text()).items()})
     place = Path(folder)
     match what:
