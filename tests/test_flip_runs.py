@@ -178,7 +178,7 @@ def test_a_hang_is_decided_before_any_control_is_run(
 ) -> None:
     monkeypatch.setattr(arms, "STOP_GRACE_S", 0.3)
     # Long enough for an arm that works, on a machine that does much else.
-    plan = replace(small_plan(kit, tmp_path, "compute.threads=2"), run_limit_s=30.0)
+    plan = replace(small_plan(kit, tmp_path, "compute.threads=2"), run_limit_s=20.0)
     stopped: list[int] = []
 
     def freeze_b(_what: str, _number: int, arm: str, view: RunView) -> None:
@@ -188,7 +188,7 @@ def test_a_hang_is_decided_before_any_control_is_run(
 
     verdict = run_flip(plan, tmp_path / "flip", on_arm=freeze_b, use_controls="run")
     assert verdict.verdict == "B_DID_NOT_COMPLETE" and verdict.grade == "screen", verdict.reason
-    assert "B made 0 steps in 30 s, the last phase was " in verdict.reason
+    assert "B made 0 steps in 20 s, the last phase was " in verdict.reason
     assert "A made 6 in " in verdict.reason and not (tmp_path / "flip" / "controls").exists()
     assert verdict.effect is None and verdict.censored["bound_ln_b_over_a"] > 0
 

@@ -10,6 +10,7 @@ tells how much of it other programs took.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from statistics import median
@@ -30,7 +31,7 @@ from workbench.notebook.stream import Stream
 
 pytestmark = pytest.mark.soak
 STEPS = 1_000_000
-LIMIT_S = {"kept": 3.0, "alone": 8.0}
+LIMIT_S = {"kept": 3.0, "alone": 4.0}
 TRIES = 3
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 LINE_US = 2.3
@@ -68,6 +69,12 @@ def folder_of(which: str, written: Written, request: pytest.FixtureRequest) -> P
     return written.folder if which == "alone" else request.getfixturevalue("kept")
 
 
+def forget(folder: Path, which: str) -> None:
+    """The viewer before keeps what it has made."""
+    if which == "alone":
+        shutil.rmtree(folder / pack_files.FOLDER, ignore_errors=True)
+
+
 def slowness(written: Written) -> float:
     """How many times as long as on an idle core a line takes to decode now."""
     decoder = msgspec.json.Decoder(Known)
@@ -101,6 +108,7 @@ def test_the_terminal_shows_all_of_it_within_seconds(
     folder, before = folder_of(which, written, request), slowness(written)
     taken, used, peak = [], [], 0
     for _ in range(TRIES):
+        forget(folder, which)
         begin_s = time.monotonic()
         terminal = Terminal(str(folder), columns=160, rows=45)
         terminal.deadline_s = begin_s + 200.0
@@ -169,6 +177,7 @@ def test_the_notebook_has_all_of_it_within_seconds(
     folder, before = folder_of(which, written, request), slowness(written)
     taken, used = [], []
     for _ in range(TRIES):
+        forget(folder, which)
         begin_s, begin = time.monotonic(), time.process_time()
         snapshot = RunFeed(RunFolder(folder)).read_all()
         messages = list(Stream().messages(snapshot))
