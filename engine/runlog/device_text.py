@@ -40,7 +40,9 @@ def device_lines(view: RunView) -> list[str]:
             f"       job {format_bytes(view.memory_peak.measured_bytes)} at its peak by step "
             f"{view.memory_peak.step} ({view.memory_peak.source})"
         )
-    lines += _held_lines(view)
+    # Beside the memory that it is of: the GPU's, or without one the host's.
+    held = _held_lines(view)
+    lines += held if view.gpus else []
     if not view.gpus and view.facts is not None:
         reason = view.absent.get("gpu_count") or view.facts.get("nvml_absent") or NOT_MEASURED
         lines.append(f"GPU    {reason}")
@@ -51,6 +53,7 @@ def device_lines(view: RunView) -> list[str]:
             f"host   available {free} / {total}{_pool(view)}  load {cell('load1')}",
             f"       trainer rss {cell('trainer_rss_bytes')}  cpu {cell('trainer_cpu_pct')}",
         ]
+    lines += [] if view.gpus else held
     return lines or ["no reading yet"]
 
 
