@@ -296,9 +296,9 @@ def test_watching_a_run_of_100_000_steps_costs_little(watched: Watched) -> None:
     for number in range(100_001, 100_101):
         scene.steps(number, number)
         scene.now_s += 1.0
-        begun = time.perf_counter()
+        begun = time.process_time()
         watched.watcher.tick()
-        costs_s.append(time.perf_counter() - begun)
+        costs_s.append(time.process_time() - begun)
     # A tick reads three files; every fifth one asks all rules. 0.5 % of a second is 5 ms.
     assert sum(sorted(costs_s)[:90]) / 90 < 0.005, f"{1000 * sum(costs_s) / 100:.2f} ms a tick"
     print(f"{1000 * sum(costs_s) / 100:.2f} ms a tick, {1000 * max(costs_s):.1f} ms at most")

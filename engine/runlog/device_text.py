@@ -41,8 +41,8 @@ def device_lines(view: RunView) -> list[str]:
             f"{view.memory_peak.step} ({view.memory_peak.source})"
         )
     # Beside the memory that it is of: the GPU's, or without one the host's.
-    held = _held_lines(view)
-    lines += held if view.gpus else []
+    of_trainer = _held_lines(view)
+    lines += of_trainer if view.gpus else []
     if not view.gpus and view.facts is not None:
         reason = view.absent.get("gpu_count") or view.facts.get("nvml_absent") or NOT_MEASURED
         lines.append(f"GPU    {reason}")
@@ -53,7 +53,7 @@ def device_lines(view: RunView) -> list[str]:
             f"host   available {free} / {total}{_pool(view)}  load {cell('load1')}",
             f"       trainer rss {cell('trainer_rss_bytes')}  cpu {cell('trainer_cpu_pct')}",
         ]
-    lines += [] if view.gpus else held
+    lines += [] if view.gpus else of_trainer
     return lines or ["no reading yet"]
 
 
