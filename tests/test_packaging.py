@@ -55,7 +55,13 @@ def test_the_wheel_carries_every_file_the_program_reads(wheel: Path) -> None:
 def test_the_embedded_teacher_is_small_and_complete() -> None:
     teacher = ROOT / "engine" / "demo" / "teacher"
     files = {path.name: path.stat().st_size for path in teacher.iterdir()}
-    assert set(files) == {"README.md", "config.json", "model.safetensors", "tokenizer.json"}
+    assert set(files) == {
+        "LICENSE",
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
     assert sum(files.values()) <= 12_000_000
 
 
