@@ -5,8 +5,6 @@
     bf16 kernels      floats              `engine.models.decode`, one launch after the other
     bf16 graph        floats              the same, captured once and replayed
     Q4_K_M ...        in their blocks     the same three, of packed weights
-    ... early         either              a graph whose kernels begin before the one before has ended
-    ... fused         either              a graph with the fused small kernels between its products
 
 Weights are random, of a real shape. The bound is reading once whatever a step has to: all matrices as
 they lie in memory, but for the embedding, of which it is a row; the keys and values of every sequence.
@@ -31,7 +29,7 @@ from engine.bench.random_weights import RandomWeights
 from engine.bench.rows import BenchRow
 from engine.bench.timing import time_arms
 from engine.models.config import ModelConfig
-from engine.models.decode import EARLY_CAPABILITY, DecodeSteps, SmallKernels, coverage
+from engine.models.decode import DecodeSteps, coverage
 from engine.models.decoder import Decoder
 from engine.models.freeze import freeze
 from engine.models.generate import Cache
@@ -68,10 +66,8 @@ def bench_decode(
     row_counts: tuple[int, ...] = ROW_COUNTS,
     context: int = CONTEXT,
     rounds: int = 15,
-    small_kernels: tuple[SmallKernels, ...] = ("separate",),
 ) -> DecodeBench:
-    """Every arm, those of the same weights and number of sequences in turns; graphs with each of
-    `small_kernels`."""
+    """Every arm, those of the same weights and number of sequences in turns."""
     found = DecodeBench(rows=[], tokens_per_s={}, weight_bytes={})
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, load in (("bf16", decoder_of), ("Q4_K_M", packed_decoder_of)):
@@ -79,7 +75,7 @@ def bench_decode(
             decoder = freeze(load(weights, dtype, device))
         found.weight_bytes[name] = weight_bytes(decoder)
         for rows in row_counts:
-            arms = _arms(name, decoder, rows, context, rounds, small_kernels)
+            arms = _arms(name, decoder, rows, context, rounds)
             times = time_arms({arm: each.run for arm, each in arms.items()}, device, rounds=rounds)
             per_step = {arm: times[arm].seconds / each.steps for arm, each in arms.items()}
             for arm, each in arms.items():
@@ -119,14 +115,7 @@ def weight_bytes(decoder: Decoder) -> int:
     return total
 
 
-def _arms(
-    name: str,
-    decoder: Decoder,
-    rows: int,
-    context: int,
-    rounds: int,
-    small_kernels: tuple[SmallKernels, ...],
-) -> dict[str, _Arm]:
+def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> dict[str, _Arm]:
     capacity = context + STEPS * (rounds + 4) + 1
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(decoder.config.vocab_size, (rows, context), generator=generator)
@@ -138,20 +127,15 @@ def _arms(
     if coverage(decoder, rows) is not None:
         return arms
 
-    def of(graph: bool, early: bool, small: SmallKernels = "separate") -> _Arm:
-        steps = DecodeSteps(decoder, rows, capacity, graph=graph, early=early, small_kernels=small)
+    def of(graph: bool) -> _Arm:
+        steps = DecodeSteps(decoder, rows, capacity, graph=graph)
         for row, prompt in enumerate(prompts.tolist()):
             steps.start(row, prompt)
         count = STEPS if graph else 1
         return _Arm(lambda: [steps.step() for _ in range(count)], count)
 
-    capability = torch.cuda.get_device_capability(decoder.norm.weight.device)
-    arms[f"{name} kernels"] = of(graph=False, early=False)
-    for small in small_kernels:
-        fused = ", fused" if small == "fused" else ""
-        arms[f"{name} graph{fused}"] = of(graph=True, early=False, small=small)
-        if capability >= EARLY_CAPABILITY:
-            arms[f"{name} graph{fused}, early"] = of(graph=True, early=True, small=small)
+    arms[f"{name} kernels"] = of(graph=False)
+    arms[f"{name} graph"] = of(graph=True)
     return arms
 
 

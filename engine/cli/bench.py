@@ -49,12 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--rounds", type=int, default=15, help="repetitions of each arm (15)")
     parser.add_argument(
-        "--small-kernels",
-        choices=("separate", "fused", "both"),
-        default="separate",
-        help="decode: what runs between the products of a captured step (separate)",
-    )
-    parser.add_argument(
         "--out", type=Path, metavar="FILE", help="also keep the result as JSON here"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON value")
@@ -206,11 +200,6 @@ def _decode(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[lis
         row_counts=tuple(arguments.rows or ROW_COUNTS),
         context=CONTEXT if device.type == "cuda" else 32,
         rounds=arguments.rounds,
-        small_kernels=(
-            ("separate", "fused")
-            if arguments.small_kernels == "both"
-            else (arguments.small_kernels,)
-        ),
     )
     return found.rows, {
         "tokens_per_s": found.tokens_per_s,

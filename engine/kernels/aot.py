@@ -35,13 +35,11 @@ import engine.kernels
 from engine.errors import InternalError
 from engine.kernels import (
     adamw,
-    decode_fused_launch,
     decode_launch,
     dequantize_triton,
     fp8_quantise,
     kd_loss,
     small_m,
-    small_m_lanes,
     sparse_loss,
 )
 from engine.kernels.compiler import ARCHITECTURES, compile_for
@@ -109,25 +107,22 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
         + _loss_variants()
         + adamw.variants()
         + decode_launch.variants(arch)
-        + decode_fused_launch.variants(arch)
         + prewarm_variants(plain, [torch.bfloat16], arch=arch, row_counts=ROW_COUNTS)
         + prewarm_variants(biased, [torch.bfloat16], arch=arch, row_counts=[1])
         + prewarm_variants(plain, [torch.float16, torch.float32], arch=arch, row_counts=[1])
         + _generation_variants(arch)
-        + small_m_lanes.variants()
     )
     return tuple(dict.fromkeys(found))
 
 
 def _generation_variants(arch: int) -> tuple[Variant, ...]:
     """The products of a step of Qwen2.5-7B as Q4_K_M: q, k, v together, and gate and up."""
-    ahead = 2 if arch >= 90 else 0
     found = []
     for names, rows in ((("Q4_K", "Q4_K", "Q6_K"), 4608), (("Q4_K", "Q4_K"), 37888)):
         types = [BLOCK_TYPES[name] for name in names]
         for m in (1, 8):
             config = small_m.config_for(types[0], rows, 3584, m, arch)
-            found.append(small_m.product(types, config, torch.float32, None, ahead=ahead))
+            found.append(small_m.product(types, config, torch.float32, None))
     return tuple(found)
 
 

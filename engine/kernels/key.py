@@ -45,8 +45,6 @@ class KernelKey:
     stages: int
     fp_fusion: bool
     """Whether `a * b + c` may become one rounded operation."""
-    dependent: bool
-    """Whether it may begin while the kernel before it still runs, for whose results it then waits."""
     target: str
     """Instruction set: `sm_90`."""
     compiler: str
@@ -92,7 +90,6 @@ class KernelKey:
             self.warps,
             self.stages,
             self.fp_fusion,
-            self.dependent,
         )
         return f"{shown}, {self.target}"
 
@@ -104,12 +101,10 @@ def _shown(
     warps: int,
     stages: int,
     fp_fusion: bool,
-    dependent: bool,
 ) -> str:
     inside = ", ".join(f"{name}={value}" for name, value in constants)
     fused = "" if fp_fusion else ", no fused multiply-add"
-    begun = ", begun early" if dependent else ""
-    return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}{begun}"
+    return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}"
 
 
 # contract: kernel-keys-v1
@@ -127,9 +122,6 @@ class Variant:
     warps: int = 4
     stages: int = 3
     fp_fusion: bool = True
-    dependent: bool = False
-    """See `KernelKey`. The kernel has to wait (`griddepcontrol.wait`) before it reads or writes what
-    others do; compute capability 9 and above."""
     name: str = field(init=False, repr=False)
     """The function's, without underscores before it."""
     _identity: tuple[Any, ...] = field(init=False, repr=False)
@@ -151,7 +143,6 @@ class Variant:
             self.warps,
             self.stages,
             self.fp_fusion,
-            self.dependent,
         )
         object.__setattr__(self, "_identity", identity)
         object.__setattr__(self, "_hash", hash(identity))
@@ -172,7 +163,6 @@ class Variant:
             self.warps,
             self.stages,
             self.fp_fusion,
-            self.dependent,
         )
 
     def key(self, target: str, compiler: str) -> KernelKey:
@@ -185,7 +175,6 @@ class Variant:
             warps=self.warps,
             stages=self.stages,
             fp_fusion=self.fp_fusion,
-            dependent=self.dependent,
             target=target,
             compiler=compiler,
         )

@@ -4,7 +4,7 @@ A step is the decoder's own weights in few kernels: products (`engine.kernels.sm
 for floats), and what stands between them (`decode_step.py`). `engine.models.decoder` is the
 oracle, and runs the prompts. Lengths, positions and tokens are on the device, so that all steps are the
 same work at the same addresses: they are captured once, as a CUDA graph, and replayed. The host then
-launches one thing a token where it would launch 250, which take longer than their work.
+launches one thing a token where it would launch 230, which take longer than their work.
 
     start    a prompt into a row, run by itself: what it gets depends on nothing else
     step     one token of every row; rows that nobody uses are run along
@@ -13,8 +13,8 @@ launches one thing a token where it would launch 250, which take longer than the
 A row's bits are the same whatever the number of rows: with weights in blocks the kernels see to that;
 products of floats are of 8 rows always, which takes as long as one.
 
-Covered: CUDA with bf16, up to 8 rows, all matrices in K-quants or all in floats. `coverage` says why
-not; then, and on a CPU, the decoder itself makes the steps.
+Covered: CUDA with bf16, up to 8 rows, heads 32, 64 or 128 wide, all matrices in K-quants or all in
+floats. `coverage` says why not; then, and on a CPU, the decoder itself makes the steps.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.decision import SET_BY_USER, Decision
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, Layer, Past
 from engine.models.packed import PackedLinear
 
@@ -39,17 +40,13 @@ if TYPE_CHECKING:
 ROWS = 8
 """Rows of a step, at most; those of every product of floats."""
 LEAST_CAPABILITY = (8, 0)
-EARLY_CAPABILITY = (9, 0)
-"""From here on a kernel may begin while the one before it still runs."""
-BLOCKS_AHEAD = 2
-"""Of weights, that a product asks for while it waits for its inputs."""
+WIDTHS = (32, 64, 128)
+"""Of a head. Keys and values of a chunk of wider ones do not fit into the shared memory of all GPUs."""
 HISTORY = 32
 """Steps and starts whose tokens may wait for the host."""
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 
 GraphSetting = Literal["auto", "on", "off"]
-SmallKernels = Literal["separate", "fused"]
-"""What runs between the products of a step (`decode_step.py`)."""
 
 
 def coverage(decoder: Decoder, rows: int) -> str | None:
@@ -68,13 +65,21 @@ def coverage(decoder: Decoder, rows: int) -> str | None:
         return f"the model computes in {str(like.dtype).removeprefix('torch.')}, not bfloat16"
     if rows > ROWS:
         return f"{rows} sequences are run at once, more than {ROWS}"
-    width = config.head_dim
-    if width & (width - 1) or not 32 <= width <= 256:
-        return f"heads are {width} wide, not 32, 64, 128 or 256"
+    return (
+        _why_not_heads(config)
+        or next(filter(None, map(_why_not, decoder.layers)), None)
+        or _why_not_head(decoder)
+    )
+
+
+def _why_not_heads(config: ModelConfig) -> str | None:
+    if config.head_dim not in WIDTHS:
+        *others, last = WIDTHS
+        return f"heads are {config.head_dim} wide, not {', '.join(map(str, others))} or {last}"
     groups = config.num_attention_heads // config.num_key_value_heads
     if groups > 16:
         return f"{groups} query heads share one key head, more than 16"
-    return next(filter(None, map(_why_not, decoder.layers)), None) or _why_not_head(decoder)
+    return None
 
 
 def _why_not(layer: nn.Module) -> str | None:
@@ -128,10 +133,8 @@ class Chosen(NamedTuple):
 class DecodeSteps:
     """The rows of one generation: their caches and what runs them.
 
-    `capacity` is how many tokens a row may have. With `graph`, steps are replays. `early` is whether
-    kernels begin while the one before still runs, by itself where the GPU can; for `small_kernels` see
-    `decode_step.py`. Whether the decoder is one of those that it can run, `coverage` says; without a
-    graph also on a CPU, in Triton's interpreter.
+    `capacity` is how many tokens a row may have. With `graph`, steps are replays. Whether the decoder is
+    one of those that it can run, `coverage` says; without a graph also on a CPU, in Triton's interpreter.
     """
 
     def __init__(
@@ -142,10 +145,8 @@ class DecodeSteps:
         *,
         graph: bool = True,
         sampling: Sampling | None = None,
-        early: bool | None = None,
-        small_kernels: SmallKernels = "separate",
     ) -> None:
-        from engine.kernels.decode_launch import empty_best
+        from engine.kernels.decode_choose import empty_best
         from engine.models.decode_step import Step
 
         config = decoder.config
@@ -155,16 +156,7 @@ class DecodeSteps:
         self._sampling = sampling
         on_gpu = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if on_gpu else LEAST_CAPABILITY
-        self._early = capability >= EARLY_CAPABILITY if early is None else early
-        self._step = Step(
-            decoder,
-            rows,
-            capacity,
-            small_kernels=small_kernels,
-            early=self._early,
-            ahead=BLOCKS_AHEAD if self._early else 0,
-            arch=capability[0] * 10 + capability[1],
-        )
+        self._step = Step(decoder, rows, capacity, arch=capability[0] * 10 + capability[1])
         self._token = torch.zeros(rows, dtype=torch.int64, device=device)
         self._position = torch.zeros(rows, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -302,12 +294,10 @@ class DecodeSteps:
         row: int | None,
     ) -> None:
         """Into token, position and chosen, of all rows or of one."""
-        from engine.kernels.decode_launch import Best
-        from engine.kernels.decode_launch import choose as launch_choose
+        from engine.kernels.decode_choose import Best
+        from engine.kernels.decode_choose import choose as launch_choose
 
-        launch_choose(
-            logits, Best(*best), token, position, chosen, self._capacity - 1, early=self._early
-        )
+        launch_choose(logits, Best(*best), token, position, chosen, self._capacity - 1)
         if self._uniform is None or self._sampling is None:
             return
         # Row by row: a sum over a row is another sum where it is one of many.

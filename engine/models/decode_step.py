@@ -1,9 +1,7 @@
-"""What one token of each row launches: a decoder's products, and the small kernels between them.
+"""What one token of each row launches: a decoder's products, and the kernels between them.
 
-    small kernels    between the products of a layer
-    separate         5 launches: norm, attention, its join, norm, gate (`engine.kernels.decode`)
-    fused            4 launches, each one round of loads (`engine.kernels.decode_fused`): the join is
-                     in attention, and RMS norm's divisor is left to whoever reads the product
+Between the products of a layer are 4 launches: norm, attention, norm, gate (`engine.kernels.decode`). The
+RMS norm's divisor is left to whoever reads the product of what is in blocks (`Undivided`).
 
 Tensors are made before the first launch, and stay: a launch is the same work at the same addresses
 every time.
@@ -12,167 +10,61 @@ every time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from engine.errors import InternalError
-from engine.kernels import decode_fused_launch as fused
-from engine.kernels import decode_launch as separate
-from engine.kernels import small_m
-from engine.kernels.decode_fused_launch import Undivided
-from engine.kernels.decode_launch import Heads, Out, Parts
+from engine.kernels import decode_launch, small_m
+from engine.kernels.decode_buffers import (
+    Heads,
+    Out,
+    Parts,
+    Undivided,
+    empty_scratch,
+    empty_squares,
+    parts_of,
+)
 from engine.kernels.small_m_inputs import empty_inputs
-from engine.models.decode import ROWS, SmallKernels
+from engine.models.decode import ROWS
 from engine.models.decoder import Attention, Decoder, FeedForward, Layer, RMSNorm, frequencies
 from engine.models.packed import PackedLinear
 
-# Shapes: M rows of a step, V vocabulary, S slots, K key/value heads, R half a head's width
-
-
-class _Between(Protocol):
-    """The kernels between products."""
-
-    def norm(
-        self, parts: Parts | None, kept: Tensor, norm: RMSNorm, out: Out, *, last: bool
-    ) -> Undivided | None:
-        """What readers of the product of `out` have to divide by; None where `out` is divided, as
-        that of the `last` norm is."""
-
-    def attend(
-        self,
-        qkv: Sequence[Parts],
-        undivided: Undivided | None,
-        attention: Attention,
-        cache: tuple[Tensor, Tensor],
-        position: Tensor,
-        out: Out,
-    ) -> None: ...
-
-    def gate(self, gate: Parts, up: Parts, undivided: Undivided | None, out: Out) -> None: ...
-
-
-class _Separate:
-    def __init__(self, decoder: Decoder, rows: int, capacity: int, early: bool) -> None:
-        config, device = decoder.config, decoder.norm.weight.device
-        self._early, self._rows = early, rows
-        chunks = -(-capacity // separate.CHUNK)
-        partial = (chunks, rows, config.num_attention_heads, config.head_dim)
-        self._sums = torch.empty(partial, dtype=torch.float32, device=device)
-        self._softmax = torch.empty((*partial[:3], 2), dtype=torch.float32, device=device)
-        self._frequency = frequencies(config, device)
-
-    def norm(
-        self, parts: Parts | None, kept: Tensor, norm: RMSNorm, out: Out, *, last: bool
-    ) -> None:
-        separate.norm(parts, kept, norm.weight, norm.eps, out, early=self._early)
-
-    def attend(
-        self,
-        qkv: Sequence[Parts],
-        undivided: Undivided | None,
-        attention: Attention,
-        cache: tuple[Tensor, Tensor],
-        position: Tensor,
-        out: Out,
-    ) -> None:
-        q, k, v = qkv
-        heads = _heads(attention, self._frequency)
-        separate.attend(
-            *(q, k, v, heads, *cache, position, self._sums, self._softmax), early=self._early
-        )
-        separate.join(self._sums, self._softmax, position, out, early=self._early)
-
-    def gate(self, gate: Parts, up: Parts, undivided: Undivided | None, out: Out) -> None:
-        separate.gate(gate, up, out, self._rows, early=self._early)
-
-
-class _Fused:
-    def __init__(self, decoder: Decoder, rows: int, capacity: int, early: bool) -> None:
-        config, weight = decoder.config, decoder.norm.weight
-        if config.head_dim > fused.MAX_WIDTH:
-            raise InternalError(
-                f"fused small kernels: expected heads up to {fused.MAX_WIDTH} wide, "
-                f"found {config.head_dim}"
-            )
-        self._early, self._rows = early, rows
-        self._frequency = frequencies(config, weight.device)
-        angle_SR = torch.arange(capacity, device=weight.device)[:, None].float() * self._frequency
-        self._turns = torch.stack([angle_SR.cos(), angle_SR.sin()], dim=1).to(weight.dtype)
-        self._squares = fused.empty_squares(rows, config.hidden_size, weight.device)
-        self._scratch = fused.empty_scratch(
-            rows,
-            capacity,
-            config.num_key_value_heads,
-            config.num_attention_heads,
-            config.head_dim,
-            weight.device,
-        )
-
-    def norm(
-        self, parts: Parts | None, kept: Tensor, norm: RMSNorm, out: Out, *, last: bool
-    ) -> Undivided | None:
-        late = out.codes is not None and not last
-        return fused.norm(
-            *(parts, kept, norm.weight, norm.eps, out, self._squares), late=late, early=self._early
-        )
-
-    def attend(
-        self,
-        qkv: Sequence[Parts],
-        undivided: Undivided | None,
-        attention: Attention,
-        cache: tuple[Tensor, Tensor],
-        position: Tensor,
-        out: Out,
-    ) -> None:
-        q, k, v = qkv
-        heads = _heads(attention, self._frequency)
-        fused.attend(
-            *(q, k, v, heads, self._turns, undivided, *cache, position, self._scratch, out),
-            early=self._early,
-        )
-
-    def gate(self, gate: Parts, up: Parts, undivided: Undivided | None, out: Out) -> None:
-        fused.gate(gate, up, undivided, out, self._rows, early=self._early)
+# Shapes: M rows of a step, V vocabulary, S slots, K key/value heads, E a head's width, R half of it
 
 
 class Step:
     """The launches of a step, and the caches of its rows.
 
-    `ahead` is how many blocks of weights a product asks for while it waits, `arch` the compute
-    capability (90 is 9.0) that products are launched for.
+    `arch` is the compute capability (90 is 9.0) that products are launched for.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        rows: int,
-        capacity: int,
-        *,
-        small_kernels: SmallKernels,
-        early: bool,
-        ahead: int,
-        arch: int,
-    ) -> None:
+    def __init__(self, decoder: Decoder, rows: int, capacity: int, *, arch: int) -> None:
         config, like = decoder.config, decoder.norm.weight
-        self._decoder, self._rows = decoder, rows
+        self._decoder, self._rows, self._arch = decoder, rows, arch
         self._device, self._dtype = like.device, like.dtype
-        self._ahead, self._arch = ahead, arch
         shape = (rows, capacity, config.num_key_value_heads, config.head_dim)
         self.caches = [
             (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(config.num_hidden_layers)
         ]
         """Keys and values of each layer, (M, S, K, E)."""
-        between = _Fused if small_kernels == "fused" else _Separate
-        self._between: _Between = between(decoder, rows, capacity, early)
+        frequency_R = frequencies(config, self._device)
+        angle_SR = torch.arange(capacity, device=self._device)[:, None].float() * frequency_R
+        self._turns = torch.stack([angle_SR.cos(), angle_SR.sin()], dim=1).to(self._dtype)
+        self._squares = empty_squares(rows, config.hidden_size, self._device)
+        self._scratch = empty_scratch(
+            rows,
+            capacity,
+            config.num_key_value_heads,
+            config.num_attention_heads,
+            config.head_dim,
+            self._device,
+        )
         self._outs: dict[int, Out] = {}
 
     def logits(self, token_M: Tensor, position_M: Tensor) -> Tensor:
         """(M, V), of a token of each row at its position, int64 and int32; its keys and values are
         put there."""
-        decoder, between = self._decoder, self._between
+        decoder = self._decoder
         config = decoder.config
         kept = decoder.embed(token_M)
         parts: Parts | None = None
@@ -180,20 +72,29 @@ class Step:
             assert isinstance(layer, Layer)
             attention, mlp = layer.attention, layer.mlp
             x = self._out(kept.shape[1], attention.q)
-            undivided = between.norm(parts, kept, layer.attention_norm, x, last=False)
-            qkv = self._products(x, (attention.q, attention.k, attention.v))
+            undivided = self._norm(parts, kept, layer.attention_norm, x)
+            q, k, v = self._products(x, (attention.q, attention.k, attention.v))
             x = self._out(config.num_attention_heads * config.head_dim, attention.o)
-            between.attend(qkv, undivided, attention, cache, position_M, x)
+            heads = Heads(_biases(attention), _norms(attention), _eps(attention), self._turns)
+            decode_launch.attend(q, k, v, heads, undivided, *cache, position_M, self._scratch, x)
             (parts,) = self._products(x, (attention.o,))
             x = self._out(kept.shape[1], mlp.gate)
-            undivided = between.norm(parts, kept, layer.mlp_norm, x, last=False)
+            undivided = self._norm(parts, kept, layer.mlp_norm, x)
             gate, up = self._products(x, (mlp.gate, mlp.up))
             x = self._out(_columns(mlp), mlp.down)
-            between.gate(gate, up, undivided, x)
+            decode_launch.gate(gate, up, undivided, x, self._rows)
             (parts,) = self._products(x, (mlp.down,))
         x = self._out(kept.shape[1], decoder.head)
-        between.norm(parts, kept, decoder.norm, x, last=True)
+        self._norm(parts, kept, decoder.norm, x, last=True)
         return self._head(x, decoder.head)
+
+    def _norm(
+        self, parts: Parts | None, kept: Tensor, norm: RMSNorm, out: Out, *, last: bool = False
+    ) -> Undivided | None:
+        """What readers of the product of `out` have to divide by; None where `out` is divided, as
+        floats are, and what the `last` norm gives to the head."""
+        late = out.codes is not None and not last
+        return decode_launch.norm(parts, kept, norm.weight, norm.eps, out, self._squares, late=late)
 
     def _out(self, columns: int, reader: nn.Module | None) -> Out:
         """Where the inputs of `reader` go; its kind decides what they are."""
@@ -214,9 +115,9 @@ class Step:
         config = small_m.config_for(
             weights[0].type, rows, weights[0].columns, self._rows, self._arch
         )
-        splits = -(-weights[0].row_blocks // -(-weights[0].row_blocks // config.splits))
+        splits = parts_of(weights[0].row_blocks, config)
         y = torch.empty(splits, self._rows, rows, dtype=torch.float32, device=self._device)
-        small_m.products(x.codes, weights, y, config, ahead=self._ahead)
+        small_m.products(x.codes, weights, y, config)
         firsts = [sum(weight.rows for weight in weights[:index]) for index in range(len(weights))]
         return [Parts(y, first) for first in firsts]
 
@@ -230,19 +131,15 @@ class Step:
             weight.type, weight.rows, weight.columns, self._rows, self._arch
         )
         if config.splits > 1:
-            y = torch.empty(config.splits, *logits.shape, dtype=torch.float32, device=self._device)
-            splits = -(-weight.row_blocks // -(-weight.row_blocks // config.splits))
-            small_m.products(x.codes, [weight], y[:splits], config, ahead=self._ahead)
+            splits = parts_of(weight.row_blocks, config)
+            y = torch.empty(splits, *logits.shape, dtype=torch.float32, device=self._device)
+            small_m.products(x.codes, [weight], y, config)
             total = y[0]
-            for part in y[1:splits]:
+            for part in y[1:]:
                 total = total + part
             return total.to(self._dtype)
-        small_m.products(x.codes, [weight], logits, config, ahead=self._ahead)
+        small_m.products(x.codes, [weight], logits, config)
         return logits
-
-
-def _heads(attention: Attention, frequency_R: Tensor) -> Heads:
-    return Heads(_biases(attention), _norms(attention), frequency_R, _eps(attention))
 
 
 def _biases(attention: Attention) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -28,10 +28,13 @@ PADDED = ((1, 1), (2, 2), (4, 3), (8, 7))
 """Rows of x that a kernel has room for, and has."""
 
 
-def times(x_MK: Tensor, weights: list[QuantTensor], padded: int, splits: int = 1) -> Tensor:
+def times(
+    x_MK: Tensor, weights: list[QuantTensor], padded: int, splits: int = 1, part: int = 16
+) -> Tensor:
+    """The product, by programs of `part` rows of W."""
     rows = sum(weight.shape[0] for weight in weights)
     y = torch.full((splits, len(x_MK), rows), torch.nan)
-    config = Config("codes", padded, 16, 1, 1, splits)
+    config = Config("codes", padded, part, 1, 1, splits)
     small_m.products(whole_numbers(x_MK), [pack(weight) for weight in weights], y, config)
     return y.sum(0)
 
@@ -52,6 +55,20 @@ def test_products_are_right_and_the_same_bits_for_any_number_of_rows(name: str) 
         assert error(y_MN, x_MK[:m], weight, None) < 1e-6, padded
         first = y_MN[0] if first is None else first
         assert torch.equal(y_MN[0], first), padded
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_every_row_of_tiles_of_any_height_is_written_and_has_the_bits_of_larger_programs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two multiprocessors: 70 rows are 2 tiles, which is even; 150 are 3, and become 4 of 37 and 38.
+    monkeypatch.setattr("engine.kernels.small_m_table.MULTIPROCESSORS", 2)
+    for rows in (70, 150):
+        weight, x_MK = random_matrix(name, rows, 512), torch.randn(1, 512)
+        y_MN = times(x_MK, [weight], 1, part=64)
+        assert error(y_MN, x_MK, weight, None) < 1e-3
+        assert torch.equal(times(x_MK, [weight], 1, part=16), y_MN)
+        assert torch.equal(times(x_MK, [weight], 8, part=32), y_MN)
 
 
 def test_matrices_of_one_input_stand_side_by_side() -> None:

@@ -1,11 +1,11 @@
 """Attention of one token of each row: chunks of its keys and values, and their join, in one launch.
 
-    _attend_joined   a program for each row, head of keys and chunk of CHUNK tokens
+    _attend   a program for each row, head of keys and chunk of CHUNK tokens
 
-A chunk is one tile, all of it asked for at once; of a DEPENDENT kernel, before the queries are there. Each
-program leaves its largest score, sum of exponentials and sums of values, and counts itself. The last
-of those that fill the same blocks of 256 columns, which are what a product takes, joins their chunks in
-order: which one that is changes no bit. It sets the count back to 0.
+A chunk is one tile, all of it asked for at once, before the queries are there. Each program leaves its
+largest score, sum of exponentials and sums of values, and counts itself. The last of those that fill the
+same blocks of 256 columns, which are what a product takes, joins their chunks in order: which one that is
+changes no bit. It sets the count back to 0.
 
 A program whose chunk is beyond the row's position ends at once, and is not counted.
 """
@@ -15,12 +15,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.decode import _begin, _write
-from engine.kernels.decode_fused import over_norm, rest_of, summed
+from engine.kernels.decode import _write, over_norm, rest_of, summed
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 
-# Arguments: see `decode_fused.py`.
+# Arguments: see `decode.py`.
 # Shapes: B blocks of 256 columns, E values of one or of a head, G query heads that share keys, R half a
 # head's width, T tokens of a chunk, H heads of a block, W a head's width
 
@@ -131,7 +130,7 @@ def _tile(keys_ptr, values_ptr, token_T, there_T, SLOT: tl.constexpr, R: tl.cons
 
 
 @triton.jit
-def _attend_joined(
+def _attend(
     q_ptr,  # parts: of a row of STRIDE, the query heads, one after the other
     k_ptr,  # the same of SHARED_STRIDE, as v
     v_ptr,
@@ -172,7 +171,6 @@ def _attend_joined(
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,  # chunks that the join has in flight
     CODES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     DTYPE: tl.constexpr = keys_ptr.dtype.element_ty
     row = tl.program_id(0) // SHARED
@@ -211,7 +209,6 @@ def _attend_joined(
         if NORM:
             q_norm_left_R, q_norm_right_R = tl.load(q_norm_ptr + r_R), tl.load(q_norm_ptr + R + r_R)
             k_norm_left_R, k_norm_right_R = tl.load(k_norm_ptr + r_R), tl.load(k_norm_ptr + R + r_R)
-        _begin(DEPENDENT)
         q_row_ptr, k_row_ptr = q_ptr + row * STRIDE, k_ptr + row * SHARED_STRIDE
         v_row_ptr = v_ptr + row * SHARED_STRIDE
         q_split, shared_split = part_rows * STRIDE, part_rows * SHARED_STRIDE
