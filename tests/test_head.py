@@ -194,7 +194,9 @@ def test_a_packed_teacher_is_evaluated_as_its_values_are() -> None:
         tokens_BT, documents_BT, labels_BT = batches[0].to_torch(device)
         logits_BTW = decoder.hidden(tokens_BT, documents_BT) @ values_of(head).T
         by_hand = torch.nn.functional.cross_entropy(logits_BTW.flatten(0, 1), labels_BT.flatten())
-    alone, _ = heldout_loss(decoder.hidden, head, batches[:1], device)
+    begun: list[int] = []
+    alone, _ = heldout_loss(decoder.hidden, head, batches[:1], device, begun=begun.append)
+    assert begun == [0]
     assert alone == pytest.approx(float(by_hand), rel=1e-6)
 
 

@@ -117,6 +117,21 @@ def test_logged_numbers_are_those_of_the_update(whole: Path) -> None:
     assert steps.value("lr", 19) == pytest.approx(3e-5)  # a tenth of it, at the last step
 
 
+def test_every_evaluation_is_named_before_it_is_made(whole: Path) -> None:
+    """A teacher that hangs in the first one is not looked for in the phase before."""
+    lines = (whole / "events.jsonl").read_text().splitlines()
+    phase: dict[str, str] = {}
+    found = []
+    for event in map(json.loads, lines):
+        if event["kind"] == "phase":
+            phase = event
+        elif event["kind"] == "eval":
+            found.append((event["subject"], phase["name"], phase["detail"].split(",")[0]))
+    assert found[0] == ("teacher", "evaluating", "the teacher")
+    assert {name for _, name, _ in found} == {"evaluating"}
+    assert all("student" in detail for subject, _, detail in found if subject != "teacher")
+
+
 def test_a_run_on_a_cpu_loads_no_compiler(whole: Path) -> None:
     """Neither torch's, nor the algebra it computes shapes with: they are half of what a start costs."""
     lines = (whole / "stderr.txt").read_text().splitlines()

@@ -54,10 +54,11 @@ PHASE_S = {
     "making the student": 300.0,
     "compiling": 600.0,
     "saving": 600.0,
-    "evaluating": 120.0,
+    "evaluating": FIRST_STEP_S,
     "measuring": FIRST_STEP_S,
 }
-"""By the beginning of the phase's name. Loading reads up to hundreds of GB, which may lie on a network."""
+"""By the beginning of the phase's name. Loading reads up to hundreds of GB, which may lie on a network; an
+evaluation says every few seconds how far it is."""
 OTHER_PHASE_S = 120.0
 FIRST_LINE_S = 120.0
 """From the start of the process to its first line: importing torch from a cold disk."""

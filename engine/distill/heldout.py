@@ -30,11 +30,15 @@ def heldout_loss(
     batches: Sequence[Batch],
     device: torch.device,
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    *,
+    begun: Callable[[int], None] = lambda number: None,
 ) -> tuple[float, int]:
-    """Mean cross entropy in nats over the labelled tokens of `batches`, and how many those are."""
+    """Mean cross entropy in nats over the labelled tokens of `batches`, and how many those are. `begun` is
+    told the number of each batch, from 0; the one before it is then done, but for its last operators."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        begun(number)
         tokens_BT, documents_BT, labels_BT = batch.to_torch(device)
         with autocast():
             hidden_BTD = hidden(tokens_BT, documents_BT)

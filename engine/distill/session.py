@@ -42,6 +42,13 @@ from engine.spec import RunSpec
 
 MEMORY_SETTLED_AFTER = 3
 """Steps after which the allocator has seen every phase of a step."""
+SAID_EVERY_S = 10.0
+"""How often an evaluation says how far it is."""
+OF = {
+    "teacher": "the teacher",
+    "untrained": "the student, not yet trained",
+    "student": "the student",
+}
 
 
 class Session:
@@ -86,9 +93,18 @@ class Session:
         trainer: Trainer,
     ) -> None:
         """Logs the held-out loss of `subject`. Raises TrainingFailed for one that is not finite."""
-        begun_s = time.perf_counter()
+        begun_s = said_s = time.perf_counter()
+        record.phase(self.log, "evaluating", OF[subject])
+
+        def say(number: int) -> None:
+            nonlocal said_s
+            if time.perf_counter() - said_s > SAID_EVERY_S:
+                said_s = time.perf_counter()
+                done = f"{OF[subject]}, {number} of {len(self.data.heldout)} batches"
+                record.phase(self.log, "evaluating", done)
+
         loss, labelled = heldout_loss(
-            hidden, head, self.data.heldout, trainer.device, trainer.autocast
+            hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
         )
         self.heldout_losses[subject] = loss
         self.log.write(
@@ -132,7 +148,6 @@ class Session:
             save = (last and spec.checkpoint.at_end) or _due(step.step, spec.checkpoint.every)
             pause = last or save or _due(step.step, spec.eval.every)
             if pause:
-                record.phase(self.log, "evaluating")
                 student = whole_student(trainer.student)
                 self.evaluate("student", student.hidden, DenseHead(student.head_weight), trainer)
             if save:
