@@ -133,6 +133,8 @@ class _Captured:
             return hidden_BTD
 
         inputs = [self._x_BTD, *weights]
+        # Casts from before the capture would keep the weights' nodes of then, whose stream is not captured.
+        torch.clear_autocast_cache()
         aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(aside):
