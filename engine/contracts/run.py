@@ -6,6 +6,9 @@ has no receipt, and no receipt is Unknown(NotRun). Nothing here decides: receipt
 
 from __future__ import annotations
 
+import os
+import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +24,9 @@ from engine.contracts.source import Sources
 
 TESTS_LIMIT_S = 900.0
 COMMAND_LIMIT_S = 3600.0
+_MADE = r"(?:pytest-of-[\w.-]*(?:/pytest-\d*)?/?|apr-contract-\w*/?|tmp[a-z0-9_]{8}(?![\w.-])/?)?"
+"""What pytest, tempfile and a run of a contract make in the folder of temporary files; a text that was cut
+may end within it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +95,16 @@ def _tests_of(falsifiers: Sequence[Falsifier]) -> list[Falsifier]:
     return [falsifier for falsifier in falsifiers if falsifier.test.startswith("python:")]
 
 
+def without_machine(text: str, root: Path) -> str:
+    """A text without places of this machine: the project is `.`, and `TMP/` stands for the folder of
+    temporary files with what pytest or tempfile made there, whose names are others in each run."""
+    folders = {"/tmp", tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir())}
+    text = text.replace(str(root), ".")
+    for folder in sorted(folders, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w.-]){re.escape(folder)}/{_MADE}", "TMP/", text)
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class _Maker:
     contract: Contract
@@ -116,7 +132,7 @@ class _Maker:
             rc=ran.rc,
             counts=counts,
             result=result,
-            detail=detail.replace(str(Path.cwd()), "."),
+            detail=without_machine(detail, Path.cwd()),
             duration_s=round(ran.duration_s, 3),
             host=self.host,
             unix_s=round(time.time(), 3),

@@ -16,6 +16,8 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.parsing import PARSING
+
 _MARK = re.compile(r"# contract: (?P<ids>[a-z0-9][a-z0-9.\-]*(?:, [a-z0-9][a-z0-9.\-]*)*)\s*")
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -55,12 +57,7 @@ class Sources:
         """The functions and classes of a file, with the first line of each; empty where it cannot be
         read."""
         if file not in self._names:
-            text = self.text(file)
-            try:
-                tree = ast.parse(text) if text is not None else ast.Module([], [])
-            except (SyntaxError, ValueError, RecursionError):
-                tree = ast.Module([], [])
-            self._names[file] = dict(_definitions(tree, ""))
+            self._names[file] = dict(_definitions(_tree(self.text(file)), ""))
         return self._names[file]
 
     def has(self, reference: str) -> bool:
@@ -91,13 +88,8 @@ class Sources:
 
     def helpers(self, file: Path) -> list[Path]:
         """Modules beside a file that it imports, by their own names or by those of the folder."""
-        text = self.text(file)
-        try:
-            tree = ast.parse(text or "")
-        except (SyntaxError, ValueError, RecursionError):
-            return []
         names = set()
-        for node in ast.walk(tree):
+        for node in ast.walk(_tree(self.text(file))):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -105,6 +97,15 @@ class Sources:
         own = {name.removeprefix(f"{file.parent.name}.") for name in names}
         beside = [file.parent / f"{name}.py" for name in sorted(own) if "." not in name]
         return [path for path in beside if path.is_file()]
+
+
+def _tree(text: str | None) -> ast.Module:
+    """What a file says; an empty module where it cannot be read."""
+    try:
+        with PARSING:  # Contracts are run, and their code read, in several threads.
+            return ast.parse(text or "")
+    except (SyntaxError, ValueError, RecursionError):
+        return ast.Module([], [])
 
 
 def _comments(text: str) -> list[tuple[int, str]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 from typing import Any
 
 import triton
@@ -26,16 +25,13 @@ from triton.compiler.compiler import make_backend
 from engine.errors import InternalError
 from engine.kernels import bodies
 from engine.kernels.key import KernelKey, Variant
+from engine.parsing import PARSING
 
 ALIGNMENT_BYTES = 16
 WARP_THREADS = 32
 ARCHITECTURES = (80, 89, 90, 100, 120, 121)
 """Compute capabilities that every kernel compiles for: A100, L4 and 4090, H100 and H200, B200, 5090,
 GB10."""
-
-# Python before 3.11.8 and 3.12.2 counts the depth of a tree that it makes for all threads together:
-# where a garbage collection lets a second thread parse, the first fails with SystemError.
-_PARSING = threading.RLock()
 
 
 def key_for(variant: Variant, arch: int) -> KernelKey:
@@ -117,7 +113,7 @@ class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
         """Triton asks a source for its code only when the cache on disk has no body of it."""
 
     def hash(self) -> str:
-        with _PARSING:
+        with PARSING:
             return f"{super().hash()}-{self.symbol}"
 
     def make_ir(self, *arguments: Any) -> Any:
@@ -127,7 +123,7 @@ class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
         named.repr = lambda _: self.symbol
         self.fn = named
         try:
-            with _PARSING:
+            with PARSING:
                 return super().make_ir(*arguments)
         finally:
             self.fn = self.variant.function
@@ -144,7 +140,6 @@ def _options(variant: Variant) -> dict[str, int | bool]:
         "num_warps": variant.warps,
         "num_stages": variant.stages,
         "enable_fp_fusion": variant.fp_fusion,
-        "launch_pdl": variant.dependent,
     }
 
 
