@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.bench.random_weights import random_blocks
-from engine.kernels.small_m_table import MAX_ROWS, config_for, crossover_rows
+from engine.kernels.small_m_table import (
+    MAX_ROWS,
+    MULTIPROCESSORS,
+    TILE,
+    TILES_AT_ONCE,
+    config_for,
+    crossover_rows,
+    tiles_of,
+)
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack
 from engine.quant.tensor import QuantTensor
@@ -45,7 +54,24 @@ def test_the_order_of_a_sum_is_that_of_one_row_up_to_eight(
     name: str, rows: int, blocks: int
 ) -> None:
     configs = [config_for(BLOCK_TYPES[name], rows, 256 * blocks, m, 90) for m in range(1, 9)]
-    assert len({(config.rows, config.splits, config.family) for config in configs}) == 1
+    assert len({(config.splits, config.family) for config in configs}) == 1
+    assert all(TILE % config.rows == 0 for config in configs)
+
+
+@given(rows=st.lists(st.integers(1, 300_000), min_size=1, max_size=3), splits=st.integers(1, 8))
+def test_tiles_are_no_higher_than_they_may_be_and_even_where_all_run_at_once(
+    rows: list[int], splits: int
+) -> None:
+    tiles = tiles_of([*rows, 0], splits)
+    assert tiles[-1] == 0
+    for count, here in zip(rows, tiles, strict=False):
+        edges = [tile * count // here for tile in range(here + 1)]
+        assert edges[0] == 0 and edges[-1] == count
+        assert all(0 < after - before <= TILE for before, after in pairwise(edges))
+    least = sum(-(-count // TILE) for count in rows)
+    if splits == 1 and MULTIPROCESSORS < least <= TILES_AT_ONCE * MULTIPROCESSORS:
+        # Short of a whole round by less than one tile for each matrix.
+        assert -(sum(tiles) % -MULTIPROCESSORS) < len(rows)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -203,33 +229,3 @@ def test_a_row_is_the_same_bits_whatever_is_beside_it(name: str, rows: int, colu
     together_MN = fused_linear(x_MK, weight, None)
     for m in range(1, 8):
         assert torch.equal(fused_linear(x_MK[:m].contiguous(), weight, None), together_MN[:m]), m
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
-def test_products_by_lanes_are_those_of_codes_in_another_order(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from engine.kernels import small_m, small_m_lanes
-    from engine.kernels.small_m_lanes import Lanes, product_by_lanes
-
-    weight, variant = pack(on_gpu(name, 130, 2304)), small_m_lanes.variant
-    for m in (1, 2, 5, 8):
-        config = dataclasses.replace(config_for(weight.type, 130, 2304, m, 90), splits=1)
-        x = small_m.whole_numbers(torch.randn(m, 2304, device="cuda").bfloat16())
-        expected = torch.full((1, m, 130), torch.nan, device="cuda")
-        small_m.products(x, [weight], expected, config)
-        for blocks in (1, 4):
-            found = []
-            # However it is loaded, and with and without PTX.
-            for stages, plain in ((1, False), (2, False), (3, False), (1, True)):
-                monkeypatch.setattr(
-                    small_m_lanes,
-                    "variant",
-                    lambda *a, plain=plain, **k: variant(*a, plain=plain, **k),
-                )
-                lanes = Lanes(turns=2, blocks=blocks, warps=4, stages=stages)
-                found.append(torch.full((1, m, 130), torch.nan, device="cuda"))
-                product_by_lanes(x, weight, found[-1], lanes)
-                assert torch.equal(found[-1], found[0]), (m, blocks, stages, plain)
-            assert error(found[0], expected.double()) < 1e-5, (m, blocks)

@@ -41,7 +41,15 @@ from engine.kernels.small_m_inputs import Inputs, whole_numbers
 from engine.kernels.small_m_k45 import _tiles_k45
 from engine.kernels.small_m_parts import _add_splits
 from engine.kernels.small_m_q6k import _tiles_q6_k
-from engine.kernels.small_m_table import CODES_ROWS, MAX_ROWS, Config, config_for, crossover_rows
+from engine.kernels.small_m_table import (
+    CODES_ROWS,
+    MAX_ROWS,
+    TILE,
+    Config,
+    config_for,
+    crossover_rows,
+    tiles_of,
+)
 from engine.quant.blocks import BlockType
 from engine.quant.planes import PackedMatrix
 
@@ -121,12 +129,9 @@ def products(
     y: Tensor,
     config: Config,
     bias_N: Tensor | None = None,
-    *,
-    ahead: int = 0,
 ) -> None:
     """Writes x W^T of 1 to 3 matrices of one width, side by side, into y of shape (splits, M, all
     rows); the first two of three are of one type. The bias is added where `config` splits no sums.
-    `ahead`: see `small_m_codes.py`.
     """
     m = len(x.scales_MB)
     blocks = weights[0].row_blocks
@@ -139,15 +144,18 @@ def products(
     each = [_planes_of(weight) for weight in weights]
     each += [each[0]] * (3 - len(each))
     rows = [weight.rows for weight in weights] + [0] * (3 - len(weights))
-    tiles = sum(triton.cdiv(count, config.rows) for count in rows)
+    splits = triton.cdiv(blocks, split_blocks)
+    tiles = tiles_of(rows, splits)
+    programs = sum(tiles) * (TILE // config.rows)
     launch(
-        product([weight.type for weight in weights], config, y.dtype, _dtype(bias_N), ahead=ahead),
-        (tiles, triton.cdiv(blocks, split_blocks)),
+        product([weight.type for weight in weights], config, y.dtype, _dtype(bias_N)),
+        (programs, splits),
         *x,
         *(plane for planes in each for plane in planes),
         x.scales_MB if bias_N is None else bias_N,
         y,
         *rows,
+        *tiles,
         blocks,
         m,
         split_blocks,
@@ -212,7 +220,6 @@ def product(
     out: torch.dtype,
     bias: torch.dtype | None,
     *,
-    ahead: int = 0,
     plain: bool = False,
 ) -> Variant:
     """The kernel of `products`."""
@@ -221,23 +228,22 @@ def product(
         ("KIND", types[0].name),
         ("LAST", types[-1].name),
         ("MP", config.padded),
+        ("TILE", TILE),
         ("ROWS", config.rows),
         ("BIAS", bias is not None and config.splits == 1),
         ("PLAIN", plain or bool(knobs.runtime.interpret)),
         ("STAGES", config.stages),
-        ("AHEAD", ahead),
     )
     planes = ("*u8", "*u8", "*i32", "*u8") * 3
     ends = (pointer_type(torch.float32 if bias is None else bias), pointer_type(out))
     return Variant(
         function=_products,
-        types=("*i8", "*fp32", "*i32", *planes, *ends, *["i32"] * 6),
+        types=("*i8", "*fp32", "*i32", *planes, *ends, *["i32"] * 9),
         constants=constants,
         warps=config.warps,
         stages=config.stages,
         # Rounded where it is written, so that no number of rows rounds elsewhere.
         fp_fusion=False,
-        dependent=ahead > 0,
     )
 
 

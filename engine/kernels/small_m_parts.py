@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -104,8 +103,9 @@ def four_words(pointer_R):
 
 @triton.jit
 def turned(tile, step, start, end):
-    """Where program `tile` is at `step` of start to end. Each begins elsewhere and goes round: they run
-    at the same time, and would all want the same inputs from the same part of the L2 cache."""
+    """Where the programs of `tile` are at `step` of start to end. Each tile begins elsewhere and goes round:
+    they are worked on at the same time, and would all want the same inputs from the same part of the L2
+    cache."""
     at = step + tile % (end - start)
     return tl.where(at >= end, at - (end - start), at)
 
@@ -125,32 +125,37 @@ def words_of_d(d_ptr, row_R, row_blocks, b):
 
 
 @triton.jit
-def prefetched(row_R, SIZE: tl.constexpr, tile, start, end, AHEAD: tl.constexpr):
-    """Asks for the first blocks of SIZE bytes that a program will read of its rows, to be in the L2
-    cache when it reads them."""
-    first = turned(tile, start, start, end)
-    for ahead in tl.static_range(AHEAD):
-        b = tl.minimum(first + ahead, end - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [row_R + b * SIZE],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+def rows_of(program, tiles, rows, TILE: tl.constexpr, ROWS: tl.constexpr):
+    """The tile of a program, and from where to where its rows are: a matrix is cut into `tiles` of nearly the
+    same number of rows, at most TILE, and each is done by TILE / ROWS programs. There may be none."""
+    tile = program // (TILE // ROWS)
+    start_row = (tile.to(tl.int64) * rows // tiles).to(tl.int32)
+    end_row = ((tile + 1).to(tl.int64) * rows // tiles).to(tl.int32)
+    first_row = start_row + program % (TILE // ROWS) * ROWS
+    return tile, tl.minimum(first_row, end_row), tl.minimum(first_row + ROWS, end_row)
 
 
 @triton.jit
-def after_others():
-    """Lets the next kernel begin, and waits until the one before has written all its results."""
-    gdc_launch_dependents()
-    gdc_wait()
+def both_bytes(p_RN):
+    """128 times the sums with upper bytes of x plus those with lower ones, which lie side by side."""
+    ROWS: tl.constexpr = p_RN.shape[0]
+    upper_RC, lower_RC = tl.split(tl.reshape(p_RN, [ROWS, p_RN.shape[1] // 2, 2]))
+    return upper_RC * 128 + lower_RC
+
+
+@triton.jit
+def sum_of_four(y_RC):
+    """Each four columns added: (0 + 1) + (2 + 3)."""
+    ROWS: tl.constexpr = y_RC.shape[0]
+    C: tl.constexpr = y_RC.shape[1]
+    one_RC, other_RC = tl.split(tl.reshape(y_RC, [ROWS, C // 2, 2]))
+    one_RM, other_RM = tl.split(tl.reshape(one_RC + other_RC, [ROWS, C // 4, 2]))
+    return one_RM + other_RM
 
 
 @triton.jit
 def store(y_RM, y_ptr, bias_ptr, first_row, rows, stride, m, BIAS: tl.constexpr):
-    """Writes rows `first_row` and on of W times all rows of x into y of shape (splits, m, stride), at
+    """Writes rows `first_row` to `rows` of W times all rows of x into y of shape (splits, m, stride), at
     the second number of this program."""
     ROWS: tl.constexpr = y_RM.shape[0]
     row_R = first_row + tl.arange(0, ROWS)

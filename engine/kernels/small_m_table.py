@@ -10,6 +10,7 @@ No torch and no triton, so that choices can be explained anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,38 +37,45 @@ class Config:
 
 
 # For padded rows of x: rows of W, warps and stages of a program, for matrices that occupy a GPU of
-# 132 multiprocessors without being split, and for others. From 1 to 8 rows of x, the kernels of codes,
-# rows of W are the same: the order of a sum depends on them.
+# 132 multiprocessors without being split, and for others. Up to 8 rows of x those rows are a part of a
+# tile, so that no sum depends on them.
 _Shape = tuple[int, int, int]
 _LAUNCHES: dict[str, dict[int, tuple[_Shape, _Shape]]] = {
     "Q4_K": {
-        1: ((64, 4, 3), (32, 2, 2)),
-        2: ((64, 4, 3), (32, 2, 2)),
-        4: ((64, 4, 3), (32, 2, 2)),
-        8: ((64, 4, 3), (32, 2, 2)),
+        1: ((64, 4, 3), (64, 4, 3)),
+        2: ((64, 4, 3), (64, 4, 3)),
+        4: ((64, 4, 2), (64, 4, 2)),
+        8: ((64, 2, 3), (64, 2, 3)),
         16: ((32, 2, 3), (32, 2, 3)),
         32: ((32, 2, 3), (32, 2, 2)),
         64: ((128, 4, 2), (64, 4, 2)),
     },
     "Q5_K": {
-        1: ((64, 4, 2), (32, 2, 2)),
-        2: ((64, 4, 2), (32, 2, 2)),
-        4: ((64, 4, 2), (32, 2, 2)),
-        8: ((64, 4, 2), (32, 2, 2)),
+        1: ((32, 2, 2), (32, 2, 2)),
+        2: ((32, 2, 2), (32, 2, 2)),
+        4: ((32, 2, 2), (32, 2, 2)),
+        8: ((64, 2, 2), (64, 2, 2)),
         16: ((32, 2, 2), (32, 2, 2)),
         32: ((32, 2, 3), (32, 2, 2)),
         64: ((64, 4, 2), (64, 4, 2)),
     },
     "Q6_K": {
-        1: ((64, 4, 2), (32, 2, 2)),
-        2: ((64, 4, 2), (32, 2, 2)),
-        4: ((64, 4, 2), (32, 2, 2)),
-        8: ((64, 4, 2), (32, 2, 2)),
+        1: ((64, 4, 4), (32, 2, 2)),
+        2: ((64, 4, 2), (64, 4, 2)),
+        4: ((64, 4, 2), (64, 4, 2)),
+        8: ((64, 4, 3), (64, 4, 3)),
         16: ((32, 2, 2), (32, 2, 2)),
         32: ((64, 2, 2), (32, 2, 2)),
         64: ((128, 4, 2), (64, 4, 2)),
     },
 }
+TILE = 64
+"""Rows of W of a tile of codes, at most. The order of a row's sums is that of its tile."""
+TILE_WARPS = 4
+MULTIPROCESSORS = 132
+"""Of the GPU that was measured. On others tiles are as right, and not as even."""
+TILES_AT_ONCE = 7
+"""That a multiprocessor has room for."""
 _FULL_ROWS = 28672
 """Rows of W, or of W times splits, that occupy the GPU."""
 _FEW_WARPS = 528
@@ -76,18 +84,35 @@ _FEW_WARPS = 528
 
 def config_for(type_: BlockType, rows: int, columns: int, m: int, arch: int) -> Config:
     """How to launch `m` rows of x times a matrix, on compute capability `arch`."""
-    family: Literal["codes", "tiles"] = "codes" if m <= CODES_ROWS else "tiles"
     padded = 1 << (m - 1).bit_length()
     blocks = columns // type_.block_size
     shape = _LAUNCHES[type_.name][padded][0 if rows >= _FULL_ROWS else 1]
-    programs = -(-rows // shape[0])
-    splits = max(1, _FULL_ROWS // shape[0] // programs)
+    if m <= CODES_ROWS:
+        family: Literal["codes", "tiles"] = "codes"
+        programs, warps = -(-rows // TILE), TILE_WARPS
+        splits = -(-_FULL_ROWS // TILE // programs)
+    else:
+        family = "tiles"
+        programs, warps = -(-rows // shape[0]), shape[1]
+        splits = max(1, _FULL_ROWS // shape[0] // programs)
     if splits > blocks // 2:
         splits = max(1, blocks // 2)
-        if programs * shape[1] * splits < _FEW_WARPS:
+        if programs * warps * splits < _FEW_WARPS:
             splits = blocks
     stages = max(2, min(shape[2], -(-blocks // splits)))
     return Config(family, padded, shape[0], shape[1], stages, splits)
+
+
+def tiles_of(rows: Sequence[int], splits: int) -> list[int]:
+    """How many tiles to cut each of some matrices into that are multiplied together: of at most TILE rows and,
+    where sums are not split and a GPU has all at once, so many that each of its multiprocessors has the same
+    number: with 4 on some and 5 on others, half of the GPU waits for the rest."""
+    least = [-(-count // TILE) for count in rows]
+    programs = sum(least)
+    rounds = -(-programs // MULTIPROCESSORS)
+    if splits > 1 or not 1 < rounds <= TILES_AT_ONCE:
+        return least
+    return [rounds * MULTIPROCESSORS * few // programs for few in least]
 
 
 _PUBLISHED = {80: 64, 86: 64, 89: 64, 100: 8, 103: 8, 120: 64, 121: 64}
