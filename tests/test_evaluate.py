@@ -29,7 +29,7 @@ from engine.evaluate.humaneval import Settings, evaluate, self_test
 from engine.evaluate.model import Model, open_model
 from engine.evaluate.passk import mean_pass_at_k, pass_at_k
 from engine.evaluate.perplexity import perplexity, read_documents
-from engine.evaluate.problems import Problems, read_problems
+from engine.evaluate.problems import Problem, Problems, read_problems
 from engine.evaluate.report import compare, report, report_of_file
 from engine.evaluate.results import Result, open_results, read_results
 from engine.evaluate.sandbox import Exam, Sandbox, Trial, open_sandbox
@@ -233,25 +233,80 @@ def test_reference_solutions_pass_and_empty_ones_fail(
 ) -> None:
     lines = humaneval_lines() if benchmark == "humaneval" else mbpp_lines()
     found = read_problems(write_lines(tmp_path / "own.jsonl", lines), benchmark)
-    self_test(sandbox, found.problems, hostiles=())
+    assert self_test(sandbox, found.problems, hostiles=()) == {}
+
+
+def changed(count: int, **change: str) -> list[dict[str, str]]:
+    return [
+        line | change if index < count else line for index, line in enumerate(humaneval_lines())
+    ]
+
+
+WRONG = {"canonical_solution": "    return 0\n"}
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("lines", "said"),
     [
-        ("canonical_solution", "    return 0\n", "its reference solution: fail"),
-        ("test", "def check(candidate):\n    candidate(1)\n", "an empty solution: pass"),
-        ("test", "def check(candidate):\n    pass\n", "the tests call nothing"),
+        (changed(2, **WRONG), "Own/1: its reference solution does not pass here: fail"),
+        (changed(1, **WRONG)[:1], "Own/0: its reference solution does not pass here"),
+        (
+            changed(1, test="def check(candidate):\n    candidate(1)\n"),
+            "Own/0: an empty solution: pass",
+        ),
     ],
 )
 def test_a_harness_that_cannot_tell_right_from_wrong_is_refused(
-    key: str, value: str, said: str, sandbox: Sandbox, tmp_path: Path
+    lines: list[dict[str, str]], said: str, sandbox: Sandbox, tmp_path: Path
 ) -> None:
-    lines = humaneval_lines()
-    lines[0][key] = value
     found = read_problems(write_lines(tmp_path / "own.jsonl", lines), "humaneval")
     with pytest.raises(NoAnswer, match=said):
         self_test(sandbox, found.problems, hostiles=())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (WRONG, "fail, an assertion does not hold: assert candidate(2) == 4"),
+        ({"test": "def check(candidate):\n    pass\n"}, "harness, the tests call nothing"),
+        ({"test": "import absent_module\n"}, "No module named 'absent_module'"),
+    ],
+)
+def test_a_problem_whose_reference_does_not_pass_is_left_out_with_the_reason(
+    change: dict[str, str], said: str, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    lines = write_lines(tmp_path / "own.jsonl", changed(1, **change))
+    problems = read_problems(lines, "humaneval").problems
+    found = self_test(sandbox, problems, hostiles=(), unfit=1)
+    assert list(found) == ["Own/0"]
+    assert found["Own/0"].startswith("its reference solution does not pass here: ")
+    assert said in found["Own/0"]
+
+
+def test_no_more_problems_are_left_out_than_was_allowed_and_none_unless_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exam = Exam(setup="", tests="")
+    many = [
+        Problem(task_id=str(index), prompt="", head="", reference="right", tests=exam)
+        for index in range(6)
+    ]
+
+    def left_out(wrong: int, allowed: int) -> dict[str, str]:
+        def trials(_: Sandbox, some: list[Any], texts: list[str]) -> list[Trial]:
+            return [
+                Trial("pass" if text and int(one.task_id) >= wrong else "fail", "it is")
+                for one, text in zip(some, texts, strict=True)
+            ]
+
+        monkeypatch.setattr(module, "trials", trials)
+        return self_test(Sandbox(bwrap="", version=""), many, hostiles=(), unfit=allowed)
+
+    monkeypatch.setattr(module, "not_contained", lambda *_: [])
+    assert left_out(0, 0) == {} and list(left_out(3, 3)) == ["0", "1", "2"]
+    for wrong, allowed in ((1, 0), (4, 3), (6, 6)):
+        with pytest.raises(NoAnswer, match="expected every reference solution to pass"):
+            left_out(wrong, allowed)
 
 
 def test_a_function_called_like_a_built_in_one_is_the_programs(
@@ -262,7 +317,57 @@ def test_a_function_called_like_a_built_in_one_is_the_programs(
         "test_list": ["assert sum(3, 4) == 12", "assert set([sum(1, 2)]) == set([2])"],
     }
     found = read_problems(write_lines(tmp_path / "own.jsonl", [line]), "mbpp")
-    self_test(sandbox, found.problems, hostiles=())
+    assert self_test(sandbox, found.problems, hostiles=()) == {}
+
+
+def test_tests_may_use_the_programs_classes_types_and_modules(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    lines = [
+        {
+            "task_id": 1,
+            "text": "How tall is a tree?",
+            "code": "class Node:\n    def __init__(self, data):\n        self.data, self.left = data, None\n"
+            "def tall(root):\n    return 1 + tall(root.left) if root else 0\n",
+            "test_setup_code": "root = Node(1)\nroot.left = Node(2)",
+            "test_list": ["assert tall(root) == 2", "assert tall(Node(3)) == 1"],
+        },
+        {
+            "task_id": 2,
+            "text": "Only those of a type.",
+            "code": "def only(values, kind):\n    return [v for v in values if type(v) is kind]\n",
+            "test_setup_code": "",
+            "test_list": ["assert only((1, 'a', 2.5), float) == [2.5]"],
+        },
+        {
+            "task_id": 3,
+            "text": "The size of a tuple.",
+            "code": "import sys\nimport os.path as place\n"
+            "def size(values):\n    return sys.getsizeof(values)\n",
+            "test_setup_code": "end = place.basename('a/b')",
+            "test_list": ["assert size((1, end)) == sys.getsizeof((1, 'b'))"],
+        },
+    ]
+    found = read_problems(write_lines(tmp_path / "own.jsonl", lines), "mbpp")
+    assert self_test(sandbox, found.problems, hostiles=()) == {}
+
+
+def test_an_array_of_problems_is_read_as_lines_are(tmp_path: Path) -> None:
+    lines = [
+        {key: line[key] for key in ("task_id", "code", "test_list")}
+        | {"prompt": line["text"], "test_imports": ["import math"], "source_file": "own.ipynb"}
+        for line in mbpp_lines()
+    ]
+    path = tmp_path / "array.json"
+    path.write_text(json.dumps(lines, indent=1))
+    as_lines = read_problems(write_lines(tmp_path / "own.jsonl", lines), "mbpp")
+    assert read_problems(path, "mbpp").problems == as_lines.problems
+    path.write_text(json.dumps([*lines, {"task_id": 9}]))
+    with pytest.raises(BadInput, match=r"array.json, problem 5 — expected the list of texts"):
+        read_problems(path, "mbpp")
+    path.write_text(json.dumps(lines)[:-1])
+    with pytest.raises(BadInput, match="expected JSON"):
+        read_problems(path, "mbpp")
 
 
 # Models
@@ -455,6 +560,46 @@ def test_the_command_prints_the_figures_and_compares(
 
 
 @pytest.mark.usefixtures("no_hostiles", "sandbox")
+def test_a_problem_that_is_left_out_is_named_in_every_receipt_and_counted_in_none(
+    knowing: Path,
+    ignorant: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = str(write_lines(tmp_path / "own.jsonl", changed(1, **WRONG)))
+    given = ["eval", "humaneval", str(knowing), "--data", data, "--max-tokens", "24"]
+    given += ["--results", str(tmp_path / "r.jsonl")]
+    assert main(given) == 2
+    assert "Own/0: its reference solution does not pass here" in capsys.readouterr().err
+    given += ["--unfit", "1"]
+    assert main([*given, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == 3 and told["passed"] == 2 and told["pass_at_k"] == {"1": 2 / 3}
+    assert told["without"] == ["Own/0"] and list(told["left_out"]) == ["Own/0"]
+    assert "Own/0" not in [one["task_id"] for one in told["per_problem_results"]]
+    # It goes on where it was stopped, and a model beside it is asked the same problems.
+    assert main([*given, "--against", str(ignorant)]) == 0
+    out, err = capsys.readouterr()
+    assert "3 are finished" in err
+    assert "left out of the count: Own/0: its reference solution does not pass here: fail" in out
+    assert (
+        "2 of 3 programs, 3 problems" in out
+        and "\nwithout" not in out
+        and "2 solved by this model alone" in out
+    )
+    for path in (tmp_path / "r.jsonl", tmp_path / "ignorant-humaneval.jsonl"):
+        found, about = report_of_file(path)
+        assert found.known and found.problems == 3 and about["without"] == ["Own/0"]
+    # In other words it is the same; with another problem left out it is not.
+    monkeypatch.setattr(module, "self_test", lambda *_, **__: {"Own/0": "no"})
+    assert main(given) == 0
+    monkeypatch.setattr(module, "self_test", lambda *_, **__: {"Own/1": "no"})
+    assert main(given) == 65
+    assert "with without ['Own/1'], found ['Own/0']" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_hostiles", "sandbox")
 def test_results_of_other_problems_are_no_second_model(
     knowing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -498,7 +643,7 @@ def test_a_judge_that_dies_makes_the_command_exit_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     data = str(write_lines(tmp_path / "own.jsonl", humaneval_lines()))
-    monkeypatch.setattr(module, "self_test", lambda *_, **__: None)
+    monkeypatch.setattr(module, "self_test", lambda *_, **__: {})
     monkeypatch.setattr(Sandbox, "try_program", lambda *_: Trial("harness", "it died"))
     monkeypatch.setattr(
         "engine.evaluate.sandbox.open_sandbox", lambda: Sandbox(bwrap="", version="")

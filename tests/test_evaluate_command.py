@@ -60,8 +60,9 @@ def eval_(
     begun of what takes long."""
     begun: list[str] = []
 
-    def self_test(*_: Any, **__: Any) -> None:
+    def self_test(*_: Any, **__: Any) -> dict[str, str]:
         begun.append("self-test")
+        return {}
 
     def trial(self: Sandbox, program: str, exam: Any) -> Trial:
         begun.append("program")
@@ -280,6 +281,37 @@ def test_a_bad_problem_is_shown_as_it_is(
     lines: list[dict[str, Any]] = [problem(0), {**problem(1), **change}]
     with pytest.raises(BadInput, match=words):
         read_problems(written(tmp_path / "bad.jsonl", lines), "humaneval")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"task_id": None}, "expected the number or text task_id, as in mbpp, found null"),
+        ({"task_id": ""}, "expected the number or text task_id"),
+        ({"task_id": [1]}, r"found \[1\]"),
+        ({"task_id": True}, "found true"),
+        ({"test_list": []}, "test_list with at least one test"),
+    ],
+)
+def test_a_bad_problem_of_mbpp_is_shown_as_it_is(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    whole: dict[str, Any] = {"task_id": 1, "text": "", "code": "", "test_list": ["assert f()"]}
+    path = written(tmp_path / "own.jsonl", [whole])
+    assert read_problems(path, "mbpp").problems[0].task_id == "1"
+    with pytest.raises(BadInput, match=words):
+        read_problems(written(path, [whole | change]), "mbpp")
+
+
+def test_a_file_of_the_other_benchmark_or_of_another_kind_says_what_to_do(tmp_path: Path) -> None:
+    path = written(tmp_path / "own.jsonl", [problem(0)])
+    with pytest.raises(BadInput) as other:
+        read_problems(path, "mbpp")
+    assert other.value.hint == "it looks like one of `engine eval humaneval`"
+    path.write_bytes(b"PAR1\x15\x04")
+    with pytest.raises(BadInput) as kind:
+        read_problems(path, "mbpp")
+    assert "a JSON object a line" in (kind.value.hint or "")
 
 
 def test_a_lock_is_gone_with_its_writer(tmp_path: Path) -> None:

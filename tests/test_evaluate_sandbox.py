@@ -92,6 +92,7 @@ def test_a_program_that_waits_is_ended_by_the_clock_and_leaves_nothing(sandbox: 
     ("setup", "text", "reason"),
     [
         ("raise ValueError(3)", "assert f() == 1", "the problem's own code raises ValueError"),
+        ("a = Tree(1", "assert f() == 1", "the problem's own code raises SyntaxError"),
         ("", "assert f(", "the problem's own code raises SyntaxError"),
         ("", "assert 1 == 1", "the tests call nothing"),
         ("", "assert f(lambda: 1) == 1", "no plain data"),
@@ -103,6 +104,116 @@ def test_what_the_problem_does_wrong_says_nothing_about_the_program(
     trial = sandbox.try_program("def f(*args): return 1", exam(text, setup))
     assert trial.outcome == "harness"
     assert reason in trial.reason
+
+
+NODE = """
+class Node:
+    def __init__(self, data):
+        self.data, self.left, self.right = data, None, None
+    def grow(self, data):
+        self.left = Node(data)
+        return self.left
+def height(root):
+    return 0 if root is None else 1 + max(height(root.left), height(root.right))
+def leftmost(root):
+    return root if root.left is None else leftmost(root.left)
+"""
+TREE = Exam(
+    setup="root = Node(1)\nroot.left = Node(2)\nroot.left.right = Node(3)\n",
+    tests="assert height(root) == 3\nassert height(root.left) == 2\nassert root.left.data == 2\n"
+    "assert leftmost(root) is root.left\nassert root.right is None\nassert [root] == [root]\n"
+    "assert root.left.grow(9).data == 9\nassert leftmost(root) is root.left.left\n",
+    classes=("Node",),
+)
+
+
+@pytest.mark.parametrize("program", [NODE, NODE.replace("class Node", "class Node(dict)")])
+def test_tests_use_objects_of_the_programs_classes(program: str, sandbox: Sandbox) -> None:
+    assert sandbox.try_program(program, TREE).outcome == "pass"
+
+
+def test_a_class_of_the_tests_may_be_what_python_has(sandbox: Sandbox) -> None:
+    pairs = Exam(
+        setup="", tests="assert last([Pair(1, 2), Pair(3, 4)]) == (3, 4)", classes=("Pair",)
+    )
+    program = "def Pair(a, b): return (a, b)\ndef last(pairs): return pairs[-1]"
+    assert sandbox.try_program(program, pairs).outcome == "pass"
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (NODE.replace("1 + max", "max"), "an assertion does not hold: assert height(root) == 3"),
+        (NODE.replace("class Node", "class Knot"), "NameError: name 'Node' is not defined"),
+        (
+            NODE.replace("self, data):\n        self.d", "self):\n        data = self.d"),
+            "TypeError",
+        ),
+        ("def Node(data): return [data]\n", "AttributeError"),
+        ("", "NameError: name 'Node' is not defined"),
+        # What a program says of itself decides nothing.
+        (
+            "class Node:\n    def __eq__(self, other): return True\n    def __init__(self, data): pass\n"
+            "def height(root): return Node(0)\n",
+            "an assertion does not hold: assert height(root) == 3",
+        ),
+        (
+            NODE.replace("root if root.left is None else leftmost(root.left)", "root"),
+            "an assertion does not hold: assert leftmost(root) is root.left",
+        ),
+        (NODE.replace("return self.left", "return len"), "no plain data"),
+    ],
+)
+def test_a_program_that_has_a_class_and_does_not_solve_the_problem_fails(
+    program: str, reason: str, sandbox: Sandbox
+) -> None:
+    trial = sandbox.try_program(program, TREE)
+    assert trial.outcome == "fail"
+    assert reason in trial.reason
+
+
+def test_an_object_where_the_tests_name_no_class_and_a_method_as_data_are_the_programs_doing() -> (
+    None
+):
+    def judged(tests: str, classes: list[str], *answers: object) -> tuple[str, str]:
+        said = [{"hello": True}, {"ready": True}, *answers]
+        task = {"setup": "", "tests": tests, "entries": [], "classes": classes}
+        lines = io.BytesIO("".join(json.dumps(one) + "\n" for one in said).encode())
+        return judge(task, io.BytesIO(), lines, lambda: None)
+
+    made = {"value": {"object": 0}}
+    assert judged("assert f()", [], made) == ("fail", "the program answers nonsense")
+    assert judged("assert f()", ["C"], {"value": {"object": []}})[0] == "fail"
+    assert judged("assert f() == 1", ["C"], made)[0] == "fail"
+    outcome, reason = judged("assert f(C().x) == 1", ["C"], made, {"method": True}, {"value": 1})
+    assert outcome == "fail" and "a method x where the tests want data" in reason
+
+
+def test_an_answer_that_is_no_plain_data_is_true_or_false_and_nothing_else(
+    sandbox: Sandbox,
+) -> None:
+    program = (
+        "import re\ndef f(text): return re.search('a', text)\nclass Same:\n"
+        "    def __eq__(self, other): return True\n    def __bool__(self): return False\n"
+        "    def __hash__(self): return 1\ndef g(): return Same()\n"
+    )
+    right = "assert f('a')\nassert not f('b')\nassert f('a') is not None\nassert not g()"
+    assert sandbox.try_program(program, exam(right)).outcome == "pass"
+    wrong = sandbox.try_program(program, exam("assert g()"))
+    assert wrong == ("fail", "an assertion does not hold: assert g()")
+    for text in ("g() == 1", "g() in [1]", "{g(): 1}", "g() != 1", "g().x", "f(g())"):
+        trial = sandbox.try_program(program, exam(f"assert {text}"))
+        assert trial == ("fail", "g gives a Same, which is no plain data"), text
+    for text in ("assert str(g()) == '1'", "raise ValueError(g())"):
+        assert sandbox.try_program(program, exam(text)).outcome == "fail"
+
+
+def test_a_type_is_given_as_it_is(sandbox: Sandbox) -> None:
+    text = "assert keep((1, 'a', True), int) == [1, True]\nassert keep((1, 'a'), str) == ['a']"
+    program = "def keep(values, kind): return [one for one in values if isinstance(one, kind)]"
+    assert sandbox.try_program(program, exam(text)).outcome == "pass"
+    trial = sandbox.try_program(program.replace("isinstance", "not isinstance"), exam(text))
+    assert trial.outcome == "fail"
 
 
 def test_tests_see_the_programs_exceptions(sandbox: Sandbox) -> None:
@@ -213,7 +324,8 @@ PLAIN = st.recursive(
     | st.integers()
     | st.text()
     | st.binary()
-    | st.floats(allow_nan=False),
+    | st.floats(allow_nan=False)
+    | st.sampled_from([int, str, bool, list, ValueError, object]),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
@@ -258,7 +370,7 @@ def test_a_program_does_not_begin_where_nobody_waits_for_it() -> None:
         raise BrokenPipeError
 
     calls = io.BytesIO()
-    task = {"setup": "", "tests": "assert f() == 1", "entries": []}
+    task = {"setup": "", "tests": "assert f() == 1", "entries": [], "classes": []}
     answers = io.BytesIO(b'{"hello": true}\n{"ready": true}\n{"value": 1}\n')
     assert judge(task, calls, answers, gone)[0] == "harness"
     assert calls.getvalue() == b""

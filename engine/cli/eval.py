@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         code = kinds.add_parser(name, help=f"programming problems in {what}")
         add_model_arguments(code)
         code.add_argument(
-            "--data", type=Path, required=True, metavar="FILE", help=".jsonl or .jsonl.gz"
+            "--data", type=Path, required=True, metavar="FILE", help=".jsonl or .json, or gzipped"
         )
         code.add_argument("--samples", type=positive, default=1, metavar="N", help="(1)")
         add_sampling_arguments(code)
@@ -61,7 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help="a second model, or its file of results: McNemar's test",
         )
         code.add_argument(
-            "--without", action="append", default=[], metavar="TASK_ID", help="leave one out"
+            "--without",
+            action="append",
+            default=[],
+            metavar="TASK_ID",
+            help="leave one out; repeatable",
+        )
+        code.add_argument(
+            "--unfit",
+            type=int,
+            choices=range(1000),
+            default=0,
+            metavar="N",
+            help="leave out up to N whose reference solution does not pass on this machine, and name them (0)",
         )
         code.add_argument(
             "--rows", type=int, choices=range(1, 9), metavar="1..8", help="sequences at once (8)"

@@ -3,7 +3,7 @@
 problems, results to compare with     read
 sandbox                               opened
 model, prompts, file of results       opened, and held against what is asked
-self-test                             of the sandbox and the problems
+self-test                             of the sandbox and the problems: those unfit are left out
 programs                              generated and judged, a line each
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,26 +58,32 @@ def _evaluate(
     from engine.evaluate.humaneval import self_test
     from engine.evaluate.report import compare, latest, report
 
-    def prove() -> None:
+    def prove() -> dict[str, str]:
         print(
             f"sandbox: {sandbox.version}; self-test of {len(problems.problems)} problems",
             file=sys.stderr,
         )
-        self_test(sandbox, problems.problems, progress=Said("trials of the self-test"))
+        said = Said("trials of the self-test")
+        left_out = self_test(sandbox, problems.problems, progress=said, unfit=arguments.unfit)
+        for name, reason in left_out.items():
+            print(f"left out of the count: {name}: {reason}", file=sys.stderr)
+        return left_out
 
     against = arguments.against
     path = arguments.results or _results_file(arguments.model, problems)
     mine = _judge(arguments, arguments.model, path, problems, sandbox, prove)
-    found, lines = report(problems, arguments.samples, mine.lines), latest(problems, mine.lines)
+    left_out = mine.about["left_out"]
+    judged = _without(problems, left_out)
+    found, lines = report(judged, arguments.samples, mine.lines), latest(judged, mine.lines)
     compared, unlike = None, []
     if against is not None:
         if other is None:
             place = path.with_name(_results_file(against, problems).name)
             if place == path:
                 place = path.with_name(f"against-{path.name}")
-            other = _judge(arguments, against, place, problems, sandbox)
+            other = _judge(arguments, against, place, problems, sandbox, lambda: left_out)
             print(f"{against}: {place}", file=sys.stderr)
-        compared = compare(lines, latest(problems, other.lines))
+        compared = compare(lines, latest(judged, other.lines))
         unlike = _unlike(mine.about, other.about)
     if arguments.json:
         record = report_json(found, mine.about, lines, compared, unlike)
@@ -105,9 +111,14 @@ def _read(arguments: argparse.Namespace) -> Problems:
     known = {problem.task_id for problem in problems.problems}
     if unknown := [name for name in arguments.without if name not in known]:
         raise UsageError(f"--without {unknown[0]} — expected a task_id of {arguments.data}")
-    left = tuple(one for one in problems.problems if one.task_id not in arguments.without)
-    if not left:
+    left = _without(problems, arguments.without)
+    if not left.problems:
         raise UsageError("--without — expected a problem to be left, found none")
+    return left
+
+
+def _without(problems: Problems, names: Container[str]) -> Problems:
+    left = tuple(one for one in problems.problems if one.task_id not in names)
     return replace(problems, problems=left)
 
 
@@ -160,9 +171,10 @@ def _judge(
     where: Path,
     problems: Problems,
     sandbox: Sandbox,
-    before: Callable[[], None] = lambda: None,
+    fit: Callable[[], dict[str, str]],
 ) -> Side:
-    """Every program of one model that `where` does not have yet; `before` runs when all is open."""
+    """Every program of one model that `where` does not have yet; `fit` runs when all is open, and says
+    which problems are left out and why."""
     from engine.evaluate.humaneval import Settings, evaluate, room
     from engine.evaluate.model import weights_sha256
     from engine.evaluate.problems import STOPS
@@ -180,9 +192,8 @@ def _judge(
         print(line, file=sys.stderr)
     tokens = room(model, problems, arguments.max_tokens)
     settings = Settings(samples=arguments.samples, sampling=sampling, max_tokens=tokens)
-    about = {
+    about: dict[str, Any] = {
         "benchmark": problems.benchmark,
-        "problems": len(problems.problems),
         "model": str(path.resolve()),
         "weights_sha256": weights_sha256(path),
         "tokenizer_sha256": model.tokenizer.sha256,
@@ -190,20 +201,25 @@ def _judge(
         "precision": model.precision,
         "device": model.device.type,
         "data_sha256": problems.sha256,
-        "without": sorted(arguments.without),
         "settings": asdict(settings),
         "stops": list(STOPS[problems.benchmark]),
         "sandbox": {"cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
     }
-    refuse_other(where, about)
-    before()
+    refuse_other(where, about, later=("problems", "without"))
+    left_out = fit()
+    judged = _without(problems, left_out)
+    about |= {
+        "problems": len(judged.problems),
+        "without": sorted({*arguments.without, *left_out}),
+        "left_out": left_out,
+    }
     results = open_results(where, about)
     try:
         if results.done:
             print(f"{results.path}: {len(results.done)} are finished", file=sys.stderr)
         evaluate(
             model,
-            problems,
+            judged,
             sandbox,
             results,
             settings,

@@ -123,6 +123,7 @@ def report_json(
         "problems": found.problems,
         "samples": found.samples,
         "without": about["without"],
+        "left_out": about.get("left_out", {}),
         "settings": about["settings"],
         "attempts": found.attempts,
         "cut": _cut(lines),
@@ -163,8 +164,10 @@ def report_lines(
             line += f" [{found.interval.low:.1%}, {found.interval.high:.1%}] (95 %, Wilson)"
         text.append(line)
     text.append(f"{found.passed} of {found.attempts} programs, {found.problems} problems")
-    if about["without"]:
-        text.append(f"without {', '.join(about['without'])}")
+    left_out = about.get("left_out", {})
+    if asked := [name for name in about["without"] if name not in left_out]:
+        text.append(f"without {', '.join(asked)}")
+    text += [f"left out of the count: {name}: {reason}" for name, reason in left_out.items()]
     if cut := _cut(lines):
         most = about["settings"]["max_tokens"]
         text.append(f"{cut} programs were cut: they had not ended after {most:,} tokens")

@@ -2,7 +2,8 @@
 
 Runs with the standard library and `guest_wire` alone. The functions that the tests call are stand-ins:
 they send the arguments to the program and give back what it answers. So a program can neither replace
-`assert`, nor end this process, nor read the nonce: it is not here.
+`assert`, nor end this process, nor read the nonce: it is not here. Objects of its classes stay with it: the
+tests hold a `Reference`, which equals itself alone, so that no `__eq__` of a program decides an assertion.
 
 Writes one record, `{"nonce", "outcome", "reason"}`, and exits 0. Outcomes: `pass`; `fail`, which is the
 program's doing; `harness`, which is not, or not for certain.
@@ -16,7 +17,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 from engine.evaluate.guest_wire import NotPlain, limit, pack, read_task, receive, send, unpack
@@ -28,6 +29,57 @@ class Harness(BaseException):
 
 class Gone(BaseException):
     """The program ended, or answers what is no answer."""
+
+
+class Reference:
+    """An object of the program, of a class that the tests name: its attributes and methods are asked for."""
+
+    __slots__ = ("_asked",)
+    _asked: tuple[Callable[..., object], int]
+
+    def __init__(self, ask: Callable[..., object], number: int) -> None:
+        object.__setattr__(self, "_asked", (ask, number))
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)  # what Python asks of any object, as `copy` does
+        ask, number = self._asked
+        return ask(f".{name}", of=number, get=name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        ask, number = self._asked
+        ask(f".{name}", of=number, set=name, value=value)
+
+
+class Other:
+    """An answer that is no plain data: it is true or false, and anything else asked of it is a failure."""
+
+    __slots__ = ("_said", "_true")
+
+    def __init__(self, said: str, *, true: bool) -> None:
+        self._said, self._true = said, true
+
+    def __bool__(self) -> bool:
+        return self._true
+
+    def _refuse(self, *_: object) -> Any:
+        raise Gone(self._said)
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
+    __getattr__ = __call__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"<{self._said}>"  # of no form that a test expects; an error's text may hold it
+
+
+class Function:
+    """A function, class or method of the program."""
+
+    def __init__(self, ask: Callable[..., object], name: str, **more: object) -> None:
+        self.ask, self.name, self.more = ask, name, more
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        return self.ask(self.name, name=self.name, args=args, kwargs=kwargs, **self.more)
 
 
 def main() -> None:
@@ -59,6 +111,7 @@ def judge(
 ) -> tuple[str, str]:
     """The outcome and its reason."""
     count = 0
+    references: dict[int, Reference] = {}
 
     def answer() -> dict[str, Any] | None:
         try:
@@ -66,45 +119,58 @@ def judge(
         except (ValueError, RecursionError, MemoryError, OSError) as error:
             raise Gone(f"the program answers nonsense: {str(error)[:200]}") from None
 
-    def stand_in(name: str) -> Callable[..., object]:
-        def call(*args: object, **kwargs: object) -> object:
-            nonlocal count
-            count += 1
-            try:
-                request = {"name": name, "args": pack(args), "kwargs": pack(kwargs)}
-            except NotPlain as error:
-                raise Harness(
-                    f"the tests pass a {error} to {name}, which is no plain data"
-                ) from None
-            try:
-                send(calls, request)
-            except OSError:
-                raise Gone("the program ended before its tests did") from None
-            found = answer()
-            if found is None:
-                raise Gone("the program ended before its tests did")
-            if "raised" in found:
-                raise transported(found)
-            if "not_plain" in found:
-                raise Gone(f"{name} gives a {found['not_plain']}, which is no plain data")
-            try:
-                return unpack(found["value"])
-            except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-                raise Gone("the program answers nonsense") from None
+    def number(value: object) -> int | None:
+        if isinstance(value, Other):
+            raise Gone(value._said)
+        if isinstance(value, Function) and "of" in value.more:
+            # What the tests took for data is the program's doing.
+            raise Gone(f"the program has a method {value.name} where the tests want data")
+        return value._asked[1] if isinstance(value, Reference) else None
 
-        return call
+    def of(number: object) -> Reference:
+        if not (isinstance(number, int) and task["classes"]):
+            raise ValueError("an object where none is known")
+        return references.setdefault(number, Reference(ask, number))
+
+    def ask(what: str, **request: object) -> object:
+        nonlocal count
+        count += 1
+        try:
+            for key in {"args", "kwargs", "value"} & request.keys():
+                request[key] = pack(request[key], number)
+        except NotPlain as error:
+            raise Harness(f"the tests pass a {error} to {what}, which is no plain data") from None
+        try:
+            send(calls, request)
+        except OSError:
+            raise Gone("the program ended before its tests did") from None
+        found = answer()
+        if found is None:
+            raise Gone("the program ended before its tests did")
+        if "raised" in found:
+            raise transported(found)
+        if "not_plain" in found:
+            said = f"{what} gives a {found['not_plain']}, which is no plain data"
+            return Other(said, true=found.get("true") is True)
+        if "method" in found and "get" in request:
+            return Function(ask, str(request["get"]), of=request["of"])
+        try:
+            return unpack(found["value"], of)
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
+            raise Gone("the program answers nonsense") from None
+
+    def define(wanted: Iterable[str]) -> None:
+        for name in wanted:
+            names[name] = Function(ask, name, keep=name in task["classes"])
 
     try:
         names: dict[str, Any] = {"__name__": "tests"}
         try:
-            exec(compile(task["setup"], "<setup>", "exec"), names)
+            setup = ast.parse(task["setup"], "<setup>")
             tree = ast.parse(task["tests"])
+            code, test_code = compile(setup, "<setup>", "exec"), compile(tree, "<tests>", "exec")
         except Exception as error:  # noqa: BLE001 - whatever the problem's code raises
-            raise Harness(f"the problem's own code raises {said(error)}") from None
-        known = set(names) | set(dir(builtins)) | set(defined(tree))
-        wanted = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)} - known
-        for name in {*wanted, *task["entries"]}:
-            names[name] = stand_in(name)
+            raise own(error) from None
         first = answer()
         if not first or "hello" not in first:
             raise Harness("the program's sandbox did not start")
@@ -120,7 +186,18 @@ def judge(
         if "ready" not in second:
             raise Gone("the program answers nonsense")
         random.seed(0)  # tests that draw their cases draw the same ones every time
-        exec(compile(tree, "<tests>", "exec"), names)
+        given = {*task["entries"], *task["classes"]}
+        plain = {"__name__", *dir(builtins)} - given
+        # Before the setup, which may make objects of the program's classes.
+        define(loaded(setup) - set(defined(setup)) - plain)
+        try:
+            exec(code, names)
+        except Exception as error:
+            if count:
+                raise  # the reference solution gets past it: the self-test
+            raise own(error) from None
+        define((loaded(tree) - set(defined(tree)) - plain - set(names)) | given)
+        exec(test_code, names)
         if not count:
             raise Harness("the tests call nothing")
     except Harness as error:
@@ -150,6 +227,14 @@ def transported(found: dict[str, Any]) -> Exception:
         error = RuntimeError(f"{found['raised']}: {found.get('text', '')}")
     error.from_program = True  # type: ignore[attr-defined]  # told from what the tests raise
     return error
+
+
+def own(error: Exception) -> Harness:
+    return Harness(f"the problem's own code raises {said(error)}")
+
+
+def loaded(tree: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
 
 
 def defined(tree: ast.AST) -> Iterator[str]:

@@ -2,6 +2,12 @@
 
 Runs with the standard library and `guest_wire` alone. This process is the program's own: whatever the
 program does to it, all it can bring out are answers, which the judge compares. It holds no secret.
+
+    {"name", "args", "kwargs"}          a call of a function of the program
+    {"name", .., "keep": true}          of a class: what it makes, and all of that class, goes as a reference
+    {"of": 3, "name", "args", ..}       a method of the third object
+    {"of": 3, "get": "left"}            an attribute; a method is not sent, it is called
+    {"of": 3, "set": "left", "value"}   an attribute is set
 """
 
 from __future__ import annotations
@@ -10,7 +16,41 @@ import os
 import sys
 from typing import Any
 
-from engine.evaluate.guest_wire import NotPlain, limit, pack, read_task, receive, send, unpack
+from engine.evaluate.guest_wire import (
+    TYPES,
+    NotPlain,
+    limit,
+    pack,
+    read_task,
+    receive,
+    send,
+    unpack,
+)
+
+
+class Objects:
+    """The program's objects of classes that the tests name."""
+
+    def __init__(self) -> None:
+        self.kinds: set[type] = set()
+        self.kept: list[object] = []  # as long as the program, so that an id is of one object
+        self.numbers: dict[int, int] = {}
+
+    def keep_like(self, made: object) -> None:
+        # What Python itself has goes as a value, also where it stands in for a class of the tests.
+        if type(made) not in TYPES.values():
+            self.kinds.add(type(made))
+
+    def number(self, value: object) -> int | None:
+        if type(value) not in self.kinds:
+            return None
+        number = self.numbers.setdefault(id(value), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(value)
+        return number
+
+    def of(self, number: int) -> object:
+        return self.kept[number]
 
 
 def main() -> None:
@@ -31,14 +71,39 @@ def main() -> None:
         send(answers, {"raised": type(error).__name__, "text": str(error)[:500]})
         return
     send(answers, {"ready": True})
+    objects = Objects()
     while (call := receive(calls)) is not None:
-        args, kwargs = unpack(call["args"]), unpack(call["kwargs"])
         try:
-            if call["name"] not in names:
-                raise NameError(f"name {call['name']!r} is not defined")
-            answer: dict[str, object] = {"value": pack(names[call["name"]](*args, **kwargs))}
-        except NotPlain as error:
-            answer = {"not_plain": str(error)[:500]}
+            answer = answered(call, names, objects)
         except Exception as error:  # noqa: BLE001 - whatever the program raises is its answer
             answer = {"raised": type(error).__name__, "text": str(error)[:500]}
         send(answers, answer)
+
+
+def answered(call: dict[str, Any], names: dict[str, Any], objects: Objects) -> dict[str, object]:
+    found: Any
+    if "of" in call:
+        this = objects.of(call["of"])
+        if "set" in call:
+            setattr(this, call["set"], unpack(call["value"], objects.of))
+            return {"value": None}
+        found = getattr(this, call["get"] if "get" in call else call["name"])
+        if "get" in call:
+            if callable(found) and objects.number(found) is None:
+                return {"method": True}
+            return given(found, objects)
+    elif call["name"] in names:
+        found = names[call["name"]]
+    else:
+        raise NameError(f"name {call['name']!r} is not defined")
+    value = found(*unpack(call["args"], objects.of), **unpack(call["kwargs"], objects.of))
+    if call.get("keep"):
+        objects.keep_like(value)
+    return given(value, objects)
+
+
+def given(value: object, objects: Objects) -> dict[str, object]:
+    try:
+        return {"value": pack(value, objects.number)}
+    except NotPlain as error:
+        return {"not_plain": str(error)[:500], "true": bool(value)}

@@ -5,29 +5,42 @@ Runs inside the sandbox, with the standard library alone.
     null, true, 1, 1.5, "text", [..]      themselves, a list being a list
     {"tuple": [..]}                       tuple; also set, frozenset, bytes, complex
     {"dict": [[key, value], ..]}          dict, whose keys need not be text
+    {"type": "int"}                       a type that Python itself has, by its name
+    {"object": 3}                         the program's third object of a class that the tests name
 
-An instance of a subclass goes as the type it is derived from (a Counter as a dict). Anything else does not
-cross: an object that says it equals everything is no answer, and neither is code.
+An instance of a subclass goes as the type it is derived from (a Counter as a dict). Objects of the program
+stay where they are; what crosses is which one. Anything else does not cross: an object that says it equals
+everything is no answer, and neither is code. All that is said of it is whether it is true.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 MOST_BYTES = 16 << 20
 """Of one line."""
+
+TYPES = {one.__name__: one for one in vars(builtins).values() if isinstance(one, type)}
 
 
 class NotPlain(Exception):
     """A value that is no plain data."""
 
 
-def pack(value: object, depth: int = 0) -> Any:
+def _no_object(value: object) -> int | None:
+    return None
+
+
+def pack(value: object, number: Callable[[object], int | None] = _no_object, depth: int = 0) -> Any:
+    """`number` says which of the program's objects a value is, None for none. Raises `NotPlain`."""
     if depth > 100:
         raise NotPlain("data nested more than 100 deep")
+    if (of := number(value)) is not None:
+        return {"object": of}
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int | float | str):
@@ -38,37 +51,50 @@ def pack(value: object, depth: int = 0) -> Any:
         return float.__mul__(value, 1.0) if isinstance(value, float) else str.__str__(value)
     inner = depth + 1
     if isinstance(value, list):
-        return [pack(one, inner) for one in list.__iter__(value)]
+        return [pack(one, number, inner) for one in list.__iter__(value)]
     if isinstance(value, tuple):
-        return {"tuple": [pack(one, inner) for one in tuple.__iter__(value)]}
+        return {"tuple": [pack(one, number, inner) for one in tuple.__iter__(value)]}
     if isinstance(value, set):
-        return {"set": [pack(one, inner) for one in set.__iter__(value)]}
+        return {"set": [pack(one, number, inner) for one in set.__iter__(value)]}
     if isinstance(value, frozenset):
-        return {"frozenset": [pack(one, inner) for one in frozenset.__iter__(value)]}
+        return {"frozenset": [pack(one, number, inner) for one in frozenset.__iter__(value)]}
     if isinstance(value, dict):
         items = dict.items(value)
-        return {"dict": [[pack(key, inner), pack(one, inner)] for key, one in items]}
+        return {
+            "dict": [[pack(key, number, inner), pack(one, number, inner)] for key, one in items]
+        }
     if isinstance(value, bytes):
         return {"bytes": bytes.hex(value)}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
+    if isinstance(value, type) and TYPES.get(value.__name__) is value:
+        return {"type": value.__name__}
     raise NotPlain(type(value).__name__)
 
 
-def unpack(value: Any) -> Any:
+def _object(number: object) -> object:
+    raise ValueError("an object where none is known")
+
+
+def unpack(value: Any, of: Callable[[Any], object] = _object) -> Any:
+    """`of` gives the object that a number stands for."""
     if isinstance(value, list):
-        return [unpack(one) for one in value]
+        return [unpack(one, of) for one in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
     if kind == "dict":
-        return {unpack(key): unpack(one) for key, one in inner}
+        return {unpack(key, of): unpack(one, of) for key, one in inner}
     if kind == "bytes":
         return bytes.fromhex(inner)
     if kind == "complex":
         return complex(*inner)
+    if kind == "type":
+        return TYPES[inner]
+    if kind == "object":
+        return of(inner)
     made: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(unpack(one) for one in inner)
+    return made(unpack(one, of) for one in inner)
 
 
 def send(file: IO[bytes], record: Mapping[str, object]) -> None:

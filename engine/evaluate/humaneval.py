@@ -1,6 +1,7 @@
 """How many programming problems a model solves: HumanEval, and MBPP in its format.
 
-    self-test    every reference solution passes, every empty one fails, no hostile program gets out
+    self-test    every empty solution fails, no hostile program gets out; a problem whose reference
+                 solution does not pass here is left out of the count, and named in what is reported
     generation   the model completes each prompt; greedily, or several times with a temperature
     trial        each program in a sandbox of its own, while the next ones are generated
 
@@ -31,6 +32,7 @@ from engine.models.generate import Sampling
 
 _LISTED = 5
 MOST_TOKENS = 512
+UNFIT = "its reference solution does not pass here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,30 +81,48 @@ def self_test(
     problems: Sequence[Problem],
     hostiles: Sequence[Hostile] = HOSTILES,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:
-    """Raises `NoAnswer` where the harness would not tell right from wrong, or harm from neither."""
+    *,
+    unfit: int = 0,
+) -> dict[str, str]:
+    """The problems that cannot be judged here, by task_id, with the reason.
+
+    Raises `NoAnswer` where they are more than `unfit` or all, which says more of the harness than of the
+    problems, and where it would not tell right from wrong, or harm from neither.
+    """
+    left_out: dict[str, str] = {}
     wrong: list[str] = []
     done, total = 0, 2 * len(problems) + len(hostiles)
-    for what, wanted, completions in (
-        ("its reference solution", "pass", [problem.reference for problem in problems]),
-        ("an empty solution", "fail", [""] * len(problems)),
-    ):
-        for problem, trial in zip(problems, _trials(sandbox, problems, completions), strict=True):
-            if trial.outcome != wanted:
-                wrong.append(f"{problem.task_id}: {what}: {trial.outcome}, {trial.reason}")
+
+    def tried(some: Sequence[Problem], completions: Sequence[str]) -> Iterator[tuple[str, Trial]]:
+        nonlocal done
+        for problem, trial in zip(some, trials(sandbox, some, completions), strict=True):
             done += 1
             progress(done, total)
+            yield problem.task_id, trial
+
+    for name, trial in tried(problems, [problem.reference for problem in problems]):
+        if trial.outcome != "pass":
+            left_out[name] = f"{UNFIT}: {trial.outcome}, {trial.reason}"
+    if left_out and len(left_out) > min(unfit, len(problems) - 1):
+        wrong = [f"{name}: {reason}" for name, reason in left_out.items()]
+    kept = [problem for problem in problems if problem.task_id not in left_out]
+    total -= len(left_out)
+    for name, trial in tried(kept, [""] * len(kept)):
+        if trial.outcome != "fail":
+            wrong.append(f"{name}: an empty solution: {trial.outcome}, {trial.reason}")
     wrong.extend(f"not contained: {line}" for line in not_contained(sandbox, hostiles))
     progress(total, total)
     if wrong:
         listed = "".join(f"\n  {line}" for line in wrong[:_LISTED])
         more = f"\n  ... and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         raise NoAnswer(
-            f"self-test: {len(problems)} problems — expected every reference solution to pass, every "
-            f"empty one to fail, every hostile program to be contained, found{listed}{more}",
-            hint="a problem that cannot be judged is left out by --without TASK_ID, and the report "
-            "says so",
+            f"self-test: {len(problems)} problems — expected every reference solution to pass"
+            + (f" but {unfit}" if unfit else "")
+            + f", every empty one to fail, every hostile program to be contained, found{listed}{more}",
+            hint="a problem that cannot be judged is left out by --without TASK_ID, or up to N of them by "
+            "--unfit N, and the report says so",
         )
+    return left_out
 
 
 def evaluate(
@@ -203,9 +223,10 @@ def _judged(about: Result, trial: Trial) -> Result:
     )
 
 
-def _trials(
+def trials(
     sandbox: Sandbox, problems: Sequence[Problem], completions: Sequence[str]
 ) -> Iterator[Trial]:
+    """One of each problem with its completion, in their order; as many at once as there are processors."""
     programs = [one.program(text) for one, text in zip(problems, completions, strict=True)]
     with ThreadPoolExecutor(_workers()) as pool:
         yield from pool.map(sandbox.try_program, programs, [problem.tests for problem in problems])

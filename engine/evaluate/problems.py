@@ -1,7 +1,9 @@
-"""Programming problems out of the files people have: HumanEval's and MBPP's JSON lines, plain or gzipped.
+"""Programming problems out of the files people have: HumanEval's and MBPP's, plain or gzipped.
 
     HumanEval   task_id, prompt, entry_point, canonical_solution, test
     MBPP        task_id, text (or prompt), code, test_list, test_setup_code (or test_imports)
+
+A problem a line, or one JSON array of them, as MBPP's sanitized half is kept.
 
 A model is shown `Problem.prompt` and nothing else. The reference solution is there for the self-test of
 the harness alone: no program of a model meets it, and nothing else in a file says that a program is right.
@@ -18,15 +20,17 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import BadInput
 from engine.evaluate.sandbox import Exam
 
 _GZIP = b"\x1f\x8b"
+_TOLD_BY = {"humaneval": "canonical_solution", "mbpp": "test_list"}
+"""A key that the records of one benchmark have."""
 
 STOPS = {
     "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint", "\nassert"),
@@ -67,15 +71,13 @@ def read_problems(path: str | Path, benchmark: str) -> Problems:
         raise BadInput.expected("problems", path, "a readable file", reason) from error
     make = {"humaneval": _humaneval, "mbpp": _mbpp}[benchmark]
     found: dict[str, Problem] = {}
-    for number, line in enumerate(raw.split(b"\n"), 1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            problem = _problem(line, where, benchmark, make)
-            if problem.task_id in found:
-                raise BadInput.expected(
-                    "problems", where, "each task_id once", f"{problem.task_id} again"
-                )
-            found[problem.task_id] = problem
+    for where, record in _records(raw, path):
+        problem = _problem(record, where, benchmark, make)
+        if problem.task_id in found:
+            raise BadInput.expected(
+                "problems", where, "each task_id once", f"{problem.task_id} again"
+            )
+        found[problem.task_id] = problem
     if not found:
         raise BadInput.expected("problems", path, "at least one problem", "none")
     return Problems(
@@ -93,20 +95,46 @@ class _Wrong(Exception):
         self.expected, self.found = expected, found
 
 
-def _problem(
-    line: bytes, where: str, benchmark: str, make: Callable[[Mapping[str, Any]], Problem]
-) -> Problem:
+def _records(raw: bytes, path: Path) -> Iterator[tuple[str, Any]]:
+    """Each record, and where it is."""
+    if raw.lstrip().startswith(b"["):
+        for number, record in enumerate(_json(raw, str(path)), 1):
+            yield f"{path}, problem {number}", record
+        return
+    for number, line in enumerate(raw.split(b"\n"), 1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _json(line, where)
+
+
+def _json(text: bytes, where: str) -> Any:
     try:
-        record = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadInput.expected("problems", where, "JSON", str(error)[:200]) from None
+        raise BadInput.expected(
+            "problems",
+            where,
+            "JSON",
+            str(error)[:200],
+            hint="a file has a JSON object a line, or is one JSON array of them; either may be gzipped",
+        ) from None
+
+
+def _problem(
+    record: Any, where: str, benchmark: str, make: Callable[[Mapping[str, Any]], Problem]
+) -> Problem:
     if not isinstance(record, dict):
         raise BadInput.expected("problems", where, "an object", type(record).__name__)
     try:
         return make(record)
     except _Wrong as error:
+        other = next((name for name, key in _TOLD_BY.items() if key in record), benchmark)
         raise BadInput.expected(
-            "problems", where, f"{error.expected}, as in {benchmark}", error.found
+            "problems",
+            where,
+            f"{error.expected}, as in {benchmark}",
+            error.found,
+            hint=None if other == benchmark else f"it looks like one of `engine eval {other}`",
         ) from None
 
 
@@ -136,29 +164,57 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
     setup = "\n".join(_texts(record, "test_imports")) if "test_imports" in record else ""
     if "test_setup_code" in record:
         setup = _text(record, "test_setup_code")
+    used = _used(code, "\n".join([setup, *tests]))
     # The escape keeps a docstring in one piece whatever the task says.
     shown = f"{text}\n{tests[0]}".replace('"""', "'''")
     return Problem(
-        task_id=str(record.get("task_id", "")) or _text(record, "task_id"),
+        task_id=_number_or_text(record, "task_id"),
         prompt=f'"""\n{shown}\n"""\n',
         head="",
         reference=code,
         tests=Exam(
-            setup=setup,
+            setup=used.imports + setup,
             tests="\n".join(tests) + "\n",
-            entries=_functions(code, "\n".join(tests)),
+            entries=used.functions,
+            classes=used.classes,
         ),
     )
 
 
-def _functions(code: str, tests: str) -> tuple[str, ...]:
-    """What `code` defines and `tests` name: a function may be called like a built-in one."""
+class _Used(NamedTuple):
+    """What of the reference solution the tests use by its name."""
+
+    imports: str = ""
+    """Statements that the judge runs itself: a module is nothing that a program could answer."""
+    functions: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+
+
+def _used(code: str, tests: str) -> _Used:
     try:
-        defined = {one.name for one in ast.parse(code).body if isinstance(one, ast.FunctionDef)}
+        top = ast.parse(code).body
         named = {one.id for one in ast.walk(ast.parse(tests)) if isinstance(one, ast.Name)}
     except (SyntaxError, ValueError):
-        return ()  # the self-test says what is wrong with them
-    return tuple(sorted(defined & named))
+        return _Used()  # the self-test says what is wrong with them
+    imports = [
+        f"import {one.name}" + (f" as {one.asname}" if one.asname else "")
+        for statement in top
+        if isinstance(statement, ast.Import)
+        for one in statement.names
+        if (one.asname or one.name.split(".")[0]) in named
+    ]
+    return _Used(
+        imports="".join(f"{line}\n" for line in imports),
+        functions=_names(top, ast.FunctionDef, named),
+        classes=_names(top, ast.ClassDef, named),
+    )
+
+
+def _names(
+    top: Sequence[ast.stmt], kind: type[ast.FunctionDef | ast.ClassDef], named: Set[str]
+) -> tuple[str, ...]:
+    """A function may be called like a built-in one."""
+    return tuple(sorted({one.name for one in top if isinstance(one, kind)} & named))
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
@@ -166,6 +222,13 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise _Wrong(f"the text {key}", _found(record, key))
     return value
+
+
+def _number_or_text(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key)
+    if type(value) is int or (isinstance(value, str) and value):
+        return str(value)
+    raise _Wrong(f"the number or text {key}", _found(record, key))
 
 
 def _texts(record: Mapping[str, Any], key: str) -> list[str]:
@@ -178,4 +241,4 @@ def _texts(record: Mapping[str, Any], key: str) -> list[str]:
 def _found(record: Mapping[str, Any], key: str) -> str:
     if key in record:
         return f"{json.dumps(record[key])[:80]}"
-    return f"keys {', '.join(sorted(record))}"
+    return f"keys {', '.join(sorted(record))}" if record else "no keys"

@@ -62,11 +62,13 @@ class Exam:
     """What a program is tried with."""
 
     setup: str
-    """The problem's own code, run before the tests in the judge."""
+    """The problem's own code, run before the tests in the judge; it may use what the program defines."""
     tests: str
     entries: tuple[str, ...] = ()
-    """Functions of the program that `setup` defines as well; names that nothing defines are the
-    program's by themselves."""
+    """Functions of the program that `setup` or Python defines as well; names that nothing defines are
+    the program's by themselves."""
+    classes: tuple[str, ...] = ()
+    """Classes of the program: the tests hold references to what they make, and never the objects."""
 
 
 class Trial(NamedTuple):
@@ -102,6 +104,7 @@ class Sandbox:
                 "setup": tests.setup,
                 "tests": tests.tests,
                 "entries": tests.entries,
+                "classes": tests.classes,
             }
             task = _file(stack, json.dumps(wanted).encode())
             judge = self._start(stack, "judge", answers_out, calls_in, (task, result_in))
