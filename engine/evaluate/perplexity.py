@@ -14,7 +14,9 @@ The interval is a percentile bootstrap over documents (`engine.evaluate.statisti
 one document are not independent. Two models with one tokenizer are asked about the same tokens; the interval
 of their difference draws the same documents for both. Logits are fp32 sums.
 
-A loss that is not finite raises `NoAnswer`.
+A loss that is not finite raises `NoAnswer`, and so do logits that are one number for every id at every
+position of a document: weights that overflow in a norm leave zeros behind it, and the figure of those,
+ln V, is finite and says nothing of the model.
 """
 
 from __future__ import annotations
@@ -170,13 +172,22 @@ class _Sums:
     def __init__(self, models: int) -> None:
         self.nats = [0.0] * models
         self.divergence, self.agreed, self.count = 0.0, 0, 0
+        self.told = [False] * models
+        """Whether a model has given two ids different logits at any position."""
 
     def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
-        """Raises `NoAnswer` where one is not finite."""
+        """Raises `NoAnswer` where one is not finite, or a model told no id from another."""
         for one, value in zip((*models, models[0]), (*self.nats, self.divergence), strict=True):
             if not math.isfinite(value):
                 raise NoAnswer(
                     f"loss: {name} — expected a finite number, found {value} from {one.path}"
+                )
+        for one, told in zip(models, self.told, strict=True):
+            if not told:
+                raise NoAnswer(
+                    f"logits: {name} — expected some that differ, found the same one for every id at "
+                    f"every position from {one.path}",
+                    hint="look for weights that are zero, or so large that a norm's sum overflows",
                 )
         two = len(models) == 2
         return DocumentLoss(
@@ -201,6 +212,9 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
         for index, log_NV in enumerate(logs):
             picked = F.nll_loss(log_NV, label_N.to(log_NV.device), reduction="none")
             sums.nats[index] += float(picked.double().sum())
+            if not sums.told[index]:
+                # Of a sound model the first position of a document is enough.
+                sums.told[index] = _tells(log_NV[:1]) or _tells(log_NV)
         if len(logs) == 2:
             ours_NV, theirs_NV = _same_width(logs[0], logs[1])
             p_NV = theirs_NV.exp()
@@ -209,6 +223,11 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
             sums.divergence += float(terms_NV.double().sum())
             sums.agreed += int((ours_NV.argmax(-1) == theirs_NV.argmax(-1)).sum())
         sums.count += len(label_N)
+
+
+def _tells(log_NV: Tensor) -> bool:
+    """Whether two ids differ anywhere; NaN differs from itself, and is refused as what it is."""
+    return bool((log_NV.amax(-1) != log_NV.amin(-1)).any())
 
 
 def _log_p(model: Model, hidden_ND: Tensor) -> Tensor:
