@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from textual import work
+from textual import on, work
+from textual.events import Resize
+from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import Tooltip
 from textual.widgets._toast import ToastRack
@@ -37,10 +39,15 @@ class PollingScreen(Screen[None]):
     def poll(self) -> ComparePolled | RunPolled | RunsPolled | FlipPolled | ListPolled:
         """Read what is new; called in a thread, so it touches no widget."""
 
-    def on_resize(self) -> None:
+    @on(Resize)
+    def fit_terminal(self, event: Resize) -> None:
         """On a terminal too small for panes, show the first line of the screen alone, however many
         rows it takes."""
         self.set_class(is_tiny(*self.size), "-tiny")
+        # A screen that lays itself out sends itself the size that it had then. Where the next size of
+        # the terminal waits just before that, Textual takes the later event for the newer one.
+        if event.size != self.app.size:
+            _resize(self, self.app.size)
 
     def on_mount(self) -> None:
         own = [child for child in self.children if not isinstance(child, ToastRack | Tooltip)]
@@ -51,6 +58,10 @@ class PollingScreen(Screen[None]):
 
     def tick(self) -> None:
         """Poll, unless a poll is going on."""
+        # Whatever became of an event, and whichever screen is on top: it is laid out for its terminal.
+        shown = self.app.screen
+        if shown.outer_size and shown.outer_size != self.app.size:
+            _resize(shown, self.app.size)
         if self._polling is None or self._polling.is_finished:
             self._polling = self._poll_in_thread()
 
@@ -71,3 +82,8 @@ class PollingScreen(Screen[None]):
             self.post_message(message)
             if not message.behind:
                 return
+
+
+def _resize(screen: Screen[Any], size: Size) -> None:
+    """Have a screen laid out anew: asking for a layout alone repeats it in the size that it had."""
+    screen.post_message(Resize(size, size))
