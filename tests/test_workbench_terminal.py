@@ -161,21 +161,34 @@ class Tmux:
 
     def resize(self, columns: int, rows: int, is_so: Callable[[str], bool]) -> None:
         """Make the window so large, and wait until something holds of the pane. Once in hundreds of times,
-        on a busy machine, the panes of the size before are drawn until the next change of size: so after
-        a while the window changes again, as under a hand that drags it."""
+        on a busy machine, the panes of a size before are drawn: the program is then told its size anew, and
+        what its terminal has is printed."""
         begun_s = time.monotonic()
         self("resize-window", "-x", str(columns), "-y", str(rows))
+        tty = self("display-message", "-p", "#{pane_tty}").strip()
         while not is_so(shown := self("capture-pane", "-p")):
             waited_s = time.monotonic() - begun_s
-            assert waited_s < DEADLINE_S, f"found {shown}"
-            if waited_s > DEADLINE_S / 4:
+            has = size_of(tty)
+            assert waited_s < DEADLINE_S, f"{tty} has {has}, found {shown}"
+            if waited_s > DEADLINE_S / 4 or (has != (rows, columns) and waited_s > DEADLINE_S / 12):
+                print(f"{tty} has {has} after {waited_s:.0f} s, the pane {(rows, columns)}")
+                # Another size first: a program is told of changes only.
                 for width in (columns + 1, columns):
-                    self("resize-window", "-x", str(width), "-y", str(rows))
+                    subprocess.run(
+                        ["stty", "-F", tty, "rows", str(rows), "columns", str(width)], check=True
+                    )
                     self("run-shell", "sleep 1")
 
     def wait_for(self, text: str) -> str:
         """The pane, as soon as a text is in it."""
         return self.wait_until(lambda shown: text in shown)
+
+
+def size_of(tty: str) -> tuple[int, int]:
+    """Lines and columns that programs are told."""
+    said = subprocess.run(["stty", "-F", tty, "size"], capture_output=True, text=True, check=True)
+    rows, columns = said.stdout.split()
+    return int(rows), int(columns)
 
 
 @pytest.fixture
