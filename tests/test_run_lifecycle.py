@@ -18,10 +18,13 @@ from finished_runs import carried_out, finish
 from running import DEADLINE_S, engine, engine_here, files_of, start, wait_for, wait_until_ended
 from transformers import AutoModelForCausalLM
 
+from engine.distill import run as trainer_module
+from engine.errors import RunLogError
 from engine.runlog.events import LauncherGone, LogOpened, Note
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.view import RunView
+from engine.runlog.write import LogWriter
 from tests.conftest import Kit
 
 LAST = "step-00000020"
@@ -236,6 +239,28 @@ def test_a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was(
     stopped = engine_here("stop", run, *flags)
     assert stopped.returncode == 0, stopped.stderr
     assert wait_until_ended(run).state.startswith(state)
+
+
+def test_an_end_that_did_not_reach_the_disk_is_none_in_the_log_either(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = LogWriter.sync
+
+    def fails_once(log: LogWriter) -> None:
+        if '"kind":"run_finished"' in log.path.read_text().splitlines()[-1]:
+            monkeypatch.setattr(LogWriter, "sync", sync)
+            raise RunLogError.expected("run log", str(log.path), "to reach the disk", "EIO")
+        sync(log)
+
+    monkeypatch.setattr(LogWriter, "sync", fails_once)
+    with pytest.raises(RunLogError):
+        carried_out(kit, tmp_path / "own")
+    run = RunFolder(tmp_path / "own" / "run")
+    ended = Follower(run).read_all().finished
+    assert ended is not None and ended.state == "failed" and "to reach the disk" in ended.reason
+    assert trainer_module.run(run.path, resume=True, allow_fallback=False, keep_alive_fd=None) == 0
+    again = Follower(run).read_all().finished
+    assert again is not None and again.state == "completed"
 
 
 def test_a_nan_is_seen_stops_the_run_and_reaches_no_checkpoint(kit: Kit, tmp_path: Path) -> None:

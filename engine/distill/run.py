@@ -10,6 +10,7 @@ from the batches, the hashes from the tensors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -91,7 +92,13 @@ def run(path: Path, *, resume: bool, allow_fallback: bool, keep_alive_fd: int | 
         if ranks.first:
             folder.free_reserve()
         log.write(finished)
-        log.sync()
+        try:
+            log.sync()
+        except EngineError as error:
+            # Whoever reads the log is told what the exit code says, if a line can still be written.
+            with contextlib.suppress(EngineError):
+                log.write(job.failed(str(error), error.exit_code))
+            raise
         return finished.exit_code
 
 
