@@ -53,8 +53,10 @@ def test_unpacking_gives_the_bytes_that_were_packed(
     weight = random_matrix(name, rows, blocks, seed)
     packed = pack(weight)
     assert torch.equal(unpack(packed).blocks, weight.blocks)
-    # A few bytes between planes, and nothing else.
-    assert weight.nbytes <= packed.nbytes < weight.nbytes + 16 * len(fields(weight.type))
+    # Whole groups of rows, a few bytes between planes, and nothing else.
+    group = packed.group_rows
+    least = weight.nbytes // rows * (-(-rows // group) * group)
+    assert least <= packed.nbytes < least + 16 * len(fields(weight.type))
 
 
 @matrices
@@ -74,21 +76,35 @@ def test_a_range_of_rows_unpacks_and_dequantises_alone(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("blocks", [1, 3, 14])
-def test_planes_start_at_multiples_of_16_bytes_and_so_do_slices_of_16_rows(
+def test_planes_start_at_multiples_of_16_bytes_and_have_whole_groups(
     name: str, blocks: int
 ) -> None:
     packed = pack(random_matrix(name, rows=37, blocks=blocks))
-    for first in (0, 16, 32):
-        for plane in packed.planes(first, 5).values():
-            assert plane.data_ptr() % ALIGNMENT_BYTES == 0
-            assert plane.is_contiguous()
-            assert len(plane) == 5
+    shape = (3, blocks, 16) if packed.type.block_size == 256 else (37, blocks, 1)
+    for plane in packed.planes().values():
+        assert plane.data_ptr() % ALIGNMENT_BYTES == 0
+        assert plane.is_contiguous()
+        assert plane.shape[:3] == shape
+
+
+def test_a_group_has_the_same_block_of_all_its_rows_side_by_side() -> None:
+    weight = random_matrix("Q6_K", rows=20, blocks=3)
+    blocks_RNB = weight.blocks.view(20, 3, -1)
+    scales_SNGE = pack(weight).planes()["scales"].view(torch.uint8)
+    for row, block in ((0, 0), (15, 2), (16, 0), (19, 1)):
+        found = scales_SNGE[row // 16, block, row % 16]
+        assert torch.equal(found, blocks_RNB[row, block, 192:208]), (row, block)
+    assert not scales_SNGE[1, :, 4:].any()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planes_hold_the_fields_of_the_blocks(name: str) -> None:
     weight = random_matrix(name, rows=5, blocks=3)
-    planes = pack(weight).planes()
+    packed = pack(weight)
+    planes = {
+        name: plane.transpose(1, 2).flatten(0, 1)[:5].contiguous()
+        for name, plane in packed.planes().items()
+    }
     parts = parts_of(weight.blocks.view(15, -1), weight.type)
     if name in ("Q4_K", "Q5_K"):
         blocks = weight.blocks.view(15, -1)
@@ -151,7 +167,7 @@ def test_values_are_rounded_once(dtype: torch.dtype) -> None:
 
 def test_bytes_and_shapes_that_do_not_fit_are_refused_with_the_numbers() -> None:
     q6 = BLOCK_TYPES["Q6_K"]
-    with pytest.raises(QuantError, match=r"4 x 256 — expected uint8 bytes of shape \(848,\)"):
+    with pytest.raises(QuantError, match=r"4 x 256 — expected uint8 bytes of shape \(3360,\)"):
         PackedMatrix(q6, 4, 256, torch.zeros(840, dtype=torch.uint8))
     with pytest.raises(QuantError, match=r"expected one of Q4_0, .*, found BF16"):
         packed_bytes(BLOCK_TYPES["BF16"], 4, 256)
@@ -162,7 +178,7 @@ def test_bytes_and_shapes_that_do_not_fit_are_refused_with_the_numbers() -> None
         pack(QuantTensor(blocks=blocks, type=q6, shape=(256,)))
     packed = pack(random_matrix("Q6_K", rows=4, blocks=1))
     with pytest.raises(QuantError, match="rows — expected some of 4, found 2 from 3"):
-        packed.planes(3, 2)
+        unpack(packed, 3, 2)
     with pytest.raises(
         QuantError, match=r"out — expected shape \(4, 256\) on cpu, found \(4, 255\)"
     ):

@@ -47,5 +47,5 @@ def dequantize_rows(packed: PackedMatrix, out_RC: Tensor, first: int, count: int
 
 def dequantize_gathered(packed: PackedMatrix, rows_I: Tensor, out_IC: Tensor) -> None:
     """Writes the values of the rows numbered in `rows_I` into `out_IC` of shape (I, columns): an
-    embedding. Takes the packed rows together first, a temporary of their size."""
+    embedding. Takes the packed rows together first, temporaries of twice their size."""
     dequantize_rows(take_rows(packed, rows_I), out_IC, 0, len(rows_I))

@@ -1,7 +1,8 @@
 """Dequantisation kernels of the types in blocks of 256 values: Q4_K, Q5_K and Q6_K.
 
-How they work, and their common arguments, are in `dequantize_triton.py`; which bits lie where is in
-`engine/quant/layout.py`.
+How they work is in `dequantize_triton.py`; which bits lie where is in `engine/quant/layout.py`. `first` and
+`count`, i32, are rows here, of `row_blocks` blocks each: a program takes its blocks as they lie in the planes,
+in groups of rows, and writes each to its row.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.quant.blocks import GROUP_ROWS
+
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+GROUP: tl.constexpr = tl.constexpr(GROUP_ROWS)
 
 
 @triton.jit
@@ -49,12 +54,26 @@ def _scale_and_min(first, middle, last, chunk, ODD: tl.constexpr):
 
 
 @triton.jit
-def _k45(low_ptr, high_ptr, header_ptr, out_ptr, first, count, HIGH: tl.constexpr, BLOCKS):
-    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]
-    there = block < count
+def _places(first, count, row_blocks, BLOCKS: tl.constexpr):
+    """Of BLOCKS blocks as they lie in the planes: their numbers there and in the result, and whether they are
+    of rows `first` to `first + count`."""
+    at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    run = at // GROUP
+    row = (first // GROUP + run // row_blocks) * GROUP + at % GROUP - first
+    source = (first // GROUP * GROUP).to(tl.int64) * row_blocks + at
+    target = row.to(tl.int64) * row_blocks + run % row_blocks
+    return source, target, (row >= 0) & (row < count)
+
+
+@triton.jit
+def _k45(
+    low_ptr, high_ptr, header_ptr, out_ptr, first, count, row_blocks, HIGH: tl.constexpr, BLOCKS
+):
+    source, target, there = _places(first, count, row_blocks, BLOCKS)
+    source, target = source[:, None, None], target[:, None, None]
+    there = there[:, None, None]
     chunk = tl.arange(0, 4)[None, :, None]  # of 64 values, in the nibbles of 8 words
     word = tl.arange(0, 8)[None, None, :]
-    source = first + block.to(tl.int64)
     codes = _words(_as_words(low_ptr) + source * 32 + chunk * 8 + word, there)
     header = _as_words(header_ptr) + source * 4
     both = _words(header, there)
@@ -70,7 +89,7 @@ def _k45(low_ptr, high_ptr, header_ptr, out_ptr, first, count, HIGH: tl.constexp
     sc1, mn1 = _scale_and_min(s0, s1, s2, chunk, 1)
     w0 = (d * sc0) * tl.reshape(_floats(low, 0.0), (BLOCKS, 4, 32)) - dmin * mn0
     w1 = (d * sc1) * tl.reshape(_floats(high, 0.0), (BLOCKS, 4, 32)) - dmin * mn1
-    out = out_ptr + block.to(tl.int64) * 256 + chunk * 64 + tl.arange(0, 32)[None, None, :]
+    out = out_ptr + target * 256 + chunk * 64 + tl.arange(0, 32)[None, None, :]
     tl.store(out, w0.to(out_ptr.dtype.element_ty), mask=there)
     tl.store(out + 32, w1.to(out_ptr.dtype.element_ty), mask=there)
 
@@ -82,9 +101,10 @@ def _dequantize_q4_k(
     out_ptr,  # *        (blocks, 256)
     first,
     count,
+    row_blocks,
     BLOCKS: tl.constexpr,
 ):
-    _k45(low_ptr, low_ptr, header_ptr, out_ptr, first, count, False, BLOCKS)
+    _k45(low_ptr, low_ptr, header_ptr, out_ptr, first, count, row_blocks, False, BLOCKS)
 
 
 @triton.jit
@@ -95,9 +115,10 @@ def _dequantize_q5_k(
     out_ptr,  # *        (blocks, 256)
     first,
     count,
+    row_blocks,
     BLOCKS: tl.constexpr,
 ):
-    _k45(low_ptr, high_ptr, header_ptr, out_ptr, first, count, True, BLOCKS)
+    _k45(low_ptr, high_ptr, header_ptr, out_ptr, first, count, row_blocks, True, BLOCKS)
 
 
 @triton.jit
@@ -109,21 +130,22 @@ def _dequantize_q6_k(
     out_ptr,  # *        (blocks, 256)
     first,
     count,
+    row_blocks,
     BLOCKS: tl.constexpr,
 ):
-    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None, None]
-    there = block < count
+    source, target, there = _places(first, count, row_blocks, BLOCKS)
+    source, target = source[:, None, None, None], target[:, None, None, None]
+    there = there[:, None, None, None]
     half = tl.arange(0, 2)[None, :, None, None]
     part = tl.arange(0, 2)[None, None, :, None]  # of the 16 values that share a scale
     word = tl.arange(0, 4)[None, None, None, :]
-    source = first + block.to(tl.int64)
     # Groups 0 and 2 of 32 values are the nibbles of `even`, 1 and 3 those of `odd`.
     low = _as_words(low_ptr) + source * 32 + half * 16 + part * 4 + word
     even, odd = _words(low, there), _words(low + 8, there)
     tops = _words(_as_words(high_ptr) + source * 16 + half * 8 + part * 4 + word, there)
     d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
     scales = scales_ptr + source * 16 + half * 8 + part
-    out = out_ptr + block.to(tl.int64) * 256 + half * 128 + part * 16
+    out = out_ptr + target * 256 + half * 128 + part * 16
     out += tl.arange(0, 16)[None, None, None, :]
     for group in tl.static_range(4):
         codes = even if group % 2 == 0 else odd

@@ -17,9 +17,9 @@ The arithmetic is float32 in the order that the reference fixes, without fused m
 rounds once to the type of the result.
 
 Arguments of every kernel: the planes, whose codes are read as words; `out_ptr`, to the values, of
-any float type; `first`, i64, the block of the planes to begin with; `count`, i32, how many blocks to
-do. A program does BLOCKS of them. Rows have no padding between them, so a range of rows is a range of
-blocks, here and in the result.
+any float type; and which to do. In `dequantize_32.py` that is `first`, i64, the block of the planes to begin
+with, and `count`, i32, how many blocks: rows follow each other there, so a range of rows is a range of blocks.
+A program does BLOCKS of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from engine.kernels.dequantize_32 import (
 from engine.kernels.dequantize_k import _dequantize_q4_k, _dequantize_q5_k, _dequantize_q6_k
 from engine.kernels.key import Variant
 from engine.kernels.registry import launch, pointer_type
-from engine.quant.blocks import BLOCK_TYPES, BlockType
+from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 from engine.quant.planes import PackedMatrix, fields
 
 
@@ -73,12 +73,16 @@ def variant(type_: BlockType, dtype: torch.dtype) -> Variant:
     planes = tuple(pointer_type(part.dtype) for part in fields(type_))
     return Variant(
         function=tuning.function,
-        types=(*planes, pointer_type(dtype), "i64", "i32"),
+        types=(*planes, pointer_type(dtype), *_ranges(type_)),
         constants=(("BLOCKS", tuning.blocks),),
         warps=tuning.warps,
         stages=1,
         fp_fusion=False,
     )
+
+
+def _ranges(type_: BlockType) -> tuple[str, ...]:
+    return ("i64", "i32") if group_rows(type_) == 1 else ("i32", "i32", "i32")
 
 
 def variants() -> tuple[Variant, ...]:
@@ -90,6 +94,10 @@ def dequantize_blocks(packed: PackedMatrix, out_RC: Tensor, first: int, count: i
     """Writes the values of `count` rows from row `first` into `out_RC`, contiguous, of shape
     (count, columns), in one launch."""
     kernel = variant(packed.type, out_RC.dtype)
-    blocks = count * packed.row_blocks
-    grid = (triton.cdiv(blocks, TUNINGS[packed.type.name].blocks),)
-    launch(kernel, grid, *packed.planes().values(), out_RC, first * packed.row_blocks, blocks)
+    planes, row_blocks, group = packed.planes().values(), packed.row_blocks, packed.group_rows
+    rows = count if group == 1 else (triton.cdiv(first + count, group) - first // group) * group
+    grid = (triton.cdiv(rows * row_blocks, TUNINGS[packed.type.name].blocks),)
+    if group == 1:
+        launch(kernel, grid, *planes, out_RC, first * row_blocks, count * row_blocks)
+    else:
+        launch(kernel, grid, *planes, out_RC, first, count, row_blocks)

@@ -29,11 +29,11 @@ from engine.kernels.small_m_codes_q6k import codes_q6_k
 
 # Arguments: `x_ptr`, *i8 (m, row_blocks, 2, 256), `scale_ptr`, *fp32 (m, row_blocks), and `sums_ptr`,
 # *i32 (m, row_blocks, 8), the inputs. One to three matrices stand side by side in y: the first two are
-# of type KIND, the third of type LAST. Of each the planes `low`, *u8 (rows, row_blocks, 128), `high`,
-# *u8 (.., 32 or 64), `header`, *i32 (.., 4), which is the scales of Q6_K, and `d`, *u8 (.., 2); what
-# a type lacks is not read, nor is the matrix of a number above COUNT. `bias_ptr` to (rows), read if
-# BIAS; `y_ptr` to (splits, m, all rows). `tiles` are how many each matrix is cut into; program (i, s) does ROWS
-# rows of one, blocks s split_blocks to (s + 1) split_blocks. MP is m, padded to 1, 2, 4 or 8.
+# of type KIND, the third of type LAST. Of each the planes `low`, *u8, 128 a block, `high`, *u8, 32 or 64,
+# `header`, *i32, 4, which is the scales of Q6_K, and `d`, *u8, 2; what a type lacks is not read, nor is the
+# matrix of a number above COUNT. `bias_ptr` to (rows), read if BIAS; `y_ptr` to (splits, m, all rows).
+# `tiles` are how many each matrix is cut into; program (i, s) does ROWS rows of one, blocks s split_blocks to
+# (s + 1) split_blocks. MP is m, padded to 1, 2, 4 or 8.
 
 
 @triton.jit

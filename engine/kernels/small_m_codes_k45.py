@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 
 from engine.kernels.small_m_parts import (
+    GROUP,
     both_bytes,
+    first_blocks,
     four_words,
     half,
     rows_of,
@@ -88,13 +90,15 @@ def _scales_and_mins(first, second, third, shift, late):
 def _weights_k45(low_R, high_R, header_R, b, HIGH: tl.constexpr, RUN: tl.constexpr):
     """A block of each row: its header, its fifth bits and its nibbles, product by product."""
     k_K = tl.arange(0, RUN)
-    header = four_words(header_R + b * 4)
+    header = four_words(header_R + b * (4 * GROUP))
     high = 0
     if HIGH:
-        high = tl.load((high_R + b * 32)[:, None] + k_K[None, :], eviction_policy="evict_first")
+        high = tl.load(
+            (high_R + b * (32 * GROUP))[:, None] + k_K[None, :], eviction_policy="evict_first"
+        )
     lows = ()
     for run in tl.static_range(128 // RUN):
-        at_RK = (low_R + b * 128 + run * RUN)[:, None] + k_K[None, :]
+        at_RK = (low_R + b * (128 * GROUP) + run * RUN)[:, None] + k_K[None, :]
         lows += (tl.load(at_RK, eviction_policy="evict_first"),)
     return header, high, lows
 
@@ -216,9 +220,10 @@ def codes_k45(
     row_R = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)
     start = tl.program_id(1) * split_blocks
     end = tl.minimum(start + split_blocks, row_blocks)
-    header_R = header_ptr + row_R * (row_blocks * 4)
-    low_R = low_ptr + row_R * (row_blocks * 128)
-    high_R = high_ptr + row_R * (row_blocks * 32)
+    block_R = first_blocks(row_R, row_blocks)
+    header_R = header_ptr + block_R * 4
+    low_R = low_ptr + block_R * 128
+    high_R = high_ptr + block_R * 32
     if MP < 8:
         y = tl.zeros([ROWS, 4 * MP], tl.float32)
     else:

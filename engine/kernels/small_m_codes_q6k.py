@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 
 from engine.kernels.small_m_parts import (
+    GROUP,
     both_bytes,
+    first_blocks,
     four_words,
     half,
     rows_of,
@@ -56,18 +58,18 @@ def _four_times_signed(low, high, U: tl.constexpr, G: tl.constexpr, PLAIN: tl.co
 
 
 @triton.jit
-def _weights_q6_k(low_R, high_R, scales_R, d_ptr, row_R, row_blocks, b, PAIR: tl.constexpr):
+def _weights_q6_k(low_R, high_R, scales_R, d_ptr, block_R, b, PAIR: tl.constexpr):
     """A block of each row: d, scales, high bits of each half, low bits of each product's."""
     k_K = tl.arange(0, PAIR)
     low_RK = low_R[:, None] + (64 * (k_K // 32) + k_K % 32)[None, :]
     high_RK = high_R[:, None] + k_K[None, :]
-    d = words_of_d(d_ptr, row_R, row_blocks, b)
-    scales = four_words(scales_R + b * 4)
+    d = words_of_d(d_ptr, block_R, b)
+    scales = four_words(scales_R + b * (4 * GROUP))
     highs, lows = (), ()
     for h in tl.static_range(64 // PAIR):
-        highs += (tl.load(high_RK + b * 64 + 32 * h, eviction_policy="evict_first"),)
+        highs += (tl.load(high_RK + b * (64 * GROUP) + 32 * h, eviction_policy="evict_first"),)
         for v in tl.static_range(2):
-            at_RK = low_RK + b * 128 + 64 * h + 32 * v
+            at_RK = low_RK + b * (128 * GROUP) + 64 * h + 32 * v
             lows += (tl.load(at_RK, eviction_policy="evict_first"),)
     return d, scales, highs, lows
 
@@ -168,9 +170,10 @@ def codes_q6_k(
     row_R = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)
     start = tl.program_id(1) * split_blocks
     end = tl.minimum(start + split_blocks, row_blocks)
-    low_R = low_ptr + row_R * (row_blocks * 128)
-    high_R = high_ptr + row_R * (row_blocks * 64)
-    scales_R = scales_ptr + row_R * (row_blocks * 4)
+    block_R = first_blocks(row_R, row_blocks)
+    low_R = low_ptr + block_R * 128
+    high_R = high_ptr + block_R * 64
+    scales_R = scales_ptr + block_R * 4
     if MP < 8:
         y = tl.zeros([ROWS, 4 * MP], tl.float32)
     else:
@@ -178,7 +181,7 @@ def codes_q6_k(
         y = (zero_RN, zero_RN)
     for step in tl.range(start, end, num_stages=STAGES):
         b = turned(tile, step, start, end)
-        weights = _weights_q6_k(low_R, high_R, scales_R, d_ptr, row_R, row_blocks, b, PAIR)
+        weights = _weights_q6_k(low_R, high_R, scales_R, d_ptr, block_R, b, PAIR)
         if MP < 8:
             y = _apart_q6_k(y, weights, x_ptr, scale_ptr, row_blocks, m, b, MP, PLAIN)
         else:

@@ -19,12 +19,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.small_m_parts import floats, four_words, half, inputs, store, turned
+from engine.kernels.small_m_parts import (
+    GROUP,
+    first_blocks,
+    floats,
+    four_words,
+    half,
+    inputs,
+    store,
+    turned,
+)
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8 (rows,
-# row_blocks, 128), `high_ptr`, *u8 (.., 32), and `header_ptr`, *i32 (.., 4); `bias_ptr` to (rows), read
+# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8,
+# 128 a block, `high_ptr`, *u8, 32, and `header_ptr`, *i32, 4; `bias_ptr` to (rows), read
 # if BIAS; `y_ptr` to (splits, m, rows). Program (i, s) does rows ROWS i to ROWS (i + 1), blocks s
 # split_blocks to (s + 1) split_blocks. HIGH is 0 for Q4_K, for which `high_ptr` is not read, and for
 # Q5_K the bit of a code that is high, 16; MP the power of two that m is padded to.
@@ -69,21 +78,22 @@ def _tiles_k45(
     m_M = tl.arange(0, MP)
     there_M = m_M < m
     x_M = m_M * (row_blocks * 128)
-    words = low_ptr.to(tl.pointer_type(tl.int16)) + (row_R * (row_blocks * 64))[:, None]
+    block_R = first_blocks(row_R, row_blocks)
+    words = low_ptr.to(tl.pointer_type(tl.int16)) + (block_R * 64)[:, None]
     words += i_K[None, :]
-    high_words = high_ptr.to(tl.pointer_type(tl.int16)) + (row_R * (row_blocks * 16))[:, None]
+    high_words = high_ptr.to(tl.pointer_type(tl.int16)) + (block_R * 16)[:, None]
     high_words += i_K[None, :]
-    header_R = header_ptr + row_R * (row_blocks * 4)
+    header_R = header_ptr + block_R * 4
     y_RM = tl.zeros([ROWS, MP], tl.float32)
     start = tl.program_id(1) * split_blocks
     end = tl.minimum(start + split_blocks, row_blocks)
     for step in tl.range(start, end, num_stages=STAGES):
         b = turned(tl.program_id(0), step, start, end)
-        both_R, first_R, second_R, third_R = four_words(header_R + b * 4)
+        both_R, first_R, second_R, third_R = four_words(header_R + b * (4 * GROUP))
         if HIGH != 0:
-            high = tl.load(high_words + b * 16)
+            high = tl.load(high_words + b * (16 * GROUP))
         for c in tl.static_range(4):
-            low = tl.load(words + b * 64 + c * 16, eviction_policy="evict_first")
+            low = tl.load(words + b * (64 * GROUP) + c * 16, eviction_policy="evict_first")
             if HIGH == 0:
                 high = low
             for u in tl.static_range(2):

@@ -14,9 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.quant.blocks import GROUP_ROWS
+
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 # Shapes: R rows of W, K 16-bit words of a block, N columns of a product, M rows of x
+
+GROUP: tl.constexpr = tl.constexpr(GROUP_ROWS)
+"""From a block of a row to the row's next one, in blocks."""
 
 
 @triton.jit
@@ -117,9 +122,16 @@ def half(word, shift):
 
 
 @triton.jit
-def words_of_d(d_ptr, row_R, row_blocks, b):
-    """The 32-bit words in which the halves of block b lie, and where in the word."""
-    at_R = row_R * row_blocks + b
+def first_blocks(row_R, row_blocks):
+    """The number of each row's first block in a plane."""
+    place_R = row_R & (GROUP - 1)
+    return (row_R - place_R) * row_blocks + place_R
+
+
+@triton.jit
+def words_of_d(d_ptr, block_R, b):
+    """The 32-bit words in which the halves of block b of each row lie, and where in the word."""
+    at_R = block_R + b * GROUP
     word_R = tl.load(d_ptr.to(tl.pointer_type(tl.int32)) + (at_R >> 1))
     return word_R, (16 * (at_R & 1)).to(tl.int32)
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 from engine.kernels.small_m_parts import (
+    GROUP,
+    first_blocks,
     floats,
     four_words,
     half,
@@ -24,8 +26,8 @@ from engine.kernels.small_m_parts import (
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8 (rows, row_blocks,
-# 128), `high_ptr`, *u8 (.., 64), `scales_ptr`, *i8 (.., 16) and `d_ptr`, *fp16 (rows, row_blocks);
+# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8, 128
+# a block, `high_ptr`, *u8, 64, `scales_ptr`, *i8, 16, and `d_ptr`, *fp16, 1;
 # the rest as in small_m_k45.py.
 # Shapes: R rows of W, K words of a group, M rows of x
 
@@ -56,23 +58,26 @@ def _tiles_q6_k(
     m_M = tl.arange(0, MP)
     there_M = m_M < m
     x_M = m_M * (row_blocks * 128)
-    low_words = (low_ptr + row_R * (row_blocks * 128)).to(tl.pointer_type(tl.int16))[:, None]
+    block_R = first_blocks(row_R, row_blocks)
+    low_words = (low_ptr + block_R * 128).to(tl.pointer_type(tl.int16))[:, None]
     low_words += i_K[None, :]
-    high_words = (high_ptr + row_R * (row_blocks * 64)).to(tl.pointer_type(tl.int16))[:, None]
+    high_words = (high_ptr + block_R * 64).to(tl.pointer_type(tl.int16))[:, None]
     high_words += i_K[None, :]
-    scales_R = (scales_ptr + row_R * (row_blocks * 16)).to(tl.pointer_type(tl.int32))
+    scales_R = (scales_ptr + block_R * 16).to(tl.pointer_type(tl.int32))
     y_RM = tl.zeros([ROWS, MP], tl.float32)
     start = tl.program_id(1) * split_blocks
     end = tl.minimum(start + split_blocks, row_blocks)
     for step in tl.range(start, end, num_stages=STAGES):
         b = turned(tl.program_id(0), step, start, end)
-        word_R, place_R = words_of_d(d_ptr, row_R, row_blocks, b)
+        word_R, place_R = words_of_d(d_ptr, block_R, b)
         d_R = half(word_R, place_R)
-        s0_R, s1_R, s2_R, s3_R = four_words(scales_R + b * 4)
+        s0_R, s1_R, s2_R, s3_R = four_words(scales_R + b * (4 * GROUP))
         for h in tl.static_range(2):
-            high = tl.load(high_words + b * 32 + h * 16, eviction_policy="evict_first")
+            high = tl.load(high_words + b * (32 * GROUP) + h * 16, eviction_policy="evict_first")
             for v in tl.static_range(2):
-                low = tl.load(low_words + b * 64 + h * 32 + v * 16, eviction_policy="evict_first")
+                low = tl.load(
+                    low_words + b * (64 * GROUP) + h * 32 + v * 16, eviction_policy="evict_first"
+                )
                 for u in tl.static_range(2):
                     if h == 0:
                         four_R = s1_R if u else s0_R

@@ -42,7 +42,7 @@ class Config:
 _Shape = tuple[int, int, int]
 _LAUNCHES: dict[str, dict[int, tuple[_Shape, _Shape]]] = {
     "Q4_K": {
-        1: ((64, 4, 3), (64, 4, 3)),
+        1: ((64, 4, 3), (32, 2, 3)),
         2: ((64, 4, 3), (64, 4, 3)),
         4: ((64, 4, 2), (64, 4, 2)),
         8: ((64, 2, 3), (64, 2, 3)),

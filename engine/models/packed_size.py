@@ -15,7 +15,7 @@ from engine.formats.safetensors_header import TensorInfo
 from engine.formats.weights import WeightFile
 from engine.models.config import ModelConfig
 from engine.models.names import TOGETHER, embedding_and_head, names_for
-from engine.quant.blocks import BLOCK_TYPES, BlockType
+from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 
 SCRATCH_LIMIT_BYTES = 260 << 20
 """That of `engine.kernels.linear`, here for where torch is not; a test holds it to the original."""
@@ -66,7 +66,9 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
             layer[1] += count
             continue
         matrices += 1
-        size = count // kind.block_size * kind.block_bytes
+        group = group_rows(kind)
+        padded = math.ceil(info.shape[0] / group) * group
+        size = padded * math.prod(info.shape[1:]) // kind.block_size * kind.block_bytes
         block_bytes += size
         layer[0] += size
         if name not in ends:

@@ -73,6 +73,15 @@ def by_ggml_id(ggml_id: int) -> BlockType:
     raise QuantError.expected("block type", "ggml id", f"one of {known}", str(ggml_id))
 
 
+GROUP_ROWS = 16
+"""Of a K-quant, that lie together on a device (`engine.quant.planes`)."""
+
+
+def group_rows(type_: BlockType) -> int:
+    """Rows that lie together on a device, in a group that is filled up."""
+    return GROUP_ROWS if type_.block_size == 256 else 1
+
+
 def row_bytes(type_: BlockType, values: int) -> int:
     """Bytes of a row of `values` values; `QuantError`, naming the fallback, where blocks do not
     fill the row."""
