@@ -2,7 +2,7 @@
 
     _norm      x + what the layer gave, kept; its RMS norm, by blocks of 256 columns or whole rows
     _attend    attention: what is kept of the token itself is written, its rotation and the norms of
-               Qwen3 included (`decode_attend.py`)
+               Qwen3 included; and _join (`decode_attend.py`)
     _gate      silu(gate) * up
     _largest   and _choose: the likeliest id of the logits (`decode_choose.py`)
 

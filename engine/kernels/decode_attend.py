@@ -1,13 +1,14 @@
-"""Attention of one token of each row: chunks of its keys and values, and their join, in one launch.
+"""Attention of one token of each row: chunks of its keys and values, and their join.
 
     _attend   a program for each row, head of keys and chunk of CHUNK tokens
+    _join     a program for each row and block of 256 columns, which is what a product takes
 
 A chunk is one tile, all of it asked for at once, before the queries are there. Each program leaves its
-largest score, sum of exponentials and sums of values, and counts itself. The last of those that fill the
-same blocks of 256 columns, which are what a product takes, joins their chunks in order: which one that is
-changes no bit. It sets the count back to 0.
+largest score, sum of exponentials and sums of values; a program whose chunk is beyond the row's position
+ends at once. Chunks are joined in order.
 
-A program whose chunk is beyond the row's position ends at once, and is not counted.
+The join is a launch of its own: the last program of some heads to arrive, which could do it, has first to
+find out that it is the last, and to wait for what it learns; and then it is alone with what 14 do here.
 """
 
 from __future__ import annotations
@@ -46,44 +47,39 @@ def _turned(
 
 @triton.jit
 def _largest_of(softmax_ptr, at_BH, there_BH, here):
-    # Past the first cache, which may hold what another program has since replaced.
-    largest_BH = tl.load(
-        softmax_ptr + 2 * at_BH, mask=there_BH & here, other=float("-inf"), cache_modifier=".cg"
-    )
+    largest_BH = tl.load(softmax_ptr + 2 * at_BH, mask=there_BH & here, other=float("-inf"))
     # Of no head, a number that no NaN comes of.
     return tl.where(there_BH, largest_BH, 0.0)
 
 
 @triton.jit
-def _join_chunks(
-    sums_ptr,
-    softmax_ptr,
+def _join(
+    sums_ptr,  # *fp32 (chunks, rows, heads, WIDTH)
+    softmax_ptr,  # *fp32 (chunks, rows, heads, 2)
+    position_ptr,
     y_ptr,
     codes_ptr,
     scales_ptr,
     code_sums_ptr,
-    row,
     rows,
-    chunks,
-    first_block,
-    end,
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,  # chunks in flight
     CODES: tl.constexpr,
 ):
-    """The attention of a row from its chunks, for columns from a block on to before `end`."""
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     PER_BLOCK: tl.constexpr = 256 // WIDTH
     HEADS: tl.constexpr = COLUMNS // WIDTH
-    block_B = first_block + tl.arange(0, BLOCKS)
+    row = tl.program_id(1)
+    chunks = tl.load(position_ptr + row) // CHUNK + 1
+    block_B = tl.program_id(0) + tl.arange(0, 1)
     head_BH = (block_B * PER_BLOCK)[:, None] + tl.arange(0, PER_BLOCK)[None, :]
     at_BHW = (head_BH * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
-    there_BH, there_BHW = head_BH * WIDTH < end, at_BHW < end
-    most_BH = tl.full([BLOCKS, PER_BLOCK], float("-inf"), tl.float32)
-    all_BH = tl.zeros([BLOCKS, PER_BLOCK], tl.float32)
-    y_BHW = tl.zeros([BLOCKS, PER_BLOCK, WIDTH], tl.float32)
+    there_BH, there_BHW = head_BH < HEADS, at_BHW < COLUMNS
+    most_BH = tl.full([1, PER_BLOCK], float("-inf"), tl.float32)
+    all_BH = tl.zeros([1, PER_BLOCK], tl.float32)
+    y_BHW = tl.zeros([1, PER_BLOCK, WIDTH], tl.float32)
     for start in range(0, chunks, AHEAD):
         # As with parts: what all else begins with, the first chunk's largest score, is loaded last.
         # A chunk that is not there weighs nothing.
@@ -94,10 +90,10 @@ def _join_chunks(
             if ahead > 0:
                 largest += (_largest_of(softmax_ptr, at * HEADS + head_BH, there_BH, here),)
             soft_BH = softmax_ptr + 2 * (at * HEADS + head_BH) + 1
-            total_BH = tl.load(soft_BH, mask=there_BH & here, other=0, cache_modifier=".cg")
+            total_BH = tl.load(soft_BH, mask=there_BH & here, other=0)
             totals += (total_BH,)
             sums_BHW = sums_ptr + at * COLUMNS + at_BHW
-            sum_BHW = tl.load(sums_BHW, mask=there_BHW & here, other=0, cache_modifier=".cg")
+            sum_BHW = tl.load(sums_BHW, mask=there_BHW & here, other=0)
             sums += (sum_BHW,)
         tl.debug_barrier()
         at = (start * rows + row) * HEADS
@@ -112,9 +108,7 @@ def _join_chunks(
             most_BH = larger_BH
     all_BH = tl.where(there_BH, all_BH, 1.0)
     y_BHW = (y_BHW / all_BH[:, :, None]).to(DTYPE).to(tl.float32)
-    y_BE = tl.reshape(y_BHW, [BLOCKS, 256])
-    # A number behind the last block's keeps the others' places from being written.
-    block_B = tl.where(block_B * 256 < end, block_B, (COLUMNS + 255) // 256)
+    y_BE = tl.reshape(y_BHW, [1, 256])
     _write(y_BE, y_ptr, codes_ptr, scales_ptr, code_sums_ptr, row, COLUMNS, block_B, CODES)
 
 
@@ -146,11 +140,6 @@ def _attend(
     squares_ptr,
     sums_ptr,  # *fp32 (chunks, rows, heads, 2 R), written: sums of values
     softmax_ptr,  # *fp32 (chunks, rows, heads, 2), written: largest score, sum of exponentials
-    arrived_ptr,  # *i32 (rows, units), 0 before and after: programs of a unit that are done
-    y_ptr,
-    codes_ptr,
-    scales_ptr,
-    code_sums_ptr,
     rows,
     slots,
     part_rows,
@@ -166,11 +155,7 @@ def _attend(
     STRIDE: tl.constexpr,
     SHARED_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
-    UNIT: tl.constexpr,  # shared heads whose columns are whole blocks
-    BLOCKS: tl.constexpr,  # of a unit, a power of 2
     CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr,  # chunks that the join has in flight
-    CODES: tl.constexpr,
 ):
     DTYPE: tl.constexpr = keys_ptr.dtype.element_ty
     row = tl.program_id(0) // SHARED
@@ -180,7 +165,6 @@ def _attend(
     if first <= position:
         # A matrix unit takes 16 rows at least.
         G: tl.constexpr = 16
-        COLUMNS: tl.constexpr = SHARED * GROUP * 2 * R
         SLOT: tl.constexpr = SHARED * 2 * R
         g_G, r_R, e_E = tl.arange(0, G), tl.arange(0, R), tl.arange(0, 2 * R)
         own_at = row.to(tl.int64) * slots * SLOT + head * 2 * R
@@ -267,20 +251,3 @@ def _attend(
         tl.store(softmax_ptr + 2 * at_G + 1, total_G, mask=g_G < GROUP)
         at_GE = (at_G * 2 * R)[:, None] + e_E[None, :]
         tl.store(sums_ptr + at_GE, y_GE, mask=(g_G < GROUP)[:, None])
-
-        unit = head // UNIT
-        unit_heads = tl.minimum(UNIT, SHARED - unit * UNIT)
-        chunks = position // CHUNK + 1
-        arrived_at = arrived_ptr + row * ((SHARED + UNIT - 1) // UNIT) + unit
-        # All threads have written before one of them says so; and says it to the whole GPU.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived_at, 1, sem="acq_rel", scope="gpu")
-        if before + 1 == unit_heads * chunks:
-            tl.debug_barrier()
-            tl.store(arrived_at, 0)
-            unit_at = unit * UNIT * GROUP * 2 * R
-            end = unit_at + unit_heads * GROUP * 2 * R
-            _join_chunks(
-                sums_ptr, softmax_ptr, y_ptr, codes_ptr, scales_ptr, code_sums_ptr, row, rows,
-                chunks, unit_at // 256, end, COLUMNS, 2 * R, BLOCKS, AHEAD, CODES,
-            )  # fmt: skip

@@ -4,14 +4,13 @@
     Undivided   what is left of an RMS norm for whoever reads a product (`decode.py`)
     Out         where the inputs of the next product go: whole numbers, or floats
     Heads       what attention of one layer has besides queries, keys and values
-    Scratch     what programs of one attention tell each other (`decode_attend.py`)
+    Scratch     what attention leaves of each chunk (`decode_attend.py`)
 
 Made before a graph is captured, and kept: a replay is the same work at the same addresses.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from engine.kernels.small_m_inputs import BLOCK, Inputs, empty_inputs
 from engine.kernels.small_m_table import Config
 
 # Shapes: M rows of a step, K and N columns, P parts of a sum, C chunks, H query heads, E width of a head,
-# R half of it, S slots, B blocks of 256 columns, U units of shared heads
+# R half of it, S slots, B blocks of 256 columns
 
 CHUNK = 128
 """Tokens of a row's cache that one program looks at. A sum's order depends on it, so it is one number."""
@@ -106,14 +105,12 @@ class Heads(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What programs of one attention tell each other."""
+    """What attention leaves of each chunk, to be joined."""
 
     sums_CMHE: Tensor
     """float32."""
     softmax_CMH2: Tensor
     """float32."""
-    arrived_MU: Tensor
-    """int32, of each unit of shared heads; 0 between launches."""
 
 
 def empty_scratch(
@@ -121,14 +118,7 @@ def empty_scratch(
 ) -> Scratch:
     """For rows of up to `capacity` tokens."""
     shape = (triton.cdiv(capacity, CHUNK), rows, heads)
-    units = triton.cdiv(shared, unit_of(shared, heads // shared * width))
     return Scratch(
         torch.empty(*shape, width, dtype=torch.float32, device=device),
         torch.empty(*shape, 2, dtype=torch.float32, device=device),
-        torch.zeros(rows, units, dtype=torch.int32, device=device),
     )
-
-
-def unit_of(shared: int, columns: int) -> int:
-    """How many shared heads, each of so many columns of queries, fill whole blocks; all at most."""
-    return min(shared, BLOCK // math.gcd(BLOCK, columns))

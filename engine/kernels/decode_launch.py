@@ -1,6 +1,7 @@
 """How the kernels of `decode.py` and `decode_attend.py` are launched: a step of generation as functions.
 
-    norm, attend, gate   launch one kernel each
+    norm, gate           launch one kernel each
+    attend               launches two
     variants             what steps of 7B and 8B models launch, to be compiled ahead of time
 
 All take the rows of a step, contiguous, in one float dtype. Pointers, rows, slots and factors are
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.kernels import decode_choose
 from engine.kernels.decode import _gate, _norm
-from engine.kernels.decode_attend import _attend
+from engine.kernels.decode_attend import _attend, _join
 from engine.kernels.decode_buffers import (
     CHUNK,
     OUT_TYPES,
@@ -27,7 +28,6 @@ from engine.kernels.decode_buffers import (
     Scratch,
     Undivided,
     parts_of,
-    unit_of,
 )
 from engine.kernels.key import Constant, Variant
 from engine.kernels.registry import launch, pointer_type
@@ -37,7 +37,7 @@ from engine.quant.blocks import BLOCK_TYPES
 
 # Shapes: M rows of a step, K columns or key/value heads, S slots, E width of a head, B blocks of 256
 
-CHUNKS_AHEAD = 6
+CHUNKS_AHEAD = 8
 """Chunks that a join has in flight at once."""
 
 
@@ -104,7 +104,7 @@ def attend(
     norms = heads.norms or (anything, anything)
     pointers = (
         *(q.tensor, k.tensor, v.tensor, *biases, *norms, heads.turns_S2R),
-        *(keys_MSKE, values_MSKE, position_M, squares, *scratch, *out.pointers()),
+        *(keys_MSKE, values_MSKE, position_M, squares, *scratch),
     )
     variant = _attend_variant(
         tuple(each.dtype for each in pointers),
@@ -112,7 +112,6 @@ def attend(
         (q.row_stride, k.row_stride, q.splits, normed),
         bias=heads.biases is not None,
         norm=heads.norms is not None,
-        codes=out.codes is not None,
     )
     launch(
         variant,
@@ -120,16 +119,19 @@ def attend(
         *pointers,
         *(rows, slots, q.rows, heads.eps, norm_eps, width**-0.5),
     )
+    columns = scratch.sums_CMHE.shape[2] * width
+    joining = _join_variant(out.floats_MK.dtype, columns, width, codes=out.codes is not None)
+    grid = (triton.cdiv(columns, BLOCK), rows)
+    launch(joining, grid, *scratch, position_M, *out.pointers(), rows)
 
 
 def variants(arch: int) -> tuple[Variant, ...]:
     """What steps of Qwen2.5-7B in bf16 launch on `arch`, of weights in blocks and in floats, those of
     Qwen3-8B's attention, and what chooses their tokens."""
     bf16, fp32, i32 = torch.bfloat16, torch.float32, torch.int32
-    ends = (fp32, fp32, i32, bf16, *OUT_TYPES)
-    packed = (*[fp32] * 3, *[bf16] * 3, fp32, fp32, bf16, bf16, bf16, i32, fp32, *ends)
-    normed = (*[fp32] * 6, *[bf16] * 5, i32, fp32, *ends)
-    dense = (*[bf16] * 11, i32, bf16, *ends)
+    packed = (*[fp32] * 3, *[bf16] * 3, fp32, fp32, bf16, bf16, bf16, i32, fp32, fp32, fp32)
+    normed = (*[fp32] * 6, *[bf16] * 5, i32, fp32, fp32, fp32)
+    dense = (*[bf16] * 11, i32, bf16, fp32, fp32)
     seven, eight = (4, 7, 128), (8, 4, 128)
 
     def parts(rows: int, columns: int, kind: str = "Q4_K") -> int:
@@ -154,9 +156,11 @@ def variants(arch: int) -> tuple[Variant, ...]:
     gates = (18944, 37888, parts(37888, 3584), 3584)
     return (
         *norms,
-        _attend_variant(packed, seven, sizes, bias=True, norm=False, codes=True),
-        _attend_variant(normed, eight, sizes_eight, bias=False, norm=True, codes=True),
-        _attend_variant(dense, seven, (3584, 512, 1, 0), bias=False, norm=False, codes=False),
+        _attend_variant(packed, seven, sizes, bias=True, norm=False),
+        _attend_variant(normed, eight, sizes_eight, bias=False, norm=True),
+        _attend_variant(dense, seven, (3584, 512, 1, 0), bias=False, norm=False),
+        *(_join_variant(bf16, 3584, 128, codes=codes) for codes in (True, False)),
+        _join_variant(bf16, 4096, 128, codes=True),
         _gate_variant((fp32, fp32, fp32, bf16), gates, codes=True),
         _gate_variant((bf16, bf16, bf16, bf16), (18944, 18944, 1, 0), codes=False),
         *decode_choose.variants(),
@@ -200,11 +204,9 @@ def _attend_variant(
     *,
     bias: bool,
     norm: bool,
-    codes: bool,
 ) -> Variant:
     shared, group, width = heads
     stride, shared_stride, splits, normed = sizes
-    unit = unit_of(shared, group * width)
     constants: dict[str, Constant] = {
         "BIAS": bias,
         "NORM": norm,
@@ -215,13 +217,16 @@ def _attend_variant(
         "STRIDE": stride,
         "SHARED_STRIDE": shared_stride,
         "SPLITS": splits,
-        "UNIT": unit,
-        "BLOCKS": triton.next_power_of_2(triton.cdiv(unit * group * width, BLOCK)),
         "CHUNK": CHUNK,
-        "AHEAD": CHUNKS_AHEAD,
-        "CODES": codes,
     }
     return _variant(_attend, dtypes, (*["i32"] * 3, *["fp32"] * 3), constants, 8)
+
+
+def _join_variant(dtype: torch.dtype, columns: int, width: int, *, codes: bool) -> Variant:
+    constants: dict[str, Constant] = {"COLUMNS": columns, "WIDTH": width, "CHUNK": CHUNK}
+    constants |= {"AHEAD": CHUNKS_AHEAD, "CODES": codes}
+    dtypes = (torch.float32, torch.float32, torch.int32, dtype, *OUT_TYPES)
+    return _variant(_join, dtypes, ("i32",), constants, 4)
 
 
 def _variant(

@@ -1,7 +1,8 @@
 """What one token of each row launches: a decoder's products, and the kernels between them.
 
-Between the products of a layer are 4 launches: norm, attention, norm, gate (`engine.kernels.decode`). The
-RMS norm's divisor is left to whoever reads the product of what is in blocks (`Undivided`).
+Between the products of a layer are 5 launches: norm, attention and its join, norm, gate
+(`engine.kernels.decode`). The RMS norm's divisor is left to whoever reads the product of what is in
+blocks (`Undivided`).
 
 Tensors are made before the first launch, and stay: a launch is the same work at the same addresses
 every time.
