@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 120.0
+STALE = {"COLUMNS": "71", "LINES": "17"}
+"""A size that no terminal of a test has, as a shell or a test runner exports that of a terminal before."""
 ENTER_ALTERNATE, LEAVE_ALTERNATE = "\x1b[?1049h", "\x1b[?1049l"
 SHOW_CURSOR, MOUSE_OFF = "\x1b[?25h", "\x1b[?1000l"
 
@@ -23,7 +25,7 @@ def set_size(fd: int, columns: int, rows: int) -> None:
 
 
 class Terminal:
-    """`python -m workbench`, or other `code`, on a pseudo-terminal of its own."""
+    """`python -m workbench`, or other `code`, on a pseudo-terminal of its own, with another size exported."""
 
     def __init__(
         self,
@@ -40,8 +42,9 @@ class Terminal:
         if self.pid == 0:
             # Before the program begins, so that it never sees another size.
             set_size(0, columns, rows)
-            unset = ("LC_", "LANG", "COLUMNS", "LINES", "NO_COLOR", "SSH_", "TMUX")
+            unset = ("LC_", "LANG", "NO_COLOR", "SSH_", "TMUX")
             kept = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
+            kept |= STALE
             kept |= {
                 "TERM": "xterm-256color",
                 "LANG": "C.UTF-8",

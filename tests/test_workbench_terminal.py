@@ -20,6 +20,7 @@ from terminals import (
     MOUSE_OFF,
     ROOT,
     SHOW_CURSOR,
+    STALE,
     Terminal,
 )
 
@@ -141,13 +142,11 @@ class Tmux:
 
     def __call__(self, *arguments: str) -> str:
         command = ["tmux", "-S", str(self.socket), "-f", "/dev/null", *arguments]
-        # Programs take COLUMNS and LINES for the terminal's size, whatever becomes of it; readline exports
-        # those of the test's process.
-        unset = ("TMUX", "NO_COLOR", "LC_", "LANG", "SSH_", "COLUMNS", "LINES")
+        unset = ("TMUX", "NO_COLOR", "LC_", "LANG", "SSH_")
         environ = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
         done = subprocess.run(
             command,
-            env=environ | {"LANG": "C.UTF-8", "PYTHONPATH": str(ROOT)},
+            env=environ | STALE | {"LANG": "C.UTF-8", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             check=True,

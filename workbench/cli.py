@@ -12,7 +12,7 @@ import importlib.resources
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -210,6 +210,23 @@ def launch_environ() -> Mapping[str, str]:
     return {os.fsdecode(key): os.fsdecode(value) for key, _, value in pairs}
 
 
+def believe_the_terminal(environ: MutableMapping[str, str]) -> None:
+    """Drops COLUMNS and LINES where stdout is a terminal that knows its size.
+
+    A shell or a test runner exports them with the size that its own terminal had, and Python, Textual and
+    Rich believe them before they ask the terminal: the screen would keep that size and hear of no other.
+    A terminal without a size, as a serial line is, says 0 x 0, and then they are all there is.
+    """
+    try:
+        # Of the file that Textual's driver asks.
+        size = os.get_terminal_size(sys.__stdout__.fileno() if sys.__stdout__ else -1)
+    except (OSError, ValueError):
+        return
+    if size.columns and size.lines:
+        environ.pop("COLUMNS", None)
+        environ.pop("LINES", None)
+
+
 def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
     """Open the terminal UI and wait until it is closed; 70 when it broke, whose traceback Textual
     has printed, and 143 when it was terminated."""
@@ -218,6 +235,7 @@ def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
     from workbench.tui.printable import is_utf8
 
     ascii_only = not is_utf8(launch_environ()) if options.ascii is None else options.ascii
+    believe_the_terminal(os.environ)
     app = WorkbenchApp(
         paths,
         refresh_s=refresh_seconds(os.environ),

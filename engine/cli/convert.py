@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from engine.cli.terminal import columns_of
 
 if TYPE_CHECKING:
     from engine.publish.convert import Converted, Progress
@@ -57,7 +58,7 @@ class Reporter:
     def __call__(self, progress: Progress) -> None:
         text = f"{progress.done}/{progress.total} {progress.name}"
         if self.redraw:
-            width = shutil.get_terminal_size().columns - 1
+            width = columns_of(sys.stderr) - 1
             end = "\r\x1b[K" if progress.done == progress.total else ""
             sys.stderr.write(f"\r\x1b[K{text[:width]}{end}")
             sys.stderr.flush()

@@ -16,11 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from engine.cli.terminal import columns_of
 
 if TYPE_CHECKING:
     from engine.device.doctor import Diagnosis
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(diagnosis.as_json(), allow_nan=False))
     else:
         # Through a pipe there is no width to ask for: then 100, or COLUMNS.
-        width = min(max(shutil.get_terminal_size((100, 24)).columns, NARROWEST), WIDEST)
+        width = min(max(columns_of(sys.stdout, 100), NARROWEST), WIDEST)
         print("\n".join(report_lines(diagnosis, width)))
     return diagnosis.verdict.exit_code
 

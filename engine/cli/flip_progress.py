@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from engine.cli.terminal import columns_of
 from engine.experiments import text
 from engine.experiments.judge import Pair, interval_of
 from engine.experiments.plan import Plan
@@ -83,7 +83,7 @@ class Progress:
         self._next_s = time.monotonic() + REDRAW_S
         phase = view.phase.name if view.phase is not None else "starting"
         line = f"{what}, pair {number}, arm {arm}: step {view.last_step}/{self.plan.steps}, {phase}"
-        width = shutil.get_terminal_size().columns - 1
+        width = columns_of(sys.stderr) - 1
         sys.stderr.write(f"\r\x1b[K{line[:width]}")
         sys.stderr.flush()
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.cli.terminal import columns_of
 from engine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class _Progress:
             f"{format_seconds((self.rows - rows) / rate)} left"
         )
         if self.redraw:
-            sys.stderr.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.write(f"\r\x1b[K{text[: columns_of(sys.stderr) - 1]}")
             sys.stderr.flush()
             self.drawn = True
         else:

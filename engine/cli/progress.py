@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 
+from engine.cli.terminal import columns_of
 from engine.errors import EXIT_FAIL
 from engine.runlog.events import AlertRaised, AnyEvent, Phase, kind_of
 from engine.runlog.follow import Follower
@@ -53,7 +53,7 @@ class _Progress:
                     self._print(text)
         text = status_text(view, follower.alive)
         if self.redraw:
-            width = shutil.get_terminal_size().columns - 1
+            width = columns_of(sys.stderr) - 1
             sys.stderr.write(f"\r\x1b[K{_bar(view)}{text}"[: width + 4])
             sys.stderr.flush()
             self.drawn = True
