@@ -122,6 +122,16 @@ def choose_graphs(
     )
 
 
+def give_up_graphs(step: int, why: str) -> Decision:
+    """Layers launched one by one from `step` on, because they could not be captured."""
+    return Decision(
+        knob="student.graphs",
+        choice="off",
+        reason=f"from step {step} on, layers are launched one by one, which computes the same",
+        rejected=(("on", f"they could not be captured: {why}"),),
+    )
+
+
 def choose_attention(
     knob: str,
     wanted: str,

@@ -17,19 +17,31 @@ autograd sees one function between embedded tokens and hidden states. Its backwa
 gradients into `.grad` itself: they lie in the graph, and a copy would cost what it saves. So they are
 valid until the next backward pass, and there is no accumulating. The oracle are the layers launched one
 by one (`engine.distill.student` compares before the first step).
+
+A capture can fail in the middle of a run, when a batch needs more room than the GPU has left. It is made
+before anything of the step depends on it: it writes into tensors of its own, accumulates no gradient and
+draws no random number. So the step goes on with layers launched one by one, as do all after it, wherever
+nothing of the failed capture is left:
+
+    a pass before the capture failed, or instantiating after it     nothing was being captured
+    a pass under capture failed, and CUDA ended the capture whole   the graph is dropped with its memory
+    CUDA says that the capture was invalidated (a wait for the      the run ends: torch leaves its allocators
+    device inside of it)                                            and its current stream in the capture
+
+The last has its cause in the code that is captured, and is then met before the first step.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from engine.errors import InternalError
+from engine.errors import InternalError, TrainingFailed
 from engine.models.attention import LENGTH_STEP
 from engine.models.decoder import Decoder, Sight, see_packed
 
@@ -40,11 +52,26 @@ LEAST_ROOM = 32
 WARM_UP = 3
 """Passes before a capture: libraries take their workspaces, compilers compile."""
 
+_Made = TypeVar("_Made")
+
+
+class NotCaptured(Exception):
+    """Why there is no graph; nothing of the attempt is left on the device."""
+
 
 class Graphs:
     """Hidden states of training batches of `rows` rows of `length` tokens, in `dtype` under autocast."""
 
-    def __init__(self, student: Decoder, rows: int, length: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        student: Decoder,
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        given_up: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """`given_up` is told why, when there will be no graphs any more."""
+        self.given_up = given_up
         self.shape = (rows, length)
         self.captures = 0
         """How often it was captured."""
@@ -62,8 +89,10 @@ class Graphs:
         """Whether it is for this batch."""
         return tokens_BT.shape == self.shape and torch.is_grad_enabled()
 
-    def hidden(self, embedded_BTD: Tensor, documents_BT: Tensor) -> Tensor:
-        """Hidden states (B, T, D) after the last norm, valid until the next call."""
+    def hidden(self, embedded_BTD: Tensor, documents_BT: Tensor) -> Tensor | None:
+        """Hidden states (B, T, D) after the last norm, valid until the next call; None where the layers
+        could not be captured, which leaves everything as it was. TrainingFailed where it does not.
+        """
         sight = see_packed(self._student.config, documents_BT, self._dtype)
         assert sight.starts_S is not None
         documents = len(sight.starts_S) - 1
@@ -71,9 +100,21 @@ class Graphs:
             self._room = max(LEAST_ROOM, 1 << (documents - 1).bit_length())
             # What it holds is freed first: both would not always fit.
             self._captured = None
-            self._captured = _Captured(
-                self._student, self._weights, embedded_BTD, sight, self._room, self._dtype
-            )
+            try:
+                self._captured = _Captured(
+                    self._student, self._weights, embedded_BTD, sight, self._room, self._dtype
+                )
+            except (NotCaptured, torch.OutOfMemoryError) as failed:
+                if embedded_BTD.is_cuda:
+                    # Raises where the device itself is broken: then nothing can go on.
+                    torch.cuda.synchronize(embedded_BTD.device)
+                why = f"room for {self._room} documents: {_brief(failed)}"
+            if self._captured is None:
+                # Here, where no exception holds what the attempt had in memory.
+                if embedded_BTD.is_cuda:
+                    torch.cuda.empty_cache()
+                self.given_up(why)
+                return None
             self.captures += 1
         self._captured.look(sight)
         found: Tensor = _Launched.apply(embedded_BTD, self._captured)  # type: ignore[no-untyped-call]
@@ -98,6 +139,63 @@ def _gradients(of: Tensor, inputs: Sequence[Tensor], upstream: Tensor) -> tuple[
         # the gradients are handed back.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
         return torch.autograd.grad(of, inputs, upstream)
+
+
+def _pass_aside(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """Goes forward and back some times on a stream of its own; zeros where upstream gradients go. Raises
+    NotCaptured.
+    """
+    device = inputs[0].device
+    try:
+        aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP):
+                hidden_BTD = run()
+                upstream_BTD = torch.zeros_like(hidden_BTD)
+                _gradients(hidden_BTD, inputs, upstream_BTD)
+        torch.cuda.current_stream(device).wait_stream(aside)
+    except RuntimeError as error:
+        raise NotCaptured(_brief(error)) from error
+    return upstream_BTD
+
+
+def _capture(graph: Any, pool: Any, launch: Callable[[], _Made]) -> _Made:
+    """What `launch` returns, captured. Raises NotCaptured where it fails and the capture ends whole,
+    TrainingFailed where CUDA ends it.
+    """
+    failure, found, begun = None, None, False
+    try:
+        # Others' threads may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            begun = True
+            try:
+                found = launch()
+            except RuntimeError as error:
+                # Not past the end of the capture: if that succeeds, all is as before.
+                failure = _brief(error)
+    except RuntimeError as error:
+        if not begun:
+            # Of something before it, for which the device was waited.
+            raise
+        raise TrainingFailed(
+            f"student.graphs: the layers could not be captured: {failure or _brief(error)}; CUDA has ended "
+            "the capture itself, and torch cannot go on after that",
+            hint="--set student.graphs=off launches them one by one",
+        ) from error
+    if failure is None:
+        try:
+            graph.instantiate()
+        except RuntimeError as error:
+            failure = _brief(error)
+    if failure is not None or found is None:
+        raise NotCaptured(failure)
+    return found
+
+
+def _brief(error: Exception) -> str:
+    """The first line: CUDA's go on with advice."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 class _Captured:
@@ -135,25 +233,15 @@ class _Captured:
         inputs = [self._x_BTD, *weights]
         # Casts from before the capture would keep the weights' nodes of then, whose stream is not captured.
         torch.clear_autocast_cache()
-        aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UP):
-                hidden_BTD = run()
-                self._upstream_BTD = torch.zeros_like(hidden_BTD)
-                _gradients(hidden_BTD, inputs, self._upstream_BTD)
-            del hidden_BTD
-        torch.cuda.current_stream(device).wait_stream(aside)
-        self._graphs: list[Any] = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
-        # Others' threads may use CUDA meanwhile.
-        mode = "thread_local"
-        with torch.cuda.graph(self._graphs[0], capture_error_mode=mode):
-            hidden_BTD = run()
-        with torch.cuda.graph(
-            self._graphs[1], pool=self._graphs[0].pool(), capture_error_mode=mode
-        ):
-            found = _gradients(hidden_BTD, inputs, self._upstream_BTD)
-            self._slope_BTD, *self._grads = (_plain(g) for g in found)
+        self._upstream_BTD = _pass_aside(run, inputs)
+
+        def run_back() -> list[Tensor]:
+            return [_plain(g) for g in _gradients(hidden_BTD, inputs, self._upstream_BTD)]
+
+        # Kept apart from what is launched, so that instantiating is no part of a capture.
+        self._graphs: list[Any] = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(2)]
+        hidden_BTD = _capture(self._graphs[0], None, run)
+        self._slope_BTD, *self._grads = _capture(self._graphs[1], self._graphs[0].pool(), run_back)
         self._hidden_BTD = hidden_BTD.detach()
 
     def look(self, sight: Sight) -> None:

@@ -11,6 +11,7 @@ nothing, because a softmax does not see it) is rounding alone, and is measured a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.distill import record
+from engine.distill.choices import give_up_graphs
 from engine.distill.compiles import Compiles
 from engine.distill.graphed import Graphs
 from engine.distill.plan import Plan
@@ -76,9 +78,22 @@ def put_layers_to_run(
         log.write(Note(level="info", text=text))
     if plan.fitted.graphs:
         record.phase(log, "capturing the student's layers")
-        captured = put_into_graphs(trainer, length=length)
-        text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
-        log.write(Note(level="info", text=text))
+        captured = put_into_graphs(
+            trainer,
+            length=length,
+            given_up=lambda why: go_on_without_graphs(log, trainer.step + 1, why),
+        )
+        if captured is not None:
+            text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
+            log.write(Note(level="info", text=text))
+
+
+def go_on_without_graphs(log: LogWriter, step: int, why: str) -> None:
+    """Logs that the layers are launched one by one from `step` on."""
+    given_up = give_up_graphs(step, why)
+    record.decide(log, given_up)
+    text = f"{given_up.knob}: {given_up.reason}: {given_up.rejected[0][1]}"
+    log.write(Note(level="warning", text=text))
 
 
 def put_to_run(
@@ -115,13 +130,20 @@ def put_to_run(
     return agreement
 
 
-def put_into_graphs(trainer: Trainer, *, length: int) -> Agreement:
+def put_into_graphs(
+    trainer: Trainer, *, length: int, given_up: Callable[[str], None] = lambda why: None
+) -> Agreement | None:
     """Has the layers launched as CUDA graphs from now on, captured on the next batch; then their distance
-    from layers launched one by one. TrainingFailed when it is more than rounding.
+    from layers launched one by one. TrainingFailed when it is more than rounding. None when they could not
+    be captured: now or in a later step `given_up` is told why, and they are launched one by one.
     """
     launched = _answers(trainer)
-    trainer.graphs = Graphs(trainer.student, trainer.train.rows, length, trainer.dtype)
-    agreement = _distance(trainer, _answers(trainer), launched)
+    shape = trainer.train.rows, length
+    trainer.graphs = Graphs(trainer.student, *shape, trainer.dtype, given_up)
+    found = _answers(trainer)
+    if trainer.graphs is None:
+        return None
+    agreement = _distance(trainer, found, launched)
     limit = TOLERANCE[trainer.dtype]
     if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
         raise TrainingFailed(

@@ -335,7 +335,11 @@ class Trainer:
             return self.student.hidden(tokens_BT, documents_BT, embedded_BTD)
         if embedded_BTD is None:
             embedded_BTD = self.student.embed(tokens_BT)
-        return self.graphs.hidden(embedded_BTD, documents_BT)
+        found_BTD = self.graphs.hidden(embedded_BTD, documents_BT)
+        if found_BTD is None:
+            self.graphs = None
+            return self.student.hidden(tokens_BT, documents_BT, embedded_BTD)
+        return found_BTD
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """bf16 products over fp32 master weights on a GPU; nothing in fp32."""
