@@ -9,8 +9,8 @@ this machine, started by torchrun's agent; what a supervisor starts in place of 
   never restarted by itself. Which rank it was, and how it ended, is left in `ranks/lost.json`.
 - A rank that hangs is named by the beats: it has not done its part of a step that others have done
   (`engine.runlog.beats`). When they have waited `compute.collective_timeout_s` for it, it is ended, and
-  with it the run. Where no beat tells (all ranks have come equally far), the collectives time out, and
-  whoever gives up waiting first is the one that is named.
+  with it the run. Where no beat tells, because all ranks are in the same collective, one that a signal has
+  stopped is named; where none is, the collectives time out, and whoever gives up waiting first is named.
 - When the supervisor dies, the ranks are asked to stop, and ended when they do not.
 - When this agent dies, the kernel sends each rank a SIGTERM (`die_with_parent`).
 """
@@ -26,11 +26,20 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 from engine.distill.stopping import GRACE_S
-from engine.runlog.beats import LostRank, behind, forget, read_beats, waited_for, write_lost_rank
+from engine.runlog.beats import (
+    Beat,
+    LostRank,
+    behind,
+    forget,
+    read_beats,
+    waited_for,
+    write_lost_rank,
+)
 from engine.runlog.folder import RunFolder, open_run
 from engine.spec import spec_from_dict
 
@@ -69,6 +78,8 @@ class HangWatch(threading.Thread):
         super().__init__(daemon=True, name="hang watch")
         self.run_folder, self.limit_s, self.look_every_s = run, limit_s, look_every_s
         self.sentence: str | None = None
+        self.stopped: list[Beat] = []
+        """Ranks that were seen stopped since the last beat of any: those that time out may end first."""
 
     def run(self) -> None:
         before, since_s = read_beats(self.run_folder), time.monotonic()
@@ -79,12 +90,16 @@ class HangWatch(threading.Thread):
             # Whoever was stopped itself does not know what the others did meanwhile.
             absent = now_s - looked_s > self.look_every_s + LEEWAY_S
             looked_s = now_s
-            if absent or beats != before or not behind(beats):
+            stopped = _stopped(beats)
+            if stopped or beats != before:
+                self.stopped = stopped
+            late = behind(beats) or stopped
+            if absent or beats != before or not late:
                 before, since_s = beats, now_s
             elif now_s - since_s >= self.limit_s:
-                self.sentence = f"{waited_for(beats)}, for {self.limit_s:g} s"
+                self.sentence = f"{_held_up_by(beats, stopped)}, for {self.limit_s:g} s"
                 children = _children()
-                for beat in behind(beats):
+                for beat in late:
                     if beat.pid in children:
                         os.kill(beat.pid, signal.SIGKILL)
                 return
@@ -116,7 +131,7 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence)
+        lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
         print(lost.sentence, file=sys.stderr)
         write_lost_rank(run, lost)
         code = failure.exitcode
@@ -125,7 +140,12 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
 
 
 def _who_failed(
-    run: RunFolder, rank: int, pid: int, returncode: int, hang: str | None = None
+    run: RunFolder,
+    rank: int,
+    pid: int,
+    returncode: int,
+    hang: str | None = None,
+    stopped: Sequence[Beat] = (),
 ) -> LostRank:
     how = (
         f"was ended by {signal.Signals(-returncode).name}"
@@ -134,14 +154,33 @@ def _who_failed(
     )
     sentence = f"rank {rank} (process {pid}) {how}"
     beats = read_beats(run)
-    late = behind(beats)
+    late = behind(beats) or [beat for beat in beats if beat in stopped]
     # A rank that gave up waiting is not the one that failed.
     if hang is not None and rank in {beat.rank for beat in late}:
         sentence = f"{hang}; it was ended"
     elif late and rank not in {beat.rank for beat in late}:
-        sentence = f"{waited_for(beats)}; {sentence} when it had waited too long"
+        sentence = f"{_held_up_by(beats, late)}; {sentence} when it had waited too long"
         rank, pid = late[0].rank, late[0].pid
     return LostRank(rank=rank, pid=pid, returncode=returncode, sentence=sentence)
+
+
+def _stopped(beats: list[Beat]) -> list[Beat]:
+    """The ranks that a signal has stopped; none when it stopped all of them, for then nobody waits."""
+    found = []
+    for beat in beats:
+        with contextlib.suppress(OSError):
+            # After the name, which may hold anything: the state, T for stopped (t is for traced).
+            state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(") ")[2][:1]
+            found += [beat] if state == "T" else []
+    return found if len(found) < len(beats) else []
+
+
+def _held_up_by(beats: list[Beat], stopped: list[Beat]) -> str:
+    """In words: which ranks the others wait for, by the beats or else because they are stopped."""
+    names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in stopped)
+    are = "is" if len(stopped) == 1 else "are"
+    waiting = f"{len(beats) - len(stopped)} of {len(beats)} wait for it"
+    return waited_for(beats) or f"{names} {are} stopped by a signal; {waiting}"
 
 
 def die_with_parent() -> None:
