@@ -1,8 +1,9 @@
 """Stores of real teacher outputs for tests, made as `engine prepare` makes them.
 
 Run as a program, it kills prepares: `python -m tests.preparing SPEC OUT SHARD_BYTES PLACE...` prepares
-into OUT again and again, each time in a process that is killed (SIGKILL) once so many entries of the
-folder have come and gone as PLACE says, and at last in one that is left alone. Processes are forked from
+into OUT again and again, each time in a process that is killed (SIGKILL) before the PLACE-th operation
+on a file of that folder, and at last in one that is left alone. It counts operations with `faults.c`, with
+which it must be started, so that a place is the same on a machine of any speed. Processes are forked from
 one that has loaded everything, so that a kill costs no start.
 """
 
@@ -13,6 +14,8 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+
+from faults import KILL, Shim
 
 from engine.spec import load_spec
 
@@ -36,23 +39,17 @@ def files_of(store: Path) -> dict[str, bytes]:
 
 
 def _kill_at(spec: Path, out: Path, shard_bytes: int, place: int) -> bool:
-    """Whether the process was killed before it was done."""
+    """Whether the process was killed before it was done; 0 kills none."""
     child = os.fork()
     if not child:
-        make_store(spec, out, shard_bytes=shard_bytes)
+        shim = Shim()
+        with shim.armed(out, place, KILL):
+            make_store(spec, out, shard_bytes=shard_bytes)
+            assert shim.calls, "expected operations, found none: was faults.c preloaded?"
         os._exit(0)
-    seen, changes = frozenset[str](), 0
-    while changes < place:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            assert status == 0, status
-            return False
-        now = frozenset(os.listdir(out)) if out.is_dir() else frozenset()
-        changes += now != seen
-        seen = now
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return True
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0
 
 
 def main() -> None:
@@ -61,8 +58,9 @@ def main() -> None:
 
     for place in map(int, sys.argv[4:]):
         found = len(list(out.glob("shard-*.json")))
-        print(f"{found} shards, killed: {_kill_at(spec, out, shard_bytes, place)}", flush=True)
-    assert not _kill_at(spec, out, shard_bytes, 1 << 60)
+        killed = _kill_at(spec, out, shard_bytes, place)
+        print(f"{found} shards, killed at {place}: {killed}", flush=True)
+    assert not _kill_at(spec, out, shard_bytes, 0)
 
 
 if __name__ == "__main__":

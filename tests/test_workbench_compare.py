@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_folders import completed, corrupt, evaluated, killed, resumed, running, torn
-from screens import on_screen, poll, press, text_of, words_of
+from screens import on_screen, poll, press, shows, text_of, words_of
 from textual.pilot import Pilot
 
 from engine.runlog.folder import RunFolder
@@ -247,7 +247,7 @@ def test_broken_and_whole_runs_are_compared_at_every_size(
         assert "completed" in words_of(pilot)
         await press(pilot, "4")
         if size[1] > 12:
-            assert "expected line number" in words_of(pilot)
+            assert await shows(pilot, "expected line number")
         for _ in AXES:
             await press(pilot, "m", "x", "l", "left")
         assert not ascii_only or text_of(pilot).isascii()
