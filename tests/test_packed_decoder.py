@@ -135,8 +135,8 @@ def test_it_holds_its_blocks_and_one_scratch(tmp_path: Path) -> None:
     held = sum(buffer.nbytes for buffer in packed.buffers())
     # 23 matrices of one plane
     assert size.matrices == 23
-    # The embedding's last group of 16 rows is filled up.
-    filled = -packed.config.vocab_size % 16 * 144
+    # The last groups of 16 rows of the embedding and the head are filled up.
+    filled = 2 * (-packed.config.vocab_size % 16) * 144
     assert held == size.weight_bytes(4) == in_file + filled
     scratches = {m.scratch for m in packed.modules() if isinstance(m, PackedLinear)}
     (scratch,) = scratches
