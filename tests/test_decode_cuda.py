@@ -67,6 +67,29 @@ def test_a_graph_changes_no_token(family: str, blocks: str, tmp_path: Path) -> N
     assert tokens_of(decoder, PROMPTS, cuda_graph="off") == captured
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "blocks"), [("qwen3", ""), ("qwen2", "Q4_K"), ("qwen2", "Q6_K")]
+)
+def test_kernels_that_begin_early_change_no_bit(
+    family: str, blocks: str, rows: int, tmp_path: Path
+) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no kernel begins early below capability 9.0")
+    decoder = model(family, blocks, tmp_path)
+    found = []
+    with torch.inference_mode():
+        for early, graph in ((False, True), (True, True), (True, False)):
+            steps = DecodeSteps(decoder, rows, 600, graph=graph, early=early)
+            for row in range(rows):
+                steps.start(row, PROMPTS[row])
+            tokens = [steps.step().wait() for _ in range(300)]
+            found.append((tokens, steps.logits().clone()))
+    for tokens, logits_MV in found[1:]:
+        assert tokens == found[0][0]
+        assert torch.equal(logits_MV, found[0][1])
+
+
 @pytest.mark.parametrize(("family", "blocks"), MODELS)
 def test_steps_give_the_logits_of_the_decoder(family: str, blocks: str, tmp_path: Path) -> None:
     decoder = model(family, blocks, tmp_path)

@@ -203,6 +203,7 @@ def replace_constant(variant: Variant, name: str, value: Constant) -> Variant:
         variant.warps,
         variant.stages,
         variant.fp_fusion,
+        variant.early,
     )
 
 

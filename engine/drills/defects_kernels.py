@@ -74,6 +74,7 @@ def _other(variant: Variant) -> Variant:
         variant.warps,
         variant.stages,
         variant.fp_fusion,
+        variant.early,
     )
 
 

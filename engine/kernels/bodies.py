@@ -127,6 +127,7 @@ def _metadata(body: Any, key: KernelKey) -> Iterator[str]:
         ("warps", key.warps, found.num_warps),
         ("stages", key.stages, found.num_stages),
         ("fp_fusion", key.fp_fusion, found.enable_fp_fusion),
+        ("early", key.early, found.launch_pdl),
         ("compiler", compiler, found.triton_version),
     ):
         if actual != expected:

@@ -140,6 +140,7 @@ def _options(variant: Variant) -> dict[str, int | bool]:
         "num_warps": variant.warps,
         "num_stages": variant.stages,
         "enable_fp_fusion": variant.fp_fusion,
+        "launch_pdl": variant.early,
     }
 
 

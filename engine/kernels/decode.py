@@ -42,6 +42,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.early import wait_for_inputs
 from engine.kernels.small_m_inputs import write_codes
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
@@ -115,8 +116,12 @@ def _norm(
     BLOCKS: tl.constexpr,  # of a program: all of a row unless LATE
     LATE: tl.constexpr,  # leaves the divisor to whoever reads the product
     CODES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = kept_ptr.dtype.element_ty
+    if SPLITS == 0:
+        # Of the first layer: what is kept was written by the kernel ahead.
+        wait_for_inputs(EARLY)
     row = tl.program_id(1)
     block_B = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at_BE = (block_B * 256)[:, None] + tl.arange(0, 256)[None, :]
@@ -124,6 +129,7 @@ def _norm(
     w_BE = tl.load(weight_ptr + at_BE, mask=there_BE, other=0).to(tl.float32)
     x_BE = tl.load(kept_ptr + row * COLUMNS + at_BE, mask=there_BE, other=0).to(tl.float32)
     if SPLITS > 0:
+        wait_for_inputs(EARLY)
         at_parts_BE = row * COLUMNS + at_BE
         rest = rest_of(parts_ptr, at_parts_BE, there_BE, part_rows * COLUMNS, SPLITS)
         tl.debug_barrier()
@@ -158,6 +164,7 @@ def _gate(
     SPLITS: tl.constexpr,
     NORMED: tl.constexpr,
     CODES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     row = tl.program_id(1)
@@ -165,6 +172,7 @@ def _gate(
     at_BE = (block_B * 256)[:, None] + tl.arange(0, 256)[None, :]
     there_BE = at_BE < COLUMNS
     at_parts_BE = row * STRIDE + at_BE
+    wait_for_inputs(EARLY)
     gates = rest_of(gate_ptr, at_parts_BE, there_BE, part_rows * STRIDE, SPLITS)
     ups = rest_of(up_ptr, at_parts_BE, there_BE, part_rows * STRIDE, SPLITS)
     tl.debug_barrier()

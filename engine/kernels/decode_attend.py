@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.decode import _write, over_norm, rest_of, summed
+from engine.kernels.early import wait_for_inputs
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 
@@ -67,6 +68,7 @@ def _join(
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,  # chunks in flight
     CODES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     PER_BLOCK: tl.constexpr = 256 // WIDTH
@@ -77,6 +79,7 @@ def _join(
     head_BH = (block_B * PER_BLOCK)[:, None] + tl.arange(0, PER_BLOCK)[None, :]
     at_BHW = (head_BH * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
     there_BH, there_BHW = head_BH < HEADS, at_BHW < COLUMNS
+    wait_for_inputs(EARLY)
     most_BH = tl.full([1, PER_BLOCK], float("-inf"), tl.float32)
     all_BH = tl.zeros([1, PER_BLOCK], tl.float32)
     y_BHW = tl.zeros([1, PER_BLOCK, WIDTH], tl.float32)
@@ -156,6 +159,7 @@ def _attend(
     SHARED_STRIDE: tl.constexpr,
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = keys_ptr.dtype.element_ty
     row = tl.program_id(0) // SHARED
@@ -196,6 +200,7 @@ def _attend(
         q_row_ptr, k_row_ptr = q_ptr + row * STRIDE, k_ptr + row * SHARED_STRIDE
         v_row_ptr = v_ptr + row * SHARED_STRIDE
         q_split, shared_split = part_rows * STRIDE, part_rows * SHARED_STRIDE
+        wait_for_inputs(EARLY)
         lefts = rest_of(q_row_ptr, at_GR, there_GR, q_split, SPLITS)
         rights = rest_of(q_row_ptr + R, at_GR, there_GR, q_split, SPLITS)
         k_lefts = rest_of(k_row_ptr, at_1R, own_1R, shared_split, SPLITS)

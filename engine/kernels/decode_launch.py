@@ -5,7 +5,8 @@
     variants             what steps of 7B and 8B models launch, to be compiled ahead of time
 
 All take the rows of a step, contiguous, in one float dtype. Pointers, rows, slots and factors are
-arguments; widths, strides and numbers of parts are constants: a model has few of them.
+arguments; widths, strides and numbers of parts are constants: a model has few of them. With `early` they may
+begin before the kernel ahead has ended (`early.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from engine.kernels.decode_buffers import (
     Undivided,
     parts_of,
 )
+from engine.kernels.early import EARLY_ARCH
 from engine.kernels.key import Constant, Variant
 from engine.kernels.registry import launch, pointer_type
 from engine.kernels.small_m_inputs import BLOCK
@@ -50,6 +52,7 @@ def norm(
     squares_MB: Tensor,
     *,
     late: bool,
+    early: bool = False,
 ) -> Undivided | None:
     """kept += parts; out = RMS norm of it. With `late`, for codes, out is not yet divided, and what
     that takes is returned."""
@@ -63,6 +66,7 @@ def norm(
         blocks,
         late=late,
         codes=out.codes is not None,
+        early=early,
     )
     grid = (triton.cdiv(triton.cdiv(columns, BLOCK), blocks), rows)
     pointers = (source, kept_MK, weight_K, *out.pointers(), squares_MB)
@@ -70,7 +74,15 @@ def norm(
     return Undivided(squares_MB, columns, eps) if late else None
 
 
-def gate(gate: Parts, up: Parts, undivided: Undivided | None, out: Out, rows: int) -> None:
+def gate(
+    gate: Parts,
+    up: Parts,
+    undivided: Undivided | None,
+    out: Out,
+    rows: int,
+    *,
+    early: bool = False,
+) -> None:
     """out = silu(gate) * up."""
     squares, normed, eps = _of(undivided, gate)
     pointers = (gate.tensor, up.tensor, squares, *out.pointers())
@@ -78,6 +90,7 @@ def gate(gate: Parts, up: Parts, undivided: Undivided | None, out: Out, rows: in
         (gate.tensor.dtype, up.tensor.dtype, squares.dtype, out.floats_MK.dtype),
         (out.columns, gate.row_stride, gate.splits, normed),
         codes=out.codes is not None,
+        early=early,
     )
     grid = (triton.cdiv(out.columns, BLOCK), rows)
     launch(variant, grid, *pointers, gate.rows, eps)
@@ -94,6 +107,8 @@ def attend(
     position_M: Tensor,
     scratch: Scratch,
     out: Out,
+    *,
+    early: bool = False,
 ) -> None:
     """Puts the keys and values of each row's token into its slot `position_M`, int32, attends to the
     slots up to it, and writes what that gives."""
@@ -112,6 +127,7 @@ def attend(
         (q.row_stride, k.row_stride, q.splits, normed),
         bias=heads.biases is not None,
         norm=heads.norms is not None,
+        early=early,
     )
     launch(
         variant,
@@ -120,7 +136,9 @@ def attend(
         *(rows, slots, q.rows, heads.eps, norm_eps, width**-0.5),
     )
     columns = scratch.sums_CMHE.shape[2] * width
-    joining = _join_variant(out.floats_MK.dtype, columns, width, codes=out.codes is not None)
+    joining = _join_variant(
+        out.floats_MK.dtype, columns, width, codes=out.codes is not None, early=early
+    )
     grid = (triton.cdiv(columns, BLOCK), rows)
     launch(joining, grid, *scratch, position_M, *out.pointers(), rows)
 
@@ -133,6 +151,7 @@ def variants(arch: int) -> tuple[Variant, ...]:
     normed = (*[fp32] * 6, *[bf16] * 5, i32, fp32, fp32, fp32)
     dense = (*[bf16] * 11, i32, bf16, fp32, fp32)
     seven, eight = (4, 7, 128), (8, 4, 128)
+    early = arch >= EARLY_ARCH
 
     def parts(rows: int, columns: int, kind: str = "Q4_K") -> int:
         # The same for each number of rows of x, as a sum's order is.
@@ -143,7 +162,9 @@ def variants(arch: int) -> tuple[Variant, ...]:
     o = parts(3584, 3584)
     downs = sorted({parts(3584, 18944, kind) for kind in ("Q4_K", "Q6_K")})
     norms = [
-        _norm_variant((source, bf16, bf16), 3584, splits, blocks, late=late, codes=codes)
+        _norm_variant(
+            (source, bf16, bf16), 3584, splits, blocks, late=late, codes=codes, early=early
+        )
         for source, splits, blocks, late, codes in (
             *((bf16, 0, 1, True, True), (fp32, o, 1, True, True)),
             *((fp32, down, 1, True, True) for down in downs),
@@ -156,13 +177,13 @@ def variants(arch: int) -> tuple[Variant, ...]:
     gates = (18944, 37888, parts(37888, 3584), 3584)
     return (
         *norms,
-        _attend_variant(packed, seven, sizes, bias=True, norm=False),
-        _attend_variant(normed, eight, sizes_eight, bias=False, norm=True),
-        _attend_variant(dense, seven, (3584, 512, 1, 0), bias=False, norm=False),
-        *(_join_variant(bf16, 3584, 128, codes=codes) for codes in (True, False)),
-        _join_variant(bf16, 4096, 128, codes=True),
-        _gate_variant((fp32, fp32, fp32, bf16), gates, codes=True),
-        _gate_variant((bf16, bf16, bf16, bf16), (18944, 18944, 1, 0), codes=False),
+        _attend_variant(packed, seven, sizes, bias=True, norm=False, early=early),
+        _attend_variant(normed, eight, sizes_eight, bias=False, norm=True, early=early),
+        _attend_variant(dense, seven, (3584, 512, 1, 0), bias=False, norm=False, early=early),
+        *(_join_variant(bf16, 3584, 128, codes=codes, early=early) for codes in (True, False)),
+        _join_variant(bf16, 4096, 128, codes=True, early=early),
+        _gate_variant((fp32, fp32, fp32, bf16), gates, codes=True, early=early),
+        _gate_variant((bf16, bf16, bf16, bf16), (18944, 18944, 1, 0), codes=False, early=early),
         *decode_choose.variants(),
     )
 
@@ -180,21 +201,22 @@ def _norm_variant(
     *,
     late: bool,
     codes: bool,
+    early: bool,
 ) -> Variant:
     constants: dict[str, Constant] = {"COLUMNS": columns, "SPLITS": splits, "BLOCKS": blocks}
     constants |= {"LATE": late, "CODES": codes}
     pointers = (*dtypes, dtypes[1], *OUT_TYPES, torch.float32)
     # One warp for each block: what is taken of a block then takes no shared memory.
-    return _variant(_norm, pointers, ("i32", "fp32"), constants, min(16, blocks))
+    return _variant(_norm, pointers, ("i32", "fp32"), constants, min(16, blocks), early)
 
 
 def _gate_variant(
-    dtypes: tuple[torch.dtype, ...], sizes: tuple[int, int, int, int], *, codes: bool
+    dtypes: tuple[torch.dtype, ...], sizes: tuple[int, int, int, int], *, codes: bool, early: bool
 ) -> Variant:
     columns, stride, splits, normed = sizes
     constants: dict[str, Constant] = {"COLUMNS": columns, "STRIDE": stride, "SPLITS": splits}
     constants |= {"NORMED": normed, "CODES": codes}
-    return _variant(_gate, (*dtypes, *OUT_TYPES), ("i32", "fp32"), constants, 1)
+    return _variant(_gate, (*dtypes, *OUT_TYPES), ("i32", "fp32"), constants, 1, early)
 
 
 def _attend_variant(
@@ -204,6 +226,7 @@ def _attend_variant(
     *,
     bias: bool,
     norm: bool,
+    early: bool,
 ) -> Variant:
     shared, group, width = heads
     stride, shared_stride, splits, normed = sizes
@@ -219,14 +242,16 @@ def _attend_variant(
         "SPLITS": splits,
         "CHUNK": CHUNK,
     }
-    return _variant(_attend, dtypes, (*["i32"] * 3, *["fp32"] * 3), constants, 8)
+    return _variant(_attend, dtypes, (*["i32"] * 3, *["fp32"] * 3), constants, 8, early)
 
 
-def _join_variant(dtype: torch.dtype, columns: int, width: int, *, codes: bool) -> Variant:
+def _join_variant(
+    dtype: torch.dtype, columns: int, width: int, *, codes: bool, early: bool
+) -> Variant:
     constants: dict[str, Constant] = {"COLUMNS": columns, "WIDTH": width, "CHUNK": CHUNK}
     constants |= {"AHEAD": CHUNKS_AHEAD, "CODES": codes}
     dtypes = (torch.float32, torch.float32, torch.int32, dtype, *OUT_TYPES)
-    return _variant(_join, dtypes, ("i32",), constants, 4)
+    return _variant(_join, dtypes, ("i32",), constants, 4, early)
 
 
 def _variant(
@@ -235,11 +260,13 @@ def _variant(
     numbers: tuple[str, ...],
     constants: dict[str, Constant],
     warps: int,
+    early: bool,
 ) -> Variant:
     return Variant(
         function=function,
         types=(*map(pointer_type, pointers), *numbers),
-        constants=tuple(constants.items()),
+        constants=(*constants.items(), ("EARLY", early)),
         warps=warps,
         stages=2,
+        early=early,
     )

@@ -45,6 +45,8 @@ class KernelKey:
     stages: int
     fp_fusion: bool
     """Whether `a * b + c` may become one rounded operation."""
+    early: bool
+    """Whether it may begin before the kernel ahead of it has ended: see `Variant`."""
     target: str
     """Instruction set: `sm_90`."""
     compiler: str
@@ -90,6 +92,7 @@ class KernelKey:
             self.warps,
             self.stages,
             self.fp_fusion,
+            self.early,
         )
         return f"{shown}, {self.target}"
 
@@ -101,10 +104,12 @@ def _shown(
     warps: int,
     stages: int,
     fp_fusion: bool,
+    early: bool,
 ) -> str:
     inside = ", ".join(f"{name}={value}" for name, value in constants)
+    begins = ", begins early" if early else ""
     fused = "" if fp_fusion else ", no fused multiply-add"
-    return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}"
+    return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}{begins}"
 
 
 # contract: kernel-keys-v1
@@ -122,6 +127,8 @@ class Variant:
     warps: int = 4
     stages: int = 3
     fp_fusion: bool = True
+    early: bool = False
+    """It then waits, before it reads what the one ahead writes and before it writes (`early.py`)."""
     name: str = field(init=False, repr=False)
     """The function's, without underscores before it."""
     _identity: tuple[Any, ...] = field(init=False, repr=False)
@@ -143,6 +150,7 @@ class Variant:
             self.warps,
             self.stages,
             self.fp_fusion,
+            self.early,
         )
         object.__setattr__(self, "_identity", identity)
         object.__setattr__(self, "_hash", hash(identity))
@@ -163,6 +171,7 @@ class Variant:
             self.warps,
             self.stages,
             self.fp_fusion,
+            self.early,
         )
 
     def key(self, target: str, compiler: str) -> KernelKey:
@@ -175,6 +184,7 @@ class Variant:
             warps=self.warps,
             stages=self.stages,
             fp_fusion=self.fp_fusion,
+            early=self.early,
             target=target,
             compiler=compiler,
         )

@@ -129,9 +129,12 @@ def products(
     y: Tensor,
     config: Config,
     bias_N: Tensor | None = None,
+    *,
+    early: bool = False,
 ) -> None:
     """Writes x W^T of 1 to 3 matrices of one width, side by side, into y of shape (splits, M, all
     rows); the first two of three are of one type. The bias is added where `config` splits no sums.
+    `early`: see `engine.kernels.early`.
     """
     m = len(x.scales_MB)
     blocks = weights[0].row_blocks
@@ -148,7 +151,7 @@ def products(
     tiles = tiles_of(rows, splits)
     programs = sum(tiles) * (TILE // config.rows)
     launch(
-        product([weight.type for weight in weights], config, y.dtype, _dtype(bias_N)),
+        product([weight.type for weight in weights], config, y.dtype, _dtype(bias_N), early=early),
         (programs, splits),
         *x,
         *(plane for planes in each for plane in planes),
@@ -221,6 +224,7 @@ def product(
     bias: torch.dtype | None,
     *,
     plain: bool = False,
+    early: bool = False,
 ) -> Variant:
     """The kernel of `products`."""
     constants: tuple[tuple[str, Constant], ...] = (
@@ -233,6 +237,7 @@ def product(
         ("BIAS", bias is not None and config.splits == 1),
         ("PLAIN", plain or bool(knobs.runtime.interpret)),
         ("STAGES", config.stages),
+        ("EARLY", early),
     )
     planes = ("*u8", "*u8", "*i32", "*u8") * 3
     ends = (pointer_type(torch.float32 if bias is None else bias), pointer_type(out))
@@ -244,6 +249,7 @@ def product(
         stages=config.stages,
         # Rounded where it is written, so that no number of rows rounds elsewhere.
         fp_fusion=False,
+        early=early,
     )
 
 

@@ -61,18 +61,19 @@ def _one_product(
     BIAS: tl.constexpr,
     PLAIN: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     if KIND == "Q6_K":
         codes_q6_k(
             program, tiles, x_ptr, scale_ptr, low_ptr, high_ptr, header_ptr, d_ptr, bias_ptr, y_ptr,
-            rows, stride, row_blocks, m, split_blocks, MP, TILE, ROWS, BIAS, PLAIN, STAGES,
+            rows, stride, row_blocks, m, split_blocks, MP, TILE, ROWS, BIAS, PLAIN, STAGES, EARLY,
         )  # fmt: skip
     else:
         tl.static_assert(KIND == "Q4_K" or KIND == "Q5_K")
         HIGH: tl.constexpr = KIND == "Q5_K"
         codes_k45(
             program, tiles, x_ptr, scale_ptr, sums_ptr, low_ptr, high_ptr, header_ptr, bias_ptr,
-            y_ptr, rows, stride, row_blocks, m, split_blocks, HIGH, MP, TILE, ROWS, BIAS, PLAIN, STAGES,
+            y_ptr, rows, stride, row_blocks, m, split_blocks, HIGH, MP, TILE, ROWS, BIAS, PLAIN, STAGES, EARLY,
         )  # fmt: skip
 
 
@@ -113,6 +114,7 @@ def _products(
     BIAS: tl.constexpr,
     PLAIN: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     tl.static_assert(COUNT <= 3 and (COUNT == 3 or LAST == KIND))
     program = tl.program_id(0)
@@ -128,16 +130,16 @@ def _products(
     if COUNT < 3:
         _one_product(
             own, tiles, x_ptr, scale_ptr, sums_ptr, low, high, header, d, bias_ptr, y, rows, stride,
-            row_blocks, m, split_blocks, KIND, MP, TILE, ROWS, BIAS, PLAIN, STAGES,
+            row_blocks, m, split_blocks, KIND, MP, TILE, ROWS, BIAS, PLAIN, STAGES, EARLY,
         )  # fmt: skip
     elif program < first_2:
         _one_product(
             own, tiles, x_ptr, scale_ptr, sums_ptr, low, high, header, d, bias_ptr, y, rows, stride,
-            row_blocks, m, split_blocks, KIND, MP, TILE, ROWS, BIAS, PLAIN, STAGES,
+            row_blocks, m, split_blocks, KIND, MP, TILE, ROWS, BIAS, PLAIN, STAGES, EARLY,
         )  # fmt: skip
     else:
         _one_product(
             program - first_2, tiles_2, x_ptr, scale_ptr, sums_ptr, low_2, high_2, header_2, d_2,
             bias_ptr, y_ptr + rows_0 + rows_1, rows_2, stride, row_blocks, m, split_blocks, LAST, MP,
-            TILE, ROWS, BIAS, PLAIN, STAGES,
+            TILE, ROWS, BIAS, PLAIN, STAGES, EARLY,
         )  # fmt: skip

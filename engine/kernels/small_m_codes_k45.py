@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.early import wait_for_inputs
 from engine.kernels.small_m_parts import (
     GROUP,
     both_bytes,
@@ -212,6 +213,7 @@ def codes_k45(
     BIAS: tl.constexpr,
     PLAIN: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # Codes of one product: a whole block's low or high nibbles, or those of a chunk where the chunks
     # have their fifth bits in different places or the rows of x have the columns.
@@ -229,6 +231,7 @@ def codes_k45(
     else:
         zero_RM = tl.zeros([ROWS, MP], tl.float32)
         y = (zero_RM, zero_RM, zero_RM, zero_RM)
+    wait_for_inputs(EARLY)
     for step in tl.range(start, end, num_stages=STAGES):
         b = turned(tile, step, start, end)
         weights = _weights_k45(low_R, high_R, header_R, b, HIGH, RUN)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.early import wait_for_inputs
 from engine.kernels.small_m_parts import (
     GROUP,
     both_bytes,
@@ -163,6 +164,7 @@ def codes_q6_k(
     BIAS: tl.constexpr,
     PLAIN: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # Products are of 32 values of each half of a block, which have their top bits in the same place.
     PAIR: tl.constexpr = 64 if MP < 8 else 32
@@ -179,6 +181,7 @@ def codes_q6_k(
     else:
         zero_RN = tl.zeros([ROWS, 2 * MP], tl.float32)
         y = (zero_RN, zero_RN)
+    wait_for_inputs(EARLY)
     for step in tl.range(start, end, num_stages=STAGES):
         b = turned(tile, step, start, end)
         weights = _weights_q6_k(low_R, high_R, scales_R, d_ptr, block_R, b, PAIR)

@@ -133,7 +133,8 @@ class Chosen(NamedTuple):
 class DecodeSteps:
     """The rows of one generation: their caches and what runs them.
 
-    `capacity` is how many tokens a row may have. With `graph`, steps are replays. Whether the decoder is
+    `capacity` is how many tokens a row may have. With `graph`, steps are replays. With `early` kernels begin
+    before the one ahead has ended, where the GPU can; the bits are the same. Whether the decoder is
     one of those that it can run, `coverage` says; without a graph also on a CPU, in Triton's interpreter.
     """
 
@@ -144,9 +145,11 @@ class DecodeSteps:
         capacity: int,
         *,
         graph: bool = True,
+        early: bool = True,
         sampling: Sampling | None = None,
     ) -> None:
         from engine.kernels.decode_choose import empty_best
+        from engine.kernels.early import can_be_early
         from engine.models.decode_step import Step
 
         config = decoder.config
@@ -156,7 +159,9 @@ class DecodeSteps:
         self._sampling = sampling
         on_gpu = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if on_gpu else LEAST_CAPABILITY
-        self._step = Step(decoder, rows, capacity, arch=capability[0] * 10 + capability[1])
+        arch = capability[0] * 10 + capability[1]
+        early = early and on_gpu and can_be_early(arch)
+        self._step = Step(decoder, rows, capacity, arch=arch, early=early)
         self._token = torch.zeros(rows, dtype=torch.int64, device=device)
         self._position = torch.zeros(rows, dtype=torch.int32, device=device)
         self._chosen = torch.zeros(rows, dtype=torch.int32, device=device)

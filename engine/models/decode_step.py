@@ -36,12 +36,16 @@ from engine.models.packed import PackedLinear
 class Step:
     """The launches of a step, and the caches of its rows.
 
-    `arch` is the compute capability (90 is 9.0) that products are launched for.
+    `arch` is the compute capability (90 is 9.0) that products are launched for; with `early` kernels begin
+    before the one ahead has ended (`engine.kernels.early`).
     """
 
-    def __init__(self, decoder: Decoder, rows: int, capacity: int, *, arch: int) -> None:
+    def __init__(
+        self, decoder: Decoder, rows: int, capacity: int, *, arch: int, early: bool
+    ) -> None:
         config, like = decoder.config, decoder.norm.weight
         self._decoder, self._rows, self._arch = decoder, rows, arch
+        self._early = early
         self._device, self._dtype = like.device, like.dtype
         shape = (rows, capacity, config.num_key_value_heads, config.head_dim)
         self.caches = [
@@ -77,13 +81,16 @@ class Step:
             q, k, v = self._products(x, (attention.q, attention.k, attention.v))
             x = self._out(config.num_attention_heads * config.head_dim, attention.o)
             heads = Heads(_biases(attention), _norms(attention), _eps(attention), self._turns)
-            decode_launch.attend(q, k, v, heads, undivided, *cache, position_M, self._scratch, x)
+            decode_launch.attend(
+                *(q, k, v, heads, undivided, *cache, position_M, self._scratch, x),
+                early=self._early,
+            )
             (parts,) = self._products(x, (attention.o,))
             x = self._out(kept.shape[1], mlp.gate)
             undivided = self._norm(parts, kept, layer.mlp_norm, x)
             gate, up = self._products(x, (mlp.gate, mlp.up))
             x = self._out(_columns(mlp), mlp.down)
-            decode_launch.gate(gate, up, undivided, x, self._rows)
+            decode_launch.gate(gate, up, undivided, x, self._rows, early=self._early)
             (parts,) = self._products(x, (mlp.down,))
         x = self._out(kept.shape[1], decoder.head)
         self._norm(parts, kept, decoder.norm, x, last=True)
@@ -95,7 +102,9 @@ class Step:
         """What readers of the product of `out` have to divide by; None where `out` is divided, as
         floats are, and what the `last` norm gives to the head."""
         late = out.codes is not None and not last
-        return decode_launch.norm(parts, kept, norm.weight, norm.eps, out, self._squares, late=late)
+        return decode_launch.norm(
+            *(parts, kept, norm.weight, norm.eps, out, self._squares), late=late, early=self._early
+        )
 
     def _out(self, columns: int, reader: nn.Module | None) -> Out:
         """Where the inputs of `reader` go; its kind decides what they are."""
@@ -118,7 +127,7 @@ class Step:
         )
         splits = parts_of(weights[0].row_blocks, config)
         y = torch.empty(splits, self._rows, rows, dtype=torch.float32, device=self._device)
-        small_m.products(x.codes, weights, y, config)
+        small_m.products(x.codes, weights, y, config, early=self._early)
         firsts = [sum(weight.rows for weight in weights[:index]) for index in range(len(weights))]
         return [Parts(y, first) for first in firsts]
 
@@ -134,12 +143,12 @@ class Step:
         if config.splits > 1:
             splits = parts_of(weight.row_blocks, config)
             y = torch.empty(splits, *logits.shape, dtype=torch.float32, device=self._device)
-            small_m.products(x.codes, [weight], y, config)
+            small_m.products(x.codes, [weight], y, config, early=self._early)
             total = y[0]
             for part in y[1:]:
                 total = total + part
             return total.to(self._dtype)
-        small_m.products(x.codes, [weight], logits, config)
+        small_m.products(x.codes, [weight], logits, config, early=self._early)
         return logits
 
 
