@@ -9,7 +9,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo test check contracts format soak notebooks fuzz gpu peers wheel clean
+.PHONY: demo test check contracts format soak attack notebooks fuzz gpu peers wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -40,6 +40,10 @@ format: .venv/.dev
 soak: .venv/.dev
 	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 --ignore tests/interpreted $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak tests/interpreted
+
+# Hostile inputs, programs, logs and signals from seeds: part of soak, a quarter of an hour on two cores.
+attack: .venv/.dev
+	$(BIN)/python -m pytest -v -n 2 -m attack --timeout=900 $(ARGS)
 
 # The notebooks in a real JupyterLab and Chromium; pictures of what was seen go to build/screenshots.
 notebooks: .venv/.dev

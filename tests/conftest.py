@@ -29,6 +29,12 @@ settings.load_profile("suite")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Reports of internal errors that tests provoke stay out of the home of whoever runs them."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 # What test files import stays: looking through it for garbage, while they are imported and ever after,
 # is a tenth of the CPU time of a suite.
 gc.disable()

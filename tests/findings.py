@@ -14,7 +14,7 @@ from run_folders import START_UNIX_S, Scene, started, step
 
 from engine.cli import evidence as evidence_command
 from engine.cli import why as why_command
-from engine.cli.main import Parser
+from engine.terminal import ArgumentParser
 from engine.errors import EngineError
 from engine.evidence.capture import Capture, capture_exit, capture_metric
 from engine.evidence.finding import Finding
@@ -51,7 +51,7 @@ class Ran:
 def ask(command: str, *arguments: object) -> Ran:
     """`engine why ...` or `engine evidence ...` within this process."""
     module = {"why": why_command, "evidence": evidence_command}[command]
-    parser = Parser(prog=f"engine {command}")
+    parser = ArgumentParser(prog=f"engine {command}")
     module.add_arguments(parser)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

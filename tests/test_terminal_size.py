@@ -13,8 +13,8 @@ import pytest
 from terminals import STALE, set_size
 
 from engine.cli.convert import Reporter
-from engine.cli.terminal import columns_of
 from engine.publish.convert import Progress
+from engine.terminal import columns_of
 from workbench.cli import believe_the_terminal
 
 

@@ -89,7 +89,7 @@ def test_the_packaged_demo_is_a_spec_that_the_engine_accepts() -> None:
     assert spec.train.steps > 0
 
 
-class Became(Exception):
+class Became(BaseException):
     """Stands where this process ends because it has become another."""
 
 

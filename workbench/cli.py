@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from engine.errors import EngineError, InternalError, UsageError
+from engine.crash import run_command
+from engine.errors import InternalError, UsageError
 from engine.runlog.folder import RunFolder, is_run, open_run
 from engine.runlog.text import result_lines
+from engine.terminal import ArgumentParser, put, say
 from engine.version import VERSION
 from workbench.feed import RunFeed, Snapshot
 from workbench.launch import ENGINE, distill_arguments, start_run
@@ -49,14 +50,6 @@ code of this command.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with this project's exit code for a command line that is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(UsageError.exit_code, f"{self.prog}: {message}\n")
-
-
 def _screen_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--read-only",
@@ -81,7 +74,7 @@ def _screen_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _watch_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="apr-workbench",
         description=WATCH_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -98,7 +91,7 @@ def _watch_parser() -> argparse.ArgumentParser:
 
 
 def _demo_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = ArgumentParser(
         prog="apr-workbench demo",
         description=DEMO_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -124,22 +117,20 @@ def _demo_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if arguments[:1] == ["demo"]:
-            options, show = _demo_parser().parse_args(arguments[1:]), _demo
-        else:
-            options, show = _watch_parser().parse_args(arguments), _watch
-        return _list_themes() if options.list_themes else show(options)
-    except EngineError as error:
-        print(f"apr-workbench: {error}", file=sys.stderr)
-        return error.exit_code
+    if arguments[:1] == ["demo"]:
+        options, show = _demo_parser().parse_args(arguments[1:]), _demo
+    else:
+        options, show = _watch_parser().parse_args(arguments), _watch
+    return run_command(
+        "apr-workbench", lambda: _list_themes() if options.list_themes else show(options)
+    )
 
 
 def _list_themes() -> int:
     """Print the names of all themes, the workbench's own first; exit code 0."""
     from workbench.tui.themes import theme_names
 
-    print("\n".join(theme_names()))
+    put("\n".join(theme_names()))
     return 0
 
 
@@ -189,7 +180,7 @@ def _demo(options: argparse.Namespace) -> int:
         sys.stderr.flush()
         os.execv(ENGINE[0], [*ENGINE, *distill_arguments(spec, options.sets, out)])
     _check_theme(options)
-    print(f"starting {out}", file=sys.stderr)
+    say(f"starting {out}")
     run = start_run(spec, options.sets, out)
     code = _show([run.path], options)
     _print_result(run, code)
@@ -267,10 +258,9 @@ def farewell(snapshot: Snapshot) -> list[str]:
 def _print_result(run: RunFolder, code: int) -> None:
     if code == InternalError.exit_code:
         # What broke the screen could break the summary, too.
-        print(
+        say(
             "apr-workbench: the screen broke, which does nothing to a run\n"
-            f"hint: `engine tail {run.path}` prints this one",
-            file=sys.stderr,
+            f"hint: `engine tail {run.path}` prints this one"
         )
         return
-    print("\n".join(farewell(RunFeed(run).read_all())))
+    put("\n".join(farewell(RunFeed(run).read_all())))

@@ -17,11 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
 from engine.cli import bench_kd
+from engine.terminal import put, put_json, say
 
 HELP = "measure linear layers, a teacher, generation, the loss or whole steps beside the roofline and beside rivals"
 LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadInput.expected("--shape", shape, f"one of {', '.join(SHAPES)}", shape)
     if arguments.what == "kd":
         bench_kd.check(arguments)
-    print(f"measuring on {_name(device)}", file=sys.stderr)
+    say(f"measuring on {_name(device)}")
     roof = measure_roofline(device)
     rows: list[Any]
     if arguments.what == "kd":
@@ -109,15 +109,15 @@ def run(arguments: argparse.Namespace) -> int:
     failed = any(row.get("state") == "failed" and row["arm"].startswith("engine") for row in rows)
     code = EXIT_FAIL if failed else EXIT_PASS
     if arguments.json:
-        print(json.dumps(result, allow_nan=False))
+        put_json(result)
         return code
-    print("\n".join(lines))
+    put("\n".join(lines))
     copy, matmul = roof.copy_bytes_per_s / 1e12, roof.matmul_flop_per_s / 1e12
-    print(f"roofline: copy {copy:.2f} TB/s, bf16 product {matmul:.0f} TFLOP/s, in this run")
+    put(f"roofline: copy {copy:.2f} TB/s, bf16 product {matmul:.0f} TFLOP/s, in this run")
     for name, value in extra.items():
-        print(f"{name}: {value}")
+        put(f"{name}: {value}")
     if device.type != "cuda":
-        print("a CPU's times depend on what else runs: only ratios mean anything", file=sys.stderr)
+        say("a CPU's times depend on what else runs: only ratios mean anything")
     return code
 
 
@@ -143,7 +143,7 @@ def _linear(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[lis
     counts = arguments.rows or (LINEAR_ROWS if device.type == "cuda" else (1, 64))
     rows = []
     for count in counts:
-        print(f"  {count} rows", file=sys.stderr)
+        say(f"  {count} rows")
         rows += stack_rows(device, stack, count, rounds=arguments.rounds)
     return rows, {}
 

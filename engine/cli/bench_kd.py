@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from functools import partial
 from typing import Any
+
+from engine.terminal import say
 
 RIVALS = "trl,liger,transformers"
 
@@ -86,5 +86,5 @@ def run(arguments: argparse.Namespace, shape: str, device: Any, flop_per_s: floa
         )
 
     arms = {**dict.fromkeys(OURS), **{name: missing(name) for name in wanted}}
-    rows = bench_kd(arms, measure, partial(print, file=sys.stderr))
+    rows = bench_kd(arms, measure, say)
     return rows, json.loads(work.dumps())

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
     from engine.checks.check import About
@@ -47,14 +48,14 @@ def _list(as_json: bool) -> int:
     from engine.checks.catalogue import CATALOGUE
 
     if as_json:
-        print(json.dumps([dataclasses.asdict(a) | {"when": a.when.value} for a in CATALOGUE]))
+        put_json([dataclasses.asdict(a) | {"when": a.when.value} for a in CATALOGUE])
         return 0
     for about in CATALOGUE:
         stops = "; stops the run" if about.stops else ""
         again = " and again" if about.again else ""
-        print(f"{about.id}  ({about.when.value.replace('_', ' ')}{again}{stops})")
+        put(f"{about.id}  ({about.when.value.replace('_', ' ')}{again}{stops})")
         for text in (about.question, f"failed: {about.means}", f"do: {about.remedy}"):
-            print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
+            put(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
     return 0
 
 
@@ -77,20 +78,18 @@ def _show(path: Path, as_json: bool) -> int:
             for (about, check), verdict in zip(answers, verdicts, strict=True)
         ]
         level = overall.level.name.lower()
-        print(json.dumps({"run": str(path), "level": level, "checks": rows}, allow_nan=False))
+        put_json({"run": str(path), "level": level, "checks": rows})
         return overall.exit_code
     width = max(len(about.id) for about in CATALOGUE)
     for (about, check), verdict in zip(answers, verdicts, strict=True):
         cost = format_seconds(check.cost_s) if check is not None else ""
-        print(f"{verdict.level.name:7}  {about.id:{width}}  {cost:>8}  {verdict.reason}")
+        put(f"{verdict.level.name:7}  {about.id:{width}}  {cost:>8}  {verdict.reason}")
         if check is not None and check.level == "fail":
             for text in (about.means, f"do: {about.remedy}"):
-                print(
-                    textwrap.fill(text, WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 11)
-                )
+                put(textwrap.fill(text, WIDTH, initial_indent=" " * 9, subsequent_indent=" " * 11))
     total = sum(check.cost_s or 0.0 for check in found.values())
     counts = {level: sum(v.level.name == level for v in verdicts) for level in ("PASS", "FAIL")}
-    print(
+    put(
         f"{counts['PASS']} passed, {counts['FAIL']} failed, "
         f"{len(verdicts) - sum(counts.values())} unknown, in {format_seconds(total)}"
     )

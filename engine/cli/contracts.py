@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.contracts.problems import Problem
@@ -87,13 +87,13 @@ def _validate(a: argparse.Namespace) -> int:
     if a.rules == "pv":
         problems = [p for p in problems if p.rule in UPSTREAM_IDS]
     if a.format == "sarif":
-        print(json.dumps(to_sarif(problems), ensure_ascii=False))
+        put_json(to_sarif(problems), ensure_ascii=False)
     elif a.format == "json":
-        print(json.dumps(_problems_as_json(problems, len(loaded)), ensure_ascii=False))
+        put_json(_problems_as_json(problems, len(loaded)), ensure_ascii=False)
     else:
         for problem in problems:
-            print(problem)
-        print(counted(problems))
+            put(problem)
+        put(counted(problems))
     return int(any(problem.severity == ERROR for problem in problems))
 
 
@@ -126,9 +126,9 @@ def _run(a: argparse.Namespace) -> int:
     wanted = [known[id_] for id_ in dict.fromkeys(a.ids or known)]
     for one in wanted:
         for problem in one.problems:
-            print(problem, file=sys.stderr)
+            say(problem)
     contracts = [c for one in wanted if (c := one.contract) is not None and c.is_run]
-    runner = Runner(Path(), a.receipts, lambda text: print(text, file=sys.stderr, flush=True))
+    runner = Runner(Path(), a.receipts, lambda text: say(text))
     runner.run(contracts, a.jobs)
     ids = {one.path.stem for one in wanted}
     return _print([s for s in overview(receipts=a.receipts) if s.id in ids], as_json=a.json)
@@ -150,21 +150,19 @@ def _print(statuses: Sequence[Status], *, as_json: bool) -> int:
             "level": overall.level.name.lower(),
             "contracts": [_as_json(status) for status in statuses],
         }
-        print(json.dumps(value, ensure_ascii=False))
+        put_json(value, ensure_ascii=False)
         return overall.verdict.exit_code
     width = max((len(status.id) for status in statuses), default=0)
     for status in statuses:
-        print(
+        put(
             f"{status.answer.level.name:7}  {status.id:{width}}  {status.reached.name.lower():8}  "
             f"{_age(status.age_s):>8}  {_line(status.answer)}"
         )
         for check in status.checks:
             if check.answer.rank is not Rank.PASS and status.age_s is not None:
-                print(f"         {check.kind} {check.id}: {_line(check.answer)}")
+                put(f"         {check.kind} {check.id}: {_line(check.answer)}")
     names = [status.answer.level.name for status in statuses]
-    print(
-        f"{names.count('PASS')} pass, {names.count('FAIL')} fail, {names.count('UNKNOWN')} unknown"
-    )
+    put(f"{names.count('PASS')} pass, {names.count('FAIL')} fail, {names.count('UNKNOWN')} unknown")
     return overall.verdict.exit_code
 
 
@@ -216,15 +214,15 @@ def _list(a: argparse.Namespace) -> int:
 
     statuses = overview(receipts=a.receipts)
     if a.json:
-        print(json.dumps([_as_json(status) for status in statuses], ensure_ascii=False))
+        put_json([_as_json(status) for status in statuses], ensure_ascii=False)
         return 0
     for status in statuses:
-        print(
+        put(
             f"{status.id}  [{status.reached.name.lower()}, {status.answer.level.name.lower()}, "
             f"{_age(status.age_s)}]"
         )
         for name, formula in status.contract.equations if status.contract else ():
-            print(_wrapped(f"{name}: {formula}", 2))
+            put(_wrapped(f"{name}: {formula}", 2))
     return 0
 
 
@@ -244,27 +242,27 @@ def _show(a: argparse.Namespace) -> int:
         raise BadInput.expected("contract", a.id, f"one of {', '.join(statuses)}", "none of them")
     status = statuses[a.id]
     if a.json:
-        print(json.dumps(_as_json(status), ensure_ascii=False))
+        put_json(_as_json(status), ensure_ascii=False)
         return 0
-    print(f"{status.id}: {_line(status.answer)}")
-    print(f"  reached {status.reached.name.lower()}, oldest receipt {_age(status.age_s)}")
+    put(f"{status.id}: {_line(status.answer)}")
+    put(f"  reached {status.reached.name.lower()}, oldest receipt {_age(status.age_s)}")
     for problem in status.problems:
-        print(f"  {problem}")
+        put(f"  {problem}")
     contract = status.contract
     if contract is None:
         return 0
-    print(_wrapped(contract.description, 2))
+    put(_wrapped(contract.description, 2))
     for title, pairs in (("equations", contract.equations), ("claims", contract.obligations)):
-        print(title)
+        put(title)
         for name, text in pairs:
-            print(_wrapped(f"{name}: {text}", 2))
+            put(_wrapped(f"{name}: {text}", 2))
     for id_, text, by in contract.demoted:
-        print(_wrapped(f"demoted {id_}: {text} (by {by})", 2))
-    print("checks")
+        put(_wrapped(f"demoted {id_}: {text} (by {by})", 2))
+    put("checks")
     for check in status.checks:
-        print(_wrapped(f"{check.answer.level.name:7} {check.kind} {check.id}: {check.says}", 2))
-        print(_wrapped(str(check.answer), 10))
+        put(_wrapped(f"{check.answer.level.name:7} {check.kind} {check.id}: {check.says}", 2))
+        put(_wrapped(str(check.answer), 10))
     for falsifier in contract.falsifiers:
         if falsifier.differs:
-            print(_wrapped(f"{falsifier.id} is not as published: {falsifier.differs}", 2))
+            put(_wrapped(f"{falsifier.id} is not as published: {falsifier.differs}", 2))
     return 0

@@ -11,14 +11,11 @@ is overwritten, and DST appears when all of it is on the disk.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.terminal import columns_of
+from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
     from engine.publish.convert import Converted, Progress
@@ -49,22 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Reporter:
-    """Progress on stderr: one line redrawn on a terminal, a line every few seconds elsewhere."""
+    """How many tensors are done, on stderr."""
 
     def __init__(self) -> None:
-        self.redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self.next_s = time.monotonic() + (0.0 if self.redraw else _PLAIN_EVERY_S)
+        self.line = StatusLine(plain_every_s=_PLAIN_EVERY_S, plain_at_once=False)
 
     def __call__(self, progress: Progress) -> None:
-        text = f"{progress.done}/{progress.total} {progress.name}"
-        if self.redraw:
-            width = columns_of(sys.stderr) - 1
-            end = "\r\x1b[K" if progress.done == progress.total else ""
-            sys.stderr.write(f"\r\x1b[K{text[:width]}{end}")
-            sys.stderr.flush()
-        elif time.monotonic() >= self.next_s:
-            self.next_s = time.monotonic() + _PLAIN_EVERY_S
-            print(text, file=sys.stderr, flush=True)
+        self.line.show(f"{progress.done}/{progress.total} {progress.name}")
+        if progress.done == progress.total:
+            self.line.clear()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,14 +75,14 @@ def run(arguments: argparse.Namespace) -> int:
         on_tensor=Reporter(),
     )
     for text in done.warnings:
-        print(f"warning: {text}", file=sys.stderr)
+        say(f"warning: {text}")
     if not done.tokenizer:
-        print(f"warning: {done.target} has no tokenizer", file=sys.stderr)
+        say(f"warning: {done.target} has no tokenizer")
     if arguments.json:
-        print(json.dumps(_as_json(done), allow_nan=False))
+        put_json(_as_json(done))
         return 0
-    print(_summary(done), file=sys.stderr)
-    print(done.target)
+    say(_summary(done))
+    put(done.target)
     return 0
 
 

@@ -11,11 +11,11 @@ Exit codes: 0 nothing found, 1 alerts, 2 no rule could judge.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, UsageError
+from engine.terminal import put, put_json
 
 HELP = "say what is wrong with a run, from its logs"
 
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = open_run(arguments.run)
     found = diagnose(folder, read_settings(folder))
     if arguments.json:
-        print(json.dumps(as_json(str(folder.path), found), allow_nan=False))
+        put_json(as_json(str(folder.path), found))
     else:
         head, *rest = _lines(folder.name, found, everything=arguments.all)
         alive = folder.liveness()
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         if has_ended(state) and state != "completed":
             rest = [f"ended: {status_text(found.view, alive)}", *rest]
         for line in [head, *rest]:
-            print(line)
+            put(line)
     if found.fault is not None:
         raise RunLogError(found.fault)
     if found.raised:
@@ -63,12 +63,12 @@ def _print_rules(*, as_json: bool) -> None:
 
     if as_json:
         fields = ("id", "asks", "reads", "threshold")
-        print(json.dumps([{name: getattr(rule, name) for name in fields} for rule in RULES]))
+        put_json([{name: getattr(rule, name) for name in fields} for rule in RULES])
         return
     for rule in RULES:
-        print(f"{rule.id}: {rule.asks}")
-        print(f"  speaks at: {rule.threshold}")
-        print(f"  reads: {', '.join(rule.reads)}")
+        put(f"{rule.id}: {rule.asks}")
+        put(f"  speaks at: {rule.threshold}")
+        put(f"  reads: {', '.join(rule.reads)}")
 
 
 def _lines(name: str, found: Any, *, everything: bool) -> list[str]:

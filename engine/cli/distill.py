@@ -21,12 +21,12 @@ import argparse
 import dataclasses
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from engine.errors import UsageError
+from engine.terminal import put, put_json, say
 
 HELP = "distil a student as a spec says, or resume a run"
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is None:
         return 0
     if arguments.create:
-        print(folder.path)
+        put(folder.path)
         return 0
     from engine.cli.progress import attend
     from engine.supervise.launch import launch
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.detach:
         launched.leave(b"d")
-        print(folder.path)
+        put(folder.path)
         return 0
     if arguments.smoke is None:
         return attend(launched, as_json=arguments.json)
@@ -140,9 +140,9 @@ def _start(arguments: argparse.Namespace) -> Any:
         )
     check_inputs(spec, path)
     if arguments.check:
-        print(f"{arguments.spec}: the spec and its inputs are sound", file=sys.stderr)
+        say(f"{arguments.spec}: the spec and its inputs are sound")
         if arguments.json:
-            print(json.dumps({"spec_sha256": spec.sha256, "spec": spec.to_dict()}))
+            put_json({"spec_sha256": spec.sha256, "spec": spec.to_dict()})
         return None
     spec = dataclasses.replace(
         spec, run=dataclasses.replace(spec.run, name=path.name, out=str(path.parent))
@@ -179,7 +179,7 @@ def _resume(arguments: argparse.Namespace) -> Any:
         if not error.hole:
             raise
         # Who writes the log next cuts the hole off.
-        print(f"engine distill: {error.message}", file=sys.stderr)
+        say(f"engine distill: {error.message}")
     if follower.view.finished is not None and follower.state == "completed":
         raise BadInput(
             f"run folder: {folder.path} — expected a run with steps left, found one that completed",

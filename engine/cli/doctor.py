@@ -14,14 +14,13 @@ a GPU too), 2 something cannot be measured, 1 something is broken.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from engine.cli.terminal import columns_of
+from engine.terminal import columns_of, put, put_json, say
 
 if TYPE_CHECKING:
     from engine.device.doctor import Diagnosis
@@ -42,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = dict(one.split("=", 1) for one in sets_from_environment(os.environ))
     diagnosis = _examine(wanted.get("memory.allocator", "auto"))
     if arguments.json:
-        print(json.dumps(diagnosis.as_json(), allow_nan=False))
+        put_json(diagnosis.as_json())
     else:
         # Through a pipe there is no width to ask for: then 100, or COLUMNS.
         width = min(max(columns_of(sys.stdout, 100), NARROWEST), WIDEST)
-        print("\n".join(report_lines(diagnosis, width)))
+        put("\n".join(report_lines(diagnosis, width)))
     return diagnosis.verdict.exit_code
 
 
@@ -80,7 +79,7 @@ def _examine(wanted_allocator: str) -> Diagnosis:
 
 
 def _say(text: str) -> None:
-    print(f"engine doctor: {text}", file=sys.stderr, flush=True)
+    say(f"engine doctor: {text}")
 
 
 def report_lines(diagnosis: Diagnosis, width: int) -> list[str]:

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import json
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import BadInput, UsageError
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.drills.catalogue import Drill
@@ -87,13 +87,13 @@ def _list(drills: tuple[Drill, ...], *, as_json: bool) -> int:
             | {"must_be_named_by": [e.name for e in one.expected], "needs": list(one.needs)}
             for one in drills
         ]
-        print(json.dumps(rows))
+        put_json(rows)
         return 0
     for one in drills:
         needs = f"  (needs: {', '.join(one.needs)})" if one.needs else ""
-        print(f"{one.id}: {one.what}{needs}")
-        print(f"  happened: {one.happened}")
-        print(f"  must be named by: {' or '.join(e.name for e in one.expected)}")
+        put(f"{one.id}: {one.what}{needs}")
+        put(f"  happened: {one.happened}")
+        put(f"  must be named by: {' or '.join(e.name for e in one.expected)}")
     return 0
 
 
@@ -109,7 +109,7 @@ def _drill(arguments: argparse.Namespace, drills: tuple[Drill, ...], folder: Pat
         results.append(done)
         said = lines_of(done)
         # A table comes last; until then its lines tell that something happens.
-        print("\n".join(said), file=sys.stderr if arguments.all or arguments.json else sys.stdout)
+        (say if arguments.all or arguments.json else put)("\n".join(said))
         if done.verdict.level == Level.PASS and not arguments.keep:
             _remove(folder, one.id)
     rows = [as_json(done) for done in results]
@@ -132,7 +132,7 @@ def _healthy(arguments: argparse.Namespace, folder: Path) -> int:
     for seed in seeds:
         done = healthy_run(seed, folder, device=arguments.device)
         results.append(done)
-        print(f"{done.verdict.level.name:7}  seed {seed}: {done.verdict.reason}", file=sys.stderr)
+        say(f"{done.verdict.level.name:7}  seed {seed}: {done.verdict.reason}")
         if not done.spoke and not arguments.keep:
             _remove(folder, f"healthy-{seed}")
     arguments.all = True
@@ -163,6 +163,6 @@ def _report(
         (folder / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n")
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
     if arguments.json:
-        print(json.dumps(value))
+        put_json(value)
     elif arguments.all:
-        print("\n".join(lines))
+        put("\n".join(lines))

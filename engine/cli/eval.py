@@ -16,7 +16,6 @@ logits that are not finite.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from engine.cli.eval_problems import evaluate_problems
@@ -29,6 +28,7 @@ from engine.cli.generate import (
     prepare_threads,
 )
 from engine.errors import EXIT_PASS, NoAnswer
+from engine.terminal import put, put_json
 
 HELP = "judge a model: perplexity, programming problems"
 
@@ -107,11 +107,11 @@ def _perplexity(arguments: argparse.Namespace) -> int:
     except NoAnswer as error:
         if arguments.json:
             about = {"model": str(model.path), "data_sha256": data_sha256}
-            print(json.dumps(no_answer_json("ppl", error, about)))
+            put_json(no_answer_json("ppl", error, about))
         raise
     if arguments.json:
         record = perplexity_json(found, model, against) | {"data_sha256": data_sha256}
-        print(json.dumps(record, allow_nan=False))
+        put_json(record)
     else:
-        print("\n".join(perplexity_lines(found, against)))
+        put("\n".join(perplexity_lines(found, against)))
     return EXIT_PASS

@@ -10,8 +10,6 @@ programs                              generated and judged, a line each
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Container
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine.cli.eval_text import Judged, Said, no_answer_json, report_json, report_lines
 from engine.cli.generate import graph_decision, open_asked
 from engine.errors import EXIT_PASS, EXIT_UNKNOWN, NoAnswer, UsageError
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.evaluate.problems import Problems
@@ -48,7 +47,7 @@ def evaluate_problems(arguments: argparse.Namespace) -> int:
     except NoAnswer as error:
         if arguments.json:
             about = {"model": str(arguments.model.resolve()), "data_sha256": problems.sha256}
-            print(json.dumps(no_answer_json(problems.benchmark, error, about)))
+            put_json(no_answer_json(problems.benchmark, error, about))
         raise
 
 
@@ -59,14 +58,11 @@ def _evaluate(
     from engine.evaluate.report import compare, latest, report
 
     def prove() -> dict[str, str]:
-        print(
-            f"sandbox: {sandbox.version}; self-test of {len(problems.problems)} problems",
-            file=sys.stderr,
-        )
+        say(f"sandbox: {sandbox.version}; self-test of {len(problems.problems)} problems")
         said = Said("trials of the self-test")
         left_out = self_test(sandbox, problems.problems, progress=said, unfit=arguments.unfit)
         for name, reason in left_out.items():
-            print(f"left out of the count: {name}: {reason}", file=sys.stderr)
+            say(f"left out of the count: {name}: {reason}")
         return left_out
 
     against = arguments.against
@@ -82,15 +78,15 @@ def _evaluate(
             if place == path:
                 place = path.with_name(f"against-{path.name}")
             other = _judge(arguments, against, place, problems, sandbox, lambda: left_out)
-            print(f"{against}: {place}", file=sys.stderr)
+            say(f"{against}: {place}")
         compared = compare(lines, latest(judged, other.lines))
         unlike = _unlike(mine.about, other.about)
     if arguments.json:
         record = report_json(found, mine.about, lines, compared, unlike)
-        print(json.dumps(record, allow_nan=False))
+        put_json(record)
     else:
-        print("\n".join(report_lines(found, mine.about, lines, compared, unlike)))
-        print(path)
+        put("\n".join(report_lines(found, mine.about, lines, compared, unlike)))
+        put(path)
     return EXIT_PASS if found.known else EXIT_UNKNOWN
 
 
@@ -189,7 +185,7 @@ def _judge(
     )
     model = open_asked(arguments, path)
     for line in graph_decision(model, TILE, arguments.cuda_graph):
-        print(line, file=sys.stderr)
+        say(line)
     tokens = room(model, problems, arguments.max_tokens)
     settings = Settings(samples=arguments.samples, sampling=sampling, max_tokens=tokens)
     about: dict[str, Any] = {
@@ -216,7 +212,7 @@ def _judge(
     results = open_results(where, about)
     try:
         if results.done:
-            print(f"{results.path}: {len(results.done)} are finished", file=sys.stderr)
+            say(f"{results.path}: {len(results.done)} are finished")
         evaluate(
             model,
             judged,

@@ -3,10 +3,11 @@ how far it is."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from engine.terminal import say
 
 if TYPE_CHECKING:
     from engine.errors import NoAnswer
@@ -195,7 +196,7 @@ class Said:
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() >= self.next_s or done == total:
             self.next_s = time.monotonic() + _PROGRESS_EVERY_S
-            print(f"{done:,}/{total:,} {self.what}", file=sys.stderr, flush=True)
+            say(f"{done:,}/{total:,} {self.what}")
 
 
 class Judged:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EXIT_UNKNOWN
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.evidence.verify import Checked
@@ -79,14 +79,14 @@ def _list(a: argparse.Namespace) -> int:
             | {"title": finding.title, "state": state_words(finding), "nodes": len(finding.nodes)}
         )
     if a.json:
-        print(json.dumps(rows))
+        put_json(rows)
         return 0
     if not rows:
-        print(f"no findings in {a.folder}; begin one with `engine why new`", file=sys.stderr)
+        say(f"no findings in {a.folder}; begin one with `engine why new`")
     width = max((len(Path(row["folder"]).name) for row in rows), default=0)
     for row in rows:
         words = row.get("error") or f"{row['title']}  [{row['state']}]"
-        print(f"{Path(row['folder']).name:{width}}  {one_line(words)}")
+        put(f"{Path(row['folder']).name:{width}}  {one_line(words)}")
     return 0
 
 
@@ -98,7 +98,7 @@ def _verify(a: argparse.Namespace) -> int:
     checked = [check_bundle(bundle) for bundle in find_bundles(a.folder)]
     print_checked(checked, as_json=a.json, rules=False)
     if not checked:
-        print(f"no findings in {a.folder}: nothing was checked", file=sys.stderr)
+        say(f"no findings in {a.folder}: nothing was checked")
         return EXIT_UNKNOWN
     return lowest(c.integrity for c in checked).exit_code
 
@@ -106,19 +106,19 @@ def _verify(a: argparse.Namespace) -> int:
 def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> None:
     """What checking bundles gave: faults, notes, and with `rules` what the rules say."""
     if as_json:
-        print(json.dumps([_as_json(c, rules=rules) for c in checked]))
+        put_json([_as_json(c, rules=rules) for c in checked])
         return
     for one in checked:
         verdict = one.verdict if rules else one.integrity
-        print(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
+        put(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
         for fault in one.faults:
-            print(f"         changed: {fault}")
+            put(f"         changed: {fault}")
         for problem in one.problems if rules else ():
-            print(f"         {problem.level}: {problem}")
+            put(f"         {problem.level}: {problem}")
         for note in one.notes:
-            print(f"         note: {note}")
+            put(f"         note: {note}")
         if one.finding is not None:
-            print(f"         seal {one.finding.seal}")
+            put(f"         seal {one.finding.seal}")
 
 
 def _as_json(one: Checked, *, rules: bool) -> dict[str, Any]:
@@ -157,14 +157,14 @@ def _receipt(a: argparse.Namespace) -> int:
                 for name, v in checks.items()
             },
         }
-        print(json.dumps(value, allow_nan=False))
+        put_json(value)
         return verdict.exit_code
     for line in _receipt_lines(receipt):
-        print(line)
+        put(line)
     if not is_receipt:
-        print("no receipt: the run has not come to its end; this is what its logs say")
+        put("no receipt: the run has not come to its end; this is what its logs say")
     for check in checks.values():
-        print(f"{check.level.name:7}  {check.reason}")
+        put(f"{check.level.name:7}  {check.reason}")
     return verdict.exit_code
 
 
@@ -216,9 +216,9 @@ def _import(a: argparse.Namespace) -> int:
     if a.json:
         import msgspec
 
-        print(json.dumps({"folder": str(bundle.path), "finding": msgspec.to_builtins(done)}))
+        put_json({"folder": str(bundle.path), "finding": msgspec.to_builtins(done)})
         return 0
-    print(bundle.path)
+    put(bundle.path)
     for line in tree_lines(done):
-        print(line, file=sys.stderr)
+        say(line)
     return 0

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UsageError
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.experiments.plan import Plan
@@ -99,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = _show(plan, folder, arguments)
     if arguments.dry_run:
         if arguments.json:
-            print(plan.to_json())
+            put(plan.to_json())
         return 0
     progress = Progress(plan)
     with progress.stopping():
@@ -167,10 +168,10 @@ def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:
     plan = resources.with_room(plan, found)
     first = len(controls.kinds_of(plan)) if arguments.controls == "run" else 0
     for line in [*text.plan_lines(plan), *resources.lines(plan, found, first)]:
-        print(line, file=sys.stderr)
+        say(line)
     resources.check(plan, found)
     if not arguments.dry_run:
-        print(f"flip folder: {folder}", file=sys.stderr)
+        say(f"flip folder: {folder}")
     return plan
 
 
@@ -183,9 +184,9 @@ def _report(verdict: FlipVerdict, folder: Path, *, as_json: bool) -> int:
 
     fields = json.loads(verdict.to_json())
     if as_json:
-        print(json.dumps({**fields, "folder": str(folder.absolute())}))
+        put_json({**fields, "folder": str(folder.absolute())})
     else:
         for line in verdict_lines(fields, characters=characters(sys.stdout)):
-            print(line)
-        print(f"  evidence: {folder / 'verdict.json'}, plan.json, pairs.jsonl, arms/")
+            put(line)
+        put(f"  evidence: {folder / 'verdict.json'}, plan.json, pairs.jsonl, arms/")
     return EXIT_INTERRUPTED if verdict.interrupted else verdict.answer.exit_code

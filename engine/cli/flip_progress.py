@@ -6,21 +6,19 @@ On a terminal the line of the arm that runs is redrawn below it. All of it goes 
 from __future__ import annotations
 
 import contextlib
-import os
+import math
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from engine.cli.terminal import columns_of
 from engine.experiments import text
 from engine.experiments.judge import Pair, interval_of
 from engine.experiments.plan import Plan
 from engine.experiments.record import read_pairs
 from engine.experiments.statistics import Interval
 from engine.runlog.view import RunView
+from engine.terminal import StatusLine
 
 REDRAW_S = 0.2
 
@@ -37,10 +35,9 @@ def characters(stream: TextIO) -> str:
 class Progress:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.line = StatusLine(plain_every_s=math.inf)
         self._signals = 0
         self._what = ""
-        self._next_s = 0.0
 
     def stop(self) -> bool:
         return self._signals > 0
@@ -61,7 +58,7 @@ class Progress:
         try:
             yield
         finally:
-            self._clear()
+            self.line.clear()
             for number, handler in zip(numbers, before, strict=True):
                 signal.signal(number, handler)
 
@@ -78,21 +75,12 @@ class Progress:
         self._say(text.pair_line(self.plan, pair, interval))
 
     def on_arm(self, what: str, number: int, arm: str, view: RunView) -> None:
-        if not self.redraw or time.monotonic() < self._next_s:
+        if not self.line.redrawn:
             return
-        self._next_s = time.monotonic() + REDRAW_S
         phase = view.phase.name if view.phase is not None else "starting"
-        line = f"{what}, pair {number}, arm {arm}: step {view.last_step}/{self.plan.steps}, {phase}"
-        width = columns_of(sys.stderr) - 1
-        sys.stderr.write(f"\r\x1b[K{line[:width]}")
-        sys.stderr.flush()
+        self.line.show(
+            f"{what}, pair {number}, arm {arm}: step {view.last_step}/{self.plan.steps}, {phase}"
+        )
 
     def _say(self, *lines: str) -> None:
-        self._clear()
-        for line in filter(None, lines):
-            print(line, file=sys.stderr, flush=True)
-
-    def _clear(self) -> None:
-        if self.redraw:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        self.line.say(*filter(None, lines))

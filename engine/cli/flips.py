@@ -8,10 +8,11 @@ engine flips DIR --json    as one JSON list
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from engine.terminal import put, put_json, say
 
 HELP = "list flips and their verdicts"
 
@@ -38,23 +39,21 @@ def run(arguments: argparse.Namespace) -> int:
             # One broken verdict must not hide the others.
             rows.append((path, None, error.message))
     if arguments.json:
-        print(
-            json.dumps(
-                [
-                    {"flip": str(path), **fields} if fields else {"flip": str(path), "error": why}
-                    for path, fields, why in rows
-                ]
-            )
+        put_json(
+            [
+                {"flip": str(path), **fields} if fields else {"flip": str(path), "error": why}
+                for path, fields, why in rows
+            ]
         )
         return 0
     if not rows:
-        print(f"no flips in {arguments.folder}; make one with `engine flip`", file=sys.stderr)
+        say(f"no flips in {arguments.folder}; make one with `engine flip`")
     if len(rows) == 1 and rows[0][0] == arguments.folder and rows[0][1] is not None:
         for line in verdict_lines(rows[0][1], characters=characters(sys.stdout)):
-            print(line)
+            put(line)
         return 0
     width = max((len(path.name) for path, _, _ in rows), default=0)
     for path, fields, why in rows:
         name = f"{path.name:{width}}"
-        print(one_line(name, fields) if fields else f"{name}  {why}")
+        put(one_line(name, fields) if fields else f"{name}  {why}")
     return 0

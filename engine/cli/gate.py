@@ -22,11 +22,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import UsageError
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.gate.gate import Gate
@@ -70,15 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
     for gate in ask_gates(subject, only):
         gates.append(gate)
         if not arguments.json:
-            print(_line(gate), flush=True)
+            put(_line(gate), flush=True)
     verdict = verdict_of(gates)
     level = verdict.level.name.lower()
     if arguments.json:
-        print(
-            json.dumps({"level": level, "subject": str(arguments.subject), "gates": _json(gates)})
-        )
+        put_json({"level": level, "subject": str(arguments.subject), "gates": _json(gates)})
     else:
-        print(f"gates: {level}", file=sys.stderr)
+        say(f"gates: {level}")
     return verdict.exit_code
 
 
@@ -129,4 +127,4 @@ def _plain(numbers: dict[str, float]) -> dict[str, float | str]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text)

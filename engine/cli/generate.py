@@ -11,15 +11,14 @@ logits are not finite: nothing is printed in place of a token.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import BadInput, UsageError
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.evaluate.model import Model
@@ -109,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt if arguments.prompt_file is None else _read(arguments.prompt_file)
     model = open_asked(arguments, arguments.model)
     for line in graph_decision(model, 1, arguments.cuda_graph):
-        print(line, file=sys.stderr)
+        say(line)
     text, tokens, ended = "", 0, None
     start_s = time.monotonic()
     for piece in complete(
@@ -125,8 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         text += piece.text
         tokens, ended = piece.tokens, piece.ended
         if not arguments.json:
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            put(piece.text, end="", exact=True, flush=True)
     elapsed_s = time.monotonic() - start_s
     if arguments.json:
         record = {
@@ -137,10 +135,10 @@ def run(arguments: argparse.Namespace) -> int:
             "ended": ended,
             "elapsed_s": elapsed_s,
         }
-        print(json.dumps(record, allow_nan=False))
+        put_json(record)
         return 0
-    print()
-    print(f"{tokens} tokens, {tokens / elapsed_s:.1f} a second; ended by {ended}", file=sys.stderr)
+    put()
+    say(f"{tokens} tokens, {tokens / elapsed_s:.1f} a second; ended by {ended}")
     return 0
 
 

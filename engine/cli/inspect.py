@@ -9,11 +9,11 @@ engine inspect model.gguf --values     and read every value: NaN and infinity (e
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EXIT_FAIL, EXIT_PASS
+from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
     from engine.formats.values import ValueProblem
@@ -43,11 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         record = as_json(found, tensors=arguments.tensors)
         if arguments.values:
             record["value_problems"] = [problem.text for problem in problems]
-        print(json.dumps(record, allow_nan=False))
+        put_json(record)
     else:
-        print("\n".join(as_lines(found, tensors=arguments.tensors)))
+        put("\n".join(as_lines(found, tensors=arguments.tensors)))
         if arguments.values:
-            print("\n".join(f"  {problem.text}" for problem in problems) or "  values: sound")
+            put("\n".join(f"  {problem.text}" for problem in problems) or "  values: sound")
     return EXIT_PASS if all(problem.finite for problem in problems) else EXIT_FAIL
 
 

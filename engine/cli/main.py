@@ -9,9 +9,6 @@ to stderr. Exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 our
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from typing import NoReturn
 
 from engine.cli import (
     bench,
@@ -38,7 +35,8 @@ from engine.cli import (
     tail,
     why,
 )
-from engine.errors import EngineError, UsageError
+from engine.crash import run_command
+from engine.terminal import ArgumentParser
 from engine.version import VERSION
 
 COMMANDS = (
@@ -73,16 +71,8 @@ EPILOG = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse with this project's exit code for a command line that is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(UsageError.exit_code, f"{self.prog}: {message}\n")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = ArgumentParser(
         prog="engine",
         description="Distil language models and see what is really happening. "
         "`apr-workbench` shows the same on screen.",
@@ -107,19 +97,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = build_parser().parse_args(argv)
-    try:
-        code: int = arguments.handler(arguments)
-        sys.stdout.flush()
-        return code
-    except EngineError as error:
-        if arguments.debug:
-            raise
-        print(f"engine {arguments.command}: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader of a pipe went away (`engine tail RUN | head`): not an error. Python would
-        # complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    return run_command(
+        f"engine {arguments.command}",
+        lambda: arguments.handler(arguments),
+        debug=arguments.debug,
+    )

@@ -15,16 +15,13 @@ Ctrl-C finishes the shard and stops (130); a second one ends at once.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.terminal import columns_of
 from engine.errors import UsageError
+from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
     from engine.distill.prepare import Prepared
@@ -78,21 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.distill.prepare_plan import plan_job
     from engine.distill.stopping import StopRequest
 
-    print("reading and hashing the rows", file=sys.stderr)
+    say("reading and hashing the rows")
     job = plan_job(spec, wanted)
-    print("\n".join(job.plan.lines()), file=sys.stderr)
+    say("\n".join(job.plan.lines()))
     if arguments.dry_run:
         job.plan.refuse_if_too_big(wanted.out)
         if arguments.json:
-            print(json.dumps({"out": str(wanted.out), **job.plan.as_dict()}))
+            put_json({"out": str(wanted.out), **job.plan.as_dict()})
         return 0
     stop = StopRequest()
     stop.watch_signals()
     # Without a supervisor nobody would look after what goes on unseen.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     progress = _Progress(job)
-    done = prepare(job, stop=stop, say=progress.say, progress=progress)
-    progress.end()
+    done = prepare(job, stop=stop, say=progress.line.say, progress=progress)
+    progress.line.clear()
     return _report(job, done, stop.exit_code, as_json=arguments.json)
 
 
@@ -121,40 +118,18 @@ class _Progress:
         self.rows = job.plan.missing
         self.seq_len = job.identity.seq_len
         self.token_bytes = job.identity.token_bytes
-        self.redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        self.next_s = time.monotonic()
-        self.drawn = False
-
-    def say(self, text: str) -> None:
-        self.end()
-        print(text, file=sys.stderr, flush=True)
+        self.line = StatusLine(plain_every_s=_PLAIN_EVERY_S)
 
     def __call__(self, rows: int, seconds: float) -> None:
         from engine.units import format_bytes, format_seconds
 
-        now = time.monotonic()
-        if now < self.next_s:
-            return
-        self.next_s = now + (0.2 if self.redraw else _PLAIN_EVERY_S)
         rate = rows / max(seconds, 1e-9)
         tokens_s = rate * self.seq_len
-        text = (
+        self.line.show(
             f"{rows:,}/{self.rows:,} rows  {tokens_s:,.0f} tok/s  "
             f"{format_bytes(tokens_s * self.token_bytes)}/s  "
             f"{format_seconds((self.rows - rows) / rate)} left"
         )
-        if self.redraw:
-            sys.stderr.write(f"\r\x1b[K{text[: columns_of(sys.stderr) - 1]}")
-            sys.stderr.flush()
-            self.drawn = True
-        else:
-            print(text, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.drawn:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-            self.drawn = False
 
 
 def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
@@ -163,18 +138,16 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
     out, left = job.wanted.out, done.plan.missing - done.rows
     code = 0 if done.stopped is None else stop_code
     rate = done.rows * job.identity.seq_len / max(done.seconds, 1e-9)
-    print(
+    say(
         f"{done.rows:,} rows, {format_bytes(done.bytes)}, in {format_seconds(done.seconds)} "
-        f"({rate:,.0f} tok/s)",
-        file=sys.stderr,
+        f"({rate:,.0f} tok/s)"
     )
     if done.stopped is not None:
-        print(
-            f"stopped by {done.stopped}: {left:,} rows are left; the same command goes on with them",
-            file=sys.stderr,
+        say(
+            f"stopped by {done.stopped}: {left:,} rows are left; the same command goes on with them"
         )
     else:
-        print(f"to train with it: --set teacher.cache={out}", file=sys.stderr)
+        say(f"to train with it: --set teacher.cache={out}")
     if as_json:
         result = {
             "out": str(out),
@@ -187,7 +160,7 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
             "stopped": done.stopped,
             "exit_code": code,
         }
-        print(json.dumps(result))
+        put_json(result)
     else:
-        print(out)
+        put(out)
     return code

@@ -6,13 +6,10 @@ own. Both go to stderr.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 
-from engine.cli.terminal import columns_of
 from engine.errors import EXIT_FAIL
 from engine.runlog.events import AlertRaised, AnyEvent, Phase, kind_of
 from engine.runlog.follow import Follower
@@ -27,6 +24,7 @@ from engine.runlog.text import (
 )
 from engine.runlog.view import RunView
 from engine.supervise.launch import Launched
+from engine.terminal import StatusLine, put, put_json, say
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 5.0
@@ -37,39 +35,21 @@ QUIET = ("step", "log_opened", "host", "gpu", "device_facts")
 
 
 class _Progress:
-    """Says what changed since the last poll, in the way that suits where stderr goes."""
+    """Says what changed since the last poll."""
 
     def __init__(self, since_unix_s: float) -> None:
-        self.redraw = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.line = StatusLine(plain_every_s=PLAIN_EVERY_S)
         self.since_unix_s = since_unix_s
-        self.next_plain = 0.0
-        self.drawn = False
 
     def show(self, follower: Follower) -> None:
         view = follower.view
         for line in follower.new_lines():
             if line.unix_s > self.since_unix_s and not _is_quiet(line.event):
-                for text in _words(line.event):
-                    self._print(text)
-        text = status_text(view, follower.alive)
-        if self.redraw:
-            width = columns_of(sys.stderr) - 1
-            sys.stderr.write(f"\r\x1b[K{_bar(view)}{text}"[: width + 4])
-            sys.stderr.flush()
-            self.drawn = True
-        elif len(view.steps) and time.monotonic() >= self.next_plain:
-            self.next_plain = time.monotonic() + PLAIN_EVERY_S
-            print(text, file=sys.stderr, flush=True)
-
-    def _print(self, text: str) -> None:
-        if self.redraw and self.drawn:
-            sys.stderr.write("\r\x1b[K")
-        print(text, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.redraw and self.drawn:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+                self.line.say(*_words(line.event))
+        if self.line.redrawn or len(view.steps):
+            self.line.show(
+                f"{_bar(view) if self.line.redrawn else ''}{status_text(view, follower.alive)}"
+            )
 
 
 def _words(event: AnyEvent) -> list[str]:
@@ -98,7 +78,7 @@ def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
     """
     follower = Follower(launched.run)
     progress = _Progress(launched.begun_unix_s)
-    print(f"run folder: {launched.run.path}", file=sys.stderr)
+    say(f"run folder: {launched.run.path}")
 
     def pass_on(number: int, _frame: object) -> None:
         if launched.process.poll() is None:
@@ -117,7 +97,7 @@ def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
         time.sleep(POLL_S)
     _settle(follower)
     progress.show(follower)
-    progress.end()
+    progress.line.clear()
     return _report(launched, follower, as_json=as_json, results=results)
 
 
@@ -134,7 +114,7 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
     view, state = follower.view, follower.state
     code = exit_code(view, launched.process.returncode)
     for line in [*result_lines(view), *speed_lines(view)] if results and not as_json else []:
-        print(line)
+        put(line)
     if as_json:
         receipt = launched.run.read_receipt() or {}
         pace = {
@@ -143,16 +123,13 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
             "phases_s": dict(view.phases),
         }
         ending = {"state": state, "exit_code": code, "run": str(launched.run.path)}
-        print(json.dumps({**receipt, **pace, **ending}))
-    print(status_text(view, follower.alive), file=sys.stderr)
+        put_json({**receipt, **pace, **ending})
+    say(status_text(view, follower.alive))
     if state not in ("completed",):
-        print(
-            f"log: engine tail {launched.run.path}    errors: {launched.run.stderr}",
-            file=sys.stderr,
-        )
+        say(f"log: engine tail {launched.run.path}    errors: {launched.run.stderr}")
         if state != "completed" and view.checkpoints:
-            print(f"continue: engine distill --resume {launched.run.path}", file=sys.stderr)
-    print(f"run folder: {launched.run.path}", file=sys.stderr)
+            say(f"continue: engine distill --resume {launched.run.path}")
+    say(f"run folder: {launched.run.path}")
     return code
 
 

@@ -20,15 +20,14 @@ blocks. Exit codes of --verify: 0 all ways agree, 1 one does not, 2 one is not i
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.convert import Reporter
 from engine.cli.generate import prepare_threads
 from engine.errors import EXIT_PASS, UsageError
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.publish.package import Published
@@ -128,23 +127,20 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
     )
     if arguments.json:
         found = None if done.verification is None else verification_json(done.verification)
-        print(
-            json.dumps(
-                {
-                    "folder": str(done.folder),
-                    "bytes": done.bytes,
-                    "was_there": done.was_there,
-                    "missing": [one.what for one in done.proof.missing],
-                    "weights_sha256": done.proof.weights_sha256,
-                    "verification": found,
-                },
-                allow_nan=False,
-            )
+        put_json(
+            {
+                "folder": str(done.folder),
+                "bytes": done.bytes,
+                "was_there": done.was_there,
+                "missing": [one.what for one in done.proof.missing],
+                "weights_sha256": done.proof.weights_sha256,
+                "verification": found,
+            }
         )
         return EXIT_PASS
     for line in _summary(done):
-        print(line, file=sys.stderr)
-    print(done.folder)
+        say(line)
+    put(done.folder)
     return EXIT_PASS
 
 
@@ -166,10 +162,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     found = verify(arguments.verify, _say)
     if arguments.json:
         record: dict[str, Any] = {"folder": str(arguments.verify), **verification_json(found)}
-        print(json.dumps(record, allow_nan=False))
+        put_json(record)
     else:
-        print("\n".join(_lines(found)))
-        print(f"{found.prompt!r} goes on with {found.text[:200]!r}", file=sys.stderr)
+        put("\n".join(_lines(found)))
+        say(f"{found.prompt!r} goes on with {found.text[:200]!r}")
     return found.verdict.exit_code
 
 
@@ -182,4 +178,4 @@ def _lines(found: Verification) -> list[str]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine.terminal import put
+
 HELP = "write a run, a flip or a finding as one HTML file"
 
 
@@ -37,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
             hint="--force replaces it, --out names another",
         )
     write_whole(out, text)
-    print(out)
+    put(out)
     return 0

@@ -7,9 +7,9 @@ engine runs DIR --json     as one JSON list
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
+
+from engine.terminal import put, put_json, say
 
 HELP = "list runs: state, progress, losses"
 
@@ -39,22 +39,18 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         rows.append((folder, follower, status_text(follower.view, follower.alive)))
     if arguments.json:
-        print(
-            json.dumps(
-                [
-                    as_json(f) if f is not None else {"run": str(r.path), "error": text}
-                    for r, f, text in rows
-                ],
-                allow_nan=False,
-            )
+        put_json(
+            [
+                as_json(f) if f is not None else {"run": str(r.path), "error": text}
+                for r, f, text in rows
+            ]
         )
         return 0
     if not rows:
-        print(
-            f"no runs in {arguments.folder}; start one with `engine distill SPEC.toml` or `make demo`",
-            file=sys.stderr,
+        say(
+            f"no runs in {arguments.folder}; start one with `engine distill SPEC.toml` or `make demo`"
         )
     width = max((len(folder.name) for folder, _, _ in rows), default=0)
     for folder, _, text in rows:
-        print(f"{folder.name:{width}}  {text}")
+        put(f"{folder.name:{width}}  {text}")
     return 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 
 from engine.diagnose.projection import project, projection_lines
 from engine.errors import EXIT_FAIL, EXIT_UNKNOWN
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.spec import spec_from_dict
+from engine.terminal import put, put_json, say
 
 
 def report(run: RunFolder, code: int, *, as_json: bool) -> int:
@@ -22,15 +22,12 @@ def report(run: RunFolder, code: int, *, as_json: bool) -> int:
     found = project(view, spec)
     if as_json:
         fields = dataclasses.asdict(found) | {"total_s": found.total_s, "missing": found.missing}
-        print(json.dumps(fields | {"run": str(run.path), "exit_code": code}))
+        put_json(fields | {"run": str(run.path), "exit_code": code})
     else:
         for line in projection_lines(found):
-            print(line)
+            put(line)
         key = "train.stop_after"
-        print(
-            f"go on with it: engine distill --resume {run.path} --set {key}=0 --allow-change {key}",
-            file=sys.stderr,
-        )
+        say(f"go on with it: engine distill --resume {run.path} --set {key}=0 --allow-change {key}")
     if code:
         return code
     if found.failed:

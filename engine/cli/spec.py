@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine.terminal import put
+
 HELP = "print every setting, as TOML to start from"
 
 
@@ -36,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         spec = build_spec({}, sets=arguments.set)
     else:
         spec = RunSpec()
-    print(
+    put(
         json.dumps(spec.to_dict(), indent=2) if arguments.json else spec_to_toml(spec),
         end="\n" if arguments.json else "",
     )

@@ -7,8 +7,9 @@ engine stop RUN --now    kill the trainer without saving
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+
+from engine.terminal import say
 
 HELP = "ask a run to save and stop"
 
@@ -22,5 +23,5 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.runlog.folder import open_run
     from engine.supervise.launch import stop
 
-    print(stop(open_run(arguments.run), now=arguments.now), file=sys.stderr)
+    say(stop(open_run(arguments.run), now=arguments.now))
     return 0

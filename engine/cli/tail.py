@@ -8,11 +8,12 @@ engine tail --json RUN     the same as one JSON value
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from engine.terminal import put, put_json
 
 HELP = "print a run: state, losses, decisions, device, log"
 POLL_S = 0.25
@@ -52,11 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         broken = error  # what can be read is printed first
     view = follower.view
     if arguments.json and broken is None:
-        print(json.dumps(as_json(follower), allow_nan=False))
+        put_json(as_json(follower))
         return 0
-    print(f"{follower.run.name}: {status_text(view, follower.alive)}")
+    put(f"{follower.run.name}: {status_text(view, follower.alive)}")
     for line in [*result_lines(view), *speed_lines(view)]:
-        print(line)
+        put(line)
     for heading, lines in (
         *(
             [("alerts", [line for a in view.alerts.values() for line in alert_lines(a)])]
@@ -72,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
             else [],
         ),
     ):
-        print(f"\n{heading}")
+        put(f"\n{heading}")
         for line in lines:
-            print(f"  {line}")
+            put(f"  {line}")
     sys.stdout.flush()
     if broken is not None:
         raise broken
@@ -83,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(POLL_S)
         follower.poll()
         for entry in follower.new_lines():
-            print(f"  {line_text(entry)}", flush=True)
+            put(f"  {line_text(entry)}", flush=True)
     if arguments.follow:
-        print(f"{follower.run.name}: {status_text(follower.view, follower.alive)}")
+        put(f"{follower.run.name}: {status_text(follower.view, follower.alive)}")
     return 0
 
 

@@ -21,12 +21,11 @@ Exit codes of verify: 0 sound and closed, 1 something was changed or a rule is b
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli.why_link import add_link_arguments, link_evidence
+from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,15 +129,15 @@ def _change(
 
     before, done = bundle.change(changed)
     if before.closed is not None and done.closed is None:
-        print("the finding was closed; this opens it again", file=sys.stderr)
+        say("the finding was closed; this opens it again")
     return _say(bundle, done, said, as_json=arguments.json)
 
 
 def _say(bundle: Bundle, finding: Finding, said: str, *, as_json: bool) -> int:
     if as_json:
-        print(json.dumps(_fields(bundle, finding), allow_nan=False))
+        put_json(_fields(bundle, finding))
     else:
-        print(said)
+        put(said)
     return 0
 
 
@@ -222,11 +221,11 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
     checked = check_bundle(bundle)
     finding = bundle.load()
     if a.json:
-        print(json.dumps(_fields(bundle, finding), allow_nan=False))
+        put_json(_fields(bundle, finding))
         return 0
     for fault in checked.faults:
-        print(f"changed: {fault}", file=sys.stderr)
-    print("\n".join(tree_lines(finding, checked.broken)))
+        say(f"changed: {fault}")
+    put("\n".join(tree_lines(finding, checked.broken)))
     return 0
 
 

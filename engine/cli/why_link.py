@@ -14,11 +14,11 @@ is gone.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UsageError
+from engine.terminal import say
 
 if TYPE_CHECKING:
     from engine.evidence.bundle import Bundle
@@ -83,7 +83,7 @@ def link_evidence(
         done = answer(done, a.answers, outcome=a.outcome, text=a.result, evidence=evidence.id)
     for blob in blobs_of(capture):
         if blob.artifact.redacted:
-            print(f"{blob.artifact.what}: {words(blob.artifact.redacted)}", file=sys.stderr)
+            say(f"{blob.artifact.what}: {words(blob.artifact.redacted)}")
     said = f"{evidence.id} {says} {a.node}: {locator_words(evidence.locator)}"
     return done, blobs_of(capture), said
 

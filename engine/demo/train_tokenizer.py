@@ -25,6 +25,7 @@ from engine.data.corpus import Document, open_corpus
 from engine.data.sources import STDLIB
 from engine.errors import EXIT_PASS, BadInput, EngineError, UsageError
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
+from engine.terminal import put, say
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB = 257
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = parser.parse_args(arguments)
         _train(given.out, given.corpus, given.vocab, given.heldout_fraction, given.max_bytes)
     except EngineError as error:
-        print(error, file=sys.stderr)
+        say(error)
         return error.exit_code
     return EXIT_PASS
 
@@ -109,10 +110,10 @@ def _train(
     corpus = open_corpus(source, heldout_fraction=heldout_fraction, max_bytes=max_bytes)
     _write(out, train_bpe(corpus.train.documents, vocab_size))
     tokenizer = open_tokenizer(out)
-    print(f"wrote {out}: {tokenizer.vocab_size:,} ids, sha256 {tokenizer.sha256}")
+    put(f"wrote {out}: {tokenizer.vocab_size:,} ids, sha256 {tokenizer.sha256}")
     for name, split in (("train", corpus.train), ("held-out", corpus.heldout)):
         ratio = bytes_per_token(tokenizer, split.documents)
-        print(
+        put(
             f"{name}: {split.document_count:,} documents, {split.size_bytes:,} bytes, "
             f"{ratio:.3f} bytes per token, sha256 {split.sha256}"
         )

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from engine.terminal import say
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m engine.distill", description=__doc__)
@@ -42,7 +44,7 @@ def main() -> int:
         )
     except EngineError as error:
         # One that the log could not take: what ended the run is that it cannot be written.
-        print(error, file=sys.stderr)
+        say(error)
         return error.exit_code
 
 

@@ -42,6 +42,7 @@ from engine.runlog.beats import (
 )
 from engine.runlog.folder import RunFolder, open_run
 from engine.spec import spec_from_dict
+from engine.terminal import say
 
 SHUTDOWN_S = 5
 LEEWAY_S = 5.0
@@ -132,7 +133,7 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
-        print(lost.sentence, file=sys.stderr)
+        say(lost.sentence)
         write_lost_rank(run, lost)
         code = failure.exitcode
         return code if code >= 0 else 128 - code
@@ -212,7 +213,7 @@ def _children() -> list[int]:
 def _end_with_supervisor(keep_alive_fd: int) -> None:
     # Nothing is ever written to this pipe: read returns when its last writer is gone.
     os.read(keep_alive_fd, 1)
-    print("the supervisor is gone: the ranks are asked to save and stop", file=sys.stderr)
+    say("the supervisor is gone: the ranks are asked to save and stop")
     _send(signal.SIGTERM)
     time.sleep(GRACE_S)
     _send(signal.SIGKILL)

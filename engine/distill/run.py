@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
-import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +20,7 @@ from pathlib import Path
 import torch
 
 from engine.checks.runner import Checks
+from engine.crash import trace_of
 from engine.distill import record
 from engine.distill.arithmetic import Arithmetic, choose_arithmetic
 from engine.distill.build import Builder
@@ -51,6 +50,7 @@ from engine.runlog.write import LogWriter
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
 from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.cached import CachedTeacher
+from engine.terminal import say
 
 
 def run(path: Path, *, resume: bool, allow_fallback: bool, keep_alive_fd: int | None) -> int:
@@ -77,14 +77,14 @@ def run(path: Path, *, resume: bool, allow_fallback: bool, keep_alive_fd: int | 
         except EngineError as error:
             if isinstance(error, DiskFull) and ranks.first:
                 folder.free_reserve()
-            print(error, file=sys.stderr)
+            say(error)
             finished = job.failed(str(error), error.exit_code)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            traceback.print_exc()
+            say(trace_of(error))
             where = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
             finished = job.failed(f"the {where} allocator refused: {error}", EXIT_FAIL)
         except Exception as error:  # noqa: BLE001 - the last place that can say how the run ended
-            traceback.print_exc()
+            say(trace_of(error))
             finished = job.failed(f"{type(error).__name__}: {error}", EngineError.exit_code)
         else:
             leave(ranks)

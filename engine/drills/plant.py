@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 
+from engine.terminal import say
+
 
 def main() -> int:
     arguments = sys.argv[1:]
     if len(arguments) < 3 or arguments[1] != "--":
-        print("usage: python -m engine.drills.plant DEFECT -- ARGUMENTS", file=sys.stderr)
+        say("usage: python -m engine.drills.plant DEFECT -- ARGUMENTS")
         return 64
     from engine.distill.__main__ import main as train
     from engine.drills.catalogue import planted

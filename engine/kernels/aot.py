@@ -46,6 +46,7 @@ from engine.kernels.compiler import ARCHITECTURES, compile_for
 from engine.kernels.key import Variant
 from engine.kernels.prewarm import Matrix, prewarm_variants
 from engine.quant.blocks import BLOCK_TYPES
+from engine.terminal import put
 
 KEPT = Path(__file__).parents[2] / "evidence" / "kernels" / "aot.json"
 COMMAND = "python -m engine.kernels.aot"
@@ -245,20 +246,20 @@ def write_kept(figures: list[AotFigure]) -> None:
 def main(arguments: list[str]) -> int:
     begun = time.perf_counter()
     figures = compile_all()
-    print(f"{len(figures)} bodies in {time.perf_counter() - begun:.0f} s")
+    put(f"{len(figures)} bodies in {time.perf_counter() - begun:.0f} s")
     for now in figures:
         if now.stack_bytes:
-            print(f"spills: {now.variant}, sm_{now.arch}: {now.stack_bytes} bytes of stack")
+            put(f"spills: {now.variant}, sm_{now.arch}: {now.stack_bytes} bytes of stack")
     if arguments != ["--check"]:
         write_kept(figures)
-        print(f"wrote {KEPT}")
+        put(f"wrote {KEPT}")
         return 0
     version, kept = read_kept()
     if version != triton.__version__:
-        print(f"kept figures are of triton {version}, this is {triton.__version__}: not compared")
+        put(f"kept figures are of triton {version}, this is {triton.__version__}: not compared")
         return 2
     worse = regressions(figures, kept)
-    print("\n".join(worse) or "no worse than what is kept")
+    put("\n".join(worse) or "no worse than what is kept")
     return 1 if worse else 0
 
 

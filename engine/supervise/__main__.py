@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.errors import EngineError
 from engine.runlog.folder import open_run
 from engine.supervise.supervisor import supervise
+from engine.terminal import say
 
 
 def main() -> int:
@@ -27,7 +28,7 @@ def main() -> int:
         ]
         return supervise(open_run(arguments.run), flags)
     except EngineError as error:
-        print(error, file=sys.stderr)
+        say(error)
         return error.exit_code
 
 

@@ -1,0 +1,154 @@
+"""What a command does with an error: one line for a person, an exit code for a script, never a traceback.
+
+    def main() -> int:
+        return run_command("engine tail", lambda: tail(arguments))
+
+An `EngineError` says what was expected and found, and has its exit code. A file that the system would not
+let us use is bad input. Whatever is left is our mistake: exit 70, one line, and a report with the traceback
+in a file of its own, so that it can be sent to whoever mends it. `debug` shows the traceback instead.
+
+The report holds the command line, versions and the traceback, without secrets and bounded in size; the newest
+`KEPT` stay. It lies under $XDG_STATE_HOME/apr-workbench/reports (~/.local/state), or in the folder for
+temporary files where that cannot be written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import EXIT_INTERRUPTED, BadInput, EngineError, InternalError
+from engine.terminal import clipped, printable, say
+from engine.version import VERSION
+
+KEPT = 20
+REPORT_CHARACTERS = 64_000
+SAID_CHARACTERS = 300
+_OF_A_FILE = frozenset(
+    {
+        *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+        *(errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EIO),
+        *(errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ETXTBSY),
+    }
+)
+"""Errors of the system that say something of a file and not of our code."""
+
+
+def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -> int:
+    """Run a command; returns its exit code, with whatever it raised said on stderr."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of a pipe went away (`engine tail RUN | head`): not an error. Python would complain
+        # again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if debug:
+            raise
+        return explain(name, error)
+
+
+def explain(name: str, error: Exception) -> int:
+    """Says what went wrong; returns the exit code."""
+    known = as_engine_error(error)
+    if known is not None:
+        say(f"{name}: {known}")
+        return known.exit_code
+    say(f"{name}: internal error: {_one_line(error)}")
+    where = write_report(name, error)
+    say(f"report: {where}" if where else "no report could be written")
+    return InternalError.exit_code
+
+
+def as_engine_error(error: Exception) -> EngineError | None:
+    """The error as the user should meet it; None where it is our mistake."""
+    if isinstance(error, EngineError):
+        return error
+    if isinstance(error, MemoryError):
+        return BadInput.expected(
+            "memory", "of this process", "enough for its input", "none left", hint=None
+        )
+    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_FILE:
+        found = error.strerror or str(error)
+        return BadInput.expected("file", error.filename, "a file that can be used", found)
+    return None
+
+
+def write_report(name: str, error: Exception) -> Path | None:
+    """The file with all that is known of an error; None where none can be written."""
+    text = _report(name, error)
+    file = f"{name.split()[0]}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(4).hex()}.txt"
+    for folder in _folders():
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            descriptor = os.open(
+                folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600
+            )
+            with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as out:
+                out.write(text)
+            _forget_old(folder)
+            return folder / file
+    return None
+
+
+def trace_of(error: BaseException) -> str:
+    """The traceback of an error, without secrets; one too long keeps its beginning and its end."""
+    from engine.evidence.redact import Redactor
+
+    try:
+        # The innermost frames say most.
+        text = "".join(traceback.format_exception(error, limit=-100))
+    except Exception as second:  # noqa: BLE001 - an error whose own text cannot be made
+        text = f"{type(error).__name__}, whose text raises {type(second).__name__}"
+    if len(text) > REPORT_CHARACTERS:
+        half = REPORT_CHARACTERS // 2
+        text = f"{text[:half]}\n[... of {len(text):,} characters ...]\n{text[-half:]}"
+    return Redactor().text(text).text
+
+
+def _report(name: str, error: Exception) -> str:
+    from engine.evidence.redact import Redactor
+
+    command = Redactor().argv([clipped(one, SAID_CHARACTERS) for one in sys.argv[:100]])[0]
+    lines = [
+        f"{name}: {type(error).__name__}",
+        f"apr-workbench {VERSION}, Python {platform.python_version()}, {platform.platform()}",
+        f"command: {' '.join(command)}",
+        "",
+        trace_of(error),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _folders() -> list[Path]:
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    own = Path(tempfile.gettempdir()) / f"apr-workbench-{os.getuid()}"
+    return [Path(state) / "apr-workbench" / "reports", own]
+
+
+def _forget_old(folder: Path) -> None:
+    reports = sorted(folder.glob("*.txt"), key=lambda file: file.stat().st_mtime)
+    for file in reports[:-KEPT]:
+        file.unlink()
+
+
+def _one_line(error: Exception) -> str:
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the error's own text is broken too
+        text = ""
+    first = text.strip().split("\n")[0]
+    return f"{type(error).__name__}: {printable(clipped(first, SAID_CHARACTERS))}".rstrip(": ")

@@ -1,0 +1,147 @@
+"""Reading files that somebody else made: regular files only, and never more than a limit.
+
+A path that a user gives may name a FIFO, which hangs whoever opens it, a device without an end, or a
+sparse file of a terabyte. So a file is looked at before it is opened, opened without waiting, looked at
+again, and read up to its limit, whatever its size was said to be.
+
+    open_regular(path, "corpus")                       a binary file, for what is streamed or mapped
+    read_bytes(path, "spec", limits.SPEC_FILE)         all of a small one
+    read_json(path, "receipt", limits.RUN_FILE)        and what it says
+
+Each raises a BadInput (or the class of it that is given) with the path, what was expected and found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engine import limits
+from engine.errors import BadInput
+from engine.limits import Limit
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BinaryIO:
+    """A regular file, open for reading in binary."""
+    try:
+        # A device may act when it is opened, so it is looked at first; and again afterwards, because another
+        # file may have taken the name.
+        _refuse_irregular(path, os.stat(path).st_mode, what, error)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        try:
+            _refuse_irregular(path, os.fstat(descriptor).st_mode, what, error)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except FileNotFoundError:
+        raise error.expected(what, path, "a file", "nothing there") from None
+    except OSError as failure:
+        found = failure.strerror or str(failure)
+        raise error.expected(what, path, "a file that can be read", found) from None
+    except ValueError as failure:  # a NUL in the path
+        raise error.expected(what, _shown(path), "a path", str(failure)) from None
+    return open(descriptor, "rb")
+
+
+def read_bytes(path: Path, what: str, limit: Limit, *, error: type[BadInput] = BadInput) -> bytes:
+    """All of a file that has at most `limit` bytes."""
+    with open_regular(path, what, error=error) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= limit.most:
+            try:
+                # One byte more: a file that grows, or one of /proc that says 0.
+                data = file.read(limit.most + 1)
+            except OSError as failure:
+                found = failure.strerror or str(failure)
+                raise error.expected(what, path, "a file that can be read", found) from None
+            size = len(data)
+    if size > limit.most:
+        raise error.expected(what, path, str(limit), f"{size:,}")
+    return data
+
+
+def read_text(path: Path, what: str, limit: Limit, *, error: type[BadInput] = BadInput) -> str:
+    """All of a UTF-8 file that has at most `limit` bytes."""
+    try:
+        return read_bytes(path, what, limit, error=error).decode("utf-8")
+    except UnicodeDecodeError as failure:
+        found = f"byte {failure.start:,} that is not"
+        raise error.expected(what, path, "UTF-8", found) from None
+
+
+def read_json(path: Path, what: str, limit: Limit, *, error: type[BadInput] = BadInput) -> Any:
+    """What a JSON file says; never more than `limits.JSON_DEPTH` levels deep."""
+    return parse_json(read_bytes(path, what, limit, error=error), path, what, error=error)
+
+
+def read_json_object(
+    path: Path,
+    what: str,
+    limit: Limit,
+    *,
+    having: Iterable[str] = (),
+    error: type[BadInput] = BadInput,
+) -> dict[str, Any]:
+    """What a JSON file says, which has to be an object with the keys `having`."""
+    value = read_json(path, what, limit, error=error)
+    if not isinstance(value, dict):
+        raise error.expected(what, path, "a JSON object", f"a {_json_name(value)}")
+    if lacking := [key for key in having if key not in value]:
+        raise error.expected(what, path, f"the key {lacking[0]!r}", "none")
+    return value
+
+
+def parse_json(
+    data: bytes | str, where: object, what: str, *, error: type[BadInput] = BadInput
+) -> Any:
+    """What JSON text says: no deeper than `limits.JSON_DEPTH`, no numbers that Python will not make."""
+    try:
+        value = json.loads(data)
+        depth = depth_of(value)
+    except RecursionError:
+        depth = limits.JSON_DEPTH.most + 1
+    except (ValueError, UnicodeDecodeError) as failure:
+        raise error.expected(what, where, "JSON", str(failure)[:200]) from None
+    if depth > limits.JSON_DEPTH.most:
+        raise error.expected(what, where, f"JSON nested {limits.JSON_DEPTH}", "more")
+    return value
+
+
+def depth_of(value: object) -> int:
+    """How many lists and tables the innermost value lies in."""
+    deepest = 0
+    waiting = [(value, 1)]
+    while waiting:
+        one, depth = waiting.pop()
+        if isinstance(one, dict | list | tuple):
+            deepest = max(deepest, depth)
+            inner = one.values() if isinstance(one, dict) else one
+            waiting += [(each, depth + 1) for each in inner]
+    return deepest
+
+
+def _refuse_irregular(path: Path, mode: int, what: str, error: type[BadInput]) -> None:
+    if not stat.S_ISREG(mode):
+        found = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise error.expected(what, path, "a regular file", found)
+
+
+def _shown(path: Path) -> str:
+    return ascii(str(path))[1:-1]
+
+
+def _json_name(value: object) -> str:
+    names = {bool: "boolean", str: "string", list: "list", type(None): "null"}
+    return names.get(type(value), "number")

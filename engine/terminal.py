@@ -1,0 +1,170 @@
+"""The one place that writes to a terminal or a pipe: `put` to stdout, `say` and `StatusLine` to stderr.
+
+stdout carries data, stderr what is said to a person on the way. What is written may come from
+anywhere: the name of a folder, a line of somebody else's log, text that a model generated. A terminal
+obeys escape sequences, so nothing that is not printable reaches it:
+
+    newline and tab           stay
+    any other control, format or surrogate character      becomes its escape in ASCII, `\\x1b`
+    a line of more than LINE_CHARACTERS                   is cut, and says how long it was
+    a character that the encoding of the stream lacks     becomes its escape, `\\u2014`
+
+`put(..., exact=True)` is for data whose every character counts, such as a path or generated text: in a
+pipe or a file it is written as it is, on a terminal it is made printable but not cut. JSON is ASCII
+already and goes the same way.
+
+No other module writes to these streams; a test holds it to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from typing import Any, NoReturn, TextIO
+
+from engine import limits
+from engine.errors import UsageError
+from engine.units import format_value
+
+REDRAWN_EVERY_S = 0.1
+_KEPT = frozenset("\n\t")
+_CLEARED = "\r\x1b[K"
+
+
+def printable(text: str, *, longest: int | None = limits.PRINTED_LINE.most) -> str:
+    """`text` with nothing that a terminal would obey; lines longer than `longest` characters are cut."""
+    if longest is not None and len(text) > longest:
+        text = "\n".join(clipped(line, longest) for line in text.split("\n"))
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _KEPT else _escape(c) for c in text)
+
+
+def clipped(text: str, longest: int) -> str:
+    """`text`, or its beginning and how long it was."""
+    if len(text) <= longest:
+        return text
+    return f"{text[:longest]}… ({len(text):,} characters)"
+
+
+def put(*texts: object, end: str = "\n", exact: bool = False, flush: bool = False) -> None:
+    """Data, to stdout."""
+    text = " ".join(str(one) for one in texts)
+    if not exact:
+        text = printable(text)
+    elif _is_terminal(sys.stdout):
+        text = printable(text, longest=None)
+    _write(sys.stdout, text + end, flush=flush)
+
+
+def put_json(value: object, **options: Any) -> None:
+    """One JSON value, to stdout. NaN and infinity, which have no place in JSON, go by their names."""
+    try:
+        text = json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        text = json.dumps(_named(value), allow_nan=False, **options)
+    put(text, exact=True)
+
+
+def say(*texts: object, end: str = "\n") -> None:
+    """What is said to a person, to stderr, at once."""
+    _write(sys.stderr, printable(" ".join(str(one) for one in texts)) + end, flush=True)
+
+
+class StatusLine:
+    """How far something is, on stderr: one line that is redrawn on a terminal, elsewhere, and where TERM is
+    dumb, a line of its own every `plain_every_s` seconds."""
+
+    def __init__(self, *, plain_every_s: float, plain_at_once: bool = True) -> None:
+        self.redrawn = _is_terminal(sys.stderr) and os.environ.get("TERM", "dumb") != "dumb"
+        self._every_s = REDRAWN_EVERY_S if self.redrawn else plain_every_s
+        waits = not (self.redrawn or plain_at_once)
+        self._next_s = time.monotonic() + plain_every_s if waits else 0.0
+        self._stands = False
+
+    def show(self, text: str) -> None:
+        """Shows `text`, unless the last is too young."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self._every_s
+        if not self.redrawn:
+            say(text)
+            return
+        # Cut, so that it never wraps: a line that wraps is not redrawn but repeated.
+        line = printable(text).replace("\n", " ")[: columns_of(sys.stderr) - 1]
+        _write(sys.stderr, f"{_CLEARED}{line}", flush=True)
+        self._stands = True
+
+    def say(self, *lines: str) -> None:
+        """Lines that stay, above the one that is redrawn."""
+        self.clear()
+        for line in lines:
+            say(line)
+
+    def clear(self) -> None:
+        if self._stands:
+            _write(sys.stderr, _CLEARED, flush=True)
+            self._stands = False
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse that writes as everything here does, with this project's exit code for a command line that
+    is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        say(f"{self.format_usage().rstrip()}\n{self.prog}: {message}")
+        sys.exit(UsageError.exit_code)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message:
+            (say if file is sys.stderr else put)(message, end="")
+
+
+def columns_of(stream: TextIO, otherwise: int = 80) -> int:
+    """Characters of a line of the terminal that `stream` is; for a pipe COLUMNS, or `otherwise`.
+
+    The terminal is asked first. `shutil.get_terminal_size` believes COLUMNS before it, which is the size that
+    another terminal had when a parent exported it, and asks stdout, which may be a pipe while a line is
+    redrawn on stderr: a line that wraps is not redrawn but repeated. A terminal that says 0 has no size.
+    """
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return columns or shutil.get_terminal_size((otherwise, 24)).columns
+
+
+def _named(value: Any) -> Any:
+    """`value` with every number that is not finite as a text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return format_value(value)
+    if isinstance(value, dict):
+        return {key: _named(inner) for key, inner in value.items()}
+    return [_named(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _escape(char: str) -> str:
+    return ascii(char)[1:-1]
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
+
+
+def _write(stream: TextIO, text: str, *, flush: bool) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = stream.encoding or "ascii"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    if flush:
+        stream.flush()
