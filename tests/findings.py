@@ -14,7 +14,6 @@ from run_folders import START_UNIX_S, Scene, started, step
 
 from engine.cli import evidence as evidence_command
 from engine.cli import why as why_command
-from engine.terminal import ArgumentParser
 from engine.errors import EngineError
 from engine.evidence.capture import Capture, capture_exit, capture_metric
 from engine.evidence.finding import Finding
@@ -26,6 +25,7 @@ from engine.experiments.record import FlipVerdict, create_flip
 from engine.experiments.surroundings import Surroundings
 from engine.runlog.events import AlertRaised, GpuSample, HostSample, RunFinished, TrainerExited
 from engine.runlog.folder import RunFolder
+from engine.terminal import ArgumentParser
 from engine.verdict import Level, Verdict
 
 AT = "2026-05-22T08:00:00Z"
