@@ -43,6 +43,11 @@ RUN_FILE = Limit(
     what="a small file of a run: effective.json, receipt.json", most=4 * MIB, unit="bytes"
 )
 
+# Findings
+FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
+ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")
+FINDINGS_LOG = Limit(what="`LOG.md` beside findings", most=16 * MIB, unit="bytes")
+
 
 def table() -> tuple[Limit, ...]:
     """Every limit, in the order of this file."""
