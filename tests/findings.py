@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from dataclasses import dataclass
+import shlex
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from engine.cli import evidence as evidence_command
 from engine.cli import why as why_command
 from engine.errors import EngineError
 from engine.evidence.capture import Capture, capture_exit, capture_metric
-from engine.evidence.finding import Finding
+from engine.evidence.finding import CommandRun, Finding, FlipResult, MetricWindow
 from engine.evidence.redact import Redactor
 from engine.evidence.whys import add_alternative, add_node, answer, link, new_finding
 from engine.experiments.conclude import conclude
 from engine.experiments.judge import Pair, judge
+from engine.experiments.plan import Plan
 from engine.experiments.record import FlipVerdict, create_flip
 from engine.experiments.surroundings import Surroundings
 from engine.runlog.events import AlertRaised, GpuSample, HostSample, RunFinished, TrainerExited
@@ -76,13 +79,49 @@ def flip(
     made = plan()
     opened = create_flip(folder, made, HERE)
     for one in pairs if pairs is not None else timed(differences):
-        opened.add(one)
+        opened.add(with_runs(folder, made, one))
     judgement = judge(made, opened.pairs, "no more pairs")
     assert judgement is not None
     verdict = conclude(made, opened, judgement, controls, HERE, interrupted=False, cost_s=1.0)
     opened.write(verdict)
     opened.close()
     return verdict
+
+
+def with_runs(folder: Path, made: Plan, one: Pair) -> Pair:
+    """The pair with a run of each arm on disk, whose log says what the pair says."""
+    arms = {}
+    for name in ("a", "b"):
+        arm = replace(getattr(one, name), run=f"arms/{one.number:02}-{name}")
+        scene = Scene(folder / arm.run, start_unix_s=START_UNIX_S + 100.0 * one.number).open()
+        scene.events(started(scene.run.name, made.steps))
+        for number in range(1, arm.steps + 1):
+            scene.now_s += 1.0
+            scene.events(step(number, 2.0, step_s=arm.value or 1.0))
+        if arm.completed:
+            done = {"reason": "every step done", "exit_code": 0, "step": arm.steps}
+            scene.events(RunFinished(state="completed", **done))
+        scene.close()
+        arms[name] = arm
+    return replace(one, **arms)
+
+
+STARTING = """
+import json, pathlib, sys, time
+folder, code, text = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder.mkdir(parents=True)
+(folder / "effective.json").write_text("{}")
+line = {"v": 1, "seq": 0, "t_s": 0.0, "kind": "log_opened", "unix_s": time.time(), "boot_id": "b", "pid": 1,
+        "writer": "trainer", "torn_bytes_dropped": 0}
+(folder / "events.jsonl").write_text(json.dumps(line) + "\\n")
+print(text)
+sys.exit(code)
+"""
+
+
+def starting(folder: Path, code: int, text: str = "") -> list[str]:
+    """A command that leaves a new run in `folder`, prints a text and ends with an exit status."""
+    return [sys.executable, "-c", STARTING, str(folder), str(code), text]
 
 
 def hanging_run(path: Path, *, state: str = "KILLED_EXTERNAL", later_s: float = 0.0) -> RunFolder:
@@ -151,12 +190,34 @@ def why(finding: Finding, claim: str, kind: str = "mechanism", of: str = "n1") -
 def with_answered_alternative(finding: Finding, node: str, capture: Capture) -> Finding:
     """An alternative that costs five minutes, and its test done."""
     finding = add_alternative(
-        finding, node, "the disk was slow", test="engine flip", if_true="x", if_false="y", minutes=5
+        finding,
+        node,
+        "the disk was slow",
+        test=test_of(capture),
+        if_true="x",
+        if_false="y",
+        minutes=5,
     )
     finding = link(finding, node, capture, says="answers", at=AT)
     name = finding.node(node).alternatives[-1].id
     own = finding.node(node).evidence[-1].id
     return answer(finding, name, outcome="excluded", text="equal", evidence=own, at=AT)
+
+
+def test_of(capture: Capture) -> str:
+    """The words of a test that this evidence is the result of."""
+    match capture.locator:
+        case FlipResult():
+            keys = [change.partition(":")[0] for change in capture.locator.changes]
+            return f"engine flip kd.toml --set {' '.join(keys)}"
+        case CommandRun():
+            return shlex.join(capture.locator.argv)
+        case MetricWindow():
+            return f"{capture.locator.metric} of a run"
+    return "the exit of the run"
+
+
+test_of.__test__ = False  # type: ignore[attr-defined]
 
 
 def end_of(run: RunFolder) -> Capture:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import shlex
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import ipywidgets
 import pytest
 from conftest import Kit
+from findings import starting
 from notebook_pages import drawn, until
 from run_folders import completed, killed
 from running import engine
@@ -141,14 +142,20 @@ def test_a_finding_is_begun_linked_to_a_window_verified_and_exported(
     assert "&lt;fell&gt;" in whys._tree.value
     assert whys.verify().integrity.level.name == "PASS"
     assert whys.export() == whys.bundle.path and (evidence / "LOG.md").is_file()
-    other = whys.suspect("n2", "luck", test="again", if_true="-", if_false="+", minutes=1)
+    argv = starting(tmp_path / "runs" / "again", 0, "again")
+    test = shlex.join(argv)
+    other = whys.suspect("n2", "luck", test=test, if_true="-", if_false="+", minutes=1)
     with pytest.raises(CannotClose, match="E-WHY-002"):
         whys.conclude("the rate was right")
-    seen = whys.reproduce("n2", [sys.executable, "-c", "print('again')"], expect_text="again")
+    seen = whys.reproduce("n2", argv, expect_text="again")
     with pytest.raises(CannotClose, match="E-WHY-004"):
         whys.conclude("the rate was right")
     whys.answer(other, "excluded", "it fell again", evidence=seen)
-    whys.reproduce("n3", [sys.executable, "-c", ""], expect_exit=1, says="contradicts")
+    never = starting(tmp_path / "runs" / "never", 0)
+    whys.reproduce("n3", never, expect_exit=1, says="contradicts")
+    mistaken = whys.link(live, "n3")
+    whys.withdraw(mistaken, "it is of the other rate")
+    until(lambda: "<s>" in whys._tree.value and "of the other rate" in whys._tree.value)
     whys.refute("n3", "nobody tried it")
     whys.conclude("the rate was right")
     assert whys.bundle.load().closed is not None

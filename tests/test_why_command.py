@@ -49,14 +49,14 @@ def test_the_story_of_a_hang_ends_as_a_root_cause_that_verifies(here: Path) -> N
             "--claim",
             "a slow disk",
             "--test",
-            "cat the file",
+            "sh -c 'echo as slow'",
             "--minutes",
             "5",
         ),
         *("--if-true", "faster the second time", "--if-false", "as slow"),
     )
     refused = ask("why", "close", "--text", "the backend")
-    assert refused.code == 1 and "a1 is untested and costs 5 minutes: cat the file" in refused.err
+    assert refused.code == 1 and "a1 is untested and costs 5 minutes: sh -c" in refused.err
     good(
         *("link", "n3", "--run-command", "sh -c 'echo as slow'", "--expect-text", "as slow"),
         *(

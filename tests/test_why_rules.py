@@ -18,6 +18,7 @@ from findings import (
     hanging_run,
     idle,
     seen,
+    starting,
     why,
     with_answered_alternative,
 )
@@ -81,7 +82,7 @@ def test_001_an_artifact_that_does_not_verify_supports_nothing(complete: Finding
     sha = complete.node("n2").evidence[0].artifact
     problems = judge(complete, {sha: "its bytes are others"})
     assert any(p.rule == "E-WHY-001" and "its bytes are others" in p.text for p in problems)
-    assert effective_status(complete.node("n2"), {sha: "x"})[0] == "unverified"
+    assert effective_status(complete, complete.node("n2"), {sha: "x"})[0] == "unverified"
 
 
 def test_001_a_claim_is_refuted_by_evidence_not_by_saying_so(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_001_what_a_person_says_refutes_nothing(tmp_path: Path) -> None:
     note = capture_statement("it was not", NO_SECRETS)
     finding = refute(link(finding, "n2", note, says="contradicts", at=AT), "n2", "no")
     assert "refuted, and nothing that a tool captured" in texts(finding, "E-WHY-001")
-    assert effective_status(finding.node("n2"))[0] == "unverified"
+    assert effective_status(finding, finding.node("n2"))[0] == "unverified"
 
 
 def test_001_a_flip_that_decided_nothing_refutes_nothing(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_002_a_cause_without_a_flip_is_printed_unverified(tmp_path: Path) -> Non
     run = hanging_run(tmp_path / "run")
     finding = link(why(seen(run), "attention ran on the CPU"), "n2", end_of(run), at=AT)
     assert finding.node("n2").status == "supported"
-    status, reason = effective_status(finding.node("n2"))
+    status, reason = effective_status(finding, finding.node("n2"))
     assert status == "unverified" and "no flip and no reproduction" in reason
 
 
@@ -144,14 +145,14 @@ def test_002_a_screen_may_refute_and_an_undecided_flip_does_nothing(
     finding = why(seen(hanging_run(tmp_path / "run")), "attention ran on the CPU")
     capture = capture_flip(tmp_path / "flip", NO_SECRETS)
     finding = link(finding, "n2", capture, says=says, at=AT)  # type: ignore[arg-type]
-    assert is_test_of_cause(finding.node("n2").evidence[0])[0] is good
+    assert is_test_of_cause(finding, finding.node("n2").evidence[0])[0] is good
 
 
 def test_002_one_pair_in_which_an_arm_hung_supports_a_cause(tmp_path: Path) -> None:
     flip(tmp_path / "flip", pairs=[pair(1, hang("A"), outcome("B", steps=57, seconds=290.0))])
     finding = why(seen(hanging_run(tmp_path / "run")), "the backend of A hangs")
     finding = link(finding, "n2", capture_flip(tmp_path / "flip", NO_SECRETS), at=AT)
-    assert effective_status(finding.node("n2"))[0] == "supported"
+    assert effective_status(finding, finding.node("n2"))[0] == "supported"
 
 
 def test_002_a_flip_of_two_settings_names_no_single_cause(tmp_path: Path) -> None:
@@ -165,19 +166,24 @@ def test_002_a_flip_of_two_settings_names_no_single_cause(tmp_path: Path) -> Non
     ):
         locator = msgspec.structs.replace(capture.locator, changes=changes)
         linked = link(finding, "n2", dataclasses.replace(capture, locator=locator), at=AT)
-        assert effective_status(linked.node("n2"))[0] == status
+        assert effective_status(linked, linked.node("n2"))[0] == status
 
 
-def test_002_a_reproduction_shows_what_was_said_before_it_ran(tmp_path: Path) -> None:
+def test_002_a_reproduction_starts_a_run_and_shows_what_was_said_before(tmp_path: Path) -> None:
     finding = why(seen(hanging_run(tmp_path / "run")), "the probe fails")
-    plain = capture_command(["sh", "-c", "exit 3"], NO_SECRETS)
-    good = capture_command(
-        ["sh", "-c", "echo boom; exit 3"], NO_SECRETS, expect_exit=3, expect_text="boom"
-    )
-    other = capture_command(["sh", "-c", "exit 0"], NO_SECRETS, expect_exit=3)
-    for capture, status in ((plain, "unverified"), (good, "supported"), (other, "unverified")):
+    made = (starting(tmp_path / f"made-{n}", 3, "boom") for n in range(10))
+    plain = capture_command(next(made), NO_SECRETS)
+    good = capture_command(next(made), NO_SECRETS, expect_exit=3, expect_text="boom")
+    other = capture_command(next(made), NO_SECRETS, expect_exit=4)
+    without_run = capture_command(["sh", "-c", "exit 3"], NO_SECRETS, expect_exit=3)
+    for capture, status in (
+        (plain, "unverified"),
+        (good, "supported"),
+        (other, "unverified"),
+        (without_run, "unverified"),
+    ):
         linked = link(finding, "n2", capture, at=AT)
-        assert effective_status(linked.node("n2"))[0] == status
+        assert effective_status(linked, linked.node("n2"))[0] == status
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,7 @@ def test_003_out_of_memory_is_said_by_the_record_of_an_exit(
     finding = why(seen(run), claim, "process")
     finding = link(finding, "n2", end_of(run), at=AT)
     assert ("E-WHY-003" in rules(finding, "error")) is broken
-    assert (effective_status(finding.node("n2"))[0] == "unverified") is broken
+    assert (effective_status(finding, finding.node("n2"))[0] == "unverified") is broken
 
 
 def test_003_a_suspicion_of_memory_may_be_said_and_refuted(tmp_path: Path) -> None:

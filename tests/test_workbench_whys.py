@@ -3,6 +3,7 @@ has, through the same functions."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from findings import (
     hanging_run,
     idle,
     seen,
+    starting,
     why,
     with_answered_alternative,
 )
@@ -39,7 +41,7 @@ from workbench.listing import Row
 from workbench.tui.screens.finding import FindingScreen
 from workbench.tui.screens.form import FormScreen
 from workbench.tui.widgets.choice import Choice
-from workbench.tui.widgets.row_list import RowList
+from workbench.tui.widgets.row_list import RowList, prompt_of
 
 SIZES = [
     (160, 45),
@@ -259,6 +261,7 @@ def test_a_finding_is_begun_tested_and_closed_with_keys(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = hanging_run(tmp_path / "runs" / "hang")
+    again = shlex.join(starting(tmp_path / "runs" / "again", 0, "slow"))
 
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "w", "n")
@@ -277,7 +280,7 @@ def test_a_finding_is_begun_tested_and_closed_with_keys(
         await fill(pilot, claim="a slow function", kind="mechanism")
         await at(pilot, "n2")
         await press(pilot, "l")
-        await fill(pilot, where="! echo slow", part="text slow")
+        await fill(pilot, where=f"! {again}", part="text slow")
         assert await shows(pilot, "+ └ n2 supported mechanism")
 
         await press(pilot, "c")
@@ -286,15 +289,25 @@ def test_a_finding_is_begun_tested_and_closed_with_keys(
         await press(pilot, "escape")
         await at(pilot, "n2")
         await press(pilot, "o")
-        await fill(pilot, claim="the disk", test="echo", if_true="x", if_false="y", minutes="some")
+        await fill(
+            pilot, claim="the disk", test="echo no disk", if_true="x", if_false="y", minutes="some"
+        )
         assert await shows(pilot, "a cost in minutes")
         await fill(pilot, minutes="1")
         await at(pilot, "a1")
         await press(pilot, "l")
-        await fill(pilot, where="! echo no disk")
+        await fill(pilot, where="! echo no disk", part="text no disk")
         assert await shows(pilot, "what its test showed")
         await fill(pilot, result="equal", outcome="excluded")
         assert await shows(pilot, "excluded by e3")
+        await at(pilot, "n2")
+        await press(pilot, "l")
+        await fill(pilot, where=": I think so")
+        await at(pilot, "e4")
+        await press(pilot, "t")
+        await fill(pilot, reason="not meant for this")
+        row = next(r for r in FindingFeed(bundle.path).poll().rows if r.key == "e4")
+        assert row.struck and row.sign == "-" and "strike" in str(prompt_of(row, row.text).spans)
         await press(pilot, "c")
         await fill(pilot, text="the function")
         assert await shows(pilot, "PASS: root cause")
@@ -331,7 +344,7 @@ def test_read_only_changes_no_finding(world: World) -> None:
             "verify" in words_of(pilot)
             and "refute" not in words_of(pilot).split("esc back")[0][-90:]
         )
-        for key in "aloxce":
+        for key in "aloxtce":
             await press(pilot, key)
             assert isinstance(pilot.app.screen, FindingScreen), key
 

@@ -6,6 +6,7 @@ second. What a row's status means is its word and its sign:
 
     * observed    + supported    x refuted    ? unverified
     > evidence    ! evidence that was changed, or an alternative that holds    / excluded
+    - withdrawn: drawn with a line through it
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from msgspec import UNSET
 
 from engine.errors import BadInput, EngineError
 from engine.evidence.bundle import Bundle
@@ -23,7 +26,12 @@ from engine.evidence.finding import (
     Node,
     Status,
 )
-from engine.evidence.report import alternative_words, locator_words, state_words
+from engine.evidence.report import (
+    alternative_words,
+    locator_words,
+    state_words,
+    withdrawn_words,
+)
 from engine.evidence.rules import CHEAP_MINUTES, effective_status, observations
 from engine.evidence.verify import Checked, check_bundle
 from engine.experiments.text import ASCII, UNICODE
@@ -135,13 +143,18 @@ def _node_rows(
     parent: str = "",
 ) -> Iterator[Row]:
     branch = _branch(depth)
-    status = effective_status(node, checked.broken)[0]
+    status = effective_status(finding, node, checked.broken)[0]
     if node.id in drawn:
         text = f"{branch}{node.id}  {status}, see above: it answers {' and '.join(node.why_of)}"
         lines = (f"{node.id}: see above", f"  {one_line(node.claim)}")
         yield Row(key=f"{node.id}@{parent}", text=text, tone="quiet", lines=lines)
         return
     drawn.add(node.id)
+    if node.withdrawn is not UNSET:
+        text = f"{branch}{node.id}  {node.kind}: {one_line(node.claim)} {withdrawn_words(node.withdrawn)}"
+        said = tuple(_node_lines(checked, finding, node))
+        yield Row(key=node.id, text=text, tone="quiet", sign="-", struck=True, lines=said)
+        return
     count = observations(node)
     shown = f" (n = {count})" if count else ""
     yield Row(
@@ -149,7 +162,7 @@ def _node_rows(
         text=f"{branch}{node.id}  {status} {node.kind}: {one_line(node.claim)}{shown}",
         tone=TONES[status],
         sign=SIGN_OF[status],
-        lines=tuple(_node_lines(checked, node)),
+        lines=tuple(_node_lines(checked, finding, node)),
     )
     for evidence in node.evidence:
         yield _evidence_row(checked, finding, node, evidence, depth + 1, ascii_only)
@@ -163,9 +176,11 @@ def _branch(depth: int) -> str:
     return "" if depth == 0 else f"{'  ' * (depth - 1)}└─"
 
 
-def _node_lines(checked: Checked, node: Node) -> Iterator[str]:
-    status, why = effective_status(node, checked.broken)
+def _node_lines(checked: Checked, finding: Finding, node: Node) -> Iterator[str]:
+    status, why = effective_status(finding, node, checked.broken)
     yield f"{node.id}: {one_line(node.claim)}"
+    if node.withdrawn is not UNSET:
+        yield f"  {withdrawn_words(node.withdrawn)}"
     of = f", why of {', '.join(node.why_of)}" if node.why_of else ""
     yield f"  {SIGN_OF[status]} {status}, {node.kind}{of}"
     if why:
@@ -179,7 +194,10 @@ def _node_lines(checked: Checked, node: Node) -> Iterator[str]:
         yield from (f"  {p.level}: {p.rule} {one_line(p.text)}" for p in mine)
     if node.evidence:
         yield "evidence"
-        yield from (f"  {e.id} {e.says}: {locator_words(e.locator)}" for e in node.evidence)
+        yield from (
+            f"  {e.id} {e.says}: {locator_words(e.locator)} {withdrawn_words(e.withdrawn)}".rstrip()
+            for e in node.evidence
+        )
     if node.alternatives:
         yield "alternatives"
         yield from (f"  {a.id} {alternative_words(a)}" for a in node.alternatives)
@@ -190,6 +208,7 @@ def _node_lines(checked: Checked, node: Node) -> Iterator[str]:
 
 def _alternative_row(node: Node, alternative: Alternative, depth: int) -> Row:
     answer = alternative.answer
+    struck = alternative.withdrawn is not UNSET
     minutes = f"{alternative.cost_minutes:g} minute{'' if alternative.cost_minutes == 1 else 's'}"
     if answer is None or answer.outcome == "undecided":
         state = f"{'untested' if answer is None else 'undecided'}, {minutes}"
@@ -198,6 +217,8 @@ def _alternative_row(node: Node, alternative: Alternative, depth: int) -> Row:
         state, sign, tone = f"excluded by {answer.evidence}", "/", "quiet"
     else:
         state, sign, tone = f"holds, by {answer.evidence}", "!", "bad"
+    if struck:
+        state, sign, tone = withdrawn_words(alternative.withdrawn), "-", "quiet"
     lines = [
         f"{alternative.id}: or {one_line(alternative.claim)}",
         f"  instead of {node.id}: {one_line(node.claim)}",
@@ -215,6 +236,7 @@ def _alternative_row(node: Node, alternative: Alternative, depth: int) -> Row:
         text=f"{_branch(depth)}{alternative.id}  or {one_line(alternative.claim)} [{state}]",
         tone=tone,  # type: ignore[arg-type]
         sign=sign,
+        struck=struck,
         lines=tuple(lines),
     )
 
@@ -237,9 +259,12 @@ def _evidence_row(
         f"{evidence.id} {evidence.says} {node.id}: {words}",
         f"  captured by {evidence.captured_by}, {evidence.at}",
     ]
+    struck = evidence.withdrawn is not UNSET
+    lines += [f"  {withdrawn_words(evidence.withdrawn)}"] if struck else []
     lines += [f"  taken from {one_line(evidence.source)}"] if evidence.source else []
     if faults:
         lines += ["changed", *(f"  {one_line(text)}" for text in faults)]
+    taken = withdrawn_words(evidence.withdrawn)
     trace: Trace | None = None
     try:
         raw = checked.bundle.read_artifact(finding.artifact(evidence.artifact))
@@ -254,9 +279,10 @@ def _evidence_row(
         lines += ["cannot be read", f"  {one_line(str(problem))}"]
     return Row(
         key=evidence.id,
-        text=f"{_branch(depth)}{evidence.id}  {evidence.says}: {words}",
-        tone="bad" if faults else "plain",
-        sign="!" if faults else ">",
+        text=f"{_branch(depth)}{evidence.id}  {evidence.says}: {words} {taken}".rstrip(),
+        tone="bad" if faults else "quiet" if struck else "plain",
+        sign="!" if faults else "-" if struck else ">",
+        struck=struck,
         lines=tuple(lines),
         trace=trace,
     )
@@ -280,7 +306,7 @@ def cheapest_untested(finding: Finding) -> Mapping[str, str]:
     """By node: the cheapest alternative that nobody has tested."""
     found = {}
     for node in finding.nodes:
-        untested = [a for a in node.alternatives if a.answer is None]
+        untested = [a for a in node.alternatives if a.answer is None and a.withdrawn is UNSET]
         if untested:
             found[node.id] = min(untested, key=lambda a: a.cost_minutes).id
     return found

@@ -29,6 +29,7 @@ from engine.evidence.whys import (
     link,
     new_finding,
     refute,
+    withdraw,
 )
 from engine.runlog.text import one_line
 from workbench.listing import Listing, Row
@@ -177,6 +178,12 @@ def refute_node(path: Path, node: str, reason: str) -> str:
     return f"{node}: refuted"
 
 
+def withdraw_entry(path: Path, entry: str, reason: str) -> str:
+    """Take back a node, evidence or an alternative, which stays, struck out. Raises BadInput."""
+    _change(path, lambda f: (withdraw(f, entry, reason), []))
+    return f"{entry}: withdrawn"
+
+
 def name_alternative(
     path: Path, node: str, claim: str, *, test: str, if_true: str, if_false: str, minutes: str
 ) -> str:
@@ -199,14 +206,15 @@ def name_alternative(
 def close_finding(path: Path, *, outcome: str, text: str) -> str:
     """Close as root cause or unresolved. Raises CannotClose with the rules that stand against it, and
     BadInput for a bundle that is not sound or an unresolved one without a reason."""
-    faults = check_bundle(Bundle(path)).faults
-    if faults:
-        raise BadInput.expected("finding", path, "a sound bundle", str(faults[0]))
+    checked = check_bundle(Bundle(path))
+    if checked.faults:
+        raise BadInput.expected("finding", path, "a sound bundle", str(checked.faults[0]))
     unresolved = outcome == "unresolved"
     if unresolved and not text.strip():
         raise BadInput.expected("finding", path, "why it stays unresolved", "no reason")
     reason = text if unresolved else ""
-    done = _change(path, lambda f: (close(f, unresolved=reason, text=text), []))
+    known = checked.problems
+    done = _change(path, lambda f: (close(f, unresolved=reason, text=text, known=known), []))
     return f"{done.slug}: closed, {outcome}"
 
 

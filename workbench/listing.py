@@ -34,6 +34,8 @@ class Row:
     tone: Tone = "plain"
     sign: str = ""
     """One character before the text; that of the tone where it is empty."""
+    struck: bool = False
+    """Whether it was taken back: drawn with a line through it."""
     lines: tuple[str, ...] = ()
     """Details. A line that does not begin with a space is a heading of those that do."""
     trace: Trace | None = None

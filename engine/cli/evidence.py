@@ -5,7 +5,8 @@
     engine evidence receipt RUN           what a run really did, compared with what lies beside it
     engine evidence import findings.json  a finding of the prior system, all of it unverified
 
-Exit codes of verify: 0 everything as it was, 1 something was changed (named), 2 nothing to check, 65 a
+Exit codes of verify: 0 everything as it was and nothing closed against the rules, 1 something was changed or
+a finding was closed against a rule (the entry and the rule are named), 2 nothing to check, 65 a
 finding could not be read (named), so that it was not checked. Of receipt: 0 it agrees with its run, 1 it
 does not, 2 the run has none.
 """
@@ -104,7 +105,7 @@ def _verify(a: argparse.Namespace) -> int:
     if not checked:
         say(f"no findings in {folder}: nothing was checked")
         return EXIT_UNKNOWN
-    return exit_code_of(checked, lowest(c.integrity for c in checked))
+    return exit_code_of(checked, lowest(c.standing for c in checked))
 
 
 def _folder(given: Path | None) -> Path:
@@ -132,11 +133,13 @@ def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> 
         put_json([_as_json(c, rules=rules) for c in checked])
         return
     for one in checked:
-        verdict = one.verdict if rules else one.integrity
+        verdict = one.verdict if rules else one.standing
         put(f"{verdict.level.name:7}  {one.bundle.path.name}: {verdict.reason}")
         for fault in one.faults:
             put(f"         changed: {fault}")
-        for problem in one.problems if rules else ():
+        # What an open finding still lacks is not asked for here.
+        shown = rules or verdict is not one.integrity
+        for problem in one.problems if shown else ():
             put(f"         {problem.level}: {problem}")
         for note in one.notes:
             put(f"         note: {note}")
@@ -145,7 +148,7 @@ def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> 
 
 
 def _as_json(one: Checked, *, rules: bool) -> dict[str, Any]:
-    verdict = one.verdict if rules else one.integrity
+    verdict = one.verdict if rules else one.standing
     return {
         "folder": str(one.bundle.path),
         "level": verdict.level.name.lower(),

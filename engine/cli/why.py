@@ -7,12 +7,15 @@
     engine why refute n2 --reason "both arms completed"
     engine why add --why-of n1 --kind mechanism --claim "attention ran on the CPU"
     engine why alternative n3 --claim "slow disk" --test "engine flip ..." --if-true "..." --if-false "..." --minutes 5
-    engine why link n3 --run-command "python probe.py" --expect-exit 3     a reproduction
+    engine why link n3 --run-command "engine distill kd.toml" --expect-exit 1     a reproduction
     engine why link n3 flips/y --answers a1 --outcome excluded --result "equal with the file in memory"
+    engine why withdraw e2 --reason "of another run"           kept, struck out, supports nothing
     engine why show | verify | close --text "..." | export
 
 A command speaks of the only open finding in ./evidence, or of the one that --finding names. A cause
-counts as supported by a flip or a reproduction alone; else it is printed "unverified". `engine evidence`
+counts as supported by a flip or a reproduction alone; else it is printed "unverified". A reproduction starts
+a run; an alternative is excluded by the test it names: that command, a flip of that setting, a run of that
+spec. A command that ended with 64, 65, 70, 126, 127 or by a signal supports nothing. `engine evidence`
 lists and checks what is there.
 
 Exit codes of verify: 0 sound and closed, 1 something was changed or a rule is broken, 2 sound and open.
@@ -83,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     other.add_argument("--if-false", required=True, help="what the test shows if it is not")
     other.add_argument("--minutes", type=float, required=True, help="what the test costs")
 
+    withdraw = action("withdraw", "take back a claim, evidence or an alternative: kept, struck out")
+    withdraw.add_argument(
+        "entry", metavar="ENTRY", help="a node, evidence or an alternative: n2, e3, a1"
+    )
+    withdraw.add_argument("--reason", required=True)
+
     action("verify", "check every byte, every piece of evidence and every rule")
     action("show", "print the tree")
     close = action("close", "close as the root cause, or as unresolved")
@@ -110,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         "link": link_evidence,
         "refute": _refute,
         "alternative": _alternative,
+        "withdraw": _withdraw,
         "close": _close,
     }
     return _change(bundle, changes[arguments.action], arguments)
@@ -149,7 +159,7 @@ def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
     return {
         "folder": str(bundle.path),
         "finding": msgspec.to_builtins(finding),
-        "status": {node.id: effective_status(node)[0] for node in finding.nodes},
+        "status": {node.id: effective_status(finding, node)[0] for node in finding.nodes},
         "problems": [
             {"rule": p.rule, "level": p.level, "node": p.node, "text": p.text}
             for p in judge(finding)
@@ -172,6 +182,14 @@ def _refute(
     from engine.evidence.whys import refute
 
     return refute(finding, a.node, a.reason), [], f"{a.node}: refuted"
+
+
+def _withdraw(
+    finding: Finding, bundle: Bundle, a: argparse.Namespace
+) -> tuple[Finding, list[Blob], str]:
+    from engine.evidence.whys import withdraw
+
+    return withdraw(finding, a.entry, a.reason), [], f"{a.entry}: withdrawn"
 
 
 def _alternative(
@@ -201,7 +219,7 @@ def _close(
     checked = check_bundle(bundle)
     if checked.faults:
         raise BadInput.expected("finding", bundle.path, "a sound bundle", str(checked.faults[0]))
-    done = close(finding, unresolved=a.unresolved, text=a.text)
+    done = close(finding, unresolved=a.unresolved, text=a.text, known=checked.problems)
     return done, [], f"{finding.slug}: closed, {'unresolved' if a.unresolved else 'root cause'}"
 
 

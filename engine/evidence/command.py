@@ -1,14 +1,18 @@
 """Running a command so that it is evidence: argv, exit status, hash and excerpt of what it printed.
 
 No shell is between; one that is wanted is named (`bash -c '...'`). With an expectation that was said
-before it ran, the command is a reproduction. It gets the environment as it is; what is kept of its
-output and its arguments has no secrets in it.
+before it ran, the command is a reproduction, which counts as one when it left a run: a log that began
+while the command ran is looked for where it was told to put one, in what it printed, in ./runs and in
+./flips. It gets the environment as it is; what is kept of its output and its arguments has no secrets in
+it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -18,20 +22,29 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from engine.errors import BadInput
+from msgspec import UNSET
+
+from engine.errors import BadInput, EngineError
 from engine.evidence.capture import (
     LARGEST_KEPT_BYTES,
     READ_BYTES,
     Blob,
     Capture,
+    file_blob,
     json_blob,
     text_blob,
 )
-from engine.evidence.finding import Artifact, CommandRun
+from engine.evidence.finding import Artifact, CommandRun, StartedRun
 from engine.evidence.form import now_utc
+from engine.evidence.logs import run_id
 from engine.evidence.redact import Redactor
+from engine.runlog.events import LogOpened
+from engine.runlog.folder import RunFolder, is_run
+from engine.runlog.read import decode_line
 
 EXCERPT_BYTES = 4096
+FIRST_LINE_BYTES = 1 << 16
+_WORD = re.compile(r"[^\s'\"`;|&<>()=]+")
 COMMAND_LIMIT_S = 600.0
 
 
@@ -56,7 +69,7 @@ def capture_command(
         raise BadInput.expected("command", command, "words of a shell", str(error)) from None
     if not argv:
         raise BadInput.expected("command", "of the evidence", "a program", "nothing")
-    begun = now_utc()
+    begun_unix_s = time.time()
     # A secret that an argument holds is one in what is printed, too.
     redactor = redactor.knowing(argv)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -67,6 +80,7 @@ def capture_command(
         ]
         excerpts = [_excerpt(stream, redactor) for stream in (out, err)]
         texts = [_beginning(stream, redactor) for stream in (out, err)]
+    started = _started_run(argv, cwd or Path.cwd(), begun_unix_s, texts, redactor)
     expect_text = redactor.text(expect_text).text
     kept_argv, found = redactor.argv(argv)
     record: dict[str, Any] = {
@@ -76,7 +90,7 @@ def capture_command(
         "timed_out_after_s": limit_s if status is None else None,
         "expect_exit": expect_exit,
         "expect_text": expect_text,
-        "started": begun,
+        "started": now_utc(begun_unix_s),
         "seconds": round(seconds, 3),
         "redacted": found,
     }
@@ -95,9 +109,75 @@ def capture_command(
         expect_exit=expect_exit,
         expect_text=expect_text,
         as_expected=as_expected(status, texts, expect_exit, expect_text),
+        started=UNSET if started is None else started[0],
     )
     blob = json_blob(record, "command.json", f"`{shlex.join(kept_argv)}`", redactor)
-    return Capture(locator=locator, blob=blob, attached=tuple(b for b in blobs if b.artifact.size))
+    return Capture(
+        locator=locator,
+        blob=blob,
+        attached=tuple(b for b in blobs if b.artifact.size),
+        needed=() if started is None else (started[1],),
+    )
+
+
+def _started_run(
+    argv: Sequence[str], cwd: Path, begun_unix_s: float, texts: Sequence[str], redactor: Redactor
+) -> tuple[StartedRun, Blob] | None:
+    """The newest run whose log began after the command did, with that log; None where there is none."""
+    found: list[tuple[float, RunFolder]] = []
+    for path in _run_folders(argv, cwd, texts):
+        run = RunFolder(path)
+        begun = _begun(run)
+        if begun is not None and begun_unix_s <= begun <= time.time():
+            found.append((begun, run))
+    if not found:
+        return None
+    begun, run = max(found, key=lambda one: (one[0], str(one[1].path)))
+    log = run.watch if run.watch.is_file() else run.events
+    blob = file_blob(log, f"log of {run.name}, which the command started", redactor)
+    if blob.data is None:
+        with log.open("rb") as file:
+            first = file.readline(FIRST_LINE_BYTES)
+        blob = text_blob(first, log.name, f"first line of the log of {run.name}", redactor)
+    name = redactor.text(run.name).text
+    started = StartedRun(run=name, run_id=run_id(run), begun_unix_s=begun, log=blob.artifact.sha256)
+    return started, blob
+
+
+def _run_folders(argv: Sequence[str], cwd: Path, texts: Sequence[str]) -> set[Path]:
+    """Runs where the command may have put one: paths that it was given or printed, ./runs and ./flips."""
+    words = {
+        word
+        for text in (*argv, *(t[-EXCERPT_BYTES:] for t in texts))
+        for word in _WORD.findall(text)
+    }
+    places = {cwd / "runs", cwd / "flips", *(cwd / word for word in words)}
+    found: set[Path] = set()
+    for place in places:
+        with contextlib.suppress(OSError, ValueError):
+            if not place.is_dir():
+                continue
+            inner = [place, *place.glob("*"), *place.glob("arms/*"), *place.glob("*/arms/*")]
+            found |= {path.resolve() for path in inner if is_run(path)}
+    return found
+
+
+def _begun(run: RunFolder) -> float | None:
+    """When the log that names a run was opened; None where it has no such line."""
+    for path in (run.watch, run.events):
+        with contextlib.suppress(OSError, EngineError):
+            if not path.is_file():
+                continue
+            with path.open("rb") as file:
+                first = file.readline(FIRST_LINE_BYTES)
+            return begun_of(first)
+    return None
+
+
+def begun_of(first_line: bytes) -> float | None:
+    """The time that the first line of a log says it was opened; None where it says none."""
+    event = decode_line(first_line.rstrip(b"\n"), "the first line")
+    return event.unix_s if isinstance(event, LogOpened) else None
 
 
 def as_expected(

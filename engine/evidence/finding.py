@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from engine.errors import BadInput
 
@@ -121,6 +121,16 @@ class FlipResult(Record, frozen=True, kw_only=True, tag_field="type", tag="flip"
     n_pairs: Count
 
 
+class StartedRun(Record, frozen=True, kw_only=True):
+    """A run that a command started: its log began while the command ran."""
+
+    run: str
+    run_id: str
+    begun_unix_s: float
+    log: Sha
+    """Artifact: the log that its id is taken from, or its first line where it is too big to copy."""
+
+
 class CommandRun(Record, frozen=True, kw_only=True, tag_field="type", tag="command"):
     """A command that the tool ran. Hashes are of the output without its secrets."""
 
@@ -134,6 +144,8 @@ class CommandRun(Record, frozen=True, kw_only=True, tag_field="type", tag="comma
     """What a reproduction must show, said before it ran; nothing where it reproduces nothing."""
     as_expected: bool | None = None
     """Whether it showed that; None where nothing was expected."""
+    started: StartedRun | UnsetType = UNSET
+    """The run that it left; a reproduction has one."""
 
     @property
     def reproduces(self) -> bool:
@@ -171,6 +183,14 @@ class Artifact(Record, frozen=True, kw_only=True):
         return f"artifacts/{self.sha256}{f'.{suffix.lower()}' if dot and plain else ''}"
 
 
+class Withdrawn(Record, frozen=True, kw_only=True):
+    """That an entry was taken back: it is kept, struck out, and carries nothing any more."""
+
+    reason: Text
+    author: Text
+    at: Utc
+
+
 class Evidence(Record, frozen=True, kw_only=True):
     id: Id
     says: Says
@@ -182,6 +202,7 @@ class Evidence(Record, frozen=True, kw_only=True):
     at: Utc
     attached: tuple[Sha, ...] = ()
     """What was captured with it: receipt, settings, surroundings, stacks."""
+    withdrawn: Withdrawn | UnsetType = UNSET
 
 
 class Answer(Record, frozen=True, kw_only=True):
@@ -201,6 +222,7 @@ class Alternative(Record, frozen=True, kw_only=True):
     expected_if_false: Text
     cost_minutes: Annotated[float, Meta(ge=0)]
     answer: Answer | None = None
+    withdrawn: Withdrawn | UnsetType = UNSET
 
 
 class Node(Record, frozen=True, kw_only=True):
@@ -217,6 +239,7 @@ class Node(Record, frozen=True, kw_only=True):
     """What an imported record should have said and did not."""
     author: Text
     at: Utc
+    withdrawn: Withdrawn | UnsetType = UNSET
 
 
 class Closed(Record, frozen=True, kw_only=True):
@@ -253,8 +276,11 @@ class Finding(Record, frozen=True, kw_only=True):
         return next(a for a in self.artifacts if a.sha256 == sha256)
 
     def whys_of(self, id_: str) -> tuple[Node, ...]:
-        """The nodes that answer why `id_`."""
+        """The nodes that answer why `id_`, withdrawn ones too."""
         return tuple(node for node in self.nodes if id_ in node.why_of)
+
+    def standing_whys_of(self, id_: str) -> tuple[Node, ...]:
+        return tuple(node for node in self.whys_of(id_) if node.withdrawn is UNSET)
 
     def evidence(self) -> Iterable[tuple[Node, Evidence]]:
         for node in self.nodes:

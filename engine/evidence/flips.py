@@ -10,11 +10,9 @@ from engine.errors import RunLogError
 from engine.evidence.capture import Blob, Capture, file_blob
 from engine.evidence.finding import FlipResult
 from engine.evidence.redact import Redactor
+from engine.evidence.support import ARMS_KEPT
 from engine.experiments.record import read_plan_of, read_verdict
 from engine.runlog.folder import RunFolder
-
-ARMS_KEPT = 16
-"""Runs of which settings, receipt and logs are copied: the first ones."""
 
 
 def is_flip(path: Path) -> bool:

@@ -16,9 +16,10 @@ import time
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from engine.errors import BadInput
-from engine.evidence.finding import Finding, FlipResult
+from engine.evidence.finding import CommandRun, Finding, FlipResult
 
 SCHEMA = "apr-workbench/finding/1"
 _DERIVED = re.compile(r"README\.md|plots/e[0-9]+\.svg")
@@ -97,6 +98,8 @@ def check_form(finding: Finding, where: object) -> None:
         wanted = [evidence.artifact, *evidence.attached]
         if isinstance(evidence.locator, FlipResult):
             wanted += [evidence.locator.plan, evidence.locator.pairs]
+        if isinstance(evidence.locator, CommandRun) and evidence.locator.started is not UNSET:
+            wanted.append(evidence.locator.started.log)
         if lost := [sha for sha in wanted if sha not in hashes]:
             raise refuse(f"the artifacts of {evidence.id} in the list", f"no {lost[0][:12]}")
 

@@ -8,6 +8,7 @@ folder alone: the same folder gives the same bytes, once the run has ended.
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -16,7 +17,14 @@ from engine.evidence.bundle import Bundle, is_bundle
 from engine.evidence.figures import flip_figure, run_figures
 from engine.evidence.finding import EventRange, MetricWindow
 from engine.evidence.flips import is_flip
-from engine.evidence.report import derive, event_lines, locator_words, state_words, tree_lines
+from engine.evidence.report import (
+    derive,
+    event_lines,
+    locator_words,
+    state_words,
+    struck,
+    tree_lines,
+)
 from engine.evidence.verify import check_bundle
 from engine.experiments.judge import interval_of
 from engine.experiments.record import read_pairs, read_plan_of, read_verdict
@@ -41,6 +49,10 @@ _STYLE = (
     ".figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(28em,1fr));gap:.6em 1em}"
     "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.2em 0 .3em}"
 )
+
+
+_STRUCK = re.compile(r"~~([a-z][0-9a-z-]* .*)~~  (withdrawn [^~]*)")
+"""An entry that was taken back, as `struck` writes it."""
 
 
 def report(path: Path) -> str:
@@ -114,6 +126,7 @@ def _finding_page(bundle: Bundle) -> str:
     ]
     for node, evidence in finding.evidence():
         words = f"{evidence.id} {evidence.says} {node.id}: {locator_words(evidence.locator)}"
+        words = struck(words, evidence.withdrawn)
         found = isinstance(evidence.locator, EventRange)
         parts.append(hanging([words, *(event_lines(evidence, read) if found else ())]))
         if isinstance(evidence.locator, MetricWindow):
@@ -143,6 +156,10 @@ def hanging(lines: Iterable[str]) -> str:
     drawn = []
     for line in lines:
         text = line.lstrip(" ")
+        entry = _STRUCK.fullmatch(text)
+        words = html.escape(text)
+        if entry is not None:
+            words = f"<s>{html.escape(entry[1])}</s>  {html.escape(entry[2])}"
         style = f"margin-left:{len(line) - len(text) + 4}ch;text-indent:-4ch"
-        drawn.append(f'<div style="{style}">{html.escape(text)}</div>')
+        drawn.append(f'<div style="{style}">{words}</div>')
     return f'<pre style="white-space:pre-wrap;word-break:normal">{"".join(drawn)}</pre>'

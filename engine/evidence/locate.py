@@ -10,19 +10,22 @@ A metric is computed again with the arithmetic of this version, a flip's effect 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
-from engine.errors import EngineError
+from engine.errors import BadInput, EngineError
 from engine.evidence import capture, logs
-from engine.evidence.command import as_expected
+from engine.evidence.command import as_expected, begun_of
 from engine.evidence.finding import (
     CommandRun,
     EventRange,
@@ -36,11 +39,19 @@ from engine.evidence.finding import (
 )
 from engine.evidence.flips import capture_flip, fields_of, is_flip
 from engine.evidence.redact import Redactor
-from engine.experiments.judge import interval_of
-from engine.experiments.plan import read_plan
+from engine.evidence.rules import Problem
+from engine.evidence.support import arm_logs, names_a_run, unix_s
+from engine.experiments.judge import Pair, interval_of
+from engine.experiments.outcome import metrics_of
+from engine.experiments.plan import Plan, read_plan
 from engine.experiments.record import read_pairs
+from engine.files import parse_json
 from engine.runlog.events import TrainerExited
 from engine.runlog.folder import RunFolder, is_run
+from engine.runlog.follow import Follower
+
+OF_STEPS = frozenset({"step_s", "tokens_per_s", "final_loss"})
+"""Metrics that the log of an arm alone gives again."""
 
 Read = Callable[[str], bytes | None]
 """The bytes of an artifact by its hash; None for one that was not copied."""
@@ -107,9 +118,9 @@ def _differences(finding: Finding, evidence: Evidence, data: bytes, read: Read) 
             elif evidence.artifact != locator.file_sha256:
                 yield "the file is not the artifact"
         case FlipResult():
-            yield from _flip_differences(finding, locator, data, read)
+            yield from _flip_differences(finding, evidence, locator, data, read)
         case CommandRun():
-            yield from _command_differences(evidence, locator, data, read)
+            yield from _command_differences(finding, evidence, locator, data, read)
         case Statement():
             if data.decode().rstrip("\n") != locator.text:
                 yield "the statement is another"
@@ -126,7 +137,7 @@ def _unequal(locator: Any, found: dict[str, Any]) -> Iterator[str]:
 
 
 def _flip_differences(
-    finding: Finding, locator: FlipResult, data: bytes, read: Read
+    finding: Finding, evidence: Evidence, locator: FlipResult, data: bytes, read: Read
 ) -> Iterator[str]:
     verdict = json.loads(data)
     yield from _unequal(locator, fields_of(verdict, "artifact"))
@@ -140,7 +151,9 @@ def _flip_differences(
         yield "the verdict is of another plan"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "pairs.jsonl").write_bytes(pairs_raw)
-        interval = interval_of(plan, read_pairs(Path(folder)))
+        measured = read_pairs(Path(folder))
+    interval = interval_of(plan, measured)
+    yield from _arm_differences(finding, evidence, plan, measured, read)
     pairs = 0 if interval is None else interval.pairs
     if pairs != locator.n_pairs:
         yield f"expected {locator.n_pairs} complete pairs, found {pairs}"
@@ -153,8 +166,72 @@ def _flip_differences(
         yield f"effect: expected {locator.effect} from the pairs, found {effect}"
 
 
+def _arm_differences(
+    finding: Finding, evidence: Evidence, plan: Plan, measured: Sequence[Pair], read: Read
+) -> Iterator[str]:
+    """Pairs that do not say what the logs of their arms say; a log that was not copied is taken as it is."""
+    said = {arm.run: arm for pair in measured for arm in (pair.a, pair.b)}
+    for run, sha in arm_logs(finding, evidence):
+        raw = read(sha)
+        if raw is None or finding.artifact(sha).redacted:
+            continue
+        if run not in said:
+            yield f"{run} is no run of the flip"
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "events.jsonl").write_bytes(raw)
+            view = Follower(RunFolder(Path(folder))).read_all()
+        arm, value = said[run], metrics_of(view, plan.warm_up_steps).get(plan.metric)
+        if view.last_step != arm.steps:
+            yield f"{run}: expected {arm.steps} steps, its log has {view.last_step}"
+        elif arm.value is not None and plan.metric in OF_STEPS and not _close(arm.value, value):
+            yield f"{run}: expected {plan.metric} {arm.value}, its log gives {value}"
+
+
+def _close(one: float, other: float | None) -> bool:
+    return other is not None and math.isclose(one, other, rel_tol=1e-9)
+
+
+def tested_problems(finding: Finding, read: Read) -> Iterator[Problem]:
+    """Alternatives that were excluded by another run than the one whose start their test names: its
+    settings, which were captured with it, say which spec it was started with."""
+    for node in finding.nodes:
+        for alternative in node.alternatives:
+            answer, wanted = alternative.answer, names_a_run(alternative.test)
+            if answer is None or answer.outcome != "excluded" or not wanted:
+                continue
+            if node.withdrawn is not UNSET or alternative.withdrawn is not UNSET:
+                continue
+            evidence = next(e for e in node.evidence if e.id == answer.evidence)
+            if not isinstance(evidence.locator, EventRange | ExitRecord | MetricWindow):
+                continue
+            if why := _another_run(finding, evidence, wanted, alternative.test, read):
+                text = f"{alternative.id} is not excluded by the test it names: {evidence.id} {why}"
+                yield Problem(rule="E-WHY-004", level="open", node=node.id, text=text)
+
+
+def _another_run(finding: Finding, evidence: Evidence, spec: str, test: str, read: Read) -> str:
+    """Why the run of evidence was not started with `spec` and the settings of the test; empty where it
+    was."""
+    names = {a.sha256: a.name for a in finding.artifacts}
+    kept = [sha for sha in evidence.attached if names.get(sha) == "effective.json"]
+    raw = read(kept[0]) if kept else None
+    try:
+        effective = parse_json(raw or b"", "effective.json", "settings")
+        file, sets, tree = effective["spec_file"], effective["sets"], effective["spec"]
+        if Path(str(file)).name != Path(spec).name:
+            return f"is of a run of {Path(str(file)).name}, the test names {spec}"
+        for key, value in re.findall(r"--set[ =](\S+?)=(\S+)", test):
+            section, _, name = key.partition(".")
+            if f"{key}={value}" not in sets and str(tree[section].get(name)) != value:
+                return f"is of a run without {key}={value}"
+    except (BadInput, KeyError, TypeError, AttributeError):
+        return "is of a run of which it is not recorded how it was started"
+    return ""
+
+
 def _command_differences(
-    evidence: Evidence, locator: CommandRun, data: bytes, read: Read
+    finding: Finding, evidence: Evidence, locator: CommandRun, data: bytes, read: Read
 ) -> Iterator[str]:
     record = json.loads(data)
     hashes = {name: record[name]["sha256"] for name in ("stdout", "stderr")}
@@ -169,6 +246,15 @@ def _command_differences(
             "expect_text": record["expect_text"],
         },
     )
+    started = locator.started
+    if started is not UNSET and not finding.artifact(started.log).redacted:
+        first = (read(started.log) or b"").partition(b"\n")[0] + b"\n"
+        if hashlib.sha256(first).hexdigest()[:16] != started.run_id:
+            yield "the log that it left is of another run"
+        elif begun_of(first) != started.begun_unix_s:
+            yield "the log that it left begins at another time"
+        if started.begun_unix_s < unix_s(record["started"]):
+            yield "the run began before the command that is to have started it"
     attached = [read(sha) for sha in hashes.values() if sha in evidence.attached]
     if None not in attached:
         texts = [text.decode("utf-8", "replace") for text in attached if text is not None]
@@ -190,6 +276,8 @@ def check_source(finding: Finding, evidence: Evidence, folder: Path) -> Said:
         again = _capture_again(evidence, path)
     except (EngineError, OSError) as error:
         return Said(faults=(f"{evidence.source}: cannot be read any more: {error}",))
+    if again is not None and again.blob.artifact.redacted:
+        return Said(notes=(f"{what}: not compared, secrets are taken out of it by now",))
     if again is None:
         return Said(notes=(f"{what}: something else lies there now, not compared",))
     if again.blob.artifact.sha256 == evidence.artifact and again.locator == evidence.locator:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 
+from msgspec import UNSET, UnsetType
+
 from engine.errors import EngineError
 from engine.evidence import logs, redact
 from engine.evidence.finding import (
@@ -25,6 +27,7 @@ from engine.evidence.finding import (
     MetricWindow,
     Node,
     Statement,
+    Withdrawn,
 )
 from engine.evidence.locate import Read
 from engine.evidence.plot import line_plot, sparkline
@@ -36,7 +39,7 @@ from engine.units import format_bytes, format_seconds
 README = "README.md"
 _EVENTS_SHOWN = 8
 _ESCAPES = str.maketrans(
-    {**{sign: f"\\{sign}" for sign in "\\`*_[]|#"}, "<": "&lt;", ">": "&gt;", "&": "&amp;"}
+    {**{sign: f"\\{sign}" for sign in "\\`*_[]|#~"}, "<": "&lt;", ">": "&gt;", "&": "&amp;"}
 )
 
 
@@ -53,26 +56,34 @@ def tree_lines(finding: Finding, broken: Mapping[str, str] | None = None) -> lis
     drawn: set[str] = set()
 
     def draw(node: Node, indent: str) -> None:
-        status, _ = effective_status(node, broken)
+        status, why = effective_status(finding, node, broken)
         if node.id in drawn:
             out.append(f"{indent}{node.id}  see above")
             return
         drawn.add(node.id)
-        out.append(
-            f"{indent}{node.id}  {status}  {node.kind}: {one_line(node.claim)}{_count(node)}"
-        )
         deeper = f"{indent}    "
-        if status != node.status:
-            out.append(f"{deeper}said to be {node.status}; {effective_status(node, broken)[1]}")
-        if node.reason:
+        if node.withdrawn is not UNSET:
+            words = f"{node.id}  {node.kind}: {one_line(node.claim)}"
+            out.append(f"{indent}{struck(words, node.withdrawn)}")
+        else:
+            out.append(
+                f"{indent}{node.id}  {status}  {node.kind}: {one_line(node.claim)}{_count(node)}"
+            )
+        if node.withdrawn is UNSET and status != node.status:
+            out.append(f"{deeper}said to be {node.status}; {why}")
+        if node.reason and node.status == "refuted":
             out.append(f"{deeper}refuted: {one_line(node.reason)}")
         out.extend(
-            f"{deeper}{e.id}  {e.says}: {locator_words(e.locator)}{_by(e)}" for e in node.evidence
+            deeper + struck(f"{e.id}  {e.says}: {locator_words(e.locator)}{_by(e)}", e.withdrawn)
+            for e in node.evidence
         )
-        out.extend(f"{deeper}{a.id}  or: {alternative_words(a)}" for a in node.alternatives)
+        out.extend(
+            deeper + struck(f"{a.id}  or: {alternative_words(a)}", a.withdrawn)
+            for a in node.alternatives
+        )
         out.extend(f"{deeper}missing: {one_line(text)}" for text in node.missing)
-        for why in finding.whys_of(node.id):
-            draw(why, f"{deeper}")
+        for inner in finding.whys_of(node.id):
+            draw(inner, f"{deeper}")
 
     for node in finding.nodes:
         if not node.why_of:
@@ -80,6 +91,20 @@ def tree_lines(finding: Finding, broken: Mapping[str, str] | None = None) -> lis
     problems = judge(finding, broken)
     out += [f"{'warning' if p.level == 'warning' else 'open'}: {p}" for p in problems]
     return out
+
+
+def struck(words: str, withdrawn: Withdrawn | UnsetType) -> str:
+    """An entry, with a line through it when it was taken back, and why."""
+    if withdrawn is UNSET:
+        return words
+    return f"~~{words}~~  {withdrawn_words(withdrawn)}"
+
+
+def withdrawn_words(withdrawn: Withdrawn | UnsetType) -> str:
+    """Why, when and by whom an entry was taken back; empty for one that stands."""
+    if withdrawn is UNSET:
+        return ""
+    return one_line(f"withdrawn {withdrawn.at} by {withdrawn.author}: {withdrawn.reason}")
 
 
 def _count(node: Node) -> str:
@@ -199,12 +224,17 @@ def _readme(finding: Finding, read: Read) -> Iterator[str]:
 
 
 def _node_lines(node: Node, finding: Finding, read: Read) -> Iterator[str]:
-    status, why = effective_status(node)
-    yield f"## {node.id}: {_escape(node.claim)}"
+    status, why = effective_status(finding, node)
+    gone = node.withdrawn is not UNSET
+    yield f"## {_struck(f'{node.id}: {_escape(node.claim)}', gone)}"
     yield ""
     parents = f", why of {', '.join(node.why_of)}" if node.why_of else ""
     yield f"**{status}**, {node.kind}{parents}{_count(node)}. {_escape(node.author)}, {node.at}."
-    for text in (f"Said to be {node.status}; {why}" if why else "", node.reason):
+    for text in (
+        withdrawn_words(node.withdrawn),
+        f"Said to be {node.status}; {why}" if why else "",
+        node.reason,
+    ):
         if text:
             yield ""
             yield _escape(text)
@@ -218,7 +248,10 @@ def _node_lines(node: Node, finding: Finding, read: Read) -> Iterator[str]:
         place = _place(finding.artifact(evidence.artifact))
         words = f"{_escape(locator_words(evidence.locator))} {place}"
         by = f"captured by {evidence.captured_by}, {evidence.at}"
-        yield f"- **{evidence.id}** {evidence.says}: {words}, {by}"
+        said = _struck(
+            f"**{evidence.id}** {evidence.says}: {words}, {by}", evidence.withdrawn is not UNSET
+        )
+        yield f"- {said} {_escape(withdrawn_words(evidence.withdrawn))}".rstrip()
         yield from _detail(evidence, read)
     if node.alternatives:
         yield ""
@@ -230,12 +263,17 @@ def _node_lines(node: Node, finding: Finding, read: Read) -> Iterator[str]:
                 if a.answer is None
                 else f"{a.answer.outcome} ({a.answer.evidence}): {a.answer.text}"
             )
-            cells = (f"{a.id}: {a.claim}", a.test, a.expected_if_true, a.expected_if_false)
-            yield (
-                "| "
-                + " | ".join([*map(_escape, cells), f"{a.cost_minutes:g}", _escape(result)])
-                + " |"
-            )
+            gone = a.withdrawn is not UNSET
+            texts = (f"{a.id}: {a.claim}", a.test, a.expected_if_true, a.expected_if_false)
+            cells = [*map(_escape, texts), f"{a.cost_minutes:g}", _escape(result)]
+            shown = [_struck(cell, gone) for cell in cells]
+            if a.withdrawn is not UNSET:
+                shown[-1] += f" {_escape(withdrawn_words(a.withdrawn))}"
+            yield f"| {' | '.join(shown)} |"
+
+
+def _struck(text: str, gone: bool) -> str:
+    return f"~~{text}~~" if gone else text
 
 
 def _place(artifact: Artifact) -> str:

@@ -29,6 +29,23 @@ _NAMED = re.compile(
     r"|%3D|%3A(?!%2F)(?:%20|\+)?"
     r"|>(?=[^\s<])|\s*,\s*|[ \t]+)"
 )
+_BEGINNINGS = (
+    *(
+        "token",
+        "secret",
+        "passw",
+        "passphrase",
+        "pwd",
+        "credential",
+        "access",
+        "api",
+        "private",
+        "auth",
+    ),
+    *("signing", "encryption", "session", "master", "account", "client", "license", "webhook"),
+    *("_pat", "-pat"),
+)
+"""How what `NAME` matches begins: found first, because the expression alone is slow on a long log."""
 _BEFORE = re.compile(r"[A-Za-z0-9_.-]*$")
 _LONGEST_NAME = 128
 _NO_SECRET = re.compile(
@@ -62,7 +79,7 @@ def named_values(text: str) -> Iterator[tuple[int, int, str]]:
     """Where secret values stand, in order and apart: start, stop, and the quote that has to enclose what
     is put there so that JSON stays JSON."""
     done = 0
-    for match in _NAMED.finditer(text):
+    for match in _names(text):
         if match.start() < done:
             continue
         name_start = match.start() - len(
@@ -73,6 +90,22 @@ def named_values(text: str) -> Iterator[tuple[int, int, str]]:
         if found is not None:
             yield found
             done = found[1]
+
+
+def _names(text: str) -> Iterator[re.Match[str]]:
+    lower = text.lower()
+    if len(lower) != len(text):  # a letter of another script that becomes two
+        yield from _NAMED.finditer(text)
+        return
+    starts: set[int] = set()
+    for beginning in _BEGINNINGS:
+        at = lower.find(beginning)
+        while at >= 0:
+            starts.add(at)
+            at = lower.find(beginning, at + 1)
+    for start in sorted(starts):
+        if match := _NAMED.match(text, start):
+            yield match
 
 
 def _value(

@@ -1,7 +1,7 @@
 """Checking a whole bundle: every byte, every locator, every rule.
 
     fail      a byte, a file or a seal is not as the tool left it; a locator does not say what it said;
-              a rule is broken
+              a rule is broken, or the finding was closed against one
     unknown   sound, and open: no root cause yet
     pass      sound and closed
 
@@ -25,7 +25,7 @@ from engine.errors import BadInput
 from engine.evidence.bundle import FINDING, LOG, Bundle, logged_seal
 from engine.evidence.finding import Finding
 from engine.evidence.form import load
-from engine.evidence.locate import check_locator, check_source
+from engine.evidence.locate import check_locator, check_source, tested_problems
 from engine.evidence.rules import Problem, judge
 from engine.files import read_bytes
 from engine.verdict import Level, Verdict
@@ -73,9 +73,24 @@ class Checked:
         return Verdict(Level.PASS, f"{files} files and {_count(self.finding)} as they were")
 
     @property
-    def verdict(self) -> Verdict:
-        if self.unread or self.faults:
+    def standing(self) -> Verdict:
+        """Whether everything is as it was left, and nothing was closed against the rules; what an open
+        finding lacks is no fault of it."""
+        closed = self.finding.closed if self.finding is not None else None
+        if self.integrity.level is not Level.PASS or closed is None:
             return self.integrity
+        levels = ("error",) if closed.outcome == "unresolved" else ("error", "open")
+        against = [p for p in self.problems if p.level in levels]
+        if not against:
+            return self.integrity
+        more = f" and {len(against) - 1} more" if len(against) > 1 else ""
+        what = "closed" if closed.outcome == "unresolved" else "closed as root cause"
+        return Verdict(Level.FAIL, f"{what} against {against[0]}{more}")
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.standing.level is not Level.PASS:
+            return self.standing
         assert self.finding is not None
         for level, what in (("error", Level.FAIL), ("open", Level.UNKNOWN)):
             found = [p for p in self.problems if p.level == level]
@@ -138,7 +153,7 @@ def check_bundle(bundle: Bundle) -> Checked:
         bundle=bundle,
         finding=finding,
         faults=tuple(faults),
-        problems=judge(finding, checked.broken),
+        problems=(*judge(finding, checked.broken), *tested_problems(finding, kept.get)),
         notes=tuple(notes),
     )
 

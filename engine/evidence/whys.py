@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 import msgspec
+from msgspec import UNSET
 
 from engine.errors import EXIT_FAIL, BadInput, EngineError
 from engine.evidence.capture import Blob, Capture
@@ -37,10 +38,12 @@ from engine.evidence.finding import (
     Node,
     Says,
     Status,
+    Withdrawn,
 )
 from engine.evidence.form import now_utc
 from engine.evidence.redact import Redactor
 from engine.evidence.rules import Problem, judge
+from engine.evidence.support import silence
 
 
 class CannotClose(EngineError):
@@ -101,6 +104,8 @@ def add_node(
 ) -> Finding:
     """Add an answer to why `why_of` is so, unverified. Raises BadInput."""
     parents = tuple(finding.node(parent).id for parent in why_of)
+    for parent in parents:
+        _standing(finding, parent)
     if not parents:
         raise BadInput.expected("node", finding.slug, "a node that it is a why of", "none")
     id_ = id_ or _next_id("n", [node.id for node in finding.nodes])
@@ -131,7 +136,7 @@ def link(
     """Put evidence under a node. What supports an observation makes it observed; what a tool captured
     and supports another claim makes that supported. `relative_to` is the folder of the bundle. Raises
     BadInput for support of a node that was refuted."""
-    node = finding.node(node_id)
+    node = _standing(finding, node_id)
     if says == "supports" and node.status == "refuted":
         raise BadInput.expected(
             "node", node_id, "one that stands", "one that was refuted", hint="add another node"
@@ -147,10 +152,8 @@ def link(
         attached=tuple(dict.fromkeys(blob.artifact.sha256 for blob in capture.attached)),
     )
     status: Status = node.status
-    if says == "supports" and node.kind == "observation":
-        status = "observed"
-    elif says == "supports" and capture.captured_by == "tool":
-        status = "supported"
+    if says == "supports" and not silence(evidence):
+        status = _supported(node, evidence) or status
     changed = msgspec.structs.replace(node, status=status, evidence=(*node.evidence, evidence))
     known = {artifact.sha256: artifact for artifact in finding.artifacts}
     for blob in blobs_of(capture):
@@ -168,7 +171,7 @@ def blobs_of(*captures: Capture) -> list[Blob]:
 
 def refute(finding: Finding, node_id: str, reason: str) -> Finding:
     """Say that a claim is wrong, and why; its evidence stays."""
-    node = finding.node(node_id)
+    node = _standing(finding, node_id)
     return _with_node(
         finding,
         msgspec.structs.replace(node, status="refuted", reason=_clean(reason, "reason")),
@@ -186,7 +189,7 @@ def add_alternative(
     minutes: float,
 ) -> Finding:
     """Name another explanation of what a node explains, and the cheapest test that tells them apart."""
-    node = finding.node(node_id)
+    node = _standing(finding, node_id)
     if not 0 <= minutes < float("inf"):
         raise BadInput.expected("alternative", node_id, "a cost in minutes", f"{minutes:g}")
     taken = [a.id for other in finding.nodes for a in other.alternatives]
@@ -213,7 +216,11 @@ def answer(
         for index, alternative in enumerate(node.alternatives):
             if alternative.id != alternative_id:
                 continue
-            own = [e.id for e in node.evidence]
+            own = [e.id for e in node.evidence if e.withdrawn is UNSET]
+            if alternative.withdrawn is not UNSET:
+                raise BadInput.expected(
+                    "alternative", alternative_id, "one that stands", "one that was withdrawn"
+                )
             if evidence not in own:
                 expected = f"evidence of {node.id} ({', '.join(own) or 'it has none'})"
                 raise BadInput.expected("answer", alternative_id, expected, evidence or "none")
@@ -233,13 +240,94 @@ def answer(
     raise BadInput.expected("alternative", finding.slug, "one that was named", repr(alternative_id))
 
 
+def withdraw(finding: Finding, id_: str, reason: str, *, author: str = "", at: str = "") -> Finding:
+    """Take back a node, an alternative or a piece of evidence: it is kept, struck out, and carries
+    nothing any more. Raises BadInput for the first node, one that others are a why of, an alternative
+    that holds, and what was withdrawn before."""
+    taken = Withdrawn(
+        reason=_clean(reason, "reason"), author=author or current_user(), at=at or now_utc()
+    )
+    for node in finding.nodes:
+        if node.id == id_:
+            _standing(finding, id_)
+            if node is finding.nodes[0] or finding.standing_whys_of(id_):
+                found = "the first one" if node is finding.nodes[0] else "one that has answers"
+                raise BadInput.expected("withdraw", id_, "a node that nothing hangs on", found)
+            return _with_node(finding, msgspec.structs.replace(node, withdrawn=taken))
+        for one in node.evidence:
+            if one.id == id_:
+                _not_twice(id_, one)
+                return _with_node(finding, _without(node, one, taken))
+        for other in node.alternatives:
+            if other.id == id_:
+                _not_twice(id_, other)
+                if other.answer is not None and other.answer.outcome == "holds":
+                    raise BadInput.expected(
+                        *("withdraw", id_, "an alternative that does not hold", "one that holds"),
+                        hint=f"withdraw {other.answer.evidence} where its test was wrong",
+                    )
+                gone = msgspec.structs.replace(other, withdrawn=taken)
+                kept = tuple(gone if a is other else a for a in node.alternatives)
+                return _with_node(finding, msgspec.structs.replace(node, alternatives=kept))
+    raise BadInput.expected("withdraw", finding.slug, "a node, evidence or alternative", repr(id_))
+
+
+def _without(node: Node, evidence: Evidence, taken: Withdrawn) -> Node:
+    """The node with that evidence struck out, its status as what is left allows, and what the evidence
+    answered untested again."""
+    gone = msgspec.structs.replace(evidence, withdrawn=taken)
+    kept = tuple(gone if e is evidence else e for e in node.evidence)
+    says = "contradicts" if node.status == "refuted" else "supports"
+    left = [e for e in kept if e.says == says and not silence(e)]
+    status = node.status
+    if node.status == "refuted":
+        status = "refuted" if left else "unverified"
+    elif node.status != "unverified":
+        status = next((s for e in left if (s := _supported(node, e))), "unverified")
+    others = tuple(
+        msgspec.structs.replace(a, answer=msgspec.structs.replace(a.answer, outcome="undecided"))
+        if a.answer is not None and a.answer.evidence == evidence.id
+        else a
+        for a in node.alternatives
+    )
+    return msgspec.structs.replace(node, status=status, evidence=kept, alternatives=others)
+
+
+def _supported(node: Node, evidence: Evidence) -> Status | None:
+    """What a node is by evidence that supports it; None where it stays as it was."""
+    if node.kind == "observation":
+        return "observed"
+    return "supported" if evidence.captured_by == "tool" else None
+
+
+def _standing(finding: Finding, id_: str) -> Node:
+    """A node that was not withdrawn. Raises BadInput."""
+    node = finding.node(id_)
+    _not_twice(id_, node)
+    return node
+
+
+def _not_twice(id_: str, entry: Node | Evidence | Alternative) -> None:
+    if entry.withdrawn is not UNSET:
+        found = f"one that was withdrawn: {entry.withdrawn.reason}"
+        raise BadInput.expected("entry", id_, "one that stands", found)
+
+
 def close(
-    finding: Finding, *, unresolved: str = "", text: str = "", author: str = "", at: str = ""
+    finding: Finding,
+    *,
+    unresolved: str = "",
+    text: str = "",
+    author: str = "",
+    at: str = "",
+    known: Iterable[Problem] = (),
 ) -> Finding:
     """Close as root cause, or with `unresolved` saying why not. Raises CannotClose with what the rules
-    have against it; check the bundle first, rules take hashes for granted."""
+    have against it. Check the bundle first: rules take hashes for granted, and what the check found by
+    reading artifacts is `known`."""
+    everything = dict.fromkeys([*judge(finding), *known])
     problems = [
-        p for p in judge(finding) if p.level == "error" or (p.level == "open" and not unresolved)
+        p for p in everything if p.level == "error" or (p.level == "open" and not unresolved)
     ]
     if problems:
         raise CannotClose(finding, problems)

@@ -48,6 +48,7 @@ from engine.evidence.whys import (
     link,
     new_finding,
     refute,
+    withdraw,
 )
 from workbench.notebook.flip import Flip
 from workbench.notebook.live import Live
@@ -157,10 +158,16 @@ class Whys(Panel):
             lambda f: (answer(f, alternative, outcome=outcome, text=text, evidence=evidence), None)
         )
 
+    def withdraw(self, entry: str, reason: str) -> None:
+        """Take back a node, evidence or an alternative: kept, struck out, it carries nothing any more.
+        Raises BadInput."""
+        self._change(lambda f: (withdraw(f, entry, reason), None))
+
     def conclude(self, text: str = "", *, unresolved: str = "") -> None:
         """End the finding with its root cause, or say why it stays without one. Raises CannotClose with the
         rules that are open."""
-        self._change(lambda f: (close(f, unresolved=unresolved, text=text), None))
+        known = self.verify().problems
+        self._change(lambda f: (close(f, unresolved=unresolved, text=text, known=known), None))
 
     def _link(self, node: str, capture: Capture, says: str) -> str:
         def change(finding: Finding) -> tuple[Finding, Capture]:

@@ -21,11 +21,13 @@ NOTES = (
     "Signs of claims: * observed, + supported, x refuted, ? unverified. A cause (hypothesis,",
     "mechanism) is supported by a flip or a reproduction alone; else it is shown as unverified.",
     "> is evidence: under the cursor it is opened at its window. ! was changed since it was taken.",
+    "- was withdrawn: it stays, struck out, and carries nothing any more.",
     "",
     "E-WHY-001  observed needs evidence; supported and refuted need evidence that a tool captured",
-    "E-WHY-002  a cause needs a flip or a reproduction",
+    "E-WHY-002  a cause needs a flip with its runs, or a reproduction that started a run",
     "E-WHY-003  out of memory needs the record of an exit that says so",
-    "E-WHY-004  no root cause while an alternative of less than 30 minutes is untested",
+    "E-WHY-004  no root cause while an alternative of less than 30 minutes is untested, or one is",
+    "           excluded by anything but the test it names",
     "E-WHY-005  one observation supports one claim once",
     "",
     "Every change is what `engine why` does, under the lock of the finding.",
@@ -39,7 +41,7 @@ class FindingScreen(BrowseScreen):
 
     NOTES = NOTES
     CSS = "FindingScreen.-wide #both RowList, FindingScreen.-wide #both DetailsPane { width: 1fr; }"
-    ACTING = frozenset({"add", "link", "alternative", "refute", "close", "export"})
+    ACTING = frozenset({"add", "link", "alternative", "refute", "withdraw", "close", "export"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding(
             "a", "add", "add why", tooltip="add an answer to why the claim under the cursor is so"
@@ -49,6 +51,7 @@ class FindingScreen(BrowseScreen):
         ),
         Binding("o", "alternative", "or", tooltip="name another explanation and its cheapest test"),
         Binding("x", "refute", "refute", tooltip="say that the claim is wrong, and why"),
+        Binding("t", "withdraw", "take back", tooltip="withdraw an entry: it is kept, struck out"),
         Binding("v", "verify", "verify", tooltip="hash and evaluate every piece of evidence again"),
         Binding("c", "close", "close", tooltip="close as root cause, or as unresolved"),
         Binding(
@@ -177,6 +180,24 @@ class FindingScreen(BrowseScreen):
             Field(name="node", label="node", value=node),
         )
         self._ask("say that a claim is wrong", fields, send)
+
+    def action_withdraw(self) -> None:
+        row = self.selected
+
+        def send(v: Values) -> str:
+            return findings.withdraw_entry(self.path, v["entry"].strip(), v["reason"])
+
+        fields = (
+            Field(name="reason", label="reason", hint="it is of another run"),
+            Field(
+                name="entry",
+                label="entry",
+                value="" if row is None else row.key.partition("@")[0],
+                hint="a claim, evidence or an alternative: n2, e3, a1",
+            ),
+        )
+        note = "It is kept, struck out, and supports nothing any more."
+        self._ask("take an entry back", fields, send, note=note)
 
     def action_verify(self) -> None:
         self._feed.forget()

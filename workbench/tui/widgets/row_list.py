@@ -47,7 +47,10 @@ def prompt_of(row: Row, line: str) -> Content:
     """A row as it is drawn: its sign, and its line."""
     style = STYLES[row.tone]
     sign = Content.styled(f"{row.sign or SIGNS[row.tone]} ", style)
-    return Content.assemble(sign, Content.styled(line, style if row.tone == "quiet" else ""))
+    plain = style if row.tone == "quiet" else ""
+    return Content.assemble(
+        sign, Content.styled(line, f"{plain} strike".strip() if row.struck else plain)
+    )
 
 
 class RowList(OptionList):
