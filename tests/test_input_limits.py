@@ -1,0 +1,149 @@
+"""Every input has a limit: more costs one line and exit 65, and neither minutes nor memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from engine import limits
+from engine.cli.main import main
+from engine.spec import options
+from engine.spec.sections import RunSpec, section_type
+
+Said = tuple[int, list[str]]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Said:
+    """Exit code and lines on stderr of a command that may take seconds and not more."""
+    capsys.readouterr()
+    began = time.monotonic()
+    code = main([str(one) for one in arguments])
+    assert time.monotonic() - began < 10
+    return code, capsys.readouterr().err.splitlines()
+
+
+def test_every_number_of_a_spec_has_two_ends() -> None:
+    for section in dataclasses.fields(RunSpec):
+        for field in dataclasses.fields(section_type(section.name)):
+            if type(field.default) in (int, float):
+                meta = field.metadata
+                assert meta["low"] is not None or meta["above"] is not None, field.name
+                assert meta["high"] is not None or meta["most"] is not None, field.name
+
+
+@pytest.mark.parametrize(
+    "key", [o.key for o in options() if o.type_name in ("int", "float")], ids=str
+)
+def test_a_number_far_beyond_its_use_is_refused_in_a_line(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in ("7" * 39, "-4611686018427387905", "7" * 5000, "0x" + "f" * 3000):
+        code, lines = run(capsys, "spec", "--set", f"{key}={value}")
+        assert code == 65, (key, value, lines)
+        about = [line for line in lines if f"--set {key}: " in line]
+        assert len(about) == 1 and len(about[0]) < 300, lines
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[train]\nsteps = " + "[" * 3000,
+        "[train]\nsteps = " + "[\n" * 3000 + "]\n" * 3000,
+        "[train]\nsteps = " + "[" * 12 + "]" * 12,
+        "train = " + "{a=" * 2000,
+        ".".join(["a"] * 4000) + " = 1",
+        "[train]\nsteps = " + "9" * 5001,
+        "[train]\nsteps = 0b" + "1" * 9000,
+        '[run]\nname = "a\\u0000b"',
+        '[student]\nconfig = "a\\u0000b"',
+        '[data]\ncorpus = "' + "x" * 15000 + '"',
+        '[data]\ncorpus = "' + "x/" * 3000 + '"',
+        '[data]\ncorpus = "' + "x" * 256 + '"',
+        '[teacher]\npath = "~nobody-has-this-name/x"',
+        "#" * 20000,
+        "#\n" * 200000,
+        '[run]\nname = """\n[' + " " * 16000 + '\n"""',
+        "\n".join(f"k{number} = 1" for number in range(2000)),
+        "\n".join(f"{'k' * 150}{number} = 1" for number in range(900)),
+        '"' + "k" * 300 + '" = 1',
+        '"a\\nb\\u001b[31m" = 1',
+        "[[train]]\n" * 500,
+        "train = 1979-05-27T07:32:00Z",
+    ],
+    ids=lambda text: text[:24].strip() or "space",
+)
+def test_a_spec_beyond_the_limits_is_refused_in_lines(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "kd.toml"
+    spec.write_text(text)
+    code, lines = run(capsys, "distill", spec, "--check")
+    assert code == 65 and 1 <= len(lines) <= limits.SPEC_PROBLEMS.most + 1, lines
+    assert all(len(line) < 500 and line.isprintable() for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "train.steps=" + "[" * 3000,
+        "train.steps=" + "[" * 20 + "]" * 20,
+        "train.steps=" + "{a=" * 1000,
+        "train.steps=" + "8" * 4900,
+        "k" * 5000 + "=1",
+        "data.corpus=" + "y" * 100_000,
+        "data.corpus=" + "y" * 300,
+        'data.corpus="\\u0000"',
+        "train.rows=4611686018427387904",
+        "no equals " + "x" * 9000,
+        "student.path=~nobody-has-this-name",
+    ],
+    ids=lambda text: text[:24],
+)
+def test_a_set_beyond_the_limits_is_refused_in_lines(
+    argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = run(capsys, "spec", "--set", argument)
+    assert code == 65 and 1 <= len(lines) <= 3, lines
+    assert all(len(line) < 500 for line in lines)
+
+
+def test_a_set_sets_one_key(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = run(capsys, "spec", "--set", "train.steps=3\nlr = 7")
+    assert code == 65 and any("train.steps: expected a number" in line for line in lines), lines
+
+
+def test_a_batch_that_no_memory_holds_is_refused_by_its_product(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sets = ["--set", "train.rows=60000", "--set", "data.seq_len=1000000"]
+    code, lines = run(capsys, "spec", *sets)
+    assert code == 65 and any("train.rows x data.seq_len" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "sparse", "loop"])
+def test_only_a_regular_file_is_read_as_a_spec(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kd.toml"
+    special(path, kind)
+    code, lines = run(capsys, "distill", path, "--check")
+    assert code == 65 and len(lines) == 1, lines
+
+
+def special(path: Path, kind: str) -> None:
+    """Something at `path` that is not a file to read."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 42)
