@@ -46,7 +46,10 @@ def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> 
             os.close(descriptor)
             raise
     except FileNotFoundError:
-        raise error.expected(what, path, "a file", "nothing there") from None
+        found = "nothing there"
+        if path.is_symlink():
+            found = f"a link to {os.readlink(path)}, which is not there"
+        raise error.expected(what, path, "a file", found) from None
     except OSError as failure:
         found = failure.strerror or str(failure)
         raise error.expected(what, path, "a file that can be read", found) from None

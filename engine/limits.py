@@ -60,6 +60,31 @@ BATCH_TOKENS = Limit(
     what="tokens of one forward pass: train.rows x data.seq_len", most=1 << 27, unit="tokens"
 )
 
+# Models. A config.json's counts are bounded before a list is as long as one of them.
+MODEL_CONFIG = Limit(
+    what="a model's config.json, tokenizer_config.json", most=4 * MIB, unit="bytes"
+)
+VOCABULARY = Limit(what="vocab_size of a model", most=1 << 24, unit="ids")
+MODEL_WIDTH = Limit(what="hidden_size of a model", most=1 << 18, unit="numbers")
+FEED_FORWARD = Limit(what="intermediate_size of a model", most=1 << 20, unit="numbers")
+LAYERS = Limit(what="num_hidden_layers of a model", most=4096, unit="layers")
+HEADS = Limit(
+    what="num_attention_heads and num_key_value_heads of a model", most=1 << 16, unit="heads"
+)
+HEAD_WIDTH = Limit(what="head_dim of a model", most=1 << 16, unit="numbers")
+POSITIONS = Limit(what="max_position_embeddings of a model", most=1 << 30, unit="positions")
+TOKEN_IDS = Limit(what="token ids that one key of a config.json lists", most=1024, unit="ids")
+PARAMETERS = Limit(what="weights of a model", most=1 << 44, unit="weights")
+WEIGHTS_HEADER = Limit(
+    what="the header of a safetensors file, and the index of a sharded one",
+    most=100_000_000,
+    unit="bytes",
+)
+TENSORS = Limit(what="tensors of a weight file", most=65_536, unit="tensors")
+APR_METADATA = Limit(what="the metadata of an .apr file", most=16 * MIB, unit="bytes")
+TOKENIZER_FILE = Limit(what="a tokenizer.json, alone or in a model", most=256 * MIB, unit="bytes")
+MODEL_TEXT = Limit(what="a chat template or licence of a model", most=16 * MIB, unit="bytes")
+
 
 def table() -> tuple[Limit, ...]:
     """Every limit, in the order of this file."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -147,3 +149,95 @@ def special(path: Path, kind: str) -> None:
     else:
         with path.open("wb") as file:
             file.truncate(1 << 42)
+
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+}
+
+
+def config_refused(folder: Path, text: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What is said of a student whose config.json is `text`."""
+    (folder / "config.json").write_text(text)
+    (folder / "kd.toml").write_text(
+        '[student]\nconfig = "config.json"\n[loss]\nalpha = 1.0\n[data]\nseq_len = 16\n'
+    )
+    code, lines = run(capsys, "distill", folder / "kd.toml", "--check", "--out", folder / "run")
+    assert code == 65 and not (folder / "run").exists(), lines
+    return lines
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 1_000_000_000},
+        {"num_hidden_layers": 2**70},
+        {"vocab_size": 2**40},
+        {"num_attention_heads": 2**40, "hidden_size": 2**40, "num_key_value_heads": 2**40},
+        {"hidden_size": -(10**3000)},
+        {"intermediate_size": 10**4000},
+        {"max_position_embeddings": 2**62},
+        {"head_dim": 2**33},
+        {"eos_token_id": list(range(5000))},
+        {"bos_token_id": 10**4000},
+        {"rope_theta": 10**4000},
+        {
+            "num_hidden_layers": 4096,
+            "hidden_size": 1 << 18,
+            "intermediate_size": 1 << 20,
+            "vocab_size": 1 << 24,
+        },
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_count_of_a_model_beyond_its_limit_is_refused_before_a_list_is_as_long(
+    change: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = config_refused(tmp_path, json.dumps(CONFIG | change), capsys)
+    assert all(len(line) < 600 for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"a":' * 50_000,
+        '{"vocab_size": ' + "1" * 5000 + "}",
+        "[]",
+        "",
+        '{"\\ud800": 1}',
+        '{"x": "' + "y" * 5_000_000 + '"}',
+    ],
+    ids=["lists", "tables", "digits", "list", "empty", "surrogate", "long"],
+)
+def test_a_config_that_is_no_object_is_refused_in_a_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(config_refused(tmp_path, text, capsys)) == 1
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "sparse", "loop"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_only_regular_files_are_read_of_a_model(
+    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import engine.demo
+
+    model = tmp_path / "model"
+    shutil.copytree(Path(engine.demo.__path__[0]) / "teacher", model)
+    (model / name).unlink()
+    special(model / name, kind)
+    code, lines = run(capsys, "inspect", model)
+    assert code == 65 or name != "model.safetensors", lines
+    (tmp_path / "text.txt").write_text("some words\n" * 40)
+    code, lines = run(capsys, "eval", "ppl", model, "--data", tmp_path / "text.txt")
+    assert code == 65 and len(lines) <= 2, lines

@@ -25,12 +25,12 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine import files, limits
 from engine.errors import BadInput, DiskFull, WeightsError
 from engine.formats.safetensors_header import (
     DTYPES,
     Header,
     TensorInfo,
-    open_regular,
     read_header,
     read_json_object,
     refuse,
@@ -55,7 +55,6 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
-_TOKENIZER_LIMIT_BYTES = 256 * 2**20
 
 
 class SafetensorsFolder:
@@ -114,19 +113,16 @@ class SafetensorsFolder:
 
     def config_dict(self) -> dict[str, Any]:
         """The `config.json` beside the weights. Raises `WeightsError`."""
-        return read_json_object(self.folder / CONFIG_FILE, "model configuration")
+        return read_json_object(
+            self.folder / CONFIG_FILE, "model configuration", limits.MODEL_CONFIG
+        )
 
     def tokenizer_json(self) -> bytes | None:
         """The `tokenizer.json` beside the weights, or None. Raises `WeightsError`."""
         path = self.folder / TOKENIZER_FILE
         if not os.path.lexists(path):
             return None
-        with open_regular(path, "tokenizer") as file:
-            raw = file.read(_TOKENIZER_LIMIT_BYTES + 1)
-        if len(raw) > _TOKENIZER_LIMIT_BYTES:
-            limit = f"at most {_TOKENIZER_LIMIT_BYTES:,} bytes"
-            raise WeightsError.expected("tokenizer", path, limit, "a larger file")
-        return raw
+        return files.read_bytes(path, "tokenizer", limits.TOKENIZER_FILE, error=WeightsError)
 
     def close(self) -> None:
         """Lets go of the files; a mapping lives on until the last tensor of `get` that uses it."""
@@ -301,7 +297,9 @@ def _stays_inside(folder: Path, shard: str) -> bool:
 
 def _read_shards(index: Path) -> list[Header]:
     """The headers of all shards of an index; each tensor is in the shard it is said to be in."""
-    weight_map = read_json_object(index, "safetensors index").get("weight_map")
+    weight_map = read_json_object(index, "safetensors index", limits.WEIGHTS_HEADER).get(
+        "weight_map"
+    )
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         found = f"{weight_map!r:.80}"
         refuse(index, "a weight_map of tensor names to file names", found, code="ST13")
