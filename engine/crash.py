@@ -77,7 +77,7 @@ def as_engine_error(error: Exception) -> EngineError | None:
     """The error as the user should meet it; None where it is our mistake."""
     if isinstance(error, EngineError):
         return error
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _is_torchs_memory_error(error):
         return BadInput.expected(
             "memory", "of this process", "enough for its input", "none left", hint=None
         )
@@ -85,6 +85,13 @@ def as_engine_error(error: Exception) -> EngineError | None:
         found = error.strerror or str(error)
         return BadInput.expected("file", error.filename, "a file that can be used", found)
     return None
+
+
+def _is_torchs_memory_error(error: Exception) -> bool:
+    """torch says so by a class of its own on a GPU, and by a RuntimeError's words on the host."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def write_report(name: str, error: Exception) -> Path | None:

@@ -85,6 +85,24 @@ APR_METADATA = Limit(what="the metadata of an .apr file", most=16 * MIB, unit="b
 TOKENIZER_FILE = Limit(what="a tokenizer.json, alone or in a model", most=256 * MIB, unit="bytes")
 MODEL_TEXT = Limit(what="a chat template or licence of a model", most=16 * MIB, unit="bytes")
 
+# Text to train on and to be judged by. It is read in pieces; a piece is held whole.
+CORPUS_FILE = Limit(what="one file of a corpus", most=64 * GIB, unit="bytes")
+CORPUS_TEXT = Limit(what="all text of a corpus", most=256 * GIB, unit="bytes")
+CORPUS_DOCUMENT = Limit(
+    what="one document: a file of a folder of text, or a line of a file",
+    most=256 * MIB,
+    unit="bytes",
+)
+CORPUS_PIECES = Limit(what="documents and passages of a corpus", most=1 << 26, unit="pieces")
+JUDGED_TEXT = Limit(what="the text of `engine eval ppl --data`", most=GIB, unit="bytes")
+PROMPT = Limit(what="a file with a prompt", most=16 * MIB, unit="bytes")
+PROBLEM_FILE = Limit(what="a file of programming problems", most=128 * MIB, unit="bytes")
+PROBLEM_TEXT = Limit(
+    what="a file of programming problems, decompressed", most=256 * MIB, unit="bytes"
+)
+PROBLEMS = Limit(what="problems of a file", most=100_000, unit="problems")
+RESULTS = Limit(what="results of `engine eval`", most=GIB, unit="bytes")
+
 
 def table() -> tuple[Limit, ...]:
     """Every limit, in the order of this file."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import os
+import resource
 import shutil
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
+import engine.demo
 from engine import limits
 from engine.cli.main import main
+from engine.crash import run_command
+from engine.data.sources import Piece, list_pieces
 from engine.spec import options
 from engine.spec.sections import RunSpec, section_type
 
@@ -144,6 +150,9 @@ def special(path: Path, kind: str) -> None:
         path.symlink_to("/dev/zero")
     elif kind == "folder":
         path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(path))
     elif kind == "loop":
         path.symlink_to(path)
     else:
@@ -230,10 +239,8 @@ def test_a_config_that_is_no_object_is_refused_in_a_line(
 def test_only_regular_files_are_read_of_a_model(
     kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import engine.demo
-
     model = tmp_path / "model"
-    shutil.copytree(Path(engine.demo.__path__[0]) / "teacher", model)
+    shutil.copytree(DEMO / "teacher", model)
     (model / name).unlink()
     special(model / name, kind)
     code, lines = run(capsys, "inspect", model)
@@ -241,3 +248,140 @@ def test_only_regular_files_are_read_of_a_model(
     (tmp_path / "text.txt").write_text("some words\n" * 40)
     code, lines = run(capsys, "eval", "ppl", model, "--data", tmp_path / "text.txt")
     assert code == 65 and len(lines) <= 2, lines
+
+
+DEMO = Path(engine.demo.__path__[0])
+
+
+def said_of_text(
+    source: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[Said, Said]:
+    """What training and judging say of a text."""
+    spec = source.parent / "kd.toml"
+    student = DEMO / "student.json"
+    spec.write_text(
+        f'[teacher]\npath = "{model}"\n[student]\nconfig = "{student}"\n[data]\ncorpus = "{source}"\n'
+    )
+    out = source.parent / "run"
+    return (
+        run(capsys, "distill", spec, "--check", "--out", out),
+        run(capsys, "eval", "ppl", model, "--data", source),
+    )
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse", "loop", "socket"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "folder/a.txt"])
+def test_only_regular_files_of_a_sane_size_are_read_as_text(
+    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / name
+    source.parent.mkdir(exist_ok=True)
+    special(source, kind)
+    asked = source if source.parent == tmp_path else source.parent
+    for code, lines in said_of_text(asked, DEMO / "teacher", capsys):
+        assert code == 65 and len(lines) <= 2, lines
+
+
+def test_a_line_that_is_all_of_a_large_file_is_not_held(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = dataclasses.replace(limits.CORPUS_DOCUMENT, most=1000)
+    monkeypatch.setattr(limits, "CORPUS_DOCUMENT", small)
+    for name in ("a.txt", "a.jsonl", "folder/a.md"):
+        source = tmp_path / name
+        source.parent.mkdir(exist_ok=True)
+        source.write_text("z" * 5000)
+        asked = source if source.parent == tmp_path else source.parent
+        for code, lines in said_of_text(asked, DEMO / "teacher", capsys):
+            assert code == 65 and "at most 1,000 bytes" in lines[0], lines
+
+
+def test_lines_within_the_limit_of_a_file_beyond_it_are_read_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("some words\n\n" * 5000)
+    whole = [piece.read() for piece in list_pieces(str(source)) if isinstance(piece, Piece)]
+    small = dataclasses.replace(limits.CORPUS_DOCUMENT, most=10_000)
+    monkeypatch.setattr(limits, "CORPUS_DOCUMENT", small)
+    again = [piece.read() for piece in list_pieces(str(source)) if isinstance(piece, Piece)]
+    assert again == whole and "".join(map(str, whole)) == source.read_text()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "sparse", "loop"])
+def test_only_regular_files_are_read_as_problems_results_and_prompts(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.jsonl"
+    special(path, kind)
+    model = DEMO / "teacher"
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps(PROBLEM) + "\n")
+    for arguments in (
+        ("eval", "humaneval", model, "--data", path, "--results", tmp_path / "r.jsonl"),
+        *[("eval", "humaneval", model, "--data", good, "--results", path)][: kind != "loop"],
+        ("generate", model, "--prompt-file", path),
+    ):
+        code, lines = run(capsys, *arguments)
+        assert code == 65 and len(lines) <= 2, (arguments, lines)
+
+
+PROBLEM = {
+    "task_id": "T/0",
+    "prompt": "def one():\n",
+    "entry_point": "one",
+    "canonical_solution": "    return 1\n",
+    "test": "def check(f):\n    assert f() == 1\n",
+}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"task_id": ' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"task_id": ' + b"7" * 6000 + b"}",
+        b"\x1f\x8b" + bytes(40),
+        b"\x1f\x8b\x08",
+        json.dumps(PROBLEM | {"entry_point": "\x00"}).encode(),
+        b"\xff\xfe" * 50,
+        b"\n" * 100_000,
+    ],
+    ids=["lists", "deep", "digits", "gzip", "cut gzip", "nul", "bytes", "blank"],
+)
+def test_a_file_of_problems_that_is_none_is_refused_in_a_line(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    code, lines = run(capsys, "eval", "humaneval", DEMO / "teacher", "--data", path)
+    assert code == 65 and len(lines) <= 2, lines
+
+
+def test_a_gzip_is_unpacked_up_to_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.jsonl.gz"
+    block = gzip.compress(bytes(64 << 20))
+    path.write_bytes(block * 48)  # 3 GiB of zeros in 3 MB
+    before = peak_bytes()
+    code, lines = run(capsys, "eval", "mbpp", DEMO / "teacher", "--data", path)
+    assert code == 65 and "decompressed" in lines[0], lines
+    assert peak_bytes() - before < 4 * limits.PROBLEM_TEXT.most
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def test_memory_that_torch_does_not_get_is_bad_input_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import torch
+
+    def command() -> int:
+        torch.empty(1 << 60, dtype=torch.uint8)
+        return 0
+
+    assert run_command("engine eval", command) == 65
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import BadInput, UsageError
+from engine import limits
+from engine.errors import UsageError
+from engine.files import read_text
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
@@ -105,7 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    prompt = arguments.prompt if arguments.prompt_file is None else _read(arguments.prompt_file)
+    prompt = (
+        arguments.prompt
+        if arguments.prompt_file is None
+        else read_text(arguments.prompt_file, "prompt", limits.PROMPT)
+    )
     model = open_asked(arguments, arguments.model)
     for line in graph_decision(model, 1, arguments.cuda_graph):
         say(line)
@@ -176,11 +182,3 @@ def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int
         return wanted
     longest = max(len(ids) for ids in model.tokenizer.encode_documents(prompts))
     return max(1, min(_MOST_TOKENS, model.decoder.config.max_position_embeddings - longest))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        found = str(getattr(error, "strerror", None) or error)
-        raise BadInput.expected("prompt", path, "a readable text in UTF-8", found) from error
