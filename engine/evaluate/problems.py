@@ -163,6 +163,7 @@ def _humaneval(record: Mapping[str, Any]) -> Problem:
         tests=Exam(
             setup=f"{prompt.rstrip()}\n    pass\n",
             tests=f"{_text(record, 'test')}\n\ncheck({entry})\n",
+            reference=prompt + _text(record, "canonical_solution"),
             entries=(entry,),
         ),
     )
@@ -188,6 +189,7 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
         tests=Exam(
             setup=used.imports + setup,
             tests="\n".join(tests) + "\n",
+            reference=code,
             entries=used.functions,
             classes=used.classes,
         ),
