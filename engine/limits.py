@@ -119,6 +119,47 @@ PROBLEM_TEXT = Limit(
 )
 PROBLEMS = Limit(what="problems of a file", most=100_000, unit="problems")
 RESULTS = Limit(what="results of `engine eval`", most=GIB, unit="bytes")
+# Logs of runs: `engine.runlog.envelope` makes the types of records of these.
+_BROKEN_LINE = "a broken line: named, and the log read up to it"
+LOG_LINE = Limit(what="a line of a log", most=MIB, unit="bytes", beyond=_BROKEN_LINE)
+LOG_TEXT = Limit(
+    what="one text of a line that a run writes into its log",
+    most=64 * KIB,
+    unit="characters",
+    beyond="cut, with its length",
+)
+LOG_ELAPSED = Limit(
+    what="a time in a log, since the log was opened",
+    most=10**10,
+    unit="seconds",
+    beyond=_BROKEN_LINE,
+)
+LOG_UNIX = Limit(
+    what="a time of day in a log, since 1970",
+    most=2 * 10**11,
+    unit="seconds",
+    beyond=_BROKEN_LINE,
+)
+LOG_COUNT = Limit(
+    what="steps, tokens, bytes and other counts in a log",
+    most=2**53,
+    unit="",
+    beyond=_BROKEN_LINE,
+)
+LOG_NUMBER = Limit(
+    what="any other number in a log, without its sign",
+    most=10**100,
+    unit="",
+    beyond=_BROKEN_LINE,
+)
+PACK_FILE = Limit(
+    what="a file of columns beside a log",
+    most=64 * MIB,
+    unit="bytes",
+    beyond="not used: the lines are read",
+)
+LOG_PID = Limit(what="the number of a process in a log", most=1 << 22, unit="", beyond=_BROKEN_LINE)
+LOG_GPU = Limit(what="the number of a GPU in a log", most=255, unit="", beyond=_BROKEN_LINE)
 
 
 def table() -> tuple[Limit, ...]:
