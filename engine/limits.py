@@ -160,6 +160,10 @@ PACK_FILE = Limit(
 )
 LOG_PID = Limit(what="the number of a process in a log", most=1 << 22, unit="", beyond=_BROKEN_LINE)
 LOG_GPU = Limit(what="the number of a GPU in a log", most=255, unit="", beyond=_BROKEN_LINE)
+# Findings
+FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
+ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")
+FINDINGS_LOG = Limit(what="`LOG.md` beside findings", most=16 * MIB, unit="bytes")
 
 
 def table() -> tuple[Limit, ...]:

@@ -515,3 +515,70 @@ def test_a_list_is_not_stopped_by_a_finding_that_is_damaged(world: World, tmp_pa
         True,
     ]
     assert isinstance(check_bundle(Bundle(bad)), Checked)
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "dangling", "device", "huge"])
+def test_a_finding_that_is_no_file_is_never_passed_over(copy: Bundle, kind: str) -> None:
+    path = copy.path / "finding.json"
+    path.unlink()
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case "dangling":
+            path.symlink_to("nowhere")
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "huge":
+            with path.open("wb") as file:
+                file.truncate(1 << 40)
+    for folder in (copy.path, copy.path.parent):
+        ran = ask("evidence", "verify", folder)
+        assert ran.code == 65 and ran.out.startswith("UNKNOWN"), ran
+        assert "could not be checked" in ran.out and "finding.json" in ran.out
+        assert "nothing was checked" not in ran.err
+        (one,) = ask("evidence", "verify", folder, "--json").json
+        assert one["level"] == "unknown" and one["seal"] is None
+    listed = ask("evidence", "list", copy.path.parent)
+    assert "finding.json" in listed.out
+    assert ask("why", "show", "--finding", copy.path).code == 65
+    assert ask("why", "verify", "--finding", copy.path).code == 65
+
+
+def test_one_that_cannot_be_read_hides_no_change_of_another(copy: Bundle, tmp_path: Path) -> None:
+    folder = copy.path.parent
+    (folder / "2026-01-01-odd" / "finding.json").mkdir(parents=True)
+    assert ask("evidence", "verify", folder).code == 65
+    (copy.path / "README.md").write_text("another")
+    ran = ask("evidence", "verify", folder)
+    assert ran.code == 1 and "README.md" in ran.out and "2026-01-01-odd" in ran.out
+
+
+def test_a_fifo_in_the_place_of_a_file_of_the_bundle_is_a_change(copy: Bundle) -> None:
+    artifact = next((copy.path / "artifacts").iterdir())
+    for path in (copy.path / "README.md", copy.path.parent / "LOG.md", artifact):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    ran = ask("evidence", "verify", copy.path)
+    assert ran.code == 1 and "README.md" in ran.out and artifact.name in ran.out
+
+
+def test_a_finding_cut_anywhere_is_a_change(copy: Bundle) -> None:
+    path = copy.path / "finding.json"
+    whole = path.read_bytes()
+    for size in (0, 1, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        ran = ask("evidence", "verify", copy.path)
+        assert ran.code == 1 and ran.out.startswith("FAIL") and "finding.json" in ran.out
+
+
+def test_a_folder_that_is_not_there_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ask("evidence", "verify").code == 2, "none was begun yet"
+    (tmp_path / "file").write_text("x")
+    for name, found in (("nowhere", "nothing there"), ("file", "no folder")):
+        ran = ask("evidence", "verify", name)
+        assert ran.code == 65 and found in ran.err

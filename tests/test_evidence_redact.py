@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import subprocess
@@ -15,6 +16,7 @@ from run_folders import Scene, started
 
 from engine.evidence.bundle import Bundle
 from engine.evidence.capture import capture_events, capture_metric
+from engine.evidence.command import capture_command
 from engine.evidence.context import run_blobs
 from engine.evidence.redact import Redactor, is_secret_name
 from engine.evidence.source import allowed_environment, checkout_state
@@ -72,11 +74,60 @@ def test_each_form_of_a_secret_is_found_and_named(text: str, secret: str, sort: 
         "git@github.com:me/project.git, https://host/path?step=3, mail me@host",
         "the token distribution is even; basic authentication was not asked for",
         "https://pypi.org/simple/@scope/x",
+        "HF_TOKEN=$HF_TOKEN engine distill; HF_TOKEN is not set; use --token to give it",
+        "eos_token: <|endoftext|>, pad_token=[PAD], loss per token: 2.31, max_token=77",
+        "PWD=/home/me/project",
+        "if token == 'x': token = stream.next(3)",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     done = Redactor({}).text(text)
     assert done.text == text and not done.found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "QX_TOKEN=@",
+        "train --api-key @ --steps 3",
+        '{"a": 1, "dbPassword": "@", "b": 2}',
+        '{"pass_phrase": 1, "passphrase": ["@", "@"]}',
+        "secret: |\n  @\nsteps: 3",
+        "- client_secret: '@'",
+        "X-Auth-Token: @",
+        "Authorization: @",
+        "https://h/x?a=1&access_token=@&b=2",
+        "q=%7B%22password%22%3A%22@%22%7D",
+        "<password>@</password>",
+        "ENV HUB_TOKEN @",
+        'os.environ["WANDB_API_KEY"] = "@"',
+        '["x", "--hub-token", "@"]',
+    ],
+)
+@pytest.mark.parametrize("value", ["x~7", "q9", "Zz0-" * 9])
+def test_what_stands_behind_a_telling_name_goes_whatever_its_length(text: str, value: str) -> None:
+    done = Redactor({}).text(f"before\n{text.replace('@', value)}\nafter")
+    assert value not in done.text, done.text
+    assert done.text.startswith("before\n") and done.text.endswith("\nafter") and done.found
+
+
+@pytest.mark.parametrize("before", ["", "a", "ab"])
+def test_copies_and_pieces_of_a_known_secret_go(before: str) -> None:
+    redactor = Redactor({"QX_API_KEY": AWS_SECRET})
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        text = encode(f"{before}{AWS_SECRET}\n".encode()).decode()
+        done = redactor.text(f"sent {text} now").text
+        kept = done.replace("[redacted: value of a secret variable]", "")
+        assert len(kept) < len("sent  now") + 9, done
+    assert redactor.text(f"began with {AWS_SECRET[:8]}...").text.startswith("began with [redacted")
+    assert AWS_SECRET[9:18] not in redactor.text(f"x{AWS_SECRET[9:18]}").text
+
+
+def test_a_secret_that_an_argument_tells_is_cut_out_of_what_is_printed() -> None:
+    capture = capture_command(["sh", "-c", 'echo "used $2"', "x", "--key-token", OWN], Redactor({}))
+    kept = [capture.blob, *capture.attached]
+    assert all(OWN[:8].encode() not in (blob.data or b"") for blob in kept)
+    assert any(b"used [redacted" in (blob.data or b"") for blob in kept)
 
 
 def test_the_value_of_a_secret_variable_is_found_whatever_its_form() -> None:

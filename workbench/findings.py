@@ -58,7 +58,7 @@ class FindingsFeed:
         """The list of them, newest first."""
         rows = []
         for bundle in (bundle for folder in self.folders for bundle in find_bundles(folder)):
-            stat = (bundle.path / FINDING).stat()
+            stat = (bundle.path / FINDING).lstat()
             seen = (stat.st_mtime_ns, stat.st_size)
             known = self._rows.get(bundle.path)
             if known is None or known[0] != seen:

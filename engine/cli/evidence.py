@@ -5,14 +5,16 @@
     engine evidence receipt RUN           what a run really did, compared with what lies beside it
     engine evidence import findings.json  a finding of the prior system, all of it unverified
 
-Exit codes of verify: 0 everything as it was, 1 something was changed (named), 2 nothing to check. Of
-receipt: 0 it agrees with its run, 1 it does not, 2 the run has none.
+Exit codes of verify: 0 everything as it was, 1 something was changed (named), 2 nothing to check, 65 a
+finding could not be read (named), so that it was not checked. Of receipt: 0 it agrees with its run, 1 it
+does not, 2 the run has none.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.evidence.verify import Checked
+    from engine.verdict import Verdict
 
 HELP = "list and verify findings, read receipts"
 
@@ -37,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "folder",
             type=Path,
             nargs="?",
-            default=Path("evidence"),
             metavar="DIR",
             help="(evidence)",
         )
@@ -66,7 +68,8 @@ def _list(a: argparse.Namespace) -> int:
     from engine.runlog.text import one_line
 
     rows: list[dict[str, Any]] = []
-    for bundle in find_bundles(a.folder):
+    folder = _folder(a.folder)
+    for bundle in find_bundles(folder):
         row: dict[str, Any] = {"folder": str(bundle.path)}
         try:
             finding = bundle.load()
@@ -82,7 +85,7 @@ def _list(a: argparse.Namespace) -> int:
         put_json(rows)
         return 0
     if not rows:
-        say(f"no findings in {a.folder}; begin one with `engine why new`")
+        say(f"no findings in {folder}; begin one with `engine why new`")
     width = max((len(Path(row["folder"]).name) for row in rows), default=0)
     for row in rows:
         words = row.get("error") or f"{row['title']}  [{row['state']}]"
@@ -95,12 +98,32 @@ def _verify(a: argparse.Namespace) -> int:
     from engine.evidence.verify import check_bundle
     from engine.verdict import lowest
 
-    checked = [check_bundle(bundle) for bundle in find_bundles(a.folder)]
+    folder = _folder(a.folder)
+    checked = [check_bundle(bundle) for bundle in find_bundles(folder)]
     print_checked(checked, as_json=a.json, rules=False)
     if not checked:
-        say(f"no findings in {a.folder}: nothing was checked")
+        say(f"no findings in {folder}: nothing was checked")
         return EXIT_UNKNOWN
-    return lowest(c.integrity for c in checked).exit_code
+    return exit_code_of(checked, lowest(c.integrity for c in checked))
+
+
+def _folder(given: Path | None) -> Path:
+    """The folder of findings: ./evidence need not be there, one that was named does."""
+    from engine.errors import BadInput
+
+    if given is not None and not given.is_dir():
+        found = "nothing there" if not os.path.lexists(given) else "no folder"
+        raise BadInput.expected("findings", given, "a folder", found)
+    return given or Path("evidence")
+
+
+def exit_code_of(checked: Sequence[Checked], verdict: Verdict) -> int:
+    """That of the verdict; of one that is unknown because a finding could not be read, of bad input."""
+    from engine.errors import BadInput
+    from engine.verdict import Level
+
+    unread = verdict.level is Level.UNKNOWN and any(one.unread for one in checked)
+    return BadInput.exit_code if unread else verdict.exit_code
 
 
 def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> None:

@@ -206,12 +206,12 @@ def _close(
 
 
 def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
-    from engine.cli.evidence import print_checked
+    from engine.cli.evidence import exit_code_of, print_checked
     from engine.evidence.verify import check_bundle
 
     checked = check_bundle(bundle)
     print_checked([checked], as_json=a.json, rules=True)
-    return checked.verdict.exit_code
+    return exit_code_of([checked], checked.verdict)
 
 
 def _show(bundle: Bundle, a: argparse.Namespace) -> int:

@@ -29,12 +29,14 @@ from pathlib import Path
 
 import msgspec
 
+from engine import limits
 from engine.errors import BadInput, write_error
 from engine.evidence.capture import Blob
 from engine.evidence.finding import Artifact, Finding
 from engine.evidence.form import load, sealed, to_bytes
 from engine.evidence.report import README, derive, state_words
 from engine.evidence.rules import judge
+from engine.files import read_bytes, read_text
 from engine.runlog.folder import write_whole
 from engine.runlog.text import one_line
 from engine.runlog.write import sync_folder
@@ -42,7 +44,6 @@ from engine.runlog.write import sync_folder
 FINDING = "finding.json"
 LOG = "LOG.md"
 _LOG_TITLE = "# What was found, newest first\n"
-_LARGEST_FINDING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,8 @@ class Bundle:
         return load(self.read_finding(), self.path / FINDING)
 
     def read_finding(self) -> bytes:
-        path = self.path / FINDING
-        try:
-            if path.stat().st_size > _LARGEST_FINDING_BYTES:
-                raise BadInput.expected("finding", path, "some MiB at most", "more")
-            return path.read_bytes()
-        except OSError as error:
-            found = error.strerror or str(error)
-            raise BadInput.expected("finding", path, "to read it", found) from None
+        """Raises BadInput for anything but a regular file of some MiB that can be read."""
+        return read_bytes(self.path / FINDING, "finding", limits.FINDING)
 
     def read_artifact(self, artifact: Artifact) -> bytes | None:
         """Its bytes; None for one that was not copied. Raises BadInput when they are not its."""
@@ -99,9 +94,9 @@ class Bundle:
             if path.stat().st_size != artifact.size:
                 found = str(path.stat().st_size)
                 raise BadInput.expected("artifact", path, f"{artifact.size} bytes", found)
-            data = path.read_bytes()
         except OSError as error:
             raise BadInput.expected("artifact", path, "to read it", str(error.strerror)) from None
+        data = read_bytes(path, "artifact", limits.ARTIFACT)
         digest = hashlib.sha256(data).hexdigest()
         if digest != artifact.sha256:
             raise BadInput.expected("artifact", path, f"sha256 {artifact.sha256}", digest)
@@ -193,7 +188,7 @@ class Bundle:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all; bytes that are there already stay."""
     with contextlib.suppress(OSError):
-        if not path.is_symlink() and path.read_bytes() == data:
+        if not path.is_symlink() and path.is_file() and path.read_bytes() == data:
             return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,16 +207,23 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def is_bundle(path: Path) -> bool:
-    return (path / FINDING).is_file()
+    """Whether a finding is there, be it damaged: a finding.json of any kind is looked at, never passed
+    over."""
+    return os.path.lexists(path / FINDING)
 
 
 def find_bundles(folder: Path) -> list[Bundle]:
     """The bundles in `folder`, or `folder` itself, newest name first."""
     if is_bundle(folder):
         return [Bundle(folder)]
-    if not folder.is_dir():
+    try:
+        names = sorted(folder.iterdir(), reverse=True)
+    except FileNotFoundError:
         return []
-    return [Bundle(p) for p in sorted(folder.iterdir(), reverse=True) if is_bundle(p)]
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise BadInput.expected("findings", folder, "a folder that can be read", found) from None
+    return [Bundle(p) for p in names if is_bundle(p)]
 
 
 def find_bundle(name: str, folder: Path) -> Bundle:
@@ -269,8 +271,8 @@ def log_entry(name: str, finding: Finding) -> str:
 def logged_seal(log: Path, name: str) -> str | None:
     """The seal that LOG.md has of a bundle; None where it has none."""
     try:
-        text = log.read_text()
-    except (OSError, UnicodeDecodeError):
+        text = read_text(log, "log", limits.FINDINGS_LOG)
+    except BadInput:
         return None
     for part in re.split(r"(?m)^(?=## )", text):
         if f", `{name}/`\n" in part and (match := re.search(r"Seal `([^`]*)`\.", part)):
@@ -280,7 +282,8 @@ def logged_seal(log: Path, name: str) -> str | None:
 
 def _log(path: Path, name: str, finding: Finding) -> None:
     """Put the entry of a finding on top; one that it has already goes."""
-    text = path.read_text() if path.is_file() else _LOG_TITLE
+    there = os.path.lexists(path)
+    text = read_text(path, "log", limits.FINDINGS_LOG) if there else _LOG_TITLE
     parts = re.split(r"(?m)^(?=## )", text)
     head, entries = parts[0], [p for p in parts[1:] if f", `{name}/`\n" not in p]
     entry = log_entry(name, finding)

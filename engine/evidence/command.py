@@ -57,6 +57,8 @@ def capture_command(
     if not argv:
         raise BadInput.expected("command", "of the evidence", "a program", "nothing")
     begun = now_utc()
+    # A secret that an argument holds is one in what is printed, too.
+    redactor = redactor.knowing(argv)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         status, seconds = _run(argv, cwd, out, err, limit_s, environ)
         blobs = [

@@ -5,6 +5,9 @@
     unknown   sound, and open: no root cause yet
     pass      sound and closed
 
+A finding.json that is a folder, a FIFO or a file that cannot be read could not be checked at all: that is
+unknown too, never passed over.
+
 A fault names the file or the evidence. Found are changes by anything but this tool: bit rot, editors,
 hands. Someone who rewrites a bundle with the tool's own code is found by the seal in LOG.md, if that
 was not rewritten too.
@@ -17,11 +20,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine import limits
 from engine.errors import BadInput
 from engine.evidence.bundle import FINDING, LOG, Bundle, logged_seal
 from engine.evidence.finding import Finding
+from engine.evidence.form import load
 from engine.evidence.locate import check_locator, check_source
 from engine.evidence.rules import Problem, judge
+from engine.files import read_bytes
 from engine.verdict import Level, Verdict
 
 
@@ -39,10 +45,12 @@ class Fault:
 class Checked:
     bundle: Bundle
     finding: Finding | None
-    """None where it cannot be read."""
+    """None where it is damaged, or could not be read."""
     faults: tuple[Fault, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    unread: str = ""
+    """Why nothing of it could be checked: finding.json is no file that can be read."""
 
     @property
     def broken(self) -> dict[str, str]:
@@ -55,6 +63,8 @@ class Checked:
     @property
     def integrity(self) -> Verdict:
         """Whether everything is as it was left and still says what it said; rules aside."""
+        if self.unread:
+            return Verdict(Level.UNKNOWN, f"could not be checked: {self.unread}")
         if self.faults:
             more = f" and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
             return Verdict(Level.FAIL, f"{self.faults[0]}{more}")
@@ -64,7 +74,7 @@ class Checked:
 
     @property
     def verdict(self) -> Verdict:
-        if self.faults:
+        if self.unread or self.faults:
             return self.integrity
         assert self.finding is not None
         for level, what in (("error", Level.FAIL), ("open", Level.UNKNOWN)):
@@ -90,7 +100,13 @@ def _count(finding: Finding) -> str:
 def check_bundle(bundle: Bundle) -> Checked:
     """Re-hash everything and look at every locator again."""
     try:
-        finding = bundle.load()
+        raw = bundle.read_finding()
+    except BadInput as error:
+        return Checked(
+            bundle=bundle, finding=None, faults=(), problems=(), notes=(), unread=error.message
+        )
+    try:
+        finding = load(raw, bundle.path / FINDING)
     except BadInput as error:
         fault = Fault(where=FINDING, text=error.message)
         return Checked(bundle=bundle, finding=None, faults=(fault,), problems=(), notes=())
@@ -141,10 +157,11 @@ def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
     for name, digest in finding.derived.items():
         path = bundle.path / name
         try:
-            found = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
-            yield Fault(where=name, text=f"cannot be read: {error.strerror}")
+            data = read_bytes(path, "file", limits.ARTIFACT)
+        except BadInput as error:
+            yield Fault(where=name, text=f"cannot be read: {error.message}")
             continue
+        found = hashlib.sha256(data).hexdigest()
         if path.is_symlink() or found != digest:
             yield Fault(where=name, text=f"expected sha256 {digest[:16]}, found {found[:16]}")
     seal = logged_seal(bundle.path.parent / LOG, bundle.path.name)
