@@ -43,6 +43,20 @@ RUN_FILE = Limit(
     what="a small file of a run: effective.json, receipt.json", most=4 * MIB, unit="bytes"
 )
 
+# What a program under test answers; the judge holds to the same numbers (`engine.evaluate.guest_wire`).
+ANSWER_BYTES = Limit(
+    what="an answer of a program that `engine eval` judges",
+    most=4 * MIB,
+    unit="bytes",
+    beyond="the program fails",
+)
+ANSWER_BITS = Limit(
+    what="an integer in such an answer", most=1 << 16, unit="bits", beyond="the program fails"
+)
+ANSWER_DEPTH = Limit(
+    what="nesting of such an answer", most=100, unit="levels", beyond="the program fails"
+)
+
 
 def table() -> tuple[Limit, ...]:
     """Every limit, in the order of this file."""

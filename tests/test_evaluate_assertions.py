@@ -13,9 +13,11 @@ import pytest
 from exam_shapes import RIGHT, RIGHT_TOO, SHAPES, WRONG, everywhere, exam
 
 from engine.errors import NoAnswer
+from engine.evaluate import guest_wire
 from engine.evaluate.guest_judge import Judged, judge
 from engine.evaluate.problems import read_problems
 from engine.evaluate.sandbox import TRIES, Exam, Sandbox, open_sandbox
+from engine.limits import ANSWER_BITS, ANSWER_BYTES, ANSWER_DEPTH
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,26 @@ def test_what_the_tests_make_of_an_answer_is_the_programs_doing_too(sandbox: San
             everywhere(f"return {answer}"), Exam(setup="", tests=tests)
         )
         assert trial.outcome == "fail", tests
+
+
+def test_the_limits_of_answers_are_those_of_the_table() -> None:
+    held = (guest_wire.MOST_BYTES, guest_wire.MOST_BITS, guest_wire.MOST_DEPTH)
+    assert held == (ANSWER_BYTES.most, ANSWER_BITS.most, ANSWER_DEPTH.most)
+
+
+def test_an_attribute_that_raises_is_an_exception_as_any_other(sandbox: Sandbox) -> None:
+    program = "class Node:\n    def __init__(self, value): self.value = value\n"
+    wrong = (
+        "class Node:\n    def __init__(self, value): pass\n    @property\n"
+        "    def value(self): raise StopIteration\n"
+    )
+    tests = (
+        "nodes = [Node(1), Node(2)]\nassert not hasattr(nodes[0], 'next')\n"
+        "assert all(n == 1 + i for i, n in enumerate(map(lambda node: node.value, nodes)))"
+    )
+    wanted = Exam(setup="", tests=tests, reference=program, classes=("Node",))
+    assert sandbox.try_program(program, wanted).outcome == "pass"
+    assert sandbox.try_program(wrong, wanted).outcome == "fail"
 
 
 def test_numbers_of_many_digits_are_judged_as_any_other(sandbox: Sandbox) -> None:
