@@ -165,6 +165,20 @@ FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
 ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")
 FINDINGS_LOG = Limit(what="`LOG.md` beside findings", most=16 * MIB, unit="bytes")
 
+# What a program under test answers; the judge holds to the same numbers (`engine.evaluate.guest_wire`).
+ANSWER_BYTES = Limit(
+    what="an answer of a program that `engine eval` judges",
+    most=4 * MIB,
+    unit="bytes",
+    beyond="the program fails",
+)
+ANSWER_BITS = Limit(
+    what="an integer in such an answer", most=1 << 16, unit="bits", beyond="the program fails"
+)
+ANSWER_DEPTH = Limit(
+    what="nesting of such an answer", most=100, unit="levels", beyond="the program fails"
+)
+
 
 def table() -> tuple[Limit, ...]:
     """Every limit, in the order of this file."""

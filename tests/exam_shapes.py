@@ -187,6 +187,11 @@ WRONG = {
     "stop when defined": "raise StopIteration",
     "nothing": "",
     "not Python": "def f(",
+    "half a character": "\ud800",
+    "a zero byte": "\x00",
+    "brackets": "f = " + "(" * 50_000,
+    "signs": "f = " + "-" * 50_000 + "1",
+    "long lines": "f = " + " + ".join(["1"] * 50_000),
     "true assertions": everywhere(
         "return 0", "import builtins\nbuiltins.AssertionError = StopIteration"
     ),

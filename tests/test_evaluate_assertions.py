@@ -6,16 +6,22 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import Kit
 from exam_shapes import RIGHT, RIGHT_TOO, SHAPES, WRONG, everywhere, exam
 
+from engine.cli.main import main
 from engine.errors import NoAnswer
+from engine.evaluate import guest_wire, humaneval
 from engine.evaluate.guest_judge import Judged, judge
 from engine.evaluate.problems import read_problems
 from engine.evaluate.sandbox import TRIES, Exam, Sandbox, open_sandbox
+from engine.limits import ANSWER_BITS, ANSWER_BYTES, ANSWER_DEPTH
+from engine.models.completions import Piece
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +160,26 @@ def test_what_the_tests_make_of_an_answer_is_the_programs_doing_too(sandbox: San
         assert trial.outcome == "fail", tests
 
 
+def test_the_limits_of_answers_are_those_of_the_table() -> None:
+    held = (guest_wire.MOST_BYTES, guest_wire.MOST_BITS, guest_wire.MOST_DEPTH)
+    assert held == (ANSWER_BYTES.most, ANSWER_BITS.most, ANSWER_DEPTH.most)
+
+
+def test_an_attribute_that_raises_is_an_exception_as_any_other(sandbox: Sandbox) -> None:
+    program = "class Node:\n    def __init__(self, value): self.value = value\n"
+    wrong = (
+        "class Node:\n    def __init__(self, value): pass\n    @property\n"
+        "    def value(self): raise StopIteration\n"
+    )
+    tests = (
+        "nodes = [Node(1), Node(2)]\nassert not hasattr(nodes[0], 'next')\n"
+        "assert all(n == 1 + i for i, n in enumerate(map(lambda node: node.value, nodes)))"
+    )
+    wanted = Exam(setup="", tests=tests, reference=program, classes=("Node",))
+    assert sandbox.try_program(program, wanted).outcome == "pass"
+    assert sandbox.try_program(wrong, wanted).outcome == "fail"
+
+
 def test_numbers_of_many_digits_are_judged_as_any_other(sandbox: Sandbox) -> None:
     tests = Exam(setup="", tests="assert power(n) == 3 ** n\nassert power(-n) == 0")
     tests = replace(tests, setup="n = 20_000\n")
@@ -220,3 +246,52 @@ def test_problem_files_hold_programs_to_the_assertions_of_their_reference(
         tried = [problem.program(text) for text in (problem.reference, wrong)]
         trials = [sandbox.try_program(one, problem.tests) for one in tried]
         assert [one.outcome for one in trials] == ["pass", "fail"], trials
+
+
+def test_one_hostile_program_neither_passes_nor_keeps_the_command_from_a_figure(
+    kit: Kit,
+    sandbox: Sandbox,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = [
+        "    return 2 * x\n",
+        "    raise StopIteration\n",
+        "    return {n * (2 ** 61 - 1) for n in range(60_000)}\n",
+        "    return 1 << 15_000_000\n",
+        "    import os\n    os._exit(0)\n",
+    ]
+    lines = [
+        {
+            "task_id": f"Own/{index}",
+            "prompt": f"def f(x):\n    '''Twice x, {index}.'''\n",
+            "entry_point": "f",
+            "canonical_solution": texts[0],
+            "test": "def check(candidate):\n"
+            "    for got, want in zip(map(candidate, [1, 2]), [2, 4]):\n"
+            "        assert got == want and len({got}) == 1\n"
+            "        assert got in set([want]) | set([got]) - set([0])\n",
+        }
+        for index in range(len(texts))
+    ]
+    data = tmp_path / "own.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked: list[int] = []
+
+    def completed(*given: object, keys: list[str], **_: object) -> Iterator[Piece]:
+        asked.extend(int(key.split("/")[1]) for key in keys)
+        for place, key in enumerate(keys):
+            text = texts[int(key.split("/")[1])]
+            yield Piece(prompt=place, text=text, ended="stop", tokens=5)
+
+    monkeypatch.setattr(humaneval, "complete", completed)
+    monkeypatch.setattr(humaneval, "not_contained", lambda *_: [])
+    monkeypatch.setattr("engine.evaluate.sandbox.open_sandbox", lambda: replace(sandbox, cpu_s=1))
+    given = ["eval", "humaneval", str(kit.teacher), "--data", str(data), "--json"]
+    given += ["--max-tokens", "8", "--results", str(tmp_path / "results.jsonl")]
+    assert main(given) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["mode"] == "measured" and told["passed"] == 1
+    assert [one["outcome"] for one in told["per_problem_results"]] == ["pass"] + ["fail"] * 4
+    assert main(given) == 0 and asked == list(range(len(texts)))

@@ -375,7 +375,13 @@ def test_a_program_does_not_begin_where_nobody_waits_for_it() -> None:
         raise BrokenPipeError
 
     calls = io.BytesIO()
-    task = {"setup": "", "tests": "assert f() == 1", "entries": [], "classes": [], "held": None}
+    task: dict[str, object] = {
+        "setup": "",
+        "tests": "assert f() == 1",
+        "entries": [],
+        "classes": [],
+        "held": None,
+    }
     answers = io.BytesIO(b'{"hello": true}\n{"ready": true}\n{"value": 1}\n')
     assert judge(task, calls, answers, gone)[0] == "harness"
     assert calls.getvalue() == b""
@@ -401,3 +407,72 @@ def test_a_killed_evaluation_leaves_no_program(sandbox: Sandbox, tmp_path: Path)
     assert len(children) == 2
     while any(Path(f"/proc/{one}").exists() for one in children):
         assert time.monotonic() < deadline_s, "a sandbox outlived what started it"
+
+
+HOLDS = """
+import ctypes, fcntl, os
+def held():
+    libc = ctypes.CDLL(None, use_errno=True)
+    total = 0
+    for _ in range(64):
+        try:
+            out = os.pipe()[1]
+        except OSError:
+            break
+        try:
+            fcntl.fcntl(out, 1031, 1 << 20)
+        except OSError:
+            pass
+        os.set_blocking(out, False)
+        try:
+            while True:
+                total += os.write(out, bytes(1 << 16))
+        except BlockingIOError:
+            pass
+    for make in (
+        lambda: libc.shmget(0, 1 << 24, 0o1600),
+        lambda: libc.msgget(0, 0o1600),
+        lambda: libc.semget(0, 1000, 0o1600),
+        lambda: libc.memfd_create(b'x', 0),
+        lambda: libc.syscall(447, 0),
+        lambda: libc.inotify_init1(0),
+        lambda: libc.mmap(0, 1 << 30, 3, 0x21, -1, 0),
+    ):
+        if make() != -1:
+            total += 1 << 24
+    return total
+def writable():
+    found = []
+    for folder, folders, _ in os.walk('/'):
+        if folder.count('/') > 2:
+            folders.clear()
+        try:
+            os.close(os.open(folder + '/x', os.O_CREAT | os.O_WRONLY))
+            found.append(folder)
+        except OSError:
+            pass
+        try:
+            os.mkdir(folder + '/y')
+            found.append(folder)
+        except OSError:
+            pass
+    return found
+"""
+
+
+def test_a_program_holds_no_memory_but_what_its_limit_counts_and_can_write_nowhere(
+    sandbox: Sandbox,
+) -> None:
+    """Pipes are the kernel's own memory: at most a mebibyte for each open file."""
+    trial = sandbox.try_program(HOLDS, exam("assert held() <= 64 << 20\nassert writable() == []"))
+    assert trial.outcome == "pass", trial.reason
+
+
+def test_a_program_gets_no_more_than_its_memory(sandbox: Sandbox) -> None:
+    program = (
+        "import mmap\ndef grown():\n    kept = []\n    try:\n        while len(kept) < 64:\n"
+        "            kept.append(mmap.mmap(-1, 1 << 26))\n    except OSError:\n        pass\n"
+        "    return len(kept)\n"
+    )
+    trial = sandbox.try_program(program, exam("assert 8 <= grown() < 16"))
+    assert trial.outcome == "pass", trial.reason

@@ -163,8 +163,9 @@ def judge(
             raise watch.end("fail", "the program ended before its tests did")
         if "raised" in found:
             thrown = transported(found)
-            # That an attribute is not there is what the tests asked for: `hasattr`.
-            raise thrown if "get" in request else watch.raised(thrown)
+            if "get" in request and isinstance(thrown, AttributeError):
+                raise thrown  # that it is not there answers `hasattr`
+            raise watch.raised(thrown)
         if "not_plain" in found:
             said = f"{what} gives a {str(found['not_plain'])[:200]}, which is no plain data"
             return Other(said, watch, true=found.get("true") is True)

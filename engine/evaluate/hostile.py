@@ -109,6 +109,7 @@ HOSTILES = tuple(
             _libc("ctypes.CDLL('librt.so.1', use_errno=True).mq_open(b'/q', 66, 0o600, None)"),
             _REFUSED,
         ),
+        ("secret memory", _libc("libc.syscall(447, 0)"), r"Function not implemented"),
         ("file in memory", _solve("os.memfd_create('x')\nreturn 42"), _REFUSED),
         (
             "pages in a pipe",

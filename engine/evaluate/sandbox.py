@@ -52,6 +52,8 @@ Outcome = Literal["pass", "fail", "harness"]
 
 CPU_S = 10
 CLOCK_S = 60.0
+RULES = 2
+"""Raised where programs may be judged otherwise than before: results of other rules are not added to."""
 TRIES = 3
 """Of a trial without a verdict."""
 _MOST_RESULT_BYTES = 1 << 20

@@ -3,8 +3,9 @@
     clone, fork, vfork                          EPERM: a program is one process with one thread, so that
                                                 the limits of a process are the limits of the program
     clone3                                      ENOSYS: the C library then uses clone
-    SysV shared memory, semaphores and queues, POSIX queues, memfd_create, memfd_secret, userfaultfd,
-    splice, tee, vmsplice                       EPERM: memory that outlives its place among the addresses
+    all that Linux 5.14 and later added         ENOSYS: nobody has looked here at what they do
+    SysV shared memory, semaphores and queues, POSIX queues, memfd_create, userfaultfd, splice,
+    tee, vmsplice                               EPERM: memory that outlives its place among the addresses
                                                 of a process, where the limit of memory counts it
     socket and its like, ptrace, other processes' memory, mounts, namespaces, keys, bpf, io_uring,
     asynchronous input, perf, notifications     EPERM
@@ -27,11 +28,11 @@ _NR, _ARCH = 0, 4
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _CLONE3 = 435
+_NEWER = 443
 _X32 = 0x40000000
 
-_SAME = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447)
-"""io_uring, the mount calls from open_tree on, pidfd_getfd, mount_setattr, memfd_secret: one number
-everywhere."""
+_SAME = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
+"""io_uring, the mount calls from open_tree on, pidfd_getfd, mount_setattr: one number everywhere."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -77,6 +78,7 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
         # x86-64 has a second table, of 32-bit pointers, above this number.
         _op(_AT_LEAST, _X32, otherwise=1),
         _op(_RETURN, _KILL),
+        _op(_AT_LEAST, _NEWER, then=1),
         _op(_EQUAL, _CLONE3, otherwise=1),
         _op(_RETURN, _ERRNO | errno.ENOSYS),
     ]
