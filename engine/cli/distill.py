@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --resume: when the newest checkpoint is damaged, continue from an older one",
     )
     parser.add_argument(
+        "--allow-restart",
+        action="store_true",
+        help="with --resume: when every checkpoint is gone, begin again from step 0",
+    )
+    parser.add_argument(
         "--allow-change",
         action="append",
         default=[],
@@ -101,7 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.supervise.launch import launch
 
     launched = launch(
-        folder, resume=arguments.resume is not None, allow_fallback=arguments.allow_fallback
+        folder,
+        resume=arguments.resume is not None,
+        allow_fallback=arguments.allow_fallback,
+        allow_restart=arguments.allow_restart,
     )
     if arguments.detach:
         launched.leave(b"d")
@@ -159,6 +167,7 @@ def _start(arguments: argparse.Namespace) -> Any:
 
 def _resume(arguments: argparse.Namespace) -> Any:
     from engine.cli.changes import settings_to_resume, write_changes
+    from engine.distill.going_on import check_promised, missing_newest
     from engine.distill.inputs import check_inputs
     from engine.errors import BadInput
     from engine.runlog.folder import open_run
@@ -185,6 +194,10 @@ def _resume(arguments: argparse.Namespace) -> Any:
             f"run folder: {folder.path} — expected a run with steps left, found one that completed",
             hint="start a new run with another train.steps",
         )
+    check_promised(folder, follower.view, arguments.allow_restart)
+    if arguments.detach and (missing := missing_newest(folder, follower.view)):
+        # Attached, it is heard from the log.
+        say(f"engine distill: {missing}")
     check_inputs(spec, folder.path)
     write_changes(folder, effective, spec)
     return folder

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 
+from engine.distill.going_on import past_checks, resume_command, was_stopped_by_checks
 from engine.errors import EXIT_FAIL
 from engine.runlog.events import AlertRaised, AnyEvent, Phase, kind_of
 from engine.runlog.follow import Follower
@@ -127,8 +128,10 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
     say(status_text(view, follower.alive))
     if state not in ("completed",):
         say(f"log: engine tail {launched.run.path}    errors: {launched.run.stderr}")
-        if state != "completed" and view.checkpoints:
-            say(f"continue: engine distill --resume {launched.run.path}")
+        if view.checkpoints and was_stopped_by_checks(view):
+            say(f"continue past the failed check: {past_checks(launched.run)}")
+        elif view.checkpoints:
+            say(f"continue: {resume_command(launched.run)}")
     say(f"run folder: {launched.run.path}")
     return code
 

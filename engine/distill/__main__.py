@@ -16,6 +16,7 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-fallback", action="store_true")
+    parser.add_argument("--allow-restart", action="store_true")
     parser.add_argument("--keep-alive-fd", type=int)
     arguments = parser.parse_args()
 
@@ -40,6 +41,7 @@ def main() -> int:
             arguments.run,
             resume=arguments.resume,
             allow_fallback=arguments.allow_fallback,
+            allow_restart=arguments.allow_restart,
             keep_alive_fd=arguments.keep_alive_fd,
         )
     except EngineError as error:

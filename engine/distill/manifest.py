@@ -82,7 +82,9 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
         except CheckpointError as error:
             if not allow_fallback:
                 raise CheckpointError(
-                    error.message, hint="an older checkpoint may be used if falling back is allowed"
+                    error.message,
+                    hint="`engine distill --resume RUN --allow-fallback` goes on from an older one that"
+                    " verifies; the steps since are made again",
                 ) from error
             refused.append((path, error.message))
             continue
@@ -94,7 +96,11 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
             refused=tuple(refused),
         )
     if refused:
-        raise CheckpointError("\n".join(reason for _, reason in refused))
+        raise CheckpointError(
+            "\n".join(reason for _, reason in refused),
+            hint=f"no checkpoint here verifies; with {folder} moved away, `engine distill --resume RUN"
+            " --allow-restart` begins again from step 0",
+        )
     return None
 
 

@@ -53,9 +53,16 @@ from engine.teachers.cached import CachedTeacher
 from engine.terminal import say
 
 
-def run(path: Path, *, resume: bool, allow_fallback: bool, keep_alive_fd: int | None) -> int:
+def run(
+    path: Path,
+    *,
+    resume: bool,
+    allow_fallback: bool,
+    keep_alive_fd: int | None,
+    allow_restart: bool = False,
+) -> int:
     """Train the run in `path` to its end; returns the exit code. However it ends, the log says
-    so before this returns.
+    so before this returns. What the two leaves allow is said in `Keeper.restore`.
     """
     folder = open_run(path)
     spec = spec_from_dict(json.loads(folder.effective.read_text())["spec"])
@@ -73,7 +80,7 @@ def run(path: Path, *, resume: bool, allow_fallback: bool, keep_alive_fd: int | 
         try:
             if ranks.first:
                 folder.keep_reserve()
-            finished = job.carry_out(allow_fallback=allow_fallback)
+            finished = job.carry_out(allow_fallback=allow_fallback, allow_restart=allow_restart)
         except EngineError as error:
             if isinstance(error, DiskFull) and ranks.first:
                 folder.free_reserve()
@@ -127,10 +134,12 @@ class _Job:
         """None until there is something to train."""
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
-        step = 0 if self.session is None else self.session.step
+        # What stops a resume before it has restored anything leaves the run where it was.
+        before = 0 if self.before is None else self.before.last_step
+        step = before if self.session is None else self.session.step
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
 
-    def carry_out(self, *, allow_fallback: bool) -> RunFinished:
+    def carry_out(self, *, allow_fallback: bool, allow_restart: bool) -> RunFinished:
         spec, log, ranks = self.spec, self.log, self.ranks
         inputs = check_inputs(spec, self.folder.path)
         for note in inputs.notes:
@@ -167,7 +176,7 @@ class _Job:
             compiles=self.compiles,
             stop=self.stop,
         )
-        resumed_from = self._resume(trainer, session, allow_fallback)
+        resumed_from = self._resume(trainer, session, allow_fallback, allow_restart)
         # Sharded layers are others to a compiler, and are compiled when they are sharded.
         put_to_run = partial(
             put_layers_to_run, log, self.compiles, plan=plan, length=spec.data.seq_len
@@ -216,14 +225,21 @@ class _Job:
             torch.cuda.reset_peak_memory_stats(device)
         return arithmetic
 
-    def _resume(self, trainer: Trainer, session: Session, allow_fallback: bool) -> int | None:
+    def _resume(
+        self, trainer: Trainer, session: Session, allow_fallback: bool, allow_restart: bool
+    ) -> int | None:
         """Goes on from the newest checkpoint of a run that is resumed; the step it was made after."""
         if self.before is None:
             return None
         # One rank at a time decides what is damaged and sets it aside: the first.
         if not self.ranks.first:
             self.ranks.wait_for_all()
-        session.heldout_losses |= self.keeper.restore(trainer, self.before, allow_fallback)
+        # Of a run that cannot be restored, too, the log says where it stands.
+        session.step = self.before.last_step
+        session.heldout_losses |= self.keeper.restore(
+            trainer, self.before, allow_fallback, allow_restart
+        )
+        session.step = trainer.step
         if self.ranks.first:
             self.ranks.wait_for_all()
         return trainer.step

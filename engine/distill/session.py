@@ -26,9 +26,11 @@ from engine.distill.budget import MemoryBudget
 from engine.distill.checking import context_of
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data
+from engine.distill.going_on import past_checks
 from engine.distill.heldout import heldout_loss
 from engine.distill.inputs import Inputs
 from engine.distill.keep import Keeper
+from engine.distill.manifest import published
 from engine.distill.sharding import whole_student
 from engine.distill.stopping import StopRequest
 from engine.distill.trainer import Trainer
@@ -72,7 +74,7 @@ class Session:
         self.budget, self.teacher_decoder = budget, teacher_decoder
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
-        """The last one that was logged; 0 before training begins."""
+        """The last one that was logged, or the one that a resumed run goes on from; 0 before the first."""
         self.heldout_losses: dict[str, float] = {}
         """Nats per token: `teacher`, `untrained`, `student`."""
 
@@ -191,8 +193,17 @@ class Session:
         if worthless:
             raise TrainingFailed(
                 "\n".join(f"check {result}" for result in worthless),
-                hint=f"{worthless[0].about.remedy} checks.on_fail=report would go on past it",
+                hint=f"{worthless[0].about.remedy} {self._past_them(worthless[0])}",
             )
+
+    def _past_them(self, failed: Result) -> str:
+        """How to go on although a check failed, and with what risk: a saved run stays its owner's."""
+        if not any(published(self.keeper.folder.checkpoints)):
+            return "checks.on_fail=report would go on past it"
+        return (
+            f"If the check is wrong: `{past_checks(self.keeper.folder)}` goes on, and only reports what "
+            f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
+        )
 
     def _may_run_ahead(self, step: int, begun_at: int) -> bool:
         """Whether nothing will look at the run as `step` leaves it."""

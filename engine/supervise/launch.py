@@ -44,9 +44,16 @@ class Launched:
             return  # the supervisor ended first: there is nobody to tell
 
 
-def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False) -> Launched:
+def launch(
+    run: RunFolder,
+    *,
+    resume: bool = False,
+    allow_fallback: bool = False,
+    allow_restart: bool = False,
+) -> Launched:
     """Start the supervisor of `run` in its own session and wait until it holds the run's watch
-    log.
+    log. With `resume` the run goes on from its newest checkpoint: from an older one only with
+    `allow_fallback`, from step 0 although it had one only with `allow_restart`.
     """
     if run.liveness().trainer or run.liveness().supervisor:
         raise RunLogError(
@@ -56,6 +63,7 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
     command = [sys.executable, "-m", "engine.supervise", str(run.path)]
     command += ["--resume"] if resume else []
     command += ["--allow-fallback"] if allow_fallback else []
+    command += ["--allow-restart"] if allow_restart else []
     begun_unix_s = time.time()
     try:
         output = run.stderr.open("ab")
