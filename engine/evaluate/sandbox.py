@@ -174,7 +174,7 @@ class Sandbox:
                 return _Judged(Trial("fail", found), [])
             trial = judged.trial
             ended = _status(running, time.monotonic() + 2.0)
-        if trial.outcome == "fail" and "ended" in trial.reason and ended is not None:
+        if trial.reason.startswith("the program ended") and ended is not None:
             return _Judged(Trial("fail", f"{trial.reason}: {self._how(ended)}"), [])
         return judged
 
