@@ -17,8 +17,9 @@ import json
 import os
 import stat
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from engine import limits
 from engine.errors import BadInput
@@ -33,7 +34,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BinaryIO:
+def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BufferedReader:
     """A regular file, open for reading in binary."""
     try:
         # A device may act when it is opened, so it is looked at first; and again afterwards, because another

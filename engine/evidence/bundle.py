@@ -29,12 +29,14 @@ from pathlib import Path
 
 import msgspec
 
+from engine import limits
 from engine.errors import BadInput, write_error
 from engine.evidence.capture import Blob
 from engine.evidence.finding import Artifact, Finding
 from engine.evidence.form import load, sealed, to_bytes
 from engine.evidence.report import README, derive, state_words
 from engine.evidence.rules import judge
+from engine.files import read_bytes, read_text
 from engine.runlog.folder import write_whole
 from engine.runlog.text import one_line
 from engine.runlog.write import sync_folder
@@ -42,7 +44,6 @@ from engine.runlog.write import sync_folder
 FINDING = "finding.json"
 LOG = "LOG.md"
 _LOG_TITLE = "# What was found, newest first\n"
-_LARGEST_FINDING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,7 @@ class Bundle:
         return load(self.read_finding(), self.path / FINDING)
 
     def read_finding(self) -> bytes:
-        path = self.path / FINDING
-        try:
-            if path.stat().st_size > _LARGEST_FINDING_BYTES:
-                raise BadInput.expected("finding", path, "some MiB at most", "more")
-            return path.read_bytes()
-        except OSError as error:
-            found = error.strerror or str(error)
-            raise BadInput.expected("finding", path, "to read it", found) from None
+        return read_bytes(self.path / FINDING, "finding", limits.FINDING)
 
     def read_artifact(self, artifact: Artifact) -> bytes | None:
         """Its bytes; None for one that was not copied. Raises BadInput when they are not its."""
@@ -99,7 +93,7 @@ class Bundle:
             if path.stat().st_size != artifact.size:
                 found = str(path.stat().st_size)
                 raise BadInput.expected("artifact", path, f"{artifact.size} bytes", found)
-            data = path.read_bytes()
+            data = read_bytes(path, "artifact", limits.FINDING)
         except OSError as error:
             raise BadInput.expected("artifact", path, "to read it", str(error.strerror)) from None
         digest = hashlib.sha256(data).hexdigest()
@@ -138,7 +132,7 @@ class Bundle:
             if name in wanted or path.is_symlink() or not path.is_file():
                 continue
             ours = re.fullmatch(r"plots/e[0-9]+\.svg", name) or path.name.split(".")[0] == (
-                hashlib.sha256(path.read_bytes()).hexdigest()
+                hashlib.sha256(read_bytes(path, "artifact", limits.FINDING)).hexdigest()
             )
             if ours:
                 path.unlink(missing_ok=True)
@@ -185,15 +179,15 @@ class Bundle:
                 raise BadInput.expected("export", bundle.path, "nothing there", "something")
             names = [FINDING, *finding.derived, *(a.path for a in finding.artifacts if a.kept)]
             for name in names:
-                _write(bundle.path / name, (self.path / name).read_bytes())
+                _write(bundle.path / name, read_bytes(self.path / name, "finding", limits.FINDING))
         _log(bundle.path.parent / LOG, bundle.path.name, finding)
         return bundle
 
 
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all; bytes that are there already stay."""
-    with contextlib.suppress(OSError):
-        if not path.is_symlink() and path.read_bytes() == data:
+    with contextlib.suppress(BadInput):
+        if not path.is_symlink() and read_bytes(path, "evidence", limits.FINDING) == data:
             return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,8 +263,8 @@ def log_entry(name: str, finding: Finding) -> str:
 def logged_seal(log: Path, name: str) -> str | None:
     """The seal that LOG.md has of a bundle; None where it has none."""
     try:
-        text = log.read_text()
-    except (OSError, UnicodeDecodeError):
+        text = read_text(log, "log of findings", limits.FINDING)
+    except BadInput:
         return None
     for part in re.split(r"(?m)^(?=## )", text):
         if f", `{name}/`\n" in part and (match := re.search(r"Seal `([^`]*)`\.", part)):
@@ -280,7 +274,9 @@ def logged_seal(log: Path, name: str) -> str | None:
 
 def _log(path: Path, name: str, finding: Finding) -> None:
     """Put the entry of a finding on top; one that it has already goes."""
-    text = path.read_text() if path.is_file() else _LOG_TITLE
+    text = _LOG_TITLE
+    if os.path.lexists(path):
+        text = read_text(path, "log of findings", limits.FINDING)
     parts = re.split(r"(?m)^(?=## )", text)
     head, entries = parts[0], [p for p in parts[1:] if f", `{name}/`\n" not in p]
     entry = log_entry(name, finding)

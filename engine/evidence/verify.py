@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine import limits
 from engine.errors import BadInput
 from engine.evidence.bundle import FINDING, LOG, Bundle, logged_seal
 from engine.evidence.finding import Finding
 from engine.evidence.locate import check_locator, check_source
 from engine.evidence.rules import Problem, judge
+from engine.files import read_bytes
 from engine.verdict import Level, Verdict
 
 
@@ -141,9 +143,9 @@ def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
     for name, digest in finding.derived.items():
         path = bundle.path / name
         try:
-            found = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
-            yield Fault(where=name, text=f"cannot be read: {error.strerror}")
+            found = hashlib.sha256(read_bytes(path, "finding", limits.FINDING)).hexdigest()
+        except BadInput as error:
+            yield Fault(where=name, text=f"cannot be read: {error.message}")
             continue
         if path.is_symlink() or found != digest:
             yield Fault(where=name, text=f"expected sha256 {digest[:16]}, found {found[:16]}")
