@@ -18,8 +18,9 @@ import json
 import os
 import stat
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from engine import limits
 from engine.errors import BadInput
@@ -34,7 +35,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BinaryIO:
+def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BufferedReader:
     """A regular file, open for reading in binary."""
     try:
         return open_plain(path)
@@ -58,7 +59,7 @@ class NotRegular(OSError):
     strerror: str
 
 
-def open_plain(path: Path) -> BinaryIO:
+def open_plain(path: Path) -> BufferedReader:
     """As `open_regular`, for whoever has words of his own for what went wrong: raises OSError."""
     # A device may act when it is opened, so it is looked at first; and again afterwards, because another
     # file may have taken the name.

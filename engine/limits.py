@@ -57,7 +57,7 @@ SPEC_PROBLEMS = Limit(
     what="problems of a spec that are told at once", most=50, unit="lines", beyond="counted"
 )
 BATCH_TOKENS = Limit(
-    what="tokens of one forward pass: train.rows x data.seq_len", most=1 << 27, unit="tokens"
+    what="tokens of one forward pass: train.rows x data.seq_len", most=1 << 32, unit="tokens"
 )
 
 # Models. A config.json's counts are bounded before a list is as long as one of them.
@@ -178,6 +178,21 @@ ANSWER_BITS = Limit(
 ANSWER_DEPTH = Limit(
     what="nesting of such an answer", most=100, unit="levels", beyond="the program fails"
 )
+
+# Small files that the tools write for themselves and each other.
+MANIFEST = Limit(
+    what="a manifest: of a checkpoint, a store, a published folder", most=64 * MIB, unit="bytes"
+)
+CHECKPOINT_STATE = Limit(what="state.json of a checkpoint", most=64 * MIB, unit="bytes")
+STORE_ROWS = Limit(what="the list of rows of a stored teacher output", most=256 * MIB, unit="bytes")
+FLIP_FILE = Limit(
+    what="a file of a flip: plan, pairs, verdict, controls", most=64 * MIB, unit="bytes"
+)
+FINDING = Limit(what="a file of a finding, and a prior record", most=64 * MIB, unit="bytes")
+EVALUATION = Limit(what="an evaluation given to gate or publish", most=GIB, unit="bytes")
+CONTRACT_RECEIPTS = Limit(what="receipts of a contract", most=64 * MIB, unit="bytes")
+DRILL_RESULTS = Limit(what="results of drills", most=64 * MIB, unit="bytes")
+BEAT = Limit(what="what a rank says of itself", most=4 * KIB, unit="bytes")
 
 
 def table() -> tuple[Limit, ...]:

@@ -473,3 +473,65 @@ def test_a_sound_tokenizer_gives_the_ids_it_gave(change: dict[str, object], tmp_
     text = "Some WORDS, 12345 and\n\n  more — naïve 中文 😀"
     wanted = Inner.from_file(str(path)).encode(text, add_special_tokens=False).ids
     assert open_tokenizer(path).encode_documents([text])[0].tolist() == wanted
+
+
+BROKEN = {
+    "cut": '{"spec": {"train": {"steps": 3',
+    "empty": "",
+    "deep": '{"spec": ' + "[" * 90_000,
+    "digits": '{"spec": {"train": {"steps": ' + "4" * 6000 + "}}}",
+    "list": "[]",
+    "no spec": "{}",
+    "spec is a list": '{"spec": [1]}',
+    "section is a number": '{"spec": {"train": 4}}',
+    "nul": '{"spec": {"teacher": {"path": "a\\u0000"}}}',
+    "bytes": "\udcff\udcfe",
+    "rows": '{"spec": {"train": {"rows": 4611686018427387905}}}',
+    "long": json.dumps({"spec": {"run": {"name": "n" * 9_000_000}}}),
+}
+
+
+@pytest.mark.parametrize("how", [*BROKEN, "fifo", "device", "folder", "sparse"])
+def test_a_run_whose_settings_are_broken_is_refused_in_lines(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    path = folder / "effective.json"
+    if how in BROKEN:
+        path.write_bytes(BROKEN[how].encode("utf-8", "surrogateescape"))
+    else:
+        special(path, how)
+    for arguments in (
+        ("distill", "--resume", folder),
+        ("distill", "--resume", folder, "--set", "train.steps=9"),
+        ("gate", folder),
+    ):
+        code, lines = run(capsys, *arguments)
+        assert code == 65 and 1 <= len(lines) <= 4, (arguments, lines)
+        assert all(len(line) < 600 for line in lines), lines
+
+
+@pytest.mark.parametrize("how", [*BROKEN, "fifo", "device", "folder", "sparse"])
+def test_small_files_of_the_tools_that_are_broken_are_refused_in_a_line(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(path: Path) -> Path:
+        path.parent.mkdir(exist_ok=True)
+        if how in BROKEN:
+            path.write_bytes(BROKEN[how].encode("utf-8", "surrogateescape"))
+        else:
+            special(path, how)
+        return path
+
+    finding = broken(tmp_path / "2026-01-01-x" / "finding.json").parent
+    flip = broken(tmp_path / "flip" / "pairs.jsonl").parent
+    if how != "folder":
+        broken(flip / "plan.json")
+    for arguments in (
+        ("evidence", "verify", finding),
+        ("flip", "--resume", flip),
+        ("why", "show", "--finding", finding),
+    ):
+        code, lines = run(capsys, *arguments)
+        assert code in (1, 2, 65) and len(lines) <= 6, (arguments, code, lines)

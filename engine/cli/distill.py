@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import time
 from pathlib import Path
@@ -178,7 +177,7 @@ def _resume(arguments: argparse.Namespace) -> Any:
     if arguments.out or arguments.gpus is not None or arguments.smoke is not None:
         raise UsageError("--gpus, --smoke and --out make a new run; --resume continues one")
     folder = open_run(arguments.resume.absolute())
-    effective = json.loads(folder.effective.read_text())
+    effective = folder.read_effective()
     sets = sets_from_environment(os.environ) + arguments.set
     spec = settings_to_resume(folder, effective, sets, arguments.allow_change)
     follower = Follower(folder)

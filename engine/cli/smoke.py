@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 from engine.diagnose.projection import project, projection_lines
 from engine.errors import EXIT_FAIL, EXIT_UNKNOWN
@@ -17,7 +16,7 @@ def report(run: RunFolder, code: int, *, as_json: bool) -> int:
     """Print the projection of a run that ended with `code`; the exit code of the verdict: 0 when
     the steps were made and every check passed, 1 when one failed, 2 when one is unknown.
     """
-    spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    spec = spec_from_dict(run.read_effective()["spec"])
     view = Follower(run).read_all()
     found = project(view, spec)
     if as_json:

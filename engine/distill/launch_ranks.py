@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -66,7 +65,7 @@ def main() -> int:
         threading.Thread(
             target=_end_with_supervisor, args=(arguments.keep_alive_fd,), daemon=True
         ).start()
-    spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    spec = spec_from_dict(run.read_effective()["spec"])
     hangs = HangWatch(run, spec.compute.collective_timeout_s + LEEWAY_S)
     hangs.start()
     return launch(run, arguments.gpus, flags, hangs)

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import CheckpointError
+from engine.files import open_regular, read_bytes
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
-_LIMIT_BYTES = 16 * 2**20
 _READ_BYTES = 2**20
 _PUBLISHED = re.compile(r"step-([0-9]{8})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -137,10 +138,7 @@ def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
     for entry in present.values():
         if not entry.is_file(follow_symlinks=False):
             raise refusal(path / entry.name, "a plain file", "a link, a folder or a device")
-    size = present[MANIFEST].stat().st_size
-    if size > _LIMIT_BYTES:
-        raise refusal(path / MANIFEST, f"at most {_LIMIT_BYTES} bytes", str(size))
-    raw = (path / MANIFEST).read_bytes()
+    raw = read_bytes(path / MANIFEST, "checkpoint", limits.MANIFEST, error=CheckpointError)
     records = _read_manifest(path / MANIFEST, raw, step)
     for name in sorted(records.keys() - present.keys()):
         raise refusal(path / name, "the file in the manifest", "no such file")
@@ -203,7 +201,7 @@ def _is_integer(value: object) -> bool:
 def digest_of(path: Path) -> tuple[int, str]:
     """Size in bytes and sha256 of a file."""
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_regular(path, "checkpoint", error=CheckpointError) as file:
         while piece := file.read(_READ_BYTES):
             digest.update(piece)
             size += len(piece)

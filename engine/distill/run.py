@@ -11,7 +11,6 @@ from the batches, the hashes from the tensors.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import replace
 from functools import partial
@@ -65,7 +64,7 @@ def run(
     so before this returns. What the two leaves allow is said in `Keeper.restore`.
     """
     folder = open_run(path)
-    spec = spec_from_dict(json.loads(folder.effective.read_text())["spec"])
+    spec = spec_from_dict(folder.read_effective()["spec"])
     ranks = ranks_here()
     before = Follower(folder).read_all() if resume else None
     writer = "trainer" if ranks.first else f"rank {ranks.rank}"

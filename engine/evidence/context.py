@@ -7,7 +7,6 @@ the state of the project's checkout, the kernel's log over the time of the run.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import time
@@ -99,7 +98,7 @@ def spec_hash(run: RunFolder) -> dict[str, Any]:
     are taken as they were written: a setting that has been added since is none of this run's.
     """
     try:
-        effective = json.loads(run.effective.read_bytes())
+        effective = run.read_effective()
         recorded = effective.get("spec_sha256")
         return {"recorded": recorded, "found": settings_sha256(effective["spec"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EngineError) as error:

@@ -6,17 +6,17 @@ what was decided where they say `auto`, and what the log says was built and done
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import SpecError
+from engine import limits
+from engine.errors import BadInput, SpecError
+from engine.files import read_json_object
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
-from engine.spec import parse_set
+from engine.spec import parse_set, read_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +114,8 @@ def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
     """Each setting of spec.toml with the command line's over it."""
     asked: dict[str, Any] = {}
     try:
-        tree = tomllib.loads(run.spec.read_text())
-    except (OSError, ValueError):
+        tree, _ = read_spec(run.spec)
+    except BadInput:
         tree = {}
     for section, settings in tree.items():
         if isinstance(settings, dict):
@@ -133,10 +133,9 @@ def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
     try:
-        value = json.loads(run.effective.read_bytes())
-    except (OSError, ValueError):
+        return read_json_object(run.effective, "settings", limits.RUN_FILE)
+    except BadInput:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def rows_of(view: RunView) -> dict[str, Any]:

@@ -10,7 +10,6 @@ A metric is computed again with the arithmetic of this version, a flip's effect 
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from engine.evidence.redact import Redactor
 from engine.experiments.judge import interval_of
 from engine.experiments.plan import read_plan
 from engine.experiments.record import read_pairs
+from engine.files import parse_json
 from engine.runlog.events import TrainerExited
 from engine.runlog.folder import RunFolder, is_run
 
@@ -128,7 +128,7 @@ def _unequal(locator: Any, found: dict[str, Any]) -> Iterator[str]:
 def _flip_differences(
     finding: Finding, locator: FlipResult, data: bytes, read: Read
 ) -> Iterator[str]:
-    verdict = json.loads(data)
+    verdict = parse_json(data, "artifact", "verdict")
     yield from _unequal(locator, fields_of(verdict, "artifact"))
     plan_raw, pairs_raw = read(locator.plan), read(locator.pairs)
     if plan_raw is None or pairs_raw is None or finding.artifact(locator.plan).redacted:
@@ -156,7 +156,7 @@ def _flip_differences(
 def _command_differences(
     evidence: Evidence, locator: CommandRun, data: bytes, read: Read
 ) -> Iterator[str]:
-    record = json.loads(data)
+    record = parse_json(data, "artifact", "command")
     hashes = {name: record[name]["sha256"] for name in ("stdout", "stderr")}
     yield from _unequal(
         locator,

@@ -17,9 +17,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.errors import BadInput
 from engine.evidence.context import plain, sessions_of, spec_hash
 from engine.evidence.differences import differences, effective_of, rows_of
 from engine.evidence.form import now_utc
+from engine.files import open_regular
 from engine.runlog.events import CheckpointSaved, Event, RunStarted
 from engine.runlog.folder import RunFolder
 from engine.runlog.read import BrokenLog, LogReader
@@ -145,11 +147,11 @@ def digest_files(folder: Path) -> dict[str, dict[str, Any]]:
 def _sha256(path: Path, first_bytes: int | None = None) -> str | None:
     digest, left = hashlib.sha256(), first_bytes
     try:
-        with path.open("rb") as file:
+        with open_regular(path, "hash") as file:
             while piece := file.read(_READ_BYTES if left is None else min(left, _READ_BYTES)):
                 digest.update(piece)
                 left = None if left is None else left - len(piece)
-    except OSError:
+    except (OSError, BadInput):
         return None
     return digest.hexdigest() if not left else None
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import BadInput, write_error
+from engine.files import open_regular
 from engine.formats.safetensors import fsync_folder
 
 
@@ -54,5 +55,5 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _fsync(path: Path) -> None:
-    with path.open("rb") as file:
+    with open_regular(path, "file") as file:
         os.fsync(file.fileno())

@@ -16,9 +16,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import read_json_object
+<<<<<<< HEAD
 from engine.limits import RUN_FILE
+=======
+>>>>>>> inputs
 from engine.runlog.read import Liveness, writer_is_alive
 from engine.runlog.write import read_boot_id, sync_folder
 
@@ -101,7 +105,23 @@ class RunFolder:
         """The receipt, or None when the run has not written one; RunLogError when it is not one."""
         if not os.path.lexists(self.receipt):
             return None
+<<<<<<< HEAD
         return read_json_object(self.receipt, "receipt", RUN_FILE, error=RunLogError)
+=======
+        return read_json_object(self.receipt, "receipt", limits.RUN_FILE, error=RunLogError)
+
+    def read_effective(self) -> dict[str, Any]:
+        """What effective.json says: under `spec` a table of settings for each section. Raises RunLogError."""
+        found = read_json_object(
+            self.effective, "settings", limits.RUN_FILE, having=("spec",), error=RunLogError
+        )
+        spec = found["spec"]
+        if not isinstance(spec, dict) or not all(isinstance(one, dict) for one in spec.values()):
+            raise RunLogError.expected(
+                "settings", self.effective, "sections under 'spec'", "others"
+            )
+        return found
+>>>>>>> inputs
 
 
 def is_run(path: Path) -> bool:

@@ -240,7 +240,7 @@ class TrainSection:
         low=0,
         most=10**9,
     )
-    rows: int = setting(8, "Rows in one forward pass.", low=1, most=1 << 16)
+    rows: int = setting(8, "Rows in one forward pass.", low=1, most=1 << 22)
     accumulation: int = setting(1, "Forward passes in one optimizer step.", low=1, most=1 << 20)
     lr: float = setting(3e-4, "Peak learning rate.", above=0.0, most=1e38)
     warmup_steps: int = setting(20, "Steps of linear warm-up.", low=0, most=10**9)

@@ -20,7 +20,6 @@ and one with `watch.on_thrash = stop` when the machine is about to hang for want
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import selectors
@@ -276,7 +275,7 @@ def _tail(path: Path) -> str:
 
 
 def _spec(run: RunFolder) -> RunSpec:
-    return spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    return spec_from_dict(run.read_effective()["spec"])
 
 
 def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
