@@ -46,6 +46,12 @@ RUN_FILE = Limit(
 # Logs of runs: `engine.runlog.envelope` makes the types of records of these.
 _BROKEN_LINE = "a broken line: named, and the log read up to it"
 LOG_LINE = Limit(what="a line of a log", most=MIB, unit="bytes", beyond=_BROKEN_LINE)
+LOG_FILE = Limit(
+    what="a log of a run",
+    most=16 * GIB,
+    unit="bytes",
+    beyond="refused, exit 65; viewers say so",
+)
 LOG_TEXT = Limit(
     what="one text of a line that a run writes into its log",
     most=64 * KIB,

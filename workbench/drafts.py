@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.errors import BadInput, SpecError
+from engine.errors import BadInput, RunLogError, SpecError
+from engine.files import read_text
+from engine.limits import RUN_FILE
 from engine.runlog.folder import RunFolder, write_whole
 from engine.spec import (
     KEYS,
@@ -183,16 +185,16 @@ def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft
     in the run folder. Raises BadInput when the run does not tell its settings.
     """
     try:
-        effective = json.loads(run.effective.read_bytes())
+        effective = run.read_effective()
         wanted = spec_from_dict(effective["spec"])
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (RunLogError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise BadInput.expected(
             "run folder", run.effective, "the settings of the run", f"{problem}"
         ) from problem
     file = Path(str(effective.get("spec_file", "")))
     try:
         draft = open_draft(file, environ)
-        same = draft.text == run.spec.read_text()
+        same = draft.text == read_text(run.spec, "spec", RUN_FILE)
     except (BadInput, OSError, ValueError):
         same = False
     if not same:

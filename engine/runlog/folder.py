@@ -97,6 +97,10 @@ class RunFolder:
             boot_id=read_boot_id(),
         )
 
+    def read_effective(self) -> dict[str, Any]:
+        """The settings after defaults, in their file; RunLogError when that is none."""
+        return read_json_object(self.effective, "settings", RUN_FILE, error=RunLogError)
+
     def read_receipt(self) -> dict[str, Any] | None:
         """The receipt, or None when the run has not written one; RunLogError when it is not one."""
         if not os.path.lexists(self.receipt):
