@@ -122,6 +122,12 @@ RESULTS = Limit(what="results of `engine eval`", most=GIB, unit="bytes")
 # Logs of runs: `engine.runlog.envelope` makes the types of records of these.
 _BROKEN_LINE = "a broken line: named, and the log read up to it"
 LOG_LINE = Limit(what="a line of a log", most=MIB, unit="bytes", beyond=_BROKEN_LINE)
+LOG_FILE = Limit(
+    what="a log of a run",
+    most=16 * GIB,
+    unit="bytes",
+    beyond="refused, exit 65; viewers say so",
+)
 LOG_TEXT = Limit(
     what="one text of a line that a run writes into its log",
     most=64 * KIB,
@@ -188,7 +194,12 @@ STORE_ROWS = Limit(what="the list of rows of a stored teacher output", most=256 
 FLIP_FILE = Limit(
     what="a file of a flip: plan, pairs, verdict, controls", most=64 * MIB, unit="bytes"
 )
-FINDING = Limit(what="a file of a finding, and a prior record", most=64 * MIB, unit="bytes")
+STUDENT_FILE = Limit(
+    what="a file of a student whose hash is compared",
+    most=4096 * GIB,
+    unit="bytes",
+    beyond="told as not equal",
+)
 EVALUATION = Limit(what="an evaluation given to gate or publish", most=GIB, unit="bytes")
 CONTRACT_RECEIPTS = Limit(what="receipts of a contract", most=64 * MIB, unit="bytes")
 DRILL_RESULTS = Limit(what="results of drills", most=64 * MIB, unit="bytes")

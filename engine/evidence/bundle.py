@@ -80,10 +80,7 @@ class Bundle:
         return load(self.read_finding(), self.path / FINDING)
 
     def read_finding(self) -> bytes:
-<<<<<<< HEAD
         """Raises BadInput for anything but a regular file of some MiB that can be read."""
-=======
->>>>>>> inputs
         return read_bytes(self.path / FINDING, "finding", limits.FINDING)
 
     def read_artifact(self, artifact: Artifact) -> bytes | None:
@@ -97,10 +94,6 @@ class Bundle:
             if path.stat().st_size != artifact.size:
                 found = str(path.stat().st_size)
                 raise BadInput.expected("artifact", path, f"{artifact.size} bytes", found)
-<<<<<<< HEAD
-=======
-            data = read_bytes(path, "artifact", limits.FINDING)
->>>>>>> inputs
         except OSError as error:
             raise BadInput.expected("artifact", path, "to read it", str(error.strerror)) from None
         data = read_bytes(path, "artifact", limits.ARTIFACT)
@@ -194,13 +187,8 @@ class Bundle:
 
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all; bytes that are there already stay."""
-<<<<<<< HEAD
     with contextlib.suppress(OSError):
         if not path.is_symlink() and path.is_file() and path.read_bytes() == data:
-=======
-    with contextlib.suppress(BadInput):
-        if not path.is_symlink() and read_bytes(path, "evidence", limits.FINDING) == data:
->>>>>>> inputs
             return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -283,11 +271,7 @@ def log_entry(name: str, finding: Finding) -> str:
 def logged_seal(log: Path, name: str) -> str | None:
     """The seal that LOG.md has of a bundle; None where it has none."""
     try:
-<<<<<<< HEAD
-        text = read_text(log, "log", limits.FINDINGS_LOG)
-=======
         text = read_text(log, "log of findings", limits.FINDING)
->>>>>>> inputs
     except BadInput:
         return None
     for part in re.split(r"(?m)^(?=## )", text):
@@ -298,14 +282,8 @@ def logged_seal(log: Path, name: str) -> str | None:
 
 def _log(path: Path, name: str, finding: Finding) -> None:
     """Put the entry of a finding on top; one that it has already goes."""
-<<<<<<< HEAD
     there = os.path.lexists(path)
     text = read_text(path, "log", limits.FINDINGS_LOG) if there else _LOG_TITLE
-=======
-    text = _LOG_TITLE
-    if os.path.lexists(path):
-        text = read_text(path, "log of findings", limits.FINDING)
->>>>>>> inputs
     parts = re.split(r"(?m)^(?=## )", text)
     head, entries = parts[0], [p for p in parts[1:] if f", `{name}/`\n" not in p]
     entry = log_entry(name, finding)

@@ -6,14 +6,13 @@ what was decided where they say `auto`, and what the log says was built and done
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import limits
-from engine.errors import BadInput, SpecError
-from engine.files import read_json_object
+from engine.errors import BadInput, RunLogError, SpecError
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
 from engine.spec import parse_set, read_spec
@@ -76,13 +75,14 @@ def _done_otherwise(spec: dict[str, dict[str, Any]], view: RunView) -> Iterator[
     """What the built objects say, where it is not what the settings ask."""
     train, started = spec.get("train") or {}, view.started
     if started is not None and train:
-        rows = train["rows"] * train["accumulation"] * spec.get("compute", {}).get("gpus", 1)
+        factors = (train.get("rows"), train.get("accumulation"), _of(spec, "compute", "gpus", 1))
+        rows = math.prod(factors) if all(isinstance(one, int) for one in factors) else None
         for key, asked, took in (
             ("train.steps", train.get("steps"), started.steps),
             ("train.lr", train.get("lr"), started.peak_lr),
-            ("loss.alpha", spec["loss"]["alpha"], started.alpha),
-            ("loss.temperature", spec["loss"]["temperature"], started.temperature),
-            ("data.seq_len", spec["data"]["seq_len"], started.seq_len),
+            ("loss.alpha", _of(spec, "loss", "alpha"), started.alpha),
+            ("loss.temperature", _of(spec, "loss", "temperature"), started.temperature),
+            ("data.seq_len", _of(spec, "data", "seq_len"), started.seq_len),
             ("rows per step", rows, started.rows_per_step),
         ):
             if asked != took:
@@ -110,6 +110,10 @@ def _done_otherwise(spec: dict[str, dict[str, Any]], view: RunView) -> Iterator[
         )
 
 
+def _of(spec: dict[str, dict[str, Any]], section: str, key: str, otherwise: Any = None) -> Any:
+    return spec.get(section, {}).get(key, otherwise)
+
+
 def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
     """Each setting of spec.toml with the command line's over it."""
     asked: dict[str, Any] = {}
@@ -132,10 +136,15 @@ def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
 
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
+    """The settings of a run in tables, and what else stands beside them; none where they cannot be read."""
     try:
-        return read_json_object(run.effective, "settings", limits.RUN_FILE)
-    except BadInput:
+        found = run.read_effective()
+    except RunLogError:
         return {}
+    sets = found.get("sets")
+    return found | {
+        "sets": [one for one in sets if isinstance(one, str)] if isinstance(sets, list) else None
+    }
 
 
 def rows_of(view: RunView) -> dict[str, Any]:

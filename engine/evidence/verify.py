@@ -157,11 +157,7 @@ def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
     for name, digest in finding.derived.items():
         path = bundle.path / name
         try:
-<<<<<<< HEAD
             data = read_bytes(path, "file", limits.ARTIFACT)
-=======
-            found = hashlib.sha256(read_bytes(path, "finding", limits.FINDING)).hexdigest()
->>>>>>> inputs
         except BadInput as error:
             yield Fault(where=name, text=f"cannot be read: {error.message}")
             continue

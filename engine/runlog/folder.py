@@ -19,10 +19,6 @@ from typing import Any
 from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import read_json_object
-<<<<<<< HEAD
-from engine.limits import RUN_FILE
-=======
->>>>>>> inputs
 from engine.runlog.read import Liveness, writer_is_alive
 from engine.runlog.write import read_boot_id, sync_folder
 
@@ -105,9 +101,6 @@ class RunFolder:
         """The receipt, or None when the run has not written one; RunLogError when it is not one."""
         if not os.path.lexists(self.receipt):
             return None
-<<<<<<< HEAD
-        return read_json_object(self.receipt, "receipt", RUN_FILE, error=RunLogError)
-=======
         return read_json_object(self.receipt, "receipt", limits.RUN_FILE, error=RunLogError)
 
     def read_effective(self) -> dict[str, Any]:
@@ -121,7 +114,6 @@ class RunFolder:
                 "settings", self.effective, "sections under 'spec'", "others"
             )
         return found
->>>>>>> inputs
 
 
 def is_run(path: Path) -> bool:

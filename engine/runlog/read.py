@@ -25,9 +25,10 @@ import msgspec
 
 from engine.errors import RunLogError
 from engine.files import NotRegular, depth_of, open_plain
-from engine.limits import JSON_DEPTH, LOG_LINE, LOG_NUMBER
+from engine.limits import JSON_DEPTH, LOG_FILE, LOG_LINE, LOG_NUMBER
 from engine.runlog.events import KINDS, NON_FINITE, AnyEvent, LogOpened, Unrecognised
 from engine.runlog.skim import Skimmed, decode_block
+from engine.terminal import clipped
 
 READ_BYTES = 16 << 20
 PART_BYTES = 128 << 10
@@ -87,8 +88,8 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
         return msgspec.convert({"kind": kind, "fields": record, **envelope}, Unrecognised)
     except (LookupError, TypeError, ValueError) as error:
         raise RunLogError(
-            f"run log: {where} — expected a {kind!r} record, found one that breaks its form: "
-            f"{error}"
+            f"run log: {where} — expected a {kind[:60]!r} record, found one that breaks its form: "
+            f"{clipped(str(error), 200)}"
         ) from None
 
 
@@ -184,6 +185,10 @@ class LogReader:
                     raise BrokenLog(
                         f"run log: {self.path} — expected the {self._offset} bytes read so far, "
                         f"found {status.st_size}: it was cut or replaced while it was being read"
+                    )
+                if status.st_size > LOG_FILE.most:
+                    raise BrokenLog.expected(
+                        "run log", self.path, str(LOG_FILE), f"{status.st_size:,}"
                     )
                 self._file_id = file_id
                 block = file.read(max_bytes)

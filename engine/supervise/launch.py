@@ -4,15 +4,18 @@ the same way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from engine.errors import BadInput, InternalError, RunLogError, write_error
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
+from engine.runlog.read import id_of
 
 START_DEADLINE_S = 30.0
 POLL_S = 0.02
@@ -93,6 +96,22 @@ def launch(
     return Launched(run, process, begun_unix_s)
 
 
+def _check_holds(pid: int, log: Path) -> None:
+    """Refuse a process that has not opened a log: it is not the writer of it."""
+    with contextlib.suppress(OSError):
+        wanted = id_of(log.stat())
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if id_of(link.stat()) == wanted:
+                    return
+    raise BadInput.expected(
+        "run log",
+        log,
+        f"process {pid}, which it names as its writer, to hold it",
+        "that it does not",
+    )
+
+
 def stop(run: RunFolder, *, now: bool = False) -> str:
     """Ask a run to finish its step, save and stop; `now` ends it without saving. Returns what
     was done, in words.
@@ -102,8 +121,9 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     if not follower.alive.trainer and not follower.alive.supervisor:
         raise BadInput(f"run {run.name} — expected one that is going on, found it {follower.state}")
     watcher = view.clocks.get("watch")
-    # A pid is trusted only while the log that names it is held open by its writer.
+    # A pid is trusted only while its process holds the log that names it: a log may name any.
     if follower.alive.supervisor and watcher is not None and not now:
+        _check_holds(watcher.pid, run.watch)
         os.kill(watcher.pid, signal.SIGTERM)
         return f"asked run {run.name} to finish its step, save and stop"
     trainer = view.clocks.get("events")
@@ -111,5 +131,6 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
         raise BadInput(
             f"run {run.name} — expected a trainer, found none yet", hint="try again in a moment"
         )
+    _check_holds(trainer.pid, run.events)
     os.kill(trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
     return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"
