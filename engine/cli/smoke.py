@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from engine.diagnose.projection import project, projection_lines
+from engine.distill.going_on import resume_command
 from engine.errors import EXIT_FAIL, EXIT_UNKNOWN
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
@@ -26,7 +27,7 @@ def report(run: RunFolder, code: int, *, as_json: bool) -> int:
         for line in projection_lines(found):
             put(line)
         key = "train.stop_after"
-        say(f"go on with it: engine distill --resume {run.path} --set {key}=0 --allow-change {key}")
+        say(f"go on with it: {resume_command(run)} --set {key}=0 --allow-change {key}")
     if code:
         return code
     if found.failed:

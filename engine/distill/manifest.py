@@ -126,9 +126,13 @@ def step_of(path: Path) -> int:
 
 def published(folder: Path) -> Iterator[Path]:
     """Paths named like a published checkpoint, newest first; any other name is not ours to read."""
-    if folder.is_dir():
+    try:
         names = sorted(entry.name for entry in folder.iterdir() if _PUBLISHED.fullmatch(entry.name))
-        yield from (folder / name for name in reversed(names))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise refusal(folder, "a folder that can be read", str(error)) from error
+    yield from (folder / name for name in reversed(names))
 
 
 def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:

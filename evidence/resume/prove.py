@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import json
-import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -27,14 +26,9 @@ import torch
 from engine.checks.check import Result
 from engine.checks.gradients import loss_gradient
 from engine.checks.runner import undisturbed
-from engine.distill import run as trainer_module
-from engine.distill.keep import Keeper
-from engine.runlog.folder import RunFolder, create_run
-from engine.runlog.follow import Follower
-from engine.spec import build_spec
-from tests.attack.healthy_runs import HIGH_RATE, Drawn, asked, drawn
-from tests.checked_runs import World, make_world
-from tests.conftest import Kit, make_kit, tiny_config
+from tests.attack.healthy_runs import HIGH_RATE, Drawn, asked, drawn, killed_after_each_step
+from tests.checked_runs import make_world
+from tests.conftest import Kit, make_kit
 
 ALL_EVERY = 4
 RESUMES_OF_A_RUN = 20
@@ -44,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
     parser.add_argument("results", type=Path)
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first run")
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--resumes", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=2400.0)
@@ -56,14 +51,15 @@ def main() -> None:
     begun = time.monotonic()
     tally = Tally()
     resumes_of = -(-arguments.resumes // RESUMES_OF_A_RUN)
-    for seed in range(arguments.runs):
+    for number in range(arguments.runs):
+        seed = arguments.first + number
         if time.monotonic() - begun > arguments.seconds:
             break
         run = drawn(world, seed)
         ask_from_every_checkpoint(run, arguments.work / "run", tally)
         # Spread over the runs, so that one that is cut short has some of both.
-        if seed * resumes_of // arguments.runs != (seed - 1) * resumes_of // arguments.runs:
-            resume_after_every_step(kit, world, run, arguments.work / "killed", tally)
+        if number * resumes_of // arguments.runs != (number - 1) * resumes_of // arguments.runs:
+            resume_after_every_step(kit, run, arguments.work / "killed", tally)
         tally.write(arguments.results, time.monotonic() - begun)
         print(seed, json.dumps(tally.counts), flush=True)
 
@@ -124,59 +120,13 @@ def ask_from_every_checkpoint(run: Drawn, folder: Path, tally: Tally) -> None:
         tally.smallest_share[str(numbers.get("step_share"))] += 1
 
 
-def resume_after_every_step(kit: Kit, world: World, run: Drawn, folder: Path, tally: Tally) -> None:
-    """One process for each step of the run, each killed when it has saved."""
+def resume_after_every_step(kit: Kit, run: Drawn, folder: Path, tally: Tally) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    (folder / "student.json").write_text(json.dumps(tiny_config(**run.student)))
-    steps = RESUMES_OF_A_RUN + 1
-    tree = run.settings | {
-        "train": run.settings["train"] | {"steps": steps + 1},
-        "data": run.settings["data"] | {"corpus": str(kit.corpus), "heldout_fraction": 0.2},
-        "teacher": {"path": str(kit.teacher)},
-        "student": {"config": str(folder / "student.json"), "precision": run.precision},
-        "eval": {"rows": 4},
-        "checkpoint": {"every": 1, "keep_last": 1},
-        "compute": {"device": "cpu", "threads": 1},
-    }
-    if not run.settings["loss"]["alpha"] < 1:
-        tree["data"] |= {"tokenizer": str(kit.teacher / "tokenizer.json")}
-        tree["teacher"] = {}
-    spec = build_spec(tree)
-    target = RunFolder(folder / "run")
-    create_run(target.path, "", {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
-    for step in range(1, steps + 1):
-        code = _in_a_process(target, resume=step > 1)
-        view = Follower(target).read_all()
-        tally.counts["resumes_as_processes"] += step > 1
-        if code == -signal.SIGKILL and view.last_step == step:
-            continue
-        reason = "" if view.finished is None else view.finished.reason
-        if step == 1:
-            # Refused before it had anything to lose: counted, and no resume can follow.
-            tally.counts["starts_refused"] += 1
-        tally.refused.append({"seed": run.seed, "step": step, "code": code, "reason": reason})
-        return
-
-
-def _in_a_process(target: RunFolder, *, resume: bool) -> int:
-    """How a trainer ended that saves once: minus the signal, or its exit code."""
-    child = os.fork()
-    if child == 0:
-        save = Keeper.save
-
-        def saves_and_dies(keeper: Keeper, *arguments: Any) -> Path:
-            save(keeper, *arguments)
-            os.kill(os.getpid(), signal.SIGKILL)
-            raise AssertionError("a killed process goes on")
-
-        Keeper.save = saves_and_dies  # type: ignore[method-assign]
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 2)
-        os._exit(
-            trainer_module.run(target.path, resume=resume, allow_fallback=False, keep_alive_fd=None)
-        )
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for ended in killed_after_each_step(kit, run, folder, RESUMES_OF_A_RUN + 1):
+        tally.counts["resumes_as_processes"] += ended.step > 1
+        if not ended.saved:
+            # One that was refused before it had anything to lose is a fault, too; no resume can follow it.
+            tally.refused.append(dataclasses.asdict(ended) | {"seed": run.seed})
 
 
 if __name__ == "__main__":

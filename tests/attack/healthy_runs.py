@@ -5,7 +5,11 @@ no check may keep one from going on from any of its checkpoints.
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import random
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +21,19 @@ from engine.checks.context import Context
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
 from engine.distill import checkpoint, state, state_files
+from engine.distill import run as trainer_module
 from engine.distill.checking import context_of
+from engine.distill.keep import Keeper
 from engine.distill.manifest import verify
 from engine.distill.trainer import Trainer
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder
+from engine.runlog.folder import RunFolder, create_run
+from engine.runlog.follow import Follower
 from engine.spec import RunSpec, build_spec
 from engine.teachers.dequantized import DequantizedTeacher
 from tests.checked_runs import Run, World
-from tests.conftest import tiny_config
+from tests.conftest import Kit, tiny_config
 
 STEPS = 20
 HIGH_RATE = 4e-3
@@ -169,3 +177,68 @@ def asked(run: Run) -> list[Result]:
         found += run.checks.after_step(step)
         break
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a process of a run ended that should have taken one step, saved it and been killed."""
+
+    step: int
+    """The one it should have taken: from the second on a resume."""
+    code: int
+    """Minus the signal, or the exit code."""
+    saved: bool
+    reason: str
+    """In the run's own words, where it came to say one."""
+
+
+def killed_after_each_step(kit: Kit, run: Drawn, folder: Path, steps: int) -> Iterator[Ended]:
+    """The run in `folder`, a process for each of its steps, each killed when it has saved; as far as the first
+    that does not."""
+    target = RunFolder(folder / "run")
+    folder.mkdir(parents=True)
+    (folder / "student.json").write_text(json.dumps(tiny_config(**run.student)))
+    tree = run.settings | {
+        "train": run.settings["train"] | {"steps": steps + 1},
+        "data": run.settings["data"] | {"corpus": str(kit.corpus), "heldout_fraction": 0.2},
+        "teacher": {"path": str(kit.teacher)},
+        "student": {"config": str(folder / "student.json"), "precision": run.precision},
+        "eval": {"rows": 4},
+        "checkpoint": {"every": 1, "keep_last": 1},
+        "compute": {"device": "cpu", "threads": 1},
+    }
+    if run.settings["loss"]["alpha"] == 1.0:
+        tree["data"] |= {"tokenizer": str(kit.teacher / "tokenizer.json")}
+        tree["teacher"] = {}
+    spec = build_spec(tree)
+    create_run(target.path, "", {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
+    for step in range(1, steps + 1):
+        code = _one_step_in_a_process(target, resume=step > 1)
+        view = Follower(target).read_all()
+        saved = code == -signal.SIGKILL and view.last_step == step
+        reason = "" if view.finished is None else view.finished.reason
+        yield Ended(step=step, code=code, saved=saved, reason=reason)
+        if not saved:
+            return
+
+
+def _one_step_in_a_process(target: RunFolder, *, resume: bool) -> int:
+    child = os.fork()
+    if child == 0:
+        save = Keeper.save
+
+        def saves_and_dies(keeper: Keeper, *arguments: Any) -> Path:
+            save(keeper, *arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError("a killed process goes on")
+
+        Keeper.save = saves_and_dies  # type: ignore[method-assign]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        code = 70
+        try:
+            code = trainer_module.run(
+                target.path, resume=resume, allow_fallback=False, keep_alive_fd=None
+            )
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
