@@ -69,6 +69,16 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
             stderr=output,
             start_new_session=True,
         )
+    try:
+        _wait_for_supervisor(run, process)
+    except KeyboardInterrupt:
+        # It has nothing to save yet.
+        process.terminate()
+        raise
+    return Launched(run, process, begun_unix_s)
+
+
+def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_DEADLINE_S
     while not run.liveness().supervisor and process.poll() is None:
         if time.monotonic() > deadline:
@@ -82,7 +92,6 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
         raise InternalError(
             f"supervisor: expected it to start, found exit {process.returncode}: {' '.join(tail)}"
         )
-    return Launched(run, process, begun_unix_s)
 
 
 def stop(run: RunFolder, *, now: bool = False) -> str:
