@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import EXIT_INTERRUPTED, BadInput, EngineError, InternalError
+from engine.signals import Stopped
 from engine.terminal import clipped, printable, say
 from engine.version import VERSION
 
@@ -53,8 +54,13 @@ def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -
         # again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as stop:
+        if not isinstance(stop, Stopped):
+            return EXIT_INTERRUPTED
+        # A closed terminal takes no words.
+        with contextlib.suppress(OSError):
+            say(f"{name}: {stop}")
+        return stop.exit_code
     except Exception as error:
         if debug:
             raise

@@ -18,13 +18,13 @@ import argparse
 import contextlib
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import BadInput, UsageError
+from engine.signals import scratch_folder
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="drills-") as folder:
-            yield Path(folder)
+        with scratch_folder("drills-") as folder:
+            yield folder
         return
     out.mkdir(parents=True, exist_ok=True)
     yield out.absolute()

@@ -84,9 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
             put_json({"out": str(wanted.out), **job.plan.as_dict()})
         return 0
     stop = StopRequest()
+    # Without a supervisor nobody would look after what goes on unseen: a hang-up ends it as before.
+    hang_up = signal.getsignal(signal.SIGHUP)
     stop.watch_signals()
-    # Without a supervisor nobody would look after what goes on unseen.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, hang_up)
     progress = _Progress(job)
     done = prepare(job, stop=stop, say=progress.line.say, progress=progress)
     progress.line.clear()

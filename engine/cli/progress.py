@@ -24,6 +24,7 @@ from engine.runlog.text import (
     status_text,
 )
 from engine.runlog.view import RunView
+from engine.signals import hand_over
 from engine.supervise.launch import Launched
 from engine.terminal import StatusLine, put, put_json, say
 
@@ -89,6 +90,7 @@ def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
         launched.leave(b"h")
         os._exit(128 + signal.SIGHUP)
 
+    hand_over()
     signal.signal(signal.SIGINT, pass_on)
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGHUP, hang_up)

@@ -47,6 +47,7 @@ from engine.runlog.follow import Follower
 from engine.runlog.view import RunView
 from engine.runlog.write import LogWriter
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
+from engine.signals import Stopped
 from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.cached import CachedTeacher
 from engine.terminal import say
@@ -80,6 +81,8 @@ def run(
             if ranks.first:
                 folder.keep_reserve()
             finished = job.carry_out(allow_fallback=allow_fallback, allow_restart=allow_restart)
+        except Stopped as stopped:
+            finished = job.stopped(stop.reason or stopped.name, stopped.exit_code)
         except EngineError as error:
             if isinstance(error, DiskFull) and ranks.first:
                 folder.free_reserve()
@@ -137,6 +140,16 @@ class _Job:
         before = 0 if self.before is None else self.before.last_step
         step = before if self.session is None else self.session.step
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
+
+    def stopped(self, reason: str, exit_code: int) -> RunFinished:
+        """Before the first step: what was saved by an earlier session is what there is."""
+        step = self.before.last_step if self.before is not None else 0
+        return RunFinished(
+            state="stopped",
+            reason=f"{reason} before the first step",
+            exit_code=exit_code,
+            step=step,
+        )
 
     def carry_out(self, *, allow_fallback: bool, allow_restart: bool) -> RunFinished:
         spec, log, ranks = self.spec, self.log, self.ranks

@@ -37,7 +37,13 @@ from engine.distill.trainer import Trainer
 from engine.errors import TrainingFailed
 from engine.models.decoder import Decoder
 from engine.models.head import DenseHead, Head
-from engine.runlog.events import Evaluated, RunFinished, StopRequested, name_of_non_finite
+from engine.runlog.events import (
+    TRAINING,
+    Evaluated,
+    RunFinished,
+    StopRequested,
+    name_of_non_finite,
+)
 from engine.runlog.held import HeldWriter
 from engine.runlog.write import LogWriter
 from engine.spec import RunSpec
@@ -124,8 +130,9 @@ class Session:
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Every step that is left. None when all are done, else how the run ended before that."""
         spec = self.spec
+        self.stop.steps_begin()
         self.step = self.keeper.saved_step = begun_at = trainer.step
-        record.phase(self.log, "training", f"from step {trainer.step} to {spec.train.steps}")
+        record.phase(self.log, TRAINING, f"from step {trainer.step} to {spec.train.steps}")
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         for step in trainer.steps(lambda step: self._may_run_ahead(step, begun_at)):
             self.step = step.step
@@ -156,7 +163,7 @@ class Session:
                 record.phase(self.log, "saving a checkpoint")
                 self._save(trainer, student)
             if pause and not last:
-                record.phase(self.log, "training")
+                record.phase(self.log, TRAINING)
             if step.stop_asked and not last:
                 return self._stop_as_asked(trainer)
             if step.step == self._paused_at(begun_at) and not last:

@@ -32,6 +32,10 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     """Where that comes from, or why there is none."""
 
 
+TRAINING = "training"
+"""The phase that begins with the first step: before it a run has nothing to save."""
+
+
 class Phase(Event, frozen=True, kw_only=True, tag="phase"):
     """What the trainer is doing now, written before it begins: the last one names what a silent run
     is stuck in."""

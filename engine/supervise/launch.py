@@ -80,6 +80,16 @@ def launch(
             stderr=output,
             start_new_session=True,
         )
+    try:
+        _wait_for_supervisor(run, process)
+    except KeyboardInterrupt:
+        # It has nothing to save yet.
+        process.terminate()
+        raise
+    return Launched(run, process, begun_unix_s)
+
+
+def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_DEADLINE_S
     while not run.liveness().supervisor and process.poll() is None:
         if time.monotonic() > deadline:
@@ -93,7 +103,6 @@ def launch(
         raise InternalError(
             f"supervisor: expected it to start, found exit {process.returncode}: {' '.join(tail)}"
         )
-    return Launched(run, process, begun_unix_s)
 
 
 def _check_holds(pid: int, log: Path) -> None:
