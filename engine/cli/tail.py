@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine import limits
+from engine.cli.numbers import whole
 from engine.terminal import put, put_json
 
 HELP = "print a run: state, losses, decisions, device, log"
@@ -25,7 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--follow", action="store_true", help="go on printing the log until the run ends"
     )
     parser.add_argument(
-        "-n", "--lines", type=int, default=20, metavar="N", help="log lines to print first (20)"
+        "-n",
+        "--lines",
+        type=whole(limits.LINES.most),
+        default=20,
+        metavar="N",
+        help="log lines to print first (20)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON value")
 
