@@ -32,6 +32,8 @@ class Limit:
         return f"at most {self.most:,} {self.unit}"
 
 
+_USAGE = "refused, exit 64"
+
 PRINTED_LINE = Limit(
     what="a line of text on a terminal or in a pipe",
     most=4096,
@@ -204,6 +206,22 @@ EVALUATION = Limit(what="an evaluation given to gate or publish", most=GIB, unit
 CONTRACT_RECEIPTS = Limit(what="receipts of a contract", most=64 * MIB, unit="bytes")
 DRILL_RESULTS = Limit(what="results of drills", most=64 * MIB, unit="bytes")
 BEAT = Limit(what="what a rank says of itself", most=4 * KIB, unit="bytes")
+
+# Numbers of command lines.
+STEPS = Limit(what="--steps, --smoke and --rows of a run", most=10**9, unit="steps", beyond=_USAGE)
+PAIRS = Limit(what="--pairs of a flip", most=10_000, unit="pairs", beyond=_USAGE)
+ROUNDS = Limit(
+    what="--rounds, --seeds, --steps of a measurement", most=10**6, unit="rounds", beyond=_USAGE
+)
+BENCH_ROWS = Limit(
+    what="--rows and --seq-len of a measurement", most=1 << 24, unit="rows", beyond=_USAGE
+)
+JOBS = Limit(what="--jobs and --gpus", most=1024, unit="processes", beyond=_USAGE)
+SAMPLES = Limit(what="--samples of an evaluation", most=10**6, unit="samples", beyond=_USAGE)
+LINES = Limit(what="--lines of `engine tail`", most=10**6, unit="lines", beyond=_USAGE)
+SEED = Limit(what="--seed", most=(1 << 63) - 1, unit="as a number", beyond=_USAGE)
+WAIT = Limit(what="--timeout", most=30 * 86400, unit="seconds", beyond=_USAGE)
+EXIT_STATUS = Limit(what="--expect-exit", most=1 << 16, unit="as a status", beyond=_USAGE)
 
 
 def table() -> tuple[Limit, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gzip
 import json
@@ -10,13 +11,14 @@ import resource
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import engine.demo
 from engine import limits
-from engine.cli.main import main
+from engine.cli.main import build_parser, main
 from engine.crash import run_command
 from engine.data.sources import Piece, list_pieces
 from engine.spec import options
@@ -535,3 +537,53 @@ def test_small_files_of_the_tools_that_are_broken_are_refused_in_a_line(
     ):
         code, lines = run(capsys, *arguments)
         assert code in (1, 2, 65) and len(lines) <= 6, (arguments, code, lines)
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 5000, "9" * 25, "-" + "9" * 25, "nan", "1e400", "x" * 3000]
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("flip", "a", "--steps"),
+        ("flip", "a", "--pairs"),
+        ("tail", "a", "-n"),
+        ("bench", "linear", "--rounds"),
+        ("bench", "linear", "--rows"),
+        ("bench", "kd", "--timeout"),
+        ("contracts", "run", "--jobs"),
+        ("prepare", "a", "--top-k"),
+        ("distill", "a", "--smoke"),
+        ("distill", "a", "--gpus"),
+        ("drill", "--seeds"),
+        ("generate", "a", "--max-tokens"),
+        ("generate", "a", "--temperature"),
+        ("eval", "ppl", "a", "--data", "b", "--length"),
+        ("eval", "mbpp", "a", "--data", "b", "--samples"),
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}" if isinstance(words, tuple) else words[:6],
+)
+def test_a_number_of_a_command_line_beyond_its_use_is_refused(
+    words: tuple[str, ...], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words[:-1], f"{words[-1]}={value}" if words[-1][:2] == "--" else words[-1] + value])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 64 and "expected a" in said and len(said) < 300
+
+
+def test_every_number_of_every_command_has_a_range() -> None:
+    def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for inner in {id(one): one for one in action.choices.values()}.values():
+                    yield from parsers(inner)
+
+    free = [
+        f"{parser.prog} {action.option_strings}"
+        for parser in parsers(build_parser())
+        for action in parser._actions
+        if action.type in (int, float) and action.choices is None
+    ]
+    assert not free

@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine import limits
+from engine.cli.numbers import whole
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
@@ -63,13 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--smoke",
-        type=int,
+        type=whole(limits.STEPS.most),
         metavar="N",
         help="make N steps, then say what the whole run will take and what the checks found",
     )
     parser.add_argument(
         "--gpus",
-        type=int,
+        type=whole(limits.JOBS.most),
         metavar="N",
         help="train on N GPUs of this machine; short for --set compute.gpus=N",
     )

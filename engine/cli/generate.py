@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
+from engine.cli.numbers import positive, real, whole
 from engine.errors import UsageError
 from engine.files import read_text
 from engine.terminal import put, put_json, say
@@ -63,29 +64,30 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--max-tokens", type=positive, metavar="N", help="(512, or what the model has room for)"
+        "--max-tokens",
+        type=positive(limits.POSITIONS.most),
+        metavar="N",
+        help="(512, or what the model has room for)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)"
+        "--temperature", type=real(1e6), default=0.0, help="0 takes the likeliest token (0)"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the K likeliest; 0: all")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among those that reach P (1)"
+        "--top-k",
+        type=whole(limits.VOCABULARY.most),
+        default=0,
+        help="draw among the K likeliest; 0: all",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument(
+        "--top-p", type=real(1e6), default=1.0, help="draw among those that reach P (1)"
+    )
+    parser.add_argument("--seed", type=whole(limits.SEED.most), default=0, help="of the draws (0)")
     parser.add_argument(
         "--cuda-graph",
         choices=("auto", "on", "off"),
         default="auto",
         help="replay the steps of a GPU as one graph; the same tokens, faster (auto)",
     )
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value
 
 
 def prepare_threads() -> None:

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine import limits
+from engine.cli.numbers import whole
 from engine.terminal import clipped, put, put_json
 
 HELP = "print a run: state, losses, decisions, device, log"
@@ -31,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-f", "--follow", action="store_true", help="go on printing the log until the run ends"
     )
     parser.add_argument(
-        "-n", "--lines", type=int, default=20, metavar="N", help="log lines to print first (20)"
+        "-n",
+        "--lines",
+        type=whole(limits.LINES.most),
+        default=20,
+        metavar="N",
+        help="log lines to print first (20)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print JSON: one value, with -f one a line"
