@@ -15,7 +15,15 @@ from run_events import KINDS, example_of, numbered, step
 from run_folders import Unknown
 
 from engine.errors import RunLogError
-from engine.runlog.events import AlertCleared, FactsRead, GpuSample, HostSample, StepDone, kind_of
+from engine.runlog.events import (
+    AlertCleared,
+    Event,
+    FactsRead,
+    GpuSample,
+    HostSample,
+    StepDone,
+    kind_of,
+)
 from engine.runlog.folder import RunFolder
 from engine.runlog.read import decode_line
 from engine.runlog.write import encode
@@ -142,14 +150,13 @@ def _log(rng: random.Random, log: str, *, gentle: bool) -> bytes:
 
 def _record(rng: random.Random, log: str) -> Any:
     if rng.random() < 0.5:
-        return {
-            "events": lambda: step(rng.randrange(1, 99)),
-            "device": lambda: rng.choice(
-                (HostSample(load1=1.0), GpuSample(index=0, gpu_util_pct=5.0))
-            ),
-            "watch": lambda: AlertCleared(id="x", stood_s=1.0),
-        }[log]()
-    kind = rng.choice((*KINDS, Unknown, FactsRead, StepDone))
+        plain: dict[str, Event] = {
+            "events": step(rng.randrange(1, 99)),
+            "device": rng.choice((HostSample(load1=1.0), GpuSample(index=0, gpu_util_pct=5.0))),
+            "watch": AlertCleared(id="x", stood_s=1.0),
+        }
+        return plain[log]
+    kind: Any = rng.choice((*KINDS, Unknown, FactsRead, StepDone))
     return Unknown(cups=3) if kind is Unknown else example_of(kind)
 
 
