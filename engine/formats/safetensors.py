@@ -1,16 +1,16 @@
-"""Weights in safetensors files: one file, or a model folder, opened, mapped and written.
+"""Weights in safetensors files: one file, or a model folder, opened, read and written.
 
 A model is one file, or a folder with `model.safetensors`, or a folder with
 `model.safetensors.index.json` that says which shard holds which tensor. Which of the three is never
 guessed: a folder with both is refused. Every header is checked by
-`engine.formats.safetensors_header` before any data is touched; then the `safetensors` library maps
-the data, so that opening a model costs no memory and a tensor is read when it is used.
+`engine.formats.safetensors_header` before any data is touched. Opening a model costs no memory: a tensor
+is read when it is asked for (`engine.formats.open_file`).
 
 The files say nothing of the model but its tensors: configuration and tokenizer are in the
 `config.json` and `tokenizer.json` beside them. ST13 is a set of shards that does not fit its index,
 ST18 an index that names a file outside its folder, by a path or a link; the other codes are the header's.
 
-Importing this module loads neither torch nor the library; `get`, `write_safetensors` and
+Importing this module does not load torch; `get`, `write_safetensors` and
 `tensors_sha256` do.
 """
 
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engine import files, limits
 from engine.errors import BadInput, DiskFull, WeightsError
+from engine.formats.open_file import OpenFile
 from engine.formats.safetensors_header import (
     DTYPES,
     Header,
@@ -58,7 +59,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class SafetensorsFolder:
-    """The tensors of one file or of all shards of a folder; data is mapped when asked for.
+    """The tensors of one file or of all shards of a folder; data is read when asked for.
 
     A `WeightFile` with Hugging Face names.
     """
@@ -88,23 +89,20 @@ class SafetensorsFolder:
                         code="ST13",
                     )
                 self.tensors[name] = info
-        self._open_files: dict[Path, Any] = {}
+        self._files = {one.path: OpenFile(one.path, "weights", "", one.identity) for one in headers}
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, a private view of the mapped file: writes never reach the file."""
-        from safetensors import SafetensorError, safe_open
+        """The tensor on the CPU, in memory of its own: writes never reach the file."""
+        import torch
 
         info = self.tensors.get(name)
         if info is None:
             refuse(self.path, f'tensor "{name}"', f"{len(self.tensors)} tensors without it")
-        try:
-            if info.file not in self._open_files:
-                self._open_files[info.file] = safe_open(info.file, framework="pt")
-            tensor: torch.Tensor = self._open_files[info.file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            # The header was good when it was read: the file changed since, or cannot be mapped.
-            refuse(info.file, f'readable data of tensor "{name}"', str(error))
-        return tensor
+        dtype = getattr(torch, DTYPES[info.dtype][1] or "", None)
+        if dtype is None:
+            where = f'{info.file}, tensor "{name}"'
+            refuse(where, "a dtype that torch has", info.dtype, code="ST12")
+        return self._files[info.file].read(info.start, info.bytes, dtype).view(info.shape)
 
     @property
     def folder(self) -> Path:
@@ -125,8 +123,9 @@ class SafetensorsFolder:
         return files.read_bytes(path, "tokenizer", limits.TOKENIZER_FILE, error=WeightsError)
 
     def close(self) -> None:
-        """Lets go of the files; a mapping lives on until the last tensor of `get` that uses it."""
-        self._open_files.clear()
+        """Lets go of the files; tensors of `get` live on."""
+        for file in self._files.values():
+            file.close()
 
     def __enter__(self) -> SafetensorsFolder:
         return self

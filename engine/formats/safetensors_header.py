@@ -93,6 +93,8 @@ class Header:
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     file_bytes: int
+    identity: tuple[int, ...] = ()
+    """Of the file that was read, as `engine.formats.open_file` compares it."""
     warnings: tuple[str, ...] = ()
     """What the format does not foresee and this reader took, one line each."""
 
@@ -101,6 +103,7 @@ def read_header(path: str | Path) -> Header:
     """Reads and checks the header of one file; no tensor data is read. Raises `WeightsError`."""
     path = Path(path)
     with open_regular(path, "safetensors file") as file:
+        identity = identity_of(file.fileno())
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(START_BYTES)
         kind = kind_of(start)
@@ -149,6 +152,7 @@ def read_header(path: str | Path) -> Header:
         tensors=tensors,
         metadata=metadata,
         file_bytes=file_bytes,
+        identity=identity,
         warnings=tuple(_oddities(path, text, raw)),
     )
 
@@ -163,6 +167,12 @@ def refuse(
 ) -> NoReturn:
     """Raises the `WeightsError` for a weight file; `code` names the case, as ST08 does."""
     raise WeightsError.expected(f"{code} weights".lstrip(), where, expected, found, hint=hint)
+
+
+def identity_of(descriptor: int) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def open_regular(path: Path, what: str) -> BinaryIO:

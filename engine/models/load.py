@@ -1,7 +1,7 @@
 """Decoders out of any weight file, and into Hugging Face model folders.
 
 Loading takes a model folder (`config.json` and safetensors), a GGUF file or an .apr file. It checks
-names, shapes and dtypes from the headers first, then moves one tensor at a time from the mapped
+names, shapes and dtypes from the headers first, then moves one tensor at a time from the
 file to its place; the model is built on the meta device, so its weights exist once. They are
 copies: once loaded, a model does not depend on its files. Blocks travel to the device as they are
 and become floats there: what is held at once is the model and one tensor of the file. NaN and
