@@ -26,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import EXIT_INTERRUPTED, BadInput, EngineError, InternalError
+from engine.signals import Stopped
 from engine.terminal import clipped, printable, say
 from engine.version import VERSION
 
@@ -53,8 +54,13 @@ def run_command(name: str, command: Callable[[], int], *, debug: bool = False) -
         # again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as stop:
+        if not isinstance(stop, Stopped):
+            return EXIT_INTERRUPTED
+        # A closed terminal takes no words.
+        with contextlib.suppress(OSError):
+            say(f"{name}: {stop}")
+        return stop.exit_code
     except Exception as error:
         if debug:
             raise
@@ -77,7 +83,7 @@ def as_engine_error(error: Exception) -> EngineError | None:
     """The error as the user should meet it; None where it is our mistake."""
     if isinstance(error, EngineError):
         return error
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _is_torchs_memory_error(error):
         return BadInput.expected(
             "memory", "of this process", "enough for its input", "none left", hint=None
         )
@@ -85,6 +91,13 @@ def as_engine_error(error: Exception) -> EngineError | None:
         found = error.strerror or str(error)
         return BadInput.expected("file", error.filename, "a file that can be used", found)
     return None
+
+
+def _is_torchs_memory_error(error: Exception) -> bool:
+    """torch says so by a class of its own on a GPU, and by a RuntimeError's words on the host."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
 
 
 def write_report(name: str, error: Exception) -> Path | None:

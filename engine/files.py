@@ -13,12 +13,14 @@ Each raises a BadInput (or the class of it that is given) with the path, what wa
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from engine import limits
 from engine.errors import BadInput
@@ -33,25 +35,41 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BinaryIO:
+def open_regular(path: Path, what: str, *, error: type[BadInput] = BadInput) -> BufferedReader:
     """A regular file, open for reading in binary."""
     try:
-        # A device may act when it is opened, so it is looked at first; and again afterwards, because another
-        # file may have taken the name.
-        _refuse_irregular(path, os.stat(path).st_mode, what, error)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-        try:
-            _refuse_irregular(path, os.fstat(descriptor).st_mode, what, error)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        return open_plain(path)
+    except NotRegular as failure:
+        raise error.expected(what, path, "a regular file", failure.strerror) from None
     except FileNotFoundError:
-        raise error.expected(what, path, "a file", "nothing there") from None
+        found = "nothing there"
+        if path.is_symlink():
+            found = f"a link to {os.readlink(path)}, which is not there"
+        raise error.expected(what, path, "a file", found) from None
     except OSError as failure:
         found = failure.strerror or str(failure)
         raise error.expected(what, path, "a file that can be read", found) from None
     except ValueError as failure:  # a NUL in the path
         raise error.expected(what, _shown(path), "a path", str(failure)) from None
+
+
+class NotRegular(OSError):
+    """A path that names no regular file; `strerror` is what it names: `a FIFO`."""
+
+    strerror: str
+
+
+def open_plain(path: Path) -> BufferedReader:
+    """As `open_regular`, for whoever has words of his own for what went wrong: raises OSError."""
+    # A device may act when it is opened, so it is looked at first; and again afterwards, because another
+    # file may have taken the name.
+    _refuse_irregular(path, os.stat(path).st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _refuse_irregular(path, os.fstat(descriptor).st_mode)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return open(descriptor, "rb")
 
 
@@ -132,10 +150,10 @@ def depth_of(value: object) -> int:
     return deepest
 
 
-def _refuse_irregular(path: Path, mode: int, what: str, error: type[BadInput]) -> None:
+def _refuse_irregular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         found = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise error.expected(what, path, "a regular file", found)
+        raise NotRegular(errno.EINVAL, found, str(path))
 
 
 def _shown(path: Path) -> str:

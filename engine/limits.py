@@ -32,6 +32,8 @@ class Limit:
         return f"at most {self.most:,} {self.unit}"
 
 
+_USAGE = "refused, exit 64"
+
 PRINTED_LINE = Limit(
     what="a line of text on a terminal or in a pipe",
     most=4096,
@@ -43,10 +45,183 @@ RUN_FILE = Limit(
     what="a small file of a run: effective.json, receipt.json", most=4 * MIB, unit="bytes"
 )
 
+# Specs and --set.
+SPEC_FILE = Limit(what="a spec", most=256 * KIB, unit="bytes")
+SPEC_LINE = Limit(what="a line of a spec", most=16 * KIB, unit="characters")
+SPEC_DEPTH = Limit(what="nesting of lists and tables in a spec or a --set", most=8, unit="levels")
+SPEC_KEYS = Limit(what="keys of a spec", most=1000, unit="keys")
+SPEC_KEY = Limit(what="a key of a spec or of a --set", most=200, unit="characters")
+SPEC_DIGITS = Limit(what="a whole number in a spec or a --set", most=19, unit="digits")
+SPEC_TEXT = Limit(what="a text or path in a spec or a --set", most=4000, unit="bytes")
+SPEC_NAME = Limit(what="one name of a path", most=255, unit="bytes")
+SETS = Limit(what="--set of one command", most=1000, unit="arguments")
+SPEC_PROBLEMS = Limit(
+    what="problems of a spec that are told at once", most=50, unit="lines", beyond="counted"
+)
+BATCH_TOKENS = Limit(
+    what="tokens of one forward pass: train.rows x data.seq_len", most=1 << 32, unit="tokens"
+)
+
+# Models. A config.json's counts are bounded before a list is as long as one of them.
+MODEL_CONFIG = Limit(
+    what="a model's config.json, tokenizer_config.json", most=4 * MIB, unit="bytes"
+)
+VOCABULARY = Limit(what="vocab_size of a model", most=1 << 24, unit="ids")
+MODEL_WIDTH = Limit(what="hidden_size of a model", most=1 << 18, unit="numbers")
+FEED_FORWARD = Limit(what="intermediate_size of a model", most=1 << 20, unit="numbers")
+LAYERS = Limit(what="num_hidden_layers of a model", most=4096, unit="layers")
+HEADS = Limit(
+    what="num_attention_heads and num_key_value_heads of a model", most=1 << 16, unit="heads"
+)
+HEAD_WIDTH = Limit(what="head_dim of a model", most=1 << 16, unit="numbers")
+POSITIONS = Limit(what="max_position_embeddings of a model", most=1 << 30, unit="positions")
+TOKEN_IDS = Limit(what="token ids that one key of a config.json lists", most=1024, unit="ids")
+PARAMETERS = Limit(what="weights of a model", most=1 << 44, unit="weights")
+WEIGHTS_HEADER = Limit(
+    what="the header of a safetensors file, and the index of a sharded one",
+    most=100_000_000,
+    unit="bytes",
+)
+TENSORS = Limit(what="tensors of a weight file", most=65_536, unit="tensors")
+APR_METADATA = Limit(what="the metadata of an .apr file", most=16 * MIB, unit="bytes")
+TOKENIZER_FILE = Limit(what="a tokenizer.json, alone or in a model", most=128 * MIB, unit="bytes")
+TOKENIZER_MEMORY = Limit(
+    what="memory of the process that tries a tokenizer, and 32 times the file",
+    most=GIB,
+    unit="bytes",
+)
+TOKENIZER_CPU = Limit(
+    what="time on a processor of the process that tries a tokenizer", most=10, unit="seconds"
+)
+TOKENIZER_GROWTH = Limit(
+    what="characters or tokens that a tokenizer makes of a character", most=64, unit="characters"
+)
+TOKENIZER_PROBE = Limit(
+    what="an expression or text of a tokenizer that it is tried with",
+    most=1000,
+    unit="characters",
+    beyond="tried with its beginning",
+)
+MODEL_TEXT = Limit(what="a chat template or licence of a model", most=16 * MIB, unit="bytes")
+
+# Text to train on and to be judged by. It is read in pieces; a piece is held whole.
+CORPUS_FILE = Limit(what="one file of a corpus", most=64 * GIB, unit="bytes")
+CORPUS_TEXT = Limit(what="all text of a corpus", most=256 * GIB, unit="bytes")
+CORPUS_DOCUMENT = Limit(
+    what="one document: a file of a folder of text, or a line of a file",
+    most=256 * MIB,
+    unit="bytes",
+)
+CORPUS_PIECES = Limit(what="documents and passages of a corpus", most=1 << 26, unit="pieces")
+JUDGED_TEXT = Limit(what="the text of `engine eval ppl --data`", most=GIB, unit="bytes")
+PROMPT = Limit(what="a file with a prompt", most=16 * MIB, unit="bytes")
+PROBLEM_FILE = Limit(what="a file of programming problems", most=128 * MIB, unit="bytes")
+PROBLEM_TEXT = Limit(
+    what="a file of programming problems, decompressed", most=256 * MIB, unit="bytes"
+)
+PROBLEMS = Limit(what="problems of a file", most=100_000, unit="problems")
+RESULTS = Limit(what="results of `engine eval`", most=GIB, unit="bytes")
+# Logs of runs: `engine.runlog.envelope` makes the types of records of these.
+_BROKEN_LINE = "a broken line: named, and the log read up to it"
+LOG_LINE = Limit(what="a line of a log", most=MIB, unit="bytes", beyond=_BROKEN_LINE)
+LOG_FILE = Limit(
+    what="a log of a run",
+    most=16 * GIB,
+    unit="bytes",
+    beyond="refused, exit 65; viewers say so",
+)
+LOG_TEXT = Limit(
+    what="one text of a line that a run writes into its log",
+    most=64 * KIB,
+    unit="characters",
+    beyond="cut, with its length",
+)
+LOG_ELAPSED = Limit(
+    what="a time in a log, since the log was opened",
+    most=10**10,
+    unit="seconds",
+    beyond=_BROKEN_LINE,
+)
+LOG_UNIX = Limit(
+    what="a time of day in a log, since 1970",
+    most=2 * 10**11,
+    unit="seconds",
+    beyond=_BROKEN_LINE,
+)
+LOG_COUNT = Limit(
+    what="steps, tokens, bytes and other counts in a log",
+    most=2**53,
+    unit="",
+    beyond=_BROKEN_LINE,
+)
+LOG_NUMBER = Limit(
+    what="any other number in a log, without its sign",
+    most=10**100,
+    unit="",
+    beyond=_BROKEN_LINE,
+)
+PACK_FILE = Limit(
+    what="a file of columns beside a log",
+    most=64 * MIB,
+    unit="bytes",
+    beyond="not used: the lines are read",
+)
+LOG_PID = Limit(what="the number of a process in a log", most=1 << 22, unit="", beyond=_BROKEN_LINE)
+LOG_GPU = Limit(what="the number of a GPU in a log", most=255, unit="", beyond=_BROKEN_LINE)
 # Findings
 FINDING = Limit(what="`finding.json`", most=16 * MIB, unit="bytes")
 ARTIFACT = Limit(what="an artifact of a finding", most=64 * MIB, unit="bytes")
 FINDINGS_LOG = Limit(what="`LOG.md` beside findings", most=16 * MIB, unit="bytes")
+
+# What a program under test answers; the judge holds to the same numbers (`engine.evaluate.guest_wire`).
+ANSWER_BYTES = Limit(
+    what="an answer of a program that `engine eval` judges",
+    most=4 * MIB,
+    unit="bytes",
+    beyond="the program fails",
+)
+ANSWER_BITS = Limit(
+    what="an integer in such an answer", most=1 << 16, unit="bits", beyond="the program fails"
+)
+ANSWER_DEPTH = Limit(
+    what="nesting of such an answer", most=100, unit="levels", beyond="the program fails"
+)
+
+# Small files that the tools write for themselves and each other.
+MANIFEST = Limit(
+    what="a manifest: of a checkpoint, a store, a published folder", most=64 * MIB, unit="bytes"
+)
+CHECKPOINT_STATE = Limit(what="state.json of a checkpoint", most=64 * MIB, unit="bytes")
+STORE_ROWS = Limit(what="the list of rows of a stored teacher output", most=256 * MIB, unit="bytes")
+FLIP_FILE = Limit(
+    what="a file of a flip: plan, pairs, verdict, controls", most=64 * MIB, unit="bytes"
+)
+STUDENT_FILE = Limit(
+    what="a file of a student whose hash is compared",
+    most=4096 * GIB,
+    unit="bytes",
+    beyond="told as not equal",
+)
+EVALUATION = Limit(what="an evaluation given to gate or publish", most=GIB, unit="bytes")
+CONTRACT_RECEIPTS = Limit(what="receipts of a contract", most=64 * MIB, unit="bytes")
+DRILL_RESULTS = Limit(what="results of drills", most=64 * MIB, unit="bytes")
+BEAT = Limit(what="what a rank says of itself", most=4 * KIB, unit="bytes")
+
+# Numbers of command lines.
+STEPS = Limit(what="--steps, --smoke and --rows of a run", most=10**9, unit="steps", beyond=_USAGE)
+PAIRS = Limit(what="--pairs of a flip", most=10_000, unit="pairs", beyond=_USAGE)
+ROUNDS = Limit(
+    what="--rounds, --seeds, --steps of a measurement", most=10**6, unit="rounds", beyond=_USAGE
+)
+BENCH_ROWS = Limit(
+    what="--rows and --seq-len of a measurement", most=1 << 24, unit="rows", beyond=_USAGE
+)
+JOBS = Limit(what="--jobs and --gpus", most=1024, unit="processes", beyond=_USAGE)
+SAMPLES = Limit(what="--samples of an evaluation", most=10**6, unit="samples", beyond=_USAGE)
+LINES = Limit(what="--lines of `engine tail`", most=10**6, unit="lines", beyond=_USAGE)
+SEED = Limit(what="--seed", most=(1 << 63) - 1, unit="as a number", beyond=_USAGE)
+WAIT = Limit(what="--timeout", most=30 * 86400, unit="seconds", beyond=_USAGE)
+EXIT_STATUS = Limit(what="--expect-exit", most=1 << 16, unit="as a status", beyond=_USAGE)
 
 
 def table() -> tuple[Limit, ...]:

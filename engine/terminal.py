@@ -62,13 +62,13 @@ def put(*texts: object, end: str = "\n", exact: bool = False, flush: bool = Fals
     _write(sys.stdout, text + end, flush=flush)
 
 
-def put_json(value: object, **options: Any) -> None:
+def put_json(value: object, *, flush: bool = False, **options: Any) -> None:
     """One JSON value, to stdout. NaN and infinity, which have no place in JSON, go by their names."""
     try:
         text = json.dumps(value, allow_nan=False, **options)
     except ValueError:
         text = json.dumps(_named(value), allow_nan=False, **options)
-    put(text, exact=True)
+    put(text, exact=True, flush=flush)
 
 
 def say(*texts: object, end: str = "\n") -> None:

@@ -143,6 +143,11 @@ def _taught(decoder: Decoder, documents: Sequence[Document], tokenizer: Tokenize
 
 @pytest.fixture(scope="session")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    return make_kit(tmp_path_factory.mktemp("kit"))
+
+
+def make_kit(root: Path) -> Kit:
+    """A tiny distillation in the empty folder `root`; its teacher is trained for a second."""
     import torch
 
     from engine.data.corpus import Document
@@ -151,7 +156,6 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     from engine.models.config import ModelConfig
     from engine.models.load import new_decoder, save_decoder
 
-    root = tmp_path_factory.mktemp("kit")
     corpus = root / "corpus"
     corpus.mkdir()
     for index in range(40):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -42,17 +43,28 @@ E = TypeVar("E", bound=Event)
 _ENVELOPE = ("v", "seq", "t_s", "nf")
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(-9e99, 9e99)
+    | st.sampled_from([math.nan, math.inf, -math.inf])
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=8,
 )
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value of an annotated type, NaN and infinities included."""
-    if isinstance(hint, types.UnionType):
-        return st.one_of([values_of(part) for part in typing.get_args(hint)])
+    """Any value of an annotated type in its range, NaN and infinities included where any number goes."""
     arguments = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return st.one_of([values_of(part) for part in arguments])
+    if typing.get_origin(hint) is typing.Annotated:
+        least, most = arguments[1].ge, arguments[1].le
+        if arguments[0] is int:
+            return st.integers(least, most)
+        odd = st.nothing() if least == 0 else st.sampled_from([math.nan, math.inf, -math.inf])
+        return st.floats(least, most) | odd
     match typing.get_origin(hint) or hint:
         case origin if origin is list:
             return st.lists(values_of(arguments[0]), max_size=3)
@@ -63,8 +75,6 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         case origin if origin is dict:
             return st.dictionaries(st.text(max_size=6), values_of(arguments[1]), max_size=3)
     plain: dict[Any, st.SearchStrategy[Any]] = {
-        int: st.integers(-(2**63), 2**63 - 1),
-        float: st.floats(),
         str: st.text(max_size=12),
         bool: st.booleans(),
         types.NoneType: st.none(),
@@ -74,7 +84,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
 
 def events_of(kind: type[Event]) -> st.SearchStrategy[Any]:
     """Any event of a kind."""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     fields = {name: values_of(hint) for name, hint in hints.items() if name not in _ENVELOPE}
     return st.builds(kind, **fields)
 
@@ -85,7 +95,10 @@ def example_of(kind: type[E], **changes: Any) -> E:
     fields: dict[str, Any] = {}
     for field in required_fields(kind):
         whole = field.type
-        first = typing.get_args(whole)[0] if isinstance(whole, types.UnionType) else whole
+        unions = (types.UnionType, typing.Union)
+        first = typing.get_args(whole)[0] if typing.get_origin(whole) in unions else whole
+        if typing.get_origin(first) is typing.Annotated:
+            first = typing.get_args(first)[0]
         fields[field.name] = plain[first]
     return kind(**fields | changes)
 

@@ -218,15 +218,13 @@ def test_a_q8_of_almost_nothing_but_zeros_is_a_warning(tmp_path: Path) -> None:
     assert len(weights.warnings) == len(set(weights.warnings))
 
 
-def test_a_tensor_is_mapped_and_writing_to_it_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "m.apr"
     path.write_bytes(build_apr([Entry("w", 0, [1000, 1000], bytes(4_000_000))]))
     before = path.read_bytes()
     with AprFile(path) as weights:
-        assert str(path) not in Path("/proc/self/maps").read_text()
         tensor = plain(weights.get("w"))
-        assert str(path) in Path("/proc/self/maps").read_text()
-        assert plain(weights.get("w")).data_ptr() == tensor.data_ptr()
+        assert str(path) not in Path("/proc/self/maps").read_text()
         tensor.fill_(1.0)
     assert path.read_bytes() == before
     assert float(tensor.sum()) == 1e6
@@ -301,7 +299,7 @@ def test_a_file_that_changed_since_it_was_opened_is_refused(tmp_path: Path) -> N
         weights.get("b.weight")
 
 
-def test_a_file_cut_while_it_is_mapped_is_refused_by_the_next_get(tmp_path: Path) -> None:
+def test_a_file_cut_while_it_is_open_is_refused_by_the_next_get(tmp_path: Path) -> None:
     path = tmp_path / "m.apr"
     path.write_bytes(build_apr())
     weights = AprFile(path)

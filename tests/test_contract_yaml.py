@@ -99,7 +99,7 @@ def test_a_hundred_megabytes_are_not_read(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.yaml")
     (problem,) = load_file(tmp_path / "pipe.yaml").problems
-    assert problem.text == "expected a regular file"
+    assert problem.text == "expected a regular file, found a FIFO"
     (tmp_path / "folder.yaml").mkdir()
     assert load_file(tmp_path / "folder.yaml").problems[0].rule == "W-YAML"
     assert load_file(tmp_path / "gone.yaml").problems[0].rule == "W-YAML"

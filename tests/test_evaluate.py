@@ -251,8 +251,12 @@ WRONG = {"canonical_solution": "    return 0\n"}
         (changed(2, **WRONG), "Own/1: its reference solution does not pass here: fail"),
         (changed(1, **WRONG)[:1], "Own/0: its reference solution does not pass here"),
         (
-            changed(1, test="def check(candidate):\n    candidate(1)\n"),
+            changed(1, test="def check(candidate):\n    assert candidate(1) != 1\n"),
             "Own/0: an empty solution: pass",
+        ),
+        (
+            changed(1, test="def check(candidate):\n    candidate(1)\n"),
+            "Own/0: its reference solution does not pass here: fail, .* without an assertion",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.errors import NoAnswer
 from engine.evaluate import sandbox as module
-from engine.evaluate.guest_judge import judge
+from engine.evaluate.guest_judge import Judged, judge
 from engine.evaluate.guest_wire import NotPlain, pack, unpack
 from engine.evaluate.hostile import HOSTILES, WANTED, Host, Hostile, not_contained
 from engine.evaluate.sandbox import Exam, Sandbox, _verdict, open_sandbox
@@ -175,17 +175,17 @@ def test_a_program_that_has_a_class_and_does_not_solve_the_problem_fails(
 def test_an_object_where_the_tests_name_no_class_and_a_method_as_data_are_the_programs_doing() -> (
     None
 ):
-    def judged(tests: str, classes: list[str], *answers: object) -> tuple[str, str]:
+    def judged(tests: str, classes: list[str], *answers: object) -> Judged:
         said = [{"hello": True}, {"ready": True}, *answers]
-        task = {"setup": "", "tests": tests, "entries": [], "classes": classes}
+        task = {"setup": "", "tests": tests, "entries": [], "classes": classes, "held": None}
         lines = io.BytesIO("".join(json.dumps(one) + "\n" for one in said).encode())
         return judge(task, io.BytesIO(), lines, lambda: None)
 
     made = {"value": {"object": 0}}
-    assert judged("assert f()", [], made) == ("fail", "the program answers nonsense")
+    assert judged("assert f()", [], made) == ("fail", "the program answers nonsense", [0])
     assert judged("assert f()", ["C"], {"value": {"object": []}})[0] == "fail"
     assert judged("assert f() == 1", ["C"], made)[0] == "fail"
-    outcome, reason = judged("assert f(C().x) == 1", ["C"], made, {"method": True}, {"value": 1})
+    outcome, reason, _ = judged("assert f(C().x) == 1", ["C"], made, {"method": True}, {"value": 1})
     assert outcome == "fail" and "a method x where the tests want data" in reason
 
 
@@ -221,22 +221,27 @@ def test_tests_see_the_programs_exceptions(sandbox: Sandbox) -> None:
     assert sandbox.try_program("def f(): raise ValueError('no')", exam(text)).outcome == "pass"
 
 
+PASS = {"outcome": "pass", "reason": "", "held": [1]}
+
+
 @pytest.mark.parametrize(
     ("said", "status"),
     [
         (b"", 0),
         (b"pass", 0),
-        (json.dumps({"nonce": "guess", "outcome": "pass", "reason": ""}).encode(), 0),
-        (json.dumps({"outcome": "pass", "reason": ""}).encode(), 0),
-        (json.dumps({"nonce": "right", "outcome": "pass", "reason": ""}).encode(), 1),
-        (json.dumps({"nonce": "right", "outcome": "pass", "reason": ""}).encode(), None),
-        (json.dumps({"nonce": "right", "outcome": "great", "reason": ""}).encode(), 0),
+        (json.dumps(PASS | {"nonce": "guess"}).encode(), 0),
+        (json.dumps(PASS).encode(), 0),
+        (json.dumps(PASS | {"nonce": "right"}).encode(), 1),
+        (json.dumps(PASS | {"nonce": "right"}).encode(), None),
+        (json.dumps(PASS | {"nonce": "right", "outcome": "great"}).encode(), 0),
     ],
 )
 def test_a_pass_needs_the_nonce_and_exit_status_0(said: bytes, status: int | None) -> None:
-    assert _verdict(said, status, "right").outcome == "harness"
-    good = json.dumps({"nonce": "right", "outcome": "pass", "reason": ""}).encode()
-    assert _verdict(good, 0, "right").outcome == "pass"
+    assert _verdict(said, status, "right").trial.outcome == "harness"
+    # Once the program runs, a judge that is kept from its verdict is no way to be spared one.
+    assert _verdict(b"\n" + said, status, "right").trial.outcome == "fail"
+    good = json.dumps(PASS | {"nonce": "right"}).encode()
+    assert _verdict(b"\n" + good, 0, "right").trial.outcome == "pass"
 
 
 def test_hostile_programs_are_contained(sandbox: Sandbox) -> None:
@@ -289,7 +294,7 @@ def test_a_wall_that_is_missing_is_found(sandbox: Sandbox, monkeypatch: pytest.M
     (network,) = (one for one in HOSTILES if one.name == "socket pair")
     empty = b"\x06\x00\x00\x00\x00\x00\xff\x7f"  # one instruction: allow
     monkeypatch.setattr(module, "seccomp_filter", lambda: empty)
-    assert not_contained(sandbox, [network]) == ["socket pair: pass, 1 calls"]
+    assert not_contained(sandbox, [network]) == ["socket pair: pass, 1 calls, 1 assertions"]
 
 
 def test_an_attack_that_fails_for_another_reason_does_not_count(sandbox: Sandbox) -> None:
@@ -359,7 +364,7 @@ def test_what_is_no_plain_data_does_not_cross_and_subclasses_lose_their_methods(
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_the_filter_is_whole_instructions_and_refuses_clone_without_a_thread(machine: str) -> None:
+def test_the_filter_is_whole_instructions(machine: str) -> None:
     rules = seccomp_filter(machine)
     assert rules is not None and len(rules) % 8 == 0
     assert seccomp_filter("riscv64") is None
@@ -370,12 +375,18 @@ def test_a_program_does_not_begin_where_nobody_waits_for_it() -> None:
         raise BrokenPipeError
 
     calls = io.BytesIO()
-    task = {"setup": "", "tests": "assert f() == 1", "entries": [], "classes": []}
+    task: dict[str, object] = {
+        "setup": "",
+        "tests": "assert f() == 1",
+        "entries": [],
+        "classes": [],
+        "held": None,
+    }
     answers = io.BytesIO(b'{"hello": true}\n{"ready": true}\n{"value": 1}\n')
     assert judge(task, calls, answers, gone)[0] == "harness"
     assert calls.getvalue() == b""
     answers.seek(0)
-    assert judge(task, calls, answers, lambda: None) == ("pass", "1 calls")
+    assert judge(task, calls, answers, lambda: None) == ("pass", "1 calls, 1 assertions", [1])
 
 
 def test_a_killed_evaluation_leaves_no_program(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -396,3 +407,72 @@ def test_a_killed_evaluation_leaves_no_program(sandbox: Sandbox, tmp_path: Path)
     assert len(children) == 2
     while any(Path(f"/proc/{one}").exists() for one in children):
         assert time.monotonic() < deadline_s, "a sandbox outlived what started it"
+
+
+HOLDS = """
+import ctypes, fcntl, os
+def held():
+    libc = ctypes.CDLL(None, use_errno=True)
+    total = 0
+    for _ in range(64):
+        try:
+            out = os.pipe()[1]
+        except OSError:
+            break
+        try:
+            fcntl.fcntl(out, 1031, 1 << 20)
+        except OSError:
+            pass
+        os.set_blocking(out, False)
+        try:
+            while True:
+                total += os.write(out, bytes(1 << 16))
+        except BlockingIOError:
+            pass
+    for make in (
+        lambda: libc.shmget(0, 1 << 24, 0o1600),
+        lambda: libc.msgget(0, 0o1600),
+        lambda: libc.semget(0, 1000, 0o1600),
+        lambda: libc.memfd_create(b'x', 0),
+        lambda: libc.syscall(447, 0),
+        lambda: libc.inotify_init1(0),
+        lambda: libc.mmap(0, 1 << 30, 3, 0x21, -1, 0),
+    ):
+        if make() != -1:
+            total += 1 << 24
+    return total
+def writable():
+    found = []
+    for folder, folders, _ in os.walk('/'):
+        if folder.count('/') > 2:
+            folders.clear()
+        try:
+            os.close(os.open(folder + '/x', os.O_CREAT | os.O_WRONLY))
+            found.append(folder)
+        except OSError:
+            pass
+        try:
+            os.mkdir(folder + '/y')
+            found.append(folder)
+        except OSError:
+            pass
+    return found
+"""
+
+
+def test_a_program_holds_no_memory_but_what_its_limit_counts_and_can_write_nowhere(
+    sandbox: Sandbox,
+) -> None:
+    """Pipes are the kernel's own memory: at most a mebibyte for each open file."""
+    trial = sandbox.try_program(HOLDS, exam("assert held() <= 64 << 20\nassert writable() == []"))
+    assert trial.outcome == "pass", trial.reason
+
+
+def test_a_program_gets_no_more_than_its_memory(sandbox: Sandbox) -> None:
+    program = (
+        "import mmap\ndef grown():\n    kept = []\n    try:\n        while len(kept) < 64:\n"
+        "            kept.append(mmap.mmap(-1, 1 << 26))\n    except OSError:\n        pass\n"
+        "    return len(kept)\n"
+    )
+    trial = sandbox.try_program(program, exam("assert 8 <= grown() < 16"))
+    assert trial.outcome == "pass", trial.reason

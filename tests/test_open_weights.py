@@ -211,19 +211,19 @@ def test_what_is_no_plain_file_is_refused(tmp_path: Path) -> None:
     assert "expected a file, found nothing" in refusal(tmp_path / "absent")
     assert "found an empty folder" in refusal(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert "something that is not a plain file" in refusal(tmp_path / "pipe")
+    assert "a regular file, found a FIFO" in refusal(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("gone")
     assert "a link to gone, which is not there" in refusal(tmp_path / "link")
     (tmp_path / "loop").symlink_to("loop")
     assert "Too many levels of symbolic links" in refusal(tmp_path / "loop")
     assert "embedded null byte" in refusal(Path("a\0b"))
     (tmp_path / "model.safetensors").mkdir()
-    assert "expected a file, found a folder" in refusal(tmp_path)
+    assert "expected a regular file, found a folder" in refusal(tmp_path)
 
 
 def test_a_pipe_in_a_folder_does_not_wait_for_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m.apr")
-    assert "something that is not a plain file" in refusal(tmp_path)
+    assert "a regular file, found a FIFO" in refusal(tmp_path)
 
 
 def test_a_folder_without_weights_says_what_is_in_it(tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def test_a_log_that_is_removed_while_it_is_read_raises(path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_opened_raises(tmp_path: Path) -> None:
-    with pytest.raises(BrokenLog, match="expected to read it, found Is a directory"):
+    with pytest.raises(BrokenLog, match="expected a regular file, found a folder"):
         LogReader(tmp_path).poll()
     (tmp_path / "file").touch()
     with pytest.raises(BrokenLog, match="Not a directory"):
@@ -362,7 +362,7 @@ def test_a_receipt_is_read_or_absent_or_refused(tmp_path: Path) -> None:
             run.read_receipt()
     run.receipt.unlink()
     run.receipt.mkdir()
-    with pytest.raises(RunLogError, match="Is a directory"):
+    with pytest.raises(RunLogError, match="expected a regular file, found a folder"):
         run.read_receipt()
 
 

@@ -103,18 +103,16 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tensor_is_mapped_and_writing_to_it_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     write_safetensors(path, {"w": torch.zeros(1000, 1000)})
     before = path.read_bytes()
     with open_safetensors(path) as weights:
         tensor = weights.get("w")
-        assert str(path) in Path("/proc/self/maps").read_text()
+        assert str(path) not in Path("/proc/self/maps").read_text()
         tensor.fill_(1.0)
     assert path.read_bytes() == before
     assert float(tensor.sum()) == 1e6
-    del tensor
-    assert str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_a_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     write_safetensors(path, TENSORS)
     weights = open_safetensors(path)
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(WeightsError, match='expected readable data of tensor "b"'):
+    with pytest.raises(WeightsError, match="as when it was opened"):
         weights.get("b")
 
 

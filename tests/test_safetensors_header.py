@@ -118,9 +118,9 @@ def test_a_broken_file_is_refused_by_what_it_is(tmp_path: Path, content: bytes, 
 
 def test_what_is_no_plain_file_is_refused(tmp_path: Path) -> None:
     assert "expected a file, found nothing" in refusal(tmp_path / "absent", None)
-    assert "expected a file, found a folder" in refusal(tmp_path, None)
+    assert "expected a regular file, found a folder" in refusal(tmp_path, None)
     os.mkfifo(tmp_path / "pipe")
-    assert "something that is not a plain file" in refusal(tmp_path / "pipe", None)
+    assert "a regular file, found a FIFO" in refusal(tmp_path / "pipe", None)
     (tmp_path / "link").symlink_to("blobs/abc")
     assert "a link to blobs/abc, which is not there" in refusal(tmp_path / "link", None)
 

@@ -111,7 +111,7 @@ def test_not_toml_not_utf8_and_missing_give_one_clear_error(tmp_path: Path) -> N
     bad.write_bytes(b"# caf\xe9\n")
     with pytest.raises(BadInput, match="expected UTF-8, found byte 5"):
         load_spec(bad)
-    with pytest.raises(BadInput, match="expected a TOML file, found nothing there"):
+    with pytest.raises(BadInput, match="expected a file, found nothing there"):
         load_spec(tmp_path / "absent.toml")
 
 

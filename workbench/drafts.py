@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import BadInput, SpecError
+from engine.files import read_text
 from engine.runlog.folder import RunFolder, write_whole
 from engine.spec import (
     KEYS,
@@ -183,17 +185,17 @@ def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft
     in the run folder. Raises BadInput when the run does not tell its settings.
     """
     try:
-        effective = json.loads(run.effective.read_bytes())
+        effective = run.read_effective()
         wanted = spec_from_dict(effective["spec"])
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except BadInput as problem:
         raise BadInput.expected(
             "run folder", run.effective, "the settings of the run", f"{problem}"
         ) from problem
     file = Path(str(effective.get("spec_file", "")))
     try:
         draft = open_draft(file, environ)
-        same = draft.text == run.spec.read_text()
-    except (BadInput, OSError, ValueError):
+        same = draft.text == read_text(run.spec, "spec", limits.SPEC_FILE)
+    except BadInput:
         same = False
     if not same:
         draft = open_draft(run.spec, environ)

@@ -17,7 +17,9 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import InternalError
+from engine import limits
+from engine.errors import BadInput, InternalError
+from engine.files import read_bytes
 from engine.runlog.folder import is_run
 from engine.runlog.text import one_line
 from engine.units import format_seconds
@@ -95,10 +97,12 @@ def results_in(*folders: Path) -> dict[str, Found]:
     newest: dict[str, Found] = {}
     for file in _files(folders):
         try:
-            fields = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+            fields = msgspec.json.decode(
+                read_bytes(file, "drills", limits.DRILL_RESULTS), type=dict[str, Any]
+            )
             results = msgspec.convert(fields.get("drills", []), list[Result])
             at_unix_s = msgspec.convert(fields.get("unix_s"), float | None)
-        except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+        except (BadInput, RecursionError, msgspec.DecodeError, msgspec.ValidationError):
             continue
         for result in results:
             found = Found(result=result, file=file, at_unix_s=at_unix_s)

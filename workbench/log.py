@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from engine.errors import RunLogError
+from engine.files import open_plain
 from engine.runlog.events import AnyEvent, LogOpened, Unrecognised
 from engine.runlog.read import LogReader, Point, decode_line
 from engine.runlog.text import line_text
@@ -40,7 +41,7 @@ class Parts:
     def raw(self, begin: Point, end: Point) -> list[bytes]:
         """The lines as bytes; fewer when the file is not what it was."""
         try:
-            with self._path.open("rb") as file:
+            with open_plain(self._path) as file:
                 file.seek(begin.offset)
                 block = file.read(end.offset - begin.offset)
         except OSError:

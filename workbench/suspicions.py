@@ -8,11 +8,11 @@ a run with itself. The reasons here are those that settings, decisions and devic
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.errors import BadInput
 from engine.experiments.knobs import as_choice
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
@@ -60,9 +60,9 @@ def suspicions(view: RunView, settings: Mapping[str, Any] | None = None) -> tupl
 def settings_of(run: RunFolder) -> dict[str, Any]:
     """The settings of a run after defaults, by dotted key; none where they cannot be read."""
     try:
-        tree = json.loads(run.effective.read_bytes())["spec"]
+        tree = run.read_effective()["spec"]
         return {f"{s}.{key}": value for s, part in tree.items() for key, value in part.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except BadInput:
         return {}
 
 

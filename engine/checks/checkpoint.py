@@ -14,7 +14,6 @@ A run of 25 hours left a file of 200 bytes. Nobody had opened it before the run 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +21,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine import limits
 from engine.checks.check import Answer, failed, passed
 from engine.checks.context import Context
 from engine.checks.updates import Sample
-from engine.errors import EngineError
+from engine.errors import BadInput, EngineError
+from engine.files import read_json
 from engine.formats.open import open_weights
 from engine.models.decoder import Decoder
 from engine.models.load import empty_decoder
@@ -98,9 +99,9 @@ class CheckpointReloads:
         rows_of_a_step = train.rows * train.accumulation * context.spec.compute.gpus
         rows = self.begun_row + (context.step - self.begun_step) * rows_of_a_step
         try:
-            state = json.loads((path / "state.json").read_bytes())
+            state = read_json(path / "state.json", "checkpoint", limits.CHECKPOINT_STATE)
             step, row = state["step"], state["position"]["rows"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (BadInput, LookupError, TypeError) as error:
             return f"state.json cannot be read: {error!r}"
         numbers |= dict(step=step, row=row)
         if step != context.step:

@@ -5,10 +5,23 @@ The step is asked whole, by `Context.gradients`: batches in, the logged loss and
 Two micro-batches of different size stand for an accumulated step.
 
     rows        L(all) = sum_r n_r/n L(r)   and   g(all) = sum_r n_r/n g(r),   n_r the labels of row r
-    loss        L(x + h u) - L(x - h u) = 2 h |g|  for u = g / |g|
+    loss        D(h) = (L(x + h u) - L(x - h u)) / 2h = |g| + O(h^2)  for u = g / |g|
 
 Gradients are compared along random directions, so that none need be kept. The finite difference
 moves at most MOVED weights, those with the densest gradient, and puts them back bit for bit.
+
+A loss that curves sharply, as it does at a high rate some steps into training, has a D(h) that is far off
+|g| although the gradient is right. So D is asked at smaller steps until it agrees, and of two steps, h and
+r h, the term in h^2 is taken out (Richardson):
+
+    R = D(rh) + (D(rh) - D(h)) r^2 / (1 - r^2)
+
+R and |g| are compared to within 2 |D(rh) - D(h)|, the rounding of the loss, and that of the gradient: one that is
+n of its length beside the exact one claims a slope that is n^2 too large, and two gradients from either
+side differ by n sqrt(2). The bound is wide: where D has begun to converge, R is far nearer. The gradient is
+called wrong only where two pairs of steps, one after the other, leave no room for it. Where they do, and it
+agrees with no R that is known to a quarter, nothing is known: a run that is sound must not be stopped by
+its curvature, or by its rounding, which `gradient_above_rounding` is about.
 """
 
 # Shapes: B rows, T tokens, D student width
@@ -45,9 +58,15 @@ SAME_LOSS = {True: 2e-2, False: 0.25}
 missing changes |g| by a half at least where the KL has any weight."""
 LOSS_STEP = {True: 5e-3, False: 1e-2}
 """Of the loss, by which each side of the finite difference should change it."""
-SMALLER_STEP = {True: 0.25, False: 0.5}
-"""Of LOSS_STEP, asked where the first answer is off. A loss that curves sharply, as it does some steps into
-training, leaves an error that falls with the square of the step; a wrong gradient's stays."""
+SMALLER = {True: 0.25, False: 0.5}
+"""Each step of the finite difference, of the one before it."""
+STEPS = {True: 4, False: 3}
+"""How many are asked where the first disagrees; at smaller ones rounding is all there is."""
+LOSS_ROUNDING = {True: 5e-7, False: 3e-4}
+"""Of 1 + loss, in nats: how far a loss may be from the exact one of its weights. Five times the largest
+that was seen in 500 askings."""
+KNOWN = 0.25
+"""Of |g|: the widest bound at which agreement is one."""
 
 
 def _is_fp32(context: Context) -> bool:
@@ -182,37 +201,76 @@ def loss_gradient(context: Context) -> Answer:
         changed = math.isfinite(loss) and math.isnan(norm)
         why = ": the loss is divided or multiplied after the loss function" if changed else ""
         return failed(f"the step's loss is {loss} and its gradient {norm:g}{why}", **numbers)
+    return _against_differences(context, parts, moved, loss, norm, numbers)
+
+
+def _against_differences(
+    context: Context,
+    parts: Sequence[Batch],
+    moved: Sequence[tuple[Tensor, Tensor]],
+    loss: float,
+    norm: float,
+    numbers: dict[str, float],
+) -> Answer:
+    """The norm that the gradient claims, against differences of the loss over smaller and smaller steps."""
     fp32 = _is_fp32(context)
-    for share in (1.0, SMALLER_STEP[fp32]):
-        measured = _slope(context, parts, moved, share * LOSS_STEP[fp32] * loss / norm)
+    ratio, allowed = SMALLER[fp32], SAME_LOSS[fp32]
+    step = LOSS_STEP[fp32] * loss / norm
+    before, excluded = math.nan, 0
+    for number in range(STEPS[fp32]):
+        found, unlike = _slope(context, parts, moved, step, norm)
+        measured, bound = found, KNOWN
+        if number:
+            measured += (found - before) * ratio**2 / (1 - ratio**2)
+            rounding = LOSS_ROUNDING[fp32] * (1 + abs(loss)) / step
+            bound = (2 * abs(found - before) + rounding) / norm + unlike
         error = abs(measured - norm) / norm
-        if error <= SAME_LOSS[fp32]:
-            break
-    numbers |= dict(step_measured=measured, step_error=error, step_share=share)
-    if not error <= SAME_LOSS[fp32]:
-        return failed(
-            f"along its gradient the logged loss changes by {measured:.4g}, and by the gradient "
-            f"{norm:.4g}",
-            **numbers,
+        numbers |= dict(
+            step_measured=measured, step_error=error, step_bound=bound, step_share=ratio**number
         )
-    return passed(
-        f"the gradient is the logged loss's: {measured:.4g} measured, {norm:.4g} claimed", **numbers
+        # The first is asked of every sound run, and agrees in nearly all: it needs no other beside it.
+        if error <= allowed and bound <= KNOWN:
+            return passed(
+                f"the gradient is the logged loss's: {measured:.4g} measured, {norm:.4g} claimed",
+                **numbers,
+            )
+        excluded = excluded + 1 if number and error > max(allowed, bound) else 0
+        if excluded == 2:
+            return failed(
+                f"along its gradient the logged loss changes by {measured:.4g} (known to "
+                f"{bound * norm:.2g}), and by the gradient {norm:.4g}",
+                **numbers,
+            )
+        before, step = found, step * ratio
+    return unknown(
+        f"along its gradient the logged loss changes by {measured:.4g} (known to {bound * norm:.2g} only, "
+        f"because it curves or rounds), and by the gradient {norm:.4g}",
+        **numbers,
     )
 
 
 def _slope(
-    context: Context, parts: Sequence[Batch], moved: Sequence[tuple[Tensor, Tensor]], step: float
-) -> float:
-    """Of the loss along the unit vector of the gradients `moved`, from `step` to either side."""
-    norm = math.sqrt(sum(float(g.double().square().sum()) for _, g in moved))
-    ends = []
+    context: Context,
+    parts: Sequence[Batch],
+    moved: Sequence[tuple[Tensor, Tensor]],
+    step: float,
+    norm: float,
+) -> tuple[float, float]:
+    """The slope of the loss along the unit vector of the gradients `moved`, which are `norm` long, from
+    `step` to either side; and the square of how far the gradients there are apart, of 2 norm^2."""
+    ends: list[float] = []
+    there: list[list[Tensor]] = []
     with _put_back([parameter for parameter, _ in moved]) as originals:
         for sign in (1, -1):
             with torch.no_grad():
                 for (parameter, gradient), original in zip(moved, originals, strict=True):
                     parameter.copy_(original + sign * step / norm * gradient)
             ends.append(context.gradients(parts))
-    return (ends[0] - ends[1]) / (2 * step)
+            there.append([p.grad.clone() for p, _ in moved if p.grad is not None])
+    apart = sum(
+        float((one - other).double().square().sum()) for one, other in zip(*there, strict=True)
+    )
+    return (ends[0] - ends[1]) / (2 * step), apart / (2 * norm**2)
 
 
 def _densest(context: Context) -> list[tuple[Tensor, Tensor]]:
@@ -244,8 +302,13 @@ def nan_not_masked(context: Context) -> Answer:
     first = _split(context)[:1]
     loss = context.gradients(first)
     numbers: dict[str, float] = dict(loss=loss)
-    if not math.isfinite(loss):
-        return unknown(f"the loss is {loss} without a NaN put in", **numbers)
+    labelled = np.flatnonzero(first[0].labels_BT[0] != IGNORED)
+    if not math.isfinite(loss) or not len(labelled):
+        return unknown(
+            f"the loss is {loss} of {len(labelled)} labels without a NaN put in", **numbers
+        )
+    # A token that ends its document has no label, and its hidden states no part in the loss.
+    spoilt_token = int(labelled[0])
     models = {"student": context.student}
     if context.teacher is not None and context.teacher_decoder is not None:
         models["teacher"] = context.teacher_decoder
@@ -253,7 +316,7 @@ def nan_not_masked(context: Context) -> Answer:
 
         def spoil(_module: object, _inputs: object, output: Tensor) -> Tensor:
             spoilt = output.clone()
-            spoilt[:, 0] = math.nan
+            spoilt[:, spoilt_token] = math.nan
             return spoilt
 
         handle = decoder.norm.register_forward_hook(spoil)

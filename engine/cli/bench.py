@@ -20,7 +20,9 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.cli import bench_kd
+from engine.cli.numbers import whole
 from engine.terminal import put, put_json, say
 
 HELP = "measure linear layers, a teacher, generation, the loss or whole steps beside the roofline and beside rivals"
@@ -42,12 +44,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="teacher: a GGUF or .apr file, not random blocks",
     )
-    parser.add_argument("--rows", type=int, nargs="+", help="rows of activations, or of the batch")
     parser.add_argument(
-        "--seq-len", type=int, default=1024, help="teacher, kd: tokens in a row (1024)"
+        "--rows",
+        type=whole(limits.BENCH_ROWS.most),
+        nargs="+",
+        help="rows of activations, or of the batch",
+    )
+    parser.add_argument(
+        "--seq-len",
+        type=whole(limits.BENCH_ROWS.most),
+        default=1024,
+        help="teacher, kd: tokens in a row (1024)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each arm (15)")
+    parser.add_argument(
+        "--rounds", type=whole(limits.ROUNDS.most), default=15, help="repetitions of each arm (15)"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="also keep the result as JSON here"
     )

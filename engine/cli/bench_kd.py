@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import Any
 
+from engine import limits
+from engine.cli.numbers import real, whole
 from engine.terminal import say
 
 RIVALS = "trl,liger,transformers"
@@ -19,11 +21,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"rivals that run beside us where they are installed ({RIVALS}); empty for none",
     )
-    group.add_argument("--steps", type=int, default=10, help="measured steps of each arm (10)")
-    group.add_argument("--alpha", type=float, default=0.5, help="weight of the cross entropy (0.5)")
-    group.add_argument("--temperature", type=float, default=2.0, help="T of the divergence (2)")
     group.add_argument(
-        "--timeout", type=float, default=900.0, metavar="S", help="seconds an arm may take (900)"
+        "--steps",
+        type=whole(limits.ROUNDS.most),
+        default=10,
+        help="measured steps of each arm (10)",
+    )
+    group.add_argument(
+        "--alpha", type=real(1e6), default=0.5, help="weight of the cross entropy (0.5)"
+    )
+    group.add_argument("--temperature", type=real(1e6), default=2.0, help="T of the divergence (2)")
+    group.add_argument(
+        "--timeout",
+        type=real(limits.WAIT.most),
+        default=900.0,
+        metavar="S",
+        help="seconds an arm may take (900)",
     )
 
 

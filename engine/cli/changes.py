@@ -60,8 +60,9 @@ def write_changes(folder: RunFolder, effective: dict[str, Any], spec: RunSpec) -
     found = differing(spec_from_dict(effective["spec"]), spec)
     if not found:
         return
+    recorded = effective.get("spec_sha256")
     changes = [
-        {"key": key, "was": was, "is": value, "spec_sha256": effective["spec_sha256"]}
+        {"key": key, "was": was, "is": value, "spec_sha256": recorded}
         for key, (was, value) in found.items()
     ]
     whole = effective | {

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine import limits
+from engine.cli.numbers import whole
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
@@ -46,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "run tests, proofs and planted bugs, and keep receipts"
     run_ = actions.add_parser("run", help=text, description=text)
     run_.add_argument("ids", nargs="*", metavar="IDS", help="contracts (all)")
-    run_.add_argument("--jobs", type=int, default=1, metavar="N", help="contracts at once (1)")
+    run_.add_argument(
+        "--jobs", type=whole(limits.JOBS.most), default=1, metavar="N", help="contracts at once (1)"
+    )
     text = "the level each contract has reached, from its receipts alone"
     status = actions.add_parser("status", help=text, description=text)
     text = "every contract with its equations, last result and age"

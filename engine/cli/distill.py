@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from engine import limits
+from engine.cli.numbers import whole
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
@@ -44,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --resume: when the newest checkpoint is damaged, continue from an older one",
     )
     parser.add_argument(
+        "--allow-restart",
+        action="store_true",
+        help="with --resume: when every checkpoint is gone, begin again from step 0",
+    )
+    parser.add_argument(
         "--allow-change",
         action="append",
         default=[],
@@ -59,13 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--smoke",
-        type=int,
+        type=whole(limits.STEPS.most),
         metavar="N",
         help="make N steps, then say what the whole run will take and what the checks found",
     )
     parser.add_argument(
         "--gpus",
-        type=int,
+        type=whole(limits.JOBS.most),
         metavar="N",
         help="train on N GPUs of this machine; short for --set compute.gpus=N",
     )
@@ -101,7 +107,10 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.supervise.launch import launch
 
     launched = launch(
-        folder, resume=arguments.resume is not None, allow_fallback=arguments.allow_fallback
+        folder,
+        resume=arguments.resume is not None,
+        allow_fallback=arguments.allow_fallback,
+        allow_restart=arguments.allow_restart,
     )
     if arguments.detach:
         launched.leave(b"d")
@@ -159,6 +168,7 @@ def _start(arguments: argparse.Namespace) -> Any:
 
 def _resume(arguments: argparse.Namespace) -> Any:
     from engine.cli.changes import settings_to_resume, write_changes
+    from engine.distill.going_on import check_promised, missing_newest
     from engine.distill.inputs import check_inputs
     from engine.errors import BadInput
     from engine.runlog.folder import open_run
@@ -169,7 +179,7 @@ def _resume(arguments: argparse.Namespace) -> Any:
     if arguments.out or arguments.gpus is not None or arguments.smoke is not None:
         raise UsageError("--gpus, --smoke and --out make a new run; --resume continues one")
     folder = open_run(arguments.resume.absolute())
-    effective = json.loads(folder.effective.read_text())
+    effective = folder.read_effective()
     sets = sets_from_environment(os.environ) + arguments.set
     spec = settings_to_resume(folder, effective, sets, arguments.allow_change)
     follower = Follower(folder)
@@ -185,6 +195,10 @@ def _resume(arguments: argparse.Namespace) -> Any:
             f"run folder: {folder.path} — expected a run with steps left, found one that completed",
             hint="start a new run with another train.steps",
         )
+    check_promised(folder, follower.view, arguments.allow_restart)
+    if arguments.detach and (missing := missing_newest(folder, follower.view)):
+        # Attached, it is heard from the log.
+        say(f"engine distill: {missing}")
     check_inputs(spec, folder.path)
     write_changes(folder, effective, spec)
     return folder

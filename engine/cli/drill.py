@@ -18,13 +18,15 @@ import argparse
 import contextlib
 import json
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine import limits
+from engine.cli.numbers import whole
 from engine.errors import BadInput, UsageError
+from engine.signals import scratch_folder
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
@@ -38,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every drill, as a table")
     parser.add_argument("--list", action="store_true", help="list the drills, start nothing")
     parser.add_argument("--healthy", action="store_true", help="runs without a defect instead")
-    parser.add_argument("--seeds", type=int, metavar="N", help="of healthy runs: 0 to N - 1 (3)")
+    parser.add_argument(
+        "--seeds",
+        type=whole(limits.ROUNDS.most),
+        metavar="N",
+        help="of healthy runs: 0 to N - 1 (3)",
+    )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -72,8 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
     if out is None:
-        with tempfile.TemporaryDirectory(prefix="drills-") as folder:
-            yield Path(folder)
+        with scratch_folder("drills-") as folder:
+            yield folder
         return
     out.mkdir(parents=True, exist_ok=True)
     yield out.absolute()

@@ -18,15 +18,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from engine import limits
 from engine.cli.eval_problems import evaluate_problems
 from engine.cli.eval_text import Said, no_answer_json, perplexity_json, perplexity_lines
 from engine.cli.generate import (
     add_model_arguments,
     add_sampling_arguments,
     open_asked,
-    positive,
     prepare_threads,
 )
+from engine.cli.numbers import positive
 from engine.errors import EXIT_PASS, NoAnswer
 from engine.terminal import put, put_json
 
@@ -40,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--data", required=True, metavar="FILE|FOLDER", help="text to foretell")
     text.add_argument("--against", type=Path, metavar="MODEL", help="a second model, the teacher")
     text.add_argument(
-        "--length", type=positive, default=1024, metavar="N", help="tokens of a row (1024)"
+        "--length",
+        type=positive(limits.POSITIONS.most),
+        default=1024,
+        metavar="N",
+        help="tokens of a row (1024)",
     )
     text.add_argument("--json", action="store_true", help="print one JSON value")
     for name, what in (("humaneval", "HumanEval's format"), ("mbpp", "MBPP's format")):
@@ -49,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         code.add_argument(
             "--data", type=Path, required=True, metavar="FILE", help=".jsonl or .json, or gzipped"
         )
-        code.add_argument("--samples", type=positive, default=1, metavar="N", help="(1)")
+        code.add_argument(
+            "--samples", type=positive(limits.SAMPLES.most), default=1, metavar="N", help="(1)"
+        )
         add_sampling_arguments(code)
         code.add_argument(
             "--results", type=Path, metavar="FILE", help="where results go (MODEL-WHAT.jsonl here)"

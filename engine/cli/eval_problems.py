@@ -175,6 +175,7 @@ def _judge(
     from engine.evaluate.model import weights_sha256
     from engine.evaluate.problems import STOPS
     from engine.evaluate.results import open_results, read_results, refuse_other
+    from engine.evaluate.sandbox import RULES
     from engine.models.generate import TILE, Sampling
 
     sampling = Sampling(
@@ -199,7 +200,7 @@ def _judge(
         "data_sha256": problems.sha256,
         "settings": asdict(settings),
         "stops": list(STOPS[problems.benchmark]),
-        "sandbox": {"cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
+        "sandbox": {"rules": RULES, "cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
     }
     refuse_other(where, about, later=("problems", "without"))
     left_out = fit()

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 HELP = "list and verify findings, read receipts"
 
 
+_ENTRIES_SHOWN = 200
+"""So many entries of one part of a receipt are printed."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in (
@@ -219,11 +223,15 @@ def _receipt_lines(receipt: dict[str, Any]) -> list[str]:
 def _part_lines(name: str, value: Any) -> list[str]:
     from engine.runlog.text import one_line
 
-    if isinstance(value, dict):
-        lines = [f"  {key}: {_compact(inner)}" for key, inner in value.items()]
-        return [name, *map(one_line, lines)]
-    if isinstance(value, list):
-        return [name, *(one_line(f"  {_compact(entry)}") for entry in value)]
+    if isinstance(value, dict | list):
+        entries = (
+            [f"  {key}: {_compact(inner)}" for key, inner in value.items()]
+            if isinstance(value, dict)
+            else [f"  {_compact(entry)}" for entry in value]
+        )
+        more = len(entries) - _ENTRIES_SHOWN
+        rest = [f"  and {more:,} more"] if more > 0 else []
+        return [name, *map(one_line, entries[:_ENTRIES_SHOWN]), *rest]
     return [one_line(f"{name}: {_compact(value)}")]
 
 

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine import limits
+from engine.cli.numbers import whole
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
@@ -47,13 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--margin", default="5%", metavar="SHARE", help="what is too small to matter (5%%)"
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of each run (12)")
-    parser.add_argument("--pairs", type=int, metavar="N", help="pairs at most (16)")
+    parser.add_argument(
+        "--steps", type=whole(limits.STEPS.most), metavar="N", help="steps of each run (12)"
+    )
+    parser.add_argument(
+        "--pairs", type=whole(limits.PAIRS.most), metavar="N", help="pairs at most (16)"
+    )
     parser.add_argument(
         "--metric", metavar="M", help="step_s, peak_memory_bytes, energy_per_token_j, final_loss"
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", help="of the order inside the pairs (from the clock)"
+        "--seed",
+        type=whole(limits.SEED.most),
+        metavar="N",
+        help="of the order inside the pairs (from the clock)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="the new flip folder (default: flips/DATE-KNOB)"

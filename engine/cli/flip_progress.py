@@ -18,6 +18,7 @@ from engine.experiments.plan import Plan
 from engine.experiments.record import read_pairs
 from engine.experiments.statistics import Interval
 from engine.runlog.view import RunView
+from engine.signals import hand_over
 from engine.terminal import StatusLine
 
 REDRAW_S = 0.2
@@ -53,6 +54,7 @@ class Progress:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             self._say("stopping: the arm that runs is ended, the pairs before it are kept")
 
+        hand_over()
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = [signal.signal(number, stop) for number in numbers]
         try:

@@ -20,7 +20,6 @@ Exit codes: 0 every gate that applies holds, 1 one does not, 2 one is unknown.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
-    from engine.errors import RunLogError
     from engine.evidence.context import view_of
     from engine.gate.subject import Subject
     from engine.runlog.folder import open_run
@@ -98,10 +96,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         raise UsageError(
             f"--set {others[0]} — expected a setting of [gate]: a finished run has its others"
         )
-    try:
-        tree = json.loads(found.effective.read_bytes())["spec"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunLogError.expected("settings", found.effective, "a run's", str(error)) from error
+    tree = found.read_effective()["spec"]
     spec = build_spec(
         tree, file="effective.json", base=Path("/"), sets=arguments.set, check_paths=False
     )

@@ -17,7 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import BadInput, UsageError
+from engine import limits
+from engine.cli.numbers import positive, real, whole
+from engine.errors import UsageError
+from engine.files import read_text
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
@@ -61,29 +64,30 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--max-tokens", type=positive, metavar="N", help="(512, or what the model has room for)"
+        "--max-tokens",
+        type=positive(limits.POSITIONS.most),
+        metavar="N",
+        help="(512, or what the model has room for)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)"
+        "--temperature", type=real(1e6), default=0.0, help="0 takes the likeliest token (0)"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the K likeliest; 0: all")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw among those that reach P (1)"
+        "--top-k",
+        type=whole(limits.VOCABULARY.most),
+        default=0,
+        help="draw among the K likeliest; 0: all",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (0)")
+    parser.add_argument(
+        "--top-p", type=real(1e6), default=1.0, help="draw among those that reach P (1)"
+    )
+    parser.add_argument("--seed", type=whole(limits.SEED.most), default=0, help="of the draws (0)")
     parser.add_argument(
         "--cuda-graph",
         choices=("auto", "on", "off"),
         default="auto",
         help="replay the steps of a GPU as one graph; the same tokens, faster (auto)",
     )
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value
 
 
 def prepare_threads() -> None:
@@ -105,7 +109,11 @@ def run(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    prompt = arguments.prompt if arguments.prompt_file is None else _read(arguments.prompt_file)
+    prompt = (
+        arguments.prompt
+        if arguments.prompt_file is None
+        else read_text(arguments.prompt_file, "prompt", limits.PROMPT)
+    )
     model = open_asked(arguments, arguments.model)
     for line in graph_decision(model, 1, arguments.cuda_graph):
         say(line)
@@ -176,11 +184,3 @@ def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int
         return wanted
     longest = max(len(ids) for ids in model.tokenizer.encode_documents(prompts))
     return max(1, min(_MOST_TOKENS, model.decoder.config.max_position_embeddings - longest))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        found = str(getattr(error, "strerror", None) or error)
-        raise BadInput.expected("prompt", path, "a readable text in UTF-8", found) from error

@@ -36,6 +36,7 @@ from engine.cli import (
     why,
 )
 from engine.crash import run_command
+from engine.signals import guard_command, leave_command
 from engine.terminal import ArgumentParser
 from engine.version import VERSION
 
@@ -97,8 +98,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = build_parser().parse_args(argv)
-    return run_command(
+    is_process = argv is None
+    if is_process:
+        guard_command()
+    code = run_command(
         f"engine {arguments.command}",
         lambda: arguments.handler(arguments),
         debug=arguments.debug,
     )
+    if is_process:
+        leave_command(code)
+    return code

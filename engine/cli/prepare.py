@@ -20,6 +20,8 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine import limits
+from engine.cli.numbers import whole
 from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
@@ -42,17 +44,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hidden states, the likeliest ids with their tail, or ids drawn (hidden)",
     )
     parser.add_argument(
-        "--top-k", type=int, default=64, metavar="K", help="ids a token of --form top_k (64)"
+        "--top-k",
+        type=whole(limits.VOCABULARY.most),
+        default=64,
+        metavar="K",
+        help="ids a token of --form top_k (64)",
     )
     parser.add_argument(
-        "--draws", type=int, default=32, metavar="M", help="ids a token of --form sampled (32)"
+        "--draws",
+        type=whole(limits.VOCABULARY.most),
+        default=32,
+        metavar="M",
+        help="ids a token of --form sampled (32)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="the store (default: teacher.cache of the spec)"
     )
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--rows", type=int, metavar="N", help="only the first N rows of training")
-    amount.add_argument("--steps", type=int, metavar="N", help="only the rows of the first N steps")
+    amount.add_argument(
+        "--rows",
+        type=whole(limits.STEPS.most),
+        metavar="N",
+        help="only the first N rows of training",
+    )
+    amount.add_argument(
+        "--steps",
+        type=whole(limits.STEPS.most),
+        metavar="N",
+        help="only the rows of the first N steps",
+    )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change one setting"
     )
@@ -84,9 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
             put_json({"out": str(wanted.out), **job.plan.as_dict()})
         return 0
     stop = StopRequest()
+    # Without a supervisor nobody would look after what goes on unseen: a hang-up ends it as before.
+    hang_up = signal.getsignal(signal.SIGHUP)
     stop.watch_signals()
-    # Without a supervisor nobody would look after what goes on unseen.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, hang_up)
     progress = _Progress(job)
     done = prepare(job, stop=stop, say=progress.line.say, progress=progress)
     progress.line.clear()

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 
+from engine.distill.going_on import past_checks, resume_command, was_stopped_by_checks
 from engine.errors import EXIT_FAIL
 from engine.runlog.events import AlertRaised, AnyEvent, Phase, kind_of
 from engine.runlog.follow import Follower
@@ -23,6 +24,7 @@ from engine.runlog.text import (
     status_text,
 )
 from engine.runlog.view import RunView
+from engine.signals import hand_over
 from engine.supervise.launch import Launched
 from engine.terminal import StatusLine, put, put_json, say
 
@@ -88,6 +90,7 @@ def attend(launched: Launched, *, as_json: bool, results: bool = True) -> int:
         launched.leave(b"h")
         os._exit(128 + signal.SIGHUP)
 
+    hand_over()
     signal.signal(signal.SIGINT, pass_on)
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGHUP, hang_up)
@@ -127,8 +130,10 @@ def _report(launched: Launched, follower: Follower, *, as_json: bool, results: b
     say(status_text(view, follower.alive))
     if state not in ("completed",):
         say(f"log: engine tail {launched.run.path}    errors: {launched.run.stderr}")
-        if state != "completed" and view.checkpoints:
-            say(f"continue: engine distill --resume {launched.run.path}")
+        if view.checkpoints and was_stopped_by_checks(view):
+            say(f"continue past the failed check: {past_checks(launched.run)}")
+        elif view.checkpoints:
+            say(f"continue: {resume_command(launched.run)}")
     say(f"run folder: {launched.run.path}")
     return code
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 from engine.diagnose.projection import project, projection_lines
+from engine.distill.going_on import resume_command
 from engine.errors import EXIT_FAIL, EXIT_UNKNOWN
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
@@ -17,7 +17,7 @@ def report(run: RunFolder, code: int, *, as_json: bool) -> int:
     """Print the projection of a run that ended with `code`; the exit code of the verdict: 0 when
     the steps were made and every check passed, 1 when one failed, 2 when one is unknown.
     """
-    spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    spec = spec_from_dict(run.read_effective()["spec"])
     view = Follower(run).read_all()
     found = project(view, spec)
     if as_json:
@@ -27,7 +27,7 @@ def report(run: RunFolder, code: int, *, as_json: bool) -> int:
         for line in projection_lines(found):
             put(line)
         key = "train.stop_after"
-        say(f"go on with it: engine distill --resume {run.path} --set {key}=0 --allow-change {key}")
+        say(f"go on with it: {resume_command(run)} --set {key}=0 --allow-change {key}")
     if code:
         return code
     if found.failed:

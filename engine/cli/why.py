@@ -27,6 +27,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.numbers import real
 from engine.cli.why_link import add_link_arguments, link_evidence
 from engine.terminal import put, put_json, say
 
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     other.add_argument("--test", required=True, help="what to do, best a command")
     other.add_argument("--if-true", required=True, help="what the test shows if it is so")
     other.add_argument("--if-false", required=True, help="what the test shows if it is not")
-    other.add_argument("--minutes", type=float, required=True, help="what the test costs")
+    other.add_argument("--minutes", type=real(1e9), required=True, help="what the test costs")
 
     withdraw = action("withdraw", "take back a claim, evidence or an alternative: kept, struck out")
     withdraw.add_argument(

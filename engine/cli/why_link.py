@@ -17,6 +17,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine import limits
+from engine.cli.numbers import real, whole
 from engine.errors import UsageError
 from engine.terminal import say
 
@@ -36,20 +38,31 @@ def add_link_arguments(link: argparse.ArgumentParser) -> None:
     link.add_argument("--run-command", metavar="COMMAND", help="run this and keep what it does")
     link.add_argument("--note", metavar="TEXT", help="what a person says")
     link.add_argument(
-        "--expect-exit", type=int, metavar="N", help="a reproduction: its exit status"
+        "--expect-exit",
+        type=whole(limits.EXIT_STATUS.most),
+        metavar="N",
+        help="a reproduction: its exit status",
     )
     link.add_argument(
         "--expect-text", default="", metavar="TEXT", help="a reproduction: in its output"
     )
-    link.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of the command")
+    link.add_argument(
+        "--timeout", type=real(limits.WAIT.most), default=600.0, metavar="S", help="of the command"
+    )
     link.add_argument("--events", metavar="FIRST[-LAST]", help="of a run: lines of a log, by seq")
     link.add_argument("--log", choices=("events", "device", "watch"), default="events")
     link.add_argument("--metric", metavar="NAME", help="of a run: loss, gpu0.gpu_util_pct, ...")
     link.add_argument("--steps", metavar="FIRST-LAST", help="of a metric: these steps only")
     link.add_argument(
-        "--from", dest="from_s", type=float, metavar="S", help="of a run: seconds since its start"
+        "--from",
+        dest="from_s",
+        type=real(1e12),
+        metavar="S",
+        help="of a run: seconds since its start",
     )
-    link.add_argument("--to", dest="to_s", type=float, metavar="S", help="of a run: until then")
+    link.add_argument(
+        "--to", dest="to_s", type=real(1e12), metavar="S", help="of a run: until then"
+    )
     link.add_argument("--exit", action="store_true", help="of a run: the record of how it ended")
     link.add_argument("--alert", metavar="ID", help="of a run: an alert, with its readings")
     link.add_argument("--check", metavar="ID", help="of a run: what a first-minute check answered")

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from engine.contracts import hook
 from engine.contracts.contract import Falsifier, Planted, Proof
 from engine.contracts.proving import ABSENT, PROVED, REFUTED, UNKNOWN
 from engine.contracts.source import split_node
+from engine.signals import scratch_folder
 
 _TAIL = 400
 _PYTHON = "python"
@@ -121,8 +121,7 @@ def run_tests(
         "--hypothesis-seed=0",
         *files,
     ]
-    with tempfile.TemporaryDirectory(prefix="apr-contract-") as name:
-        folder = Path(name)
+    with scratch_folder("apr-contract-") as folder:
         report = folder / "report.json"
         env = {
             "APR_CONTRACT_NODES": "\n".join(dict.fromkeys(nodes.values())),

@@ -20,11 +20,13 @@ from typing import Any
 
 import msgspec
 
+from engine import limits
 from engine.contracts.answer import Answer, Rank
 from engine.contracts.contract import Contract, Planted
 from engine.contracts.proving import ABSENT, PROVED, REFUTED
 from engine.contracts.source import Sources, split_node
 from engine.errors import BadInput
+from engine.files import read_bytes
 
 SCHEMA = "apr-workbench/contract-receipts/1"
 FOLDER = Path("evidence/contracts")
@@ -209,13 +211,12 @@ def read_receipts(folder: Path, contract: str) -> dict[str, Receipt]:
     """The receipts of a contract by check; none where it has not run. Raises BadInput for a file that
     is not as it was written."""
     path = folder / f"{contract}.json"
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
+    raw = read_bytes(path, "receipts", limits.CONTRACT_RECEIPTS)
     try:
         found = msgspec.json.decode(raw, type=Receipts)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadInput.expected(
             "receipts", path, "what `engine contracts run` writes", str(error)
         ) from None

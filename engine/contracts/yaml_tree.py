@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from engine.errors import BadInput
+from engine.files import open_regular
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
@@ -68,11 +70,10 @@ class Duplicate:
 def read_raw(path: Path) -> bytes:
     """The bytes of a file, one more than allowed at most. Raises Unreadable."""
     try:
-        # A pipe or a device would be waited for, or never end.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise Unreadable("expected a regular file")
-        with path.open("rb") as file:
+        with open_regular(path, "contract") as file:
             return file.read(MAX_BYTES + 1)
+    except BadInput as error:
+        raise Unreadable(error.message.partition(" — ")[2]) from None
     except OSError as error:
         raise Unreadable(f"expected a file that can be read, found: {error.strerror}") from None
 

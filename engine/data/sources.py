@@ -33,7 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from engine import limits
 from engine.errors import CorpusError
+from engine.files import open_regular
 
 STDLIB = "python-stdlib"
 FOLDER_SUFFIXES = (".py", ".txt", ".md")
@@ -78,13 +80,19 @@ class Piece:
 
     def read(self) -> str | Skipped:
         """The text, strict UTF-8. CorpusError when it cannot be read."""
-        try:
-            with self.path.open("rb") as file:
+        most = limits.CORPUS_DOCUMENT.most
+        size = most + 1 if self.end_byte is None else self.end_byte - self.start_byte
+        with open_regular(self.path, "corpus", error=CorpusError) as file:
+            try:
                 file.seek(self.start_byte)
-                size = -1 if self.end_byte is None else self.end_byte - self.start_byte
+                # A file of zeros without an end has a size before it has content.
+                if self.end_byte is None and os.fstat(file.fileno()).st_size > most:
+                    _refuse_size(self.path, limits.CORPUS_DOCUMENT)
                 raw = file.read(size)
-        except OSError as error:
-            _refuse_unreadable(self.path, error)
+            except OSError as error:
+                _refuse_unreadable(self.path, error)
+        if len(raw) > most:
+            _refuse_size(self.path, limits.CORPUS_DOCUMENT)
         if self.line is not None:
             return _text_of_line(raw, self.path, self.line, self.start_byte)
         if self.may_skip:
@@ -101,6 +109,16 @@ def list_pieces(source: str, *, include_tests: bool = False) -> Iterator[Piece |
     The order is that of the file system's walk and carries no meaning. `include_tests` concerns
     `python-stdlib` alone.
     """
+    size = 0
+    for count, item in enumerate(_listed(source, include_tests=include_tests), start=1):
+        size += item.size_bytes if isinstance(item, Piece) else 0
+        for found, limit in ((count, limits.CORPUS_PIECES), (size, limits.CORPUS_TEXT)):
+            if found > limit.most:
+                raise CorpusError.expected("corpus", shown(source), str(limit), "more")
+        yield item
+
+
+def _listed(source: str, *, include_tests: bool) -> Iterator[Piece | Skipped]:
     if source == STDLIB:
         yield from _library(Path(sysconfig.get_path("stdlib")), include_tests)
         return
@@ -113,6 +131,8 @@ def list_pieces(source: str, *, include_tests: bool = False) -> Iterator[Piece |
         yield from _folder(path)
         return
     _refuse_special(path, mode)
+    if path.stat().st_size > limits.CORPUS_FILE.most:
+        _refuse_size(path, limits.CORPUS_FILE)
     yield from _json_lines(path) if path.suffix == ".jsonl" else _passages(path)
 
 
@@ -263,11 +283,28 @@ def _passages(path: Path) -> Iterator[Piece | Skipped]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            yield from file
-    except OSError as error:
-        _refuse_unreadable(path, error)
+    most = limits.CORPUS_DOCUMENT.most
+    with open_regular(path, "corpus", error=CorpusError) as file:
+        try:
+            if os.fstat(file.fileno()).st_size <= most:
+                yield from file  # no line is longer than its file
+                return
+            while line := file.readline(most + 1):
+                if len(line) > most:
+                    _refuse_size(path, limits.CORPUS_DOCUMENT)
+                yield line
+        except OSError as error:
+            _refuse_unreadable(path, error)
+
+
+def _refuse_size(path: Path, limit: limits.Limit) -> NoReturn:
+    raise CorpusError.expected(
+        "corpus",
+        shown(path),
+        f"{limit.what} of {limit}",
+        "more",
+        hint="cut it into more files, or into lines",
+    )
 
 
 def _decoded(raw: bytes, where: str, start_byte: int) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from engine.errors import SpecError
+from engine.errors import BadInput
 from engine.runlog.folder import RunFolder
 from engine.spec import RunSpec, spec_from_dict
 
@@ -13,6 +11,6 @@ def read_settings(run: RunFolder) -> RunSpec | None:
     """The settings in effective.json; None when they are not there or of another version. The rules
     that need them then say so."""
     try:
-        return spec_from_dict(json.loads(run.effective.read_bytes())["spec"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SpecError):
+        return spec_from_dict(run.read_effective()["spec"])
+    except BadInput:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-fallback", action="store_true")
+    parser.add_argument("--allow-restart", action="store_true")
     parser.add_argument("--keep-alive-fd", type=int)
     arguments = parser.parse_args()
 
@@ -25,6 +27,8 @@ def main() -> int:
         from engine.distill.launch_ranks import die_with_parent
 
         die_with_parent()
+    # Until the run takes them as requests: nothing is begun, and a traceback would say nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     # First of all: importing torch may hang too.
     register(arguments.run, int(os.environ.get("RANK", "0")))
     # What is imported stays: looking through it for garbage, now and at exit, is a fifth of the CPU
@@ -32,6 +36,7 @@ def main() -> int:
     gc.disable()
     from engine.distill.run import run
     from engine.errors import EngineError
+    from engine.signals import Stopped
 
     gc.freeze()
     gc.enable()
@@ -40,8 +45,12 @@ def main() -> int:
             arguments.run,
             resume=arguments.resume,
             allow_fallback=arguments.allow_fallback,
+            allow_restart=arguments.allow_restart,
             keep_alive_fd=arguments.keep_alive_fd,
         )
+    except Stopped as stopped:
+        # Before the log could say so.
+        return stopped.exit_code
     except EngineError as error:
         # One that the log could not take: what ended the run is that it cannot be written.
         say(error)

@@ -8,7 +8,6 @@ there on the student would learn something else.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from engine.errors import CheckpointError
@@ -23,17 +22,22 @@ _VERSIONS = ("engine", "python", "torch", "device")
 def written_sha256(folder: RunFolder) -> str:
     """The hash of the settings as they were written down: an engine that has gained settings since gives
     them their defaults, and the run is the same one."""
-    return settings_sha256(json.loads(folder.effective.read_text())["spec"])
+    return settings_sha256(folder.read_effective()["spec"])
 
 
 def changes_since(folder: RunFolder, spec_sha256: str) -> list[str] | None:
     """The allowed changes of settings since `spec_sha256` was the hash of them all, in words; None when
     that hash never was.
     """
-    changes: list[dict[str, Any]] = json.loads(folder.effective.read_text()).get("changes", [])
-    for index, change in enumerate(changes):
-        if change["spec_sha256"] == spec_sha256:
-            return [f"{c['key']} {c['was']!r} -> {c['is']!r}" for c in changes[index:]]
+    changes: list[dict[str, Any]] = folder.read_effective().get("changes", [])
+    try:
+        for index, change in enumerate(changes):
+            if change["spec_sha256"] == spec_sha256:
+                return [f"{c['key']} {c['was']!r} -> {c['is']!r}" for c in changes[index:]]
+    except (KeyError, TypeError):
+        raise CheckpointError.expected(
+            "settings", folder.effective, "changes with key, was, is and spec_sha256", "others"
+        ) from None
     return None
 
 

@@ -7,27 +7,23 @@ trainer repeats what it can only see with the data in hand.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checks.catalogue import skipped_ids
 from engine.data.corpus import check_corpus
-from engine.errors import BadInput, DiskFull, TokenizerError
+from engine.distill.room import check_room
+from engine.errors import BadInput, TokenizerError
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
-from engine.models.config import ModelConfig, config_of, count_parameters, read_config
+from engine.models.config import ModelConfig, config_of, read_config
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
 from engine.spec import RunSpec
 from engine.teachers.cache_fit import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
-from engine.units import format_bytes
-
-ADAM_COPIES = 3
-"""Weights and AdamW's two moments, each in fp32: what one checkpoint holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +132,7 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         )
     check_corpus(spec.data.corpus)
     if run is not None:
-        _check_room(spec, student, run)
+        check_room(spec, student, run)
         if teacher is not None and uses_cache(spec):
             fitting_manifest(spec, teacher, student)
     return Inputs(
@@ -147,19 +143,3 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         tokenizers=tokenizers,
         notes=notes,
     )
-
-
-def _check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:
-    """Room for every checkpoint that is ever there at once: the kept ones, the best, and the one
-    being written.
-    """
-    folder = next(p for p in (run, *run.resolve().parents) if p.exists())
-    each = count_parameters(student) * 4 * ADAM_COPIES
-    needed = round(each * (spec.checkpoint.keep_last + 1 + 1.5))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise DiskFull(
-            f"run folder: {run} — expected {format_bytes(needed)} free for {spec.checkpoint.keep_last + 2} checkpoints "
-            f"of {format_bytes(each)}, found {format_bytes(free)}",
-            hint="free space there, choose another --out, or lower checkpoint.keep_last",
-        )

@@ -14,6 +14,7 @@ from torch import nn
 
 from engine.distill import checkpoint, record, retention, state, state_files
 from engine.distill.drift import changes_since, written_sha256
+from engine.distill.going_on import check_promised, missing_newest, promised_step
 from engine.distill.manifest import newest, published
 from engine.distill.parts import Parts
 from engine.distill.trainer import Trainer
@@ -94,19 +95,36 @@ class Keeper:
         retention.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
         return saved.path
 
-    def restore(self, trainer: Trainer, before: RunView, allow_fallback: bool) -> dict[str, float]:
+    def restore(
+        self,
+        trainer: Trainer,
+        before: RunView,
+        allow_fallback: bool,
+        allow_restart: bool = False,
+    ) -> dict[str, float]:
         """Continue from the newest checkpoint; the trainer stays at step 0 when the run died before
         its first. `before` is what the log says of the earlier sessions; returns the held-out losses
-        it knows up to the step restored."""
+        it knows up to the step restored.
+
+        Raises CheckpointError when the newest is damaged, unless `allow_fallback`, and when the log
+        promised one and there is none at all, unless `allow_restart`."""
+        check_promised(self.folder, before, allow_restart)
         last = (
             newest(self.folder.checkpoints, allow_fallback)
             if self.folder.checkpoints.is_dir()
             else None
         )
         if last is None:
-            text = "there is no checkpoint yet: starting again from step 0"
-            self.log.write(Note(level="warning", text=text))
+            promised = promised_step(before)
+            why = (
+                "there is no checkpoint yet"
+                if promised is None
+                else f"the checkpoint of step {promised} is gone, and a restart was allowed"
+            )
+            self.log.write(Note(level="warning", text=f"{why}: starting again from step 0"))
             return {}
+        if missing := missing_newest(self.folder, before):
+            self.log.write(Note(level="warning", text=missing))
         for path, reason in last.refused:
             aside = retention.set_aside(path)
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"

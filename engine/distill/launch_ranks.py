@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -66,7 +65,7 @@ def main() -> int:
         threading.Thread(
             target=_end_with_supervisor, args=(arguments.keep_alive_fd,), daemon=True
         ).start()
-    spec = spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    spec = spec_from_dict(run.read_effective()["spec"])
     hangs = HangWatch(run, spec.compute.collective_timeout_s + LEEWAY_S)
     hangs.start()
     return launch(run, arguments.gpus, flags, hangs)
@@ -132,6 +131,9 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
+        if _asked and failure.exitcode in (128 + _asked[0], -_asked[0]):
+            # Nothing is lost: it left as it was asked to.
+            return 128 + _asked[0]
         lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
         say(lost.sentence)
         write_lost_rank(run, lost)
@@ -191,7 +193,12 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
+_asked: list[int] = []
+"""The signals that ask for a stop, as they came."""
+
+
 def _pass_on(number: int, _frame: FrameType | None) -> None:
+    _asked.append(number)
     _send(number)
 
 

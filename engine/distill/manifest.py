@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import CheckpointError
+from engine.files import open_regular, read_bytes
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
-_LIMIT_BYTES = 16 * 2**20
 _READ_BYTES = 2**20
 _PUBLISHED = re.compile(r"step-([0-9]{8})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -82,7 +83,9 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
         except CheckpointError as error:
             if not allow_fallback:
                 raise CheckpointError(
-                    error.message, hint="an older checkpoint may be used if falling back is allowed"
+                    error.message,
+                    hint="`engine distill --resume RUN --allow-fallback` goes on from an older one that"
+                    " verifies; the steps since are made again",
                 ) from error
             refused.append((path, error.message))
             continue
@@ -94,7 +97,11 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
             refused=tuple(refused),
         )
     if refused:
-        raise CheckpointError("\n".join(reason for _, reason in refused))
+        raise CheckpointError(
+            "\n".join(reason for _, reason in refused),
+            hint=f"no checkpoint here verifies; with {folder} moved away, `engine distill --resume RUN"
+            " --allow-restart` begins again from step 0",
+        )
     return None
 
 
@@ -119,9 +126,13 @@ def step_of(path: Path) -> int:
 
 def published(folder: Path) -> Iterator[Path]:
     """Paths named like a published checkpoint, newest first; any other name is not ours to read."""
-    if folder.is_dir():
+    try:
         names = sorted(entry.name for entry in folder.iterdir() if _PUBLISHED.fullmatch(entry.name))
-        yield from (folder / name for name in reversed(names))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise refusal(folder, "a folder that can be read", str(error)) from error
+    yield from (folder / name for name in reversed(names))
 
 
 def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
@@ -131,10 +142,7 @@ def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
     for entry in present.values():
         if not entry.is_file(follow_symlinks=False):
             raise refusal(path / entry.name, "a plain file", "a link, a folder or a device")
-    size = present[MANIFEST].stat().st_size
-    if size > _LIMIT_BYTES:
-        raise refusal(path / MANIFEST, f"at most {_LIMIT_BYTES} bytes", str(size))
-    raw = (path / MANIFEST).read_bytes()
+    raw = read_bytes(path / MANIFEST, "checkpoint", limits.MANIFEST, error=CheckpointError)
     records = _read_manifest(path / MANIFEST, raw, step)
     for name in sorted(records.keys() - present.keys()):
         raise refusal(path / name, "the file in the manifest", "no such file")
@@ -197,7 +205,7 @@ def _is_integer(value: object) -> bool:
 def digest_of(path: Path) -> tuple[int, str]:
     """Size in bytes and sha256 of a file."""
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_regular(path, "checkpoint", error=CheckpointError) as file:
         while piece := file.read(_READ_BYTES):
             digest.update(piece)
             size += len(piece)

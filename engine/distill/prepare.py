@@ -125,6 +125,7 @@ def _prepare(
             store = open_store(out)
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
         begun = time.monotonic()
+        stop.steps_begin()
         _fill(_Fill(built.teacher, arithmetic.device, store, writer), job, stop, progress)
     return Prepared(
         plan=job.plan,

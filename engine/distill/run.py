@@ -11,7 +11,6 @@ from the batches, the hashes from the tensors.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import replace
 from functools import partial
@@ -48,17 +47,25 @@ from engine.runlog.follow import Follower
 from engine.runlog.view import RunView
 from engine.runlog.write import LogWriter
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
+from engine.signals import Stopped
 from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.cached import CachedTeacher
 from engine.terminal import say
 
 
-def run(path: Path, *, resume: bool, allow_fallback: bool, keep_alive_fd: int | None) -> int:
+def run(
+    path: Path,
+    *,
+    resume: bool,
+    allow_fallback: bool,
+    keep_alive_fd: int | None,
+    allow_restart: bool = False,
+) -> int:
     """Train the run in `path` to its end; returns the exit code. However it ends, the log says
-    so before this returns.
+    so before this returns. What the two leaves allow is said in `Keeper.restore`.
     """
     folder = open_run(path)
-    spec = spec_from_dict(json.loads(folder.effective.read_text())["spec"])
+    spec = spec_from_dict(folder.read_effective()["spec"])
     ranks = ranks_here()
     before = Follower(folder).read_all() if resume else None
     writer = "trainer" if ranks.first else f"rank {ranks.rank}"
@@ -73,7 +80,9 @@ def run(path: Path, *, resume: bool, allow_fallback: bool, keep_alive_fd: int | 
         try:
             if ranks.first:
                 folder.keep_reserve()
-            finished = job.carry_out(allow_fallback=allow_fallback)
+            finished = job.carry_out(allow_fallback=allow_fallback, allow_restart=allow_restart)
+        except Stopped as stopped:
+            finished = job.stopped(stop.reason or stopped.name, stopped.exit_code)
         except EngineError as error:
             if isinstance(error, DiskFull) and ranks.first:
                 folder.free_reserve()
@@ -127,10 +136,22 @@ class _Job:
         """None until there is something to train."""
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
-        step = 0 if self.session is None else self.session.step
+        # What stops a resume before it has restored anything leaves the run where it was.
+        before = 0 if self.before is None else self.before.last_step
+        step = before if self.session is None else self.session.step
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
 
-    def carry_out(self, *, allow_fallback: bool) -> RunFinished:
+    def stopped(self, reason: str, exit_code: int) -> RunFinished:
+        """Before the first step: what was saved by an earlier session is what there is."""
+        step = self.before.last_step if self.before is not None else 0
+        return RunFinished(
+            state="stopped",
+            reason=f"{reason} before the first step",
+            exit_code=exit_code,
+            step=step,
+        )
+
+    def carry_out(self, *, allow_fallback: bool, allow_restart: bool) -> RunFinished:
         spec, log, ranks = self.spec, self.log, self.ranks
         inputs = check_inputs(spec, self.folder.path)
         for note in inputs.notes:
@@ -167,7 +188,7 @@ class _Job:
             compiles=self.compiles,
             stop=self.stop,
         )
-        resumed_from = self._resume(trainer, session, allow_fallback)
+        resumed_from = self._resume(trainer, session, allow_fallback, allow_restart)
         # Sharded layers are others to a compiler, and are compiled when they are sharded.
         put_to_run = partial(
             put_layers_to_run, log, self.compiles, plan=plan, length=spec.data.seq_len
@@ -216,14 +237,21 @@ class _Job:
             torch.cuda.reset_peak_memory_stats(device)
         return arithmetic
 
-    def _resume(self, trainer: Trainer, session: Session, allow_fallback: bool) -> int | None:
+    def _resume(
+        self, trainer: Trainer, session: Session, allow_fallback: bool, allow_restart: bool
+    ) -> int | None:
         """Goes on from the newest checkpoint of a run that is resumed; the step it was made after."""
         if self.before is None:
             return None
         # One rank at a time decides what is damaged and sets it aside: the first.
         if not self.ranks.first:
             self.ranks.wait_for_all()
-        session.heldout_losses |= self.keeper.restore(trainer, self.before, allow_fallback)
+        # Of a run that cannot be restored, too, the log says where it stands.
+        session.step = self.before.last_step
+        session.heldout_losses |= self.keeper.restore(
+            trainer, self.before, allow_fallback, allow_restart
+        )
+        session.step = trainer.step
         if self.ranks.first:
             self.ranks.wait_for_all()
         return trainer.step

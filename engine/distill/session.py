@@ -26,16 +26,24 @@ from engine.distill.budget import MemoryBudget
 from engine.distill.checking import context_of
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data
+from engine.distill.going_on import past_checks
 from engine.distill.heldout import heldout_loss
 from engine.distill.inputs import Inputs
 from engine.distill.keep import Keeper
+from engine.distill.manifest import published
 from engine.distill.sharding import whole_student
 from engine.distill.stopping import StopRequest
 from engine.distill.trainer import Trainer
 from engine.errors import TrainingFailed
 from engine.models.decoder import Decoder
 from engine.models.head import DenseHead, Head
-from engine.runlog.events import Evaluated, RunFinished, StopRequested, name_of_non_finite
+from engine.runlog.events import (
+    TRAINING,
+    Evaluated,
+    RunFinished,
+    StopRequested,
+    name_of_non_finite,
+)
 from engine.runlog.held import HeldWriter
 from engine.runlog.write import LogWriter
 from engine.spec import RunSpec
@@ -72,7 +80,7 @@ class Session:
         self.budget, self.teacher_decoder = budget, teacher_decoder
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
-        """The last one that was logged; 0 before training begins."""
+        """The last one that was logged, or the one that a resumed run goes on from; 0 before the first."""
         self.heldout_losses: dict[str, float] = {}
         """Nats per token: `teacher`, `untrained`, `student`."""
 
@@ -122,8 +130,9 @@ class Session:
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Every step that is left. None when all are done, else how the run ended before that."""
         spec = self.spec
+        self.stop.steps_begin()
         self.step = self.keeper.saved_step = begun_at = trainer.step
-        record.phase(self.log, "training", f"from step {trainer.step} to {spec.train.steps}")
+        record.phase(self.log, TRAINING, f"from step {trainer.step} to {spec.train.steps}")
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         for step in trainer.steps(lambda step: self._may_run_ahead(step, begun_at)):
             self.step = step.step
@@ -154,7 +163,7 @@ class Session:
                 record.phase(self.log, "saving a checkpoint")
                 self._save(trainer, student)
             if pause and not last:
-                record.phase(self.log, "training")
+                record.phase(self.log, TRAINING)
             if step.stop_asked and not last:
                 return self._stop_as_asked(trainer)
             if step.step == self._paused_at(begun_at) and not last:
@@ -191,8 +200,17 @@ class Session:
         if worthless:
             raise TrainingFailed(
                 "\n".join(f"check {result}" for result in worthless),
-                hint=f"{worthless[0].about.remedy} checks.on_fail=report would go on past it",
+                hint=f"{worthless[0].about.remedy} {self._past_them(worthless[0])}",
             )
+
+    def _past_them(self, failed: Result) -> str:
+        """How to go on although a check failed, and with what risk: a saved run stays its owner's."""
+        if not any(published(self.keeper.folder.checkpoints)):
+            return "checks.on_fail=report would go on past it"
+        return (
+            f"If the check is wrong: `{past_checks(self.keeper.folder)}` goes on, and only reports what "
+            f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
+        )
 
     def _may_run_ahead(self, step: int, begun_at: int) -> bool:
         """Whether nothing will look at the run as `step` leaves it."""

@@ -28,10 +28,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from engine import limits
 from engine.distill.checkpoint import Sink, Writer
 from engine.distill.manifest import VerifiedCheckpoint
 from engine.distill.state import ADAMW_KEYS, TrainingState
 from engine.errors import CheckpointError
+from engine.files import read_json
 from engine.runtime.parts import is_part, read_parts
 from engine.runtime.ranks import whole
 
@@ -111,7 +113,7 @@ def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
     if names != (wanted - {STUDENT_FILE, OPTIMIZER_FILE} if sharded else wanted):
         raise _mismatch(checkpoint.path, str(sorted(wanted)), str(sorted(checkpoint.files)))
     where = checkpoint.path / STATE_FILE
-    scalars = json.loads(where.read_bytes())
+    scalars = read_json(where, "checkpoint", limits.CHECKPOINT_STATE, error=CheckpointError)
     fields = {
         "schema",
         "step",

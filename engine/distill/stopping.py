@@ -4,6 +4,10 @@ Three things ask: SIGTERM and SIGINT (finish the step, save, stop; a second one 
 once), and the death of the supervisor, seen as the end of the keep-alive pipe it holds. The trainer
 looks at `reason` between steps. If the supervisor dies while the trainer hangs inside a step,
 nobody would be left to notice: after `GRACE_S` without an answer the process writes so and leaves.
+
+Before the first step (reading, tokenising, compiling, loading) there is nothing to finish and nothing to
+save: a request raises `Stopped` wherever the main thread is. Whoever asked sends a second signal when that
+takes more than a second (`engine.signals`), which ends the process also inside native code.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import threading
 from collections.abc import Callable
 
 from engine.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+from engine.signals import GRACE_S as UNWIND_S
+from engine.signals import Stopped, hand_over, only_once
 
 GRACE_S = 120.0
 
@@ -25,15 +31,29 @@ class StopRequest:
         self.reason: str | None = None
         self.exit_code = EXIT_TERMINATED
         self._answered = threading.Event()
+        self._has_steps = True
+        self._watches = False
 
     def watch_signals(self) -> None:
         """Take SIGTERM and SIGINT as requests; the second of them gets the system's default and
-        ends the process.
+        ends the process. Until `steps_begin` the first one raises `Stopped`.
         """
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        self._has_steps, self._watches = False, True
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+            only_once(number)
         # A closed terminal is the launcher's business; the run goes on.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def steps_begin(self) -> None:
+        """From here on a request waits for the end of a step."""
+        self._has_steps = True
+        if not self._watches:
+            return
+        hand_over()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -42,6 +62,8 @@ class StopRequest:
             signal.Signals(number).name,
             EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED,
         )
+        if not self._has_steps:
+            raise Stopped(number)
 
     def watch_supervisor(self, keep_alive_fd: int, write_note: Callable[[str], None]) -> None:
         """Ask to stop when the other end of `keep_alive_fd` closes; `write_note` puts a line
@@ -55,6 +77,10 @@ class StopRequest:
                 return  # the run is over; the supervisor closed it in good order
             write_note("the supervisor is gone: saving and stopping, so that nothing runs unseen")
             self._request("supervisor lost", EXIT_TERMINATED)
+            if self._watches and not self._has_steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+                if not self._answered.wait(UNWIND_S) and not self._has_steps:
+                    os._exit(EXIT_TERMINATED)
             if not self._answered.wait(GRACE_S):
                 write_note(
                     f"no step ended within {GRACE_S:.0f} s of losing the supervisor: leaving unsaved"

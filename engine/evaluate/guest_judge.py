@@ -1,12 +1,16 @@
 """Runs a problem's tests inside a sandbox of its own, against a program in another.
 
-Runs with the standard library and `guest_wire` alone. The functions that the tests call are stand-ins:
+Runs with the standard library and the other guests alone. The functions that the tests call are stand-ins:
 they send the arguments to the program and give back what it answers. So a program can neither replace
-`assert`, nor end this process, nor read the nonce: it is not here. Objects of its classes stay with it: the
-tests hold a `Reference`, which equals itself alone, so that no `__eq__` of a program decides an assertion.
+`assert`, nor end this process, nor read the nonce: it is not here. What comes back is made of Python's own
+types, within limits, before the tests see it (`guest_wire`). Objects of the program's classes stay with it:
+the tests hold a `Reference`, which equals itself alone, so that no `__eq__` of a program decides an
+assertion. The tests' assertions are counted (`guest_assertions`): a pass needs that each held, and at least
+as often as with the reference solution, where its counts are given.
 
-Writes one record, `{"nonce", "outcome", "reason"}`, and exits 0. Outcomes: `pass`; `fail`, which is the
-program's doing; `harness`, which is not, or not for certain.
+Writes an empty line when the program may begin, and then one record, `{"nonce", "outcome", "reason",
+"held"}`, and exits 0. Outcomes: `pass`; `fail`; `harness` for what cannot be the program's doing, because
+nothing that it answered was used.
 """
 
 from __future__ import annotations
@@ -18,17 +22,20 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
+from engine.evaluate.guest_assertions import Ended, Watch, watched
 from engine.evaluate.guest_wire import NotPlain, limit, pack, read_task, receive, send, unpack
 
+MOST_REASON = 500
+"""Characters."""
 
-class Harness(BaseException):
-    """The tests cannot be run; nothing is said about the program."""
 
-
-class Gone(BaseException):
-    """The program ended, or answers what is no answer."""
+class Judged(NamedTuple):
+    outcome: str
+    reason: str
+    held: list[int]
+    """How often each assertion of the tests held."""
 
 
 class Reference:
@@ -54,16 +61,16 @@ class Reference:
 class Other:
     """An answer that is no plain data: it is true or false, and anything else asked of it is a failure."""
 
-    __slots__ = ("_said", "_true")
+    __slots__ = ("_said", "_true", "_watch")
 
-    def __init__(self, said: str, *, true: bool) -> None:
-        self._said, self._true = said, true
+    def __init__(self, said: str, watch: Watch, *, true: bool) -> None:
+        self._said, self._watch, self._true = said, watch, true
 
     def __bool__(self) -> bool:
         return self._true
 
     def _refuse(self, *_: object) -> Any:
-        raise Gone(self._said)
+        raise self._watch.end("fail", self._said)
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
     __getattr__ = __call__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse
@@ -96,8 +103,8 @@ def main() -> None:
             result.flush()
             send(calls, {"go": True})
 
-        outcome, reason = judge(task, calls, answers, begin)
-        record = {"nonce": task["nonce"], "outcome": outcome, "reason": reason}
+        judged = judge(task, calls, answers, begin)
+        record = {"nonce": task["nonce"], **judged._asdict()}
         result.write(json.dumps(record).encode())
     sys.stderr.flush()
     os._exit(0)  # nothing of the tests runs after the outcome
@@ -108,23 +115,26 @@ def judge(
     calls: IO[bytes],
     answers: IO[bytes],
     begin: Callable[[], None],
-) -> tuple[str, str]:
-    """The outcome and its reason."""
+) -> Judged:
+    """The outcome, its reason, and the assertions that held."""
     count = 0
     references: dict[int, Reference] = {}
+    watch = Watch()
 
     def answer() -> dict[str, Any] | None:
         try:
             return receive(answers)
         except (ValueError, RecursionError, MemoryError, OSError) as error:
-            raise Gone(f"the program answers nonsense: {str(error)[:200]}") from None
+            reason = f"the program answers nonsense: {str(error)[:200]}"
+            raise watch.end("fail", reason) from None
 
     def number(value: object) -> int | None:
         if isinstance(value, Other):
-            raise Gone(value._said)
+            raise watch.end("fail", value._said)
         if isinstance(value, Function) and "of" in value.more:
             # What the tests took for data is the program's doing.
-            raise Gone(f"the program has a method {value.name} where the tests want data")
+            reason = f"the program has a method {value.name} where the tests want data"
+            raise watch.end("fail", reason)
         return value._asked[1] if isinstance(value, Reference) else None
 
     def of(number: object) -> Reference:
@@ -134,85 +144,106 @@ def judge(
 
     def ask(what: str, **request: object) -> object:
         nonlocal count
-        count += 1
+        watch.go_on()
         try:
             for key in {"args", "kwargs", "value"} & request.keys():
                 request[key] = pack(request[key], number)
         except NotPlain as error:
-            raise Harness(f"the tests pass a {error} to {what}, which is no plain data") from None
+            # Once the program has answered, what is passed to it may be made of its answers.
+            outcome = "fail" if count else "harness"
+            reason = f"the tests pass a {error} to {what}, which is no plain data"
+            raise watch.end(outcome, reason) from None
+        count += 1
         try:
             send(calls, request)
         except OSError:
-            raise Gone("the program ended before its tests did") from None
+            raise watch.end("fail", "the program ended before its tests did") from None
         found = answer()
         if found is None:
-            raise Gone("the program ended before its tests did")
+            raise watch.end("fail", "the program ended before its tests did")
         if "raised" in found:
-            raise transported(found)
+            thrown = transported(found)
+            if "get" in request and isinstance(thrown, AttributeError):
+                raise thrown  # that it is not there answers `hasattr`
+            raise watch.raised(thrown)
         if "not_plain" in found:
-            said = f"{what} gives a {found['not_plain']}, which is no plain data"
-            return Other(said, true=found.get("true") is True)
+            said = f"{what} gives a {str(found['not_plain'])[:200]}, which is no plain data"
+            return Other(said, watch, true=found.get("true") is True)
         if "method" in found and "get" in request:
             return Function(ask, str(request["get"]), of=request["of"])
         try:
             return unpack(found["value"], of)
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-            raise Gone("the program answers nonsense") from None
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError):
+            raise watch.end("fail", "the program answers nonsense") from None
+        except MemoryError:
+            raise watch.end("fail", "the program answers more than there is memory for") from None
 
     def define(wanted: Iterable[str]) -> None:
         for name in wanted:
             names[name] = Function(ask, name, keep=name in task["classes"])
 
-    try:
-        names: dict[str, Any] = {"__name__": "tests"}
+    def run() -> None:
         try:
-            setup = ast.parse(task["setup"], "<setup>")
-            tree = ast.parse(task["tests"])
-            code, test_code = compile(setup, "<setup>", "exec"), compile(tree, "<tests>", "exec")
+            setup, tree = ast.parse(task["setup"], "<setup>"), ast.parse(task["tests"])
+            used, made = loaded(setup), set(defined(setup))
+            wanted = loaded(tree) - set(defined(tree))
+            code = compile(watched(setup, watch, task["setup"]), "<setup>", "exec")
+            test_code = compile(watched(tree, watch, task["tests"]), "<tests>", "exec")
         except Exception as error:  # noqa: BLE001 - whatever the problem's code raises
-            raise own(error) from None
+            raise own(error, watch) from None
         first = answer()
         if not first or "hello" not in first:
-            raise Harness("the program's sandbox did not start")
+            raise watch.end("harness", "the program's sandbox did not start")
         try:
             begin()
         except OSError:
-            raise Harness("nobody waits for the outcome, or the program is gone") from None
+            reason = "nobody waits for the outcome, or the program is gone"
+            raise watch.end("harness", reason) from None
         second = answer()
         if second is None:
-            raise Gone("the program ended while it was defined")
+            raise watch.end("fail", "the program ended while it was defined")
         if "raised" in second:
             raise transported(second)
         if "ready" not in second:
-            raise Gone("the program answers nonsense")
+            raise watch.end("fail", "the program answers nonsense")
         random.seed(0)  # tests that draw their cases draw the same ones every time
         given = {*task["entries"], *task["classes"]}
         plain = {"__name__", *dir(builtins)} - given
         # Before the setup, which may make objects of the program's classes.
-        define(loaded(setup) - set(defined(setup)) - plain)
+        define(used - made - plain)
         try:
             exec(code, names)
         except Exception as error:
             if count:
                 raise  # the reference solution gets past it: the self-test
-            raise own(error) from None
-        define((loaded(tree) - set(defined(tree)) - plain - set(names)) | given)
+            raise own(error, watch) from None
+        define((wanted - plain - set(names)) | given)
         exec(test_code, names)
+        watch.go_on()
+
+    def outcome() -> tuple[str, str]:
+        try:
+            run()
+        except Ended as error:
+            return error.args[0], error.args[1]
+        except BaseException as error:  # noqa: BLE001 - nothing but an outcome leaves this process
+            if getattr(error, "from_program", False):
+                return "fail", f"the program raises {said(error)}"
+            if isinstance(error, AssertionError):
+                return "fail", f"an assertion does not hold: {line_of(error, task['tests'])}"
+            return "fail", f"the tests raise {said(error)}: {line_of(error, task['tests'])}"
         if not count:
-            raise Harness("the tests call nothing")
-    except Harness as error:
-        return "harness", str(error)
-    except Gone as error:
-        return "fail", str(error)
-    except BaseException as error:  # noqa: BLE001 - nothing but an outcome leaves this process
-        if getattr(error, "from_program", False):
-            return "fail", f"the program raises {said(error)}"
-        if isinstance(error, AssertionError):
-            return "fail", f"an assertion does not hold: {line_of(error, task['tests'])}"
-        if isinstance(error, NotPlain):
-            return "harness", str(error)
-        return "fail", f"the tests raise {said(error)}: {line_of(error, task['tests'])}"
-    return "pass", f"{count} calls"
+            return "harness", "the tests call nothing"
+        if task["held"] is not None and (missed := watch.missed(task["held"])):
+            reason = "the tests get past an assertion less often than with the reference solution"
+            return "fail", f"{reason}: {missed}"
+        if not any(watch.held):
+            return "fail", "the tests get to their end without an assertion"
+        return "pass", f"{count} calls, {sum(watch.held)} assertions"
+
+    names: dict[str, Any] = {"__name__": "tests", **watch.names()}
+    found, reason = outcome()
+    return Judged(found, reason[:MOST_REASON], watch.held)
 
 
 def transported(found: dict[str, Any]) -> Exception:
@@ -221,16 +252,17 @@ def transported(found: dict[str, Any]) -> Exception:
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         kind = RuntimeError
     error: Exception
+    text = str(found.get("text", ""))[:MOST_REASON]
     try:
-        error = kind(str(found.get("text", "")))
+        error = kind(text)
     except TypeError:  # UnicodeDecodeError and its like want more than a text
-        error = RuntimeError(f"{found['raised']}: {found.get('text', '')}")
+        error = RuntimeError(f"{str(found['raised'])[:100]}: {text}")
     error.from_program = True  # type: ignore[attr-defined]  # told from what the tests raise
     return error
 
 
-def own(error: Exception) -> Harness:
-    return Harness(f"the problem's own code raises {said(error)}")
+def own(error: Exception, watch: Watch) -> Ended:
+    return watch.end("harness", f"the problem's own code raises {said(error)}")
 
 
 def loaded(tree: ast.AST) -> set[str]:

@@ -3,6 +3,7 @@
 Runs inside the sandbox, with the standard library alone.
 
     null, true, 1, 1.5, "text", [..]      themselves, a list being a list
+    {"int": "1f.."}                       an integer of many digits, in base 16
     {"tuple": [..]}                       tuple; also set, frozenset, bytes, complex
     {"dict": [[key, value], ..]}          dict, whose keys need not be text
     {"type": "int"}                       a type that Python itself has, by its name
@@ -11,6 +12,9 @@ Runs inside the sandbox, with the standard library alone.
 An instance of a subclass goes as the type it is derived from (a Counter as a dict). Objects of the program
 stay where they are; what crosses is which one. Anything else does not cross: an object that says it equals
 everything is no answer, and neither is code. All that is said of it is whether it is true.
+
+Data has limits, so that reading it costs no more than its bytes: the size of a line, the depth of nesting,
+the bits of an integer. Base 16, because Python reads and writes long decimal numbers in quadratic time.
 """
 
 from __future__ import annotations
@@ -21,8 +25,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
-MOST_BYTES = 16 << 20
+MOST_BYTES = 4 << 20
 """Of one line."""
+MOST_DEPTH = 100
+MOST_BITS = 1 << 16
+"""Of an integer: about 20,000 digits."""
+_SHORT_BITS = 1 << 10
+_MOST_DIGITS = 640
+"""Of an integer in decimal: more than the short ones have, and the least that Python lets be set."""
 
 TYPES = {one.__name__: one for one in vars(builtins).values() if isinstance(one, type)}
 
@@ -37,8 +47,8 @@ def _no_object(value: object) -> int | None:
 
 def pack(value: object, number: Callable[[object], int | None] = _no_object, depth: int = 0) -> Any:
     """`number` says which of the program's objects a value is, None for none. Raises `NotPlain`."""
-    if depth > 100:
-        raise NotPlain("data nested more than 100 deep")
+    if depth > MOST_DEPTH:
+        raise NotPlain(f"value nested more than {MOST_DEPTH} deep")
     if (of := number(value)) is not None:
         return {"object": of}
     if value is None or value is True or value is False:
@@ -46,7 +56,7 @@ def pack(value: object, number: Callable[[object], int | None] = _no_object, dep
     if isinstance(value, int | float | str):
         # The method of the type itself: that of a subclass is the program's.
         if isinstance(value, int):
-            return int.__add__(value, 0)
+            return _packed_int(int.__add__(value, 0))
         # Times one and not plus zero, which would take the sign from -0.0.
         return float.__mul__(value, 1.0) if isinstance(value, float) else str.__str__(value)
     inner = depth + 1
@@ -72,19 +82,33 @@ def pack(value: object, number: Callable[[object], int | None] = _no_object, dep
     raise NotPlain(type(value).__name__)
 
 
+def _packed_int(value: int) -> int | dict[str, str]:
+    bits = value.bit_length()
+    if bits > MOST_BITS:
+        raise NotPlain(f"number of {bits:,} bits, more than {MOST_BITS:,}")
+    return value if bits <= _SHORT_BITS else {"int": f"{value:x}"}
+
+
 def _object(number: object) -> object:
     raise ValueError("an object where none is known")
 
 
-def unpack(value: Any, of: Callable[[Any], object] = _object) -> Any:
-    """`of` gives the object that a number stands for."""
+def unpack(value: Any, of: Callable[[Any], object] = _object, depth: int = 0) -> Any:
+    """`of` gives the object that a number stands for. Raises what Python raises of what is no such data."""
+    if depth > MOST_DEPTH:
+        raise ValueError(f"data nested more than {MOST_DEPTH} deep")
+    depth += 1
     if isinstance(value, list):
-        return [unpack(one, of) for one in value]
+        return [unpack(one, of, depth) for one in value]
     if not isinstance(value, dict):
         return value
     ((kind, inner),) = value.items()
+    if kind == "int":
+        if len(inner) > MOST_BITS // 4 + 1:
+            raise ValueError(f"an integer of more than {MOST_BITS:,} bits")
+        return int(inner, 16)
     if kind == "dict":
-        return {unpack(key, of): unpack(one, of) for key, one in inner}
+        return {unpack(key, of, depth): unpack(one, of, depth) for key, one in inner}
     if kind == "bytes":
         return bytes.fromhex(inner)
     if kind == "complex":
@@ -94,7 +118,7 @@ def unpack(value: Any, of: Callable[[Any], object] = _object) -> Any:
     if kind == "object":
         return of(inner)
     made: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(unpack(one, of) for one in inner)
+    return made(unpack(one, of, depth) for one in inner)
 
 
 def send(file: IO[bytes], record: Mapping[str, object]) -> None:
@@ -109,7 +133,12 @@ def receive(file: IO[bytes]) -> dict[str, Any] | None:
         return None
     if not line.endswith(b"\n"):
         raise ValueError("a line that is too long or cut short")
-    record = json.loads(line)
+    digits = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(_MOST_DIGITS)
+    try:
+        record = json.loads(line)
+    finally:
+        sys.set_int_max_str_digits(digits)
     if not isinstance(record, dict):
         raise ValueError("something else than a record")
     return record
@@ -121,7 +150,10 @@ def limit(limits: Mapping[str, int]) -> None:
 
     sys.set_int_max_str_digits(0)
     for name, value in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+        # At the limit of CPU time a signal ends the process, and says why; one that ignores it is killed
+        # a second later.
+        hard = value + 1 if name == "CPU" else value
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, hard))
 
 
 def read_task(number: str) -> dict[str, Any]:

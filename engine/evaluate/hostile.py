@@ -28,6 +28,7 @@ _REFUSED = r"PermissionError|Operation not permitted"
 _ABSENT = r"FileNotFoundError"
 _READ_ONLY = r"Read-only file system|FileNotFoundError|PermissionError"
 _ENDED = r"^the program ended"
+_THREAD = r"can't start new thread"
 _WRONG = r"^an assertion does not hold"
 
 
@@ -52,19 +53,34 @@ def _libc(call: str) -> str:
     )
 
 
+_ANSWERS = """
+def _answers(n):
+    import fcntl, stat
+    try:
+        pipe = stat.S_ISFIFO(os.fstat(n).st_mode)
+        return pipe and fcntl.fcntl(n, fcntl.F_GETFL) & os.O_WRONLY
+    except OSError: return False
+"""
+"""Whether a descriptor is that of the program's answers."""
+
+
+def _raw(answer: str) -> str:
+    """Gives the bytes of `answer` as they are in place of a value."""
+    return (
+        _solve(
+            f"said = b'{{\"value\": ' + {answer} + b'}}\\n'\n"
+            "answers = max(n for n in range(3, 20) if _answers(n))\n"
+            "while said: said = said[os.write(answers, said):]"
+        )
+        + _ANSWERS
+    )
+
+
 HOSTILES = tuple(
     Hostile(name=name, program=program, contained=contained)
     for name, program, contained in (
         ("fork bomb", _solve("while True:\n    os.fork()\n    return 42"), _REFUSED),
         ("another program", _solve("subprocess.run(['/bin/sh', '-c', ':'])\nreturn 42"), _REFUSED),
-        (
-            "thread bomb",
-            _solve(
-                "import threading\nfor _ in range(20000):\n"
-                "    threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\nreturn 42"
-            ),
-            r"can't start new thread|MemoryError",
-        ),
         (
             "socket",
             _solve("socket.create_connection(('127.0.0.1', PORT), timeout=2)\nreturn 42"),
@@ -77,13 +93,28 @@ HOSTILES = tuple(
         ("write to the system", _solve("open('/usr/x', 'w')\nreturn 42"), _READ_ONLY),
         ("write to the root", _solve("open('/x', 'w')\nreturn 42"), _READ_ONLY),
         ("huge allocation", _solve("len(bytearray(1 << 36))\nreturn 42"), r"MemoryError"),
+        ("write a file in /tmp", _solve("open('/tmp/x', 'w')\nreturn 42"), _READ_ONLY),
+        ("make a folder", _solve("os.mkdir('x')\nreturn 42"), _READ_ONLY),
         (
-            "fill the disk",
-            _solve(
-                "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nfor n in range(64):\n"
-                "    open(f'/tmp/{n}', 'wb').write(bytes(1 << 22))\nreturn 42"
-            ),
-            r"No space left|File too large",
+            "thread",
+            _solve("import _thread\n_thread.start_new_thread(min, (1, 2))\nreturn 42"),
+            _THREAD,
+        ),
+        # Memory that stays where no limit of a process counts it.
+        ("shared memory of SysV", _libc("libc.shmget(0, 1 << 28, 0o1600)"), _REFUSED),
+        ("queue of SysV", _libc("libc.msgget(0, 0o1600)"), _REFUSED),
+        ("semaphores of SysV", _libc("libc.semget(0, 30000, 0o1600)"), _REFUSED),
+        (
+            "queue of POSIX",
+            _libc("ctypes.CDLL('librt.so.1', use_errno=True).mq_open(b'/q', 66, 0o600, None)"),
+            _REFUSED,
+        ),
+        ("secret memory", _libc("libc.syscall(447, 0)"), r"Function not implemented"),
+        ("file in memory", _solve("os.memfd_create('x')\nreturn 42"), _REFUSED),
+        (
+            "pages in a pipe",
+            _libc("libc.vmsplice(os.pipe()[1], (ctypes.c_void_p * 2)(id(libc), 8), 1, 0)"),
+            _REFUSED,
         ),
         ("exit 0 early", "import sys\nsys.exit(0)\ndef solve(): return 42", _ENDED),
         ("os._exit(0)", _solve("os._exit(0)"), _ENDED),
@@ -178,11 +209,24 @@ HOSTILES = tuple(
             _solve("while True:\n    os.write(ANSWERS, b'x' * 65536)").replace(
                 "ANSWERS", "max(n for n in range(3, 20) if _answers(n))"
             )
-            + "def _answers(n):\n    import fcntl, stat\n    try:\n"
-            "        pipe = stat.S_ISFIFO(os.fstat(n).st_mode)\n"
-            "        return pipe and fcntl.fcntl(n, fcntl.F_GETFL) & os.O_WRONLY\n"
-            "    except OSError: return False\n",
+            + _ANSWERS,
             r"nonsense",
+        ),
+        # Answers that would cost their judge more than they cost the program.
+        ("digits without end", _raw("b'9' * 3000000"), r"nonsense"),
+        ("depth without end", _raw("b'[' * 100000 + b']' * 100000"), r"nonsense"),
+        ("bits without end", _raw("b'{\"int\": \"' + b'f' * 3000000 + b'\"}'"), r"nonsense"),
+        (
+            "long word for no data",
+            _raw("b'0, \"not_plain\": \"' + b'x' * 3000000 + b'\"'"),
+            r"no plain",
+        ),
+        (
+            "numbers that collide",
+            _raw(
+                "b'{\"set\": [' + b', '.join(b'%d' % (n * (2**61 - 1)) for n in range(99999)) + b']}'"
+            ),
+            r"CPU time to judge its answers",
         ),
         ("crash", _solve("ctypes.string_at(0)"), r"SIGSEGV|SIGBUS"),
     )

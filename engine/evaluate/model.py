@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import TokenizerError, WeightsError
+from engine.files import open_regular
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.formats.weights import WeightFile
@@ -84,7 +85,7 @@ def weights_sha256(path: str | Path) -> str:
         files = sorted({info.file for info in weights.tensors.values()})
     whole = hashlib.sha256()
     for file in files:
-        with file.open("rb") as opened:
+        with open_regular(file, "weights") as opened:
             whole.update(hashlib.file_digest(opened, "sha256").digest())
     return whole.hexdigest()
 

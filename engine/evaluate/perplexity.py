@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine import limits
 from engine.data.corpus import Document
 from engine.data.sources import Skipped, list_pieces
 from engine.errors import BadInput, CorpusError, NoAnswer
@@ -87,7 +88,11 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
     """Every document of a file or folder (`engine.data.sources`). Raises `CorpusError`."""
     documents: list[Document] = []
     skipped: list[Skipped] = []
+    size = 0
     for item in list_pieces(source):
+        size += 0 if isinstance(item, Skipped) else item.size_bytes
+        if size > limits.JUDGED_TEXT.most:
+            raise CorpusError.expected("documents", source, str(limits.JUDGED_TEXT), "more")
         found = item if isinstance(item, Skipped) else item.read()
         if isinstance(found, Skipped):
             skipped.append(found)

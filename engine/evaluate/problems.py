@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import gzip
 import hashlib
+import io
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -25,8 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engine import limits
 from engine.errors import BadInput
 from engine.evaluate.sandbox import Exam
+from engine.files import parse_json, read_bytes
 
 _GZIP = b"\x1f\x8b"
 _TOLD_BY = {"humaneval": "canonical_solution", "mbpp": "test_list"}
@@ -63,16 +66,13 @@ class Problems:
 def read_problems(path: str | Path, benchmark: str) -> Problems:
     """The problems of a file; `benchmark` is `humaneval` or `mbpp`. Raises `BadInput`."""
     path = Path(path)
-    try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if raw.startswith(_GZIP) else raw
-    except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise BadInput.expected("problems", path, "a readable file", reason) from error
+    raw = _unpacked(read_bytes(path, "problems", limits.PROBLEM_FILE), path)
     make = {"humaneval": _humaneval, "mbpp": _mbpp}[benchmark]
     found: dict[str, Problem] = {}
     for where, record in _records(raw, path):
         problem = _problem(record, where, benchmark, make)
+        if len(found) == limits.PROBLEMS.most:
+            raise BadInput.expected("problems", path, str(limits.PROBLEMS), "more")
         if problem.task_id in found:
             raise BadInput.expected(
                 "problems", where, "each task_id once", f"{problem.task_id} again"
@@ -85,6 +85,22 @@ def read_problems(path: str | Path, benchmark: str) -> Problems:
         problems=tuple(found.values()),
         sha256=hashlib.sha256(raw).hexdigest(),
     )
+
+
+def _unpacked(raw: bytes, path: Path) -> bytes:
+    if not raw.startswith(_GZIP):
+        return raw
+    most = limits.PROBLEM_TEXT.most
+    try:
+        # A gzip of megabytes can hold gigabytes of zeros.
+        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+            text = file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadInput.expected("problems", path, "a readable file", reason) from error
+    if len(text) > most:
+        raise BadInput.expected("problems", path, f"{limits.PROBLEM_TEXT}, decompressed", "more")
+    return text
 
 
 class _Wrong(Exception):
@@ -101,7 +117,7 @@ def _records(raw: bytes, path: Path) -> Iterator[tuple[str, Any]]:
         for number, record in enumerate(_json(raw, str(path)), 1):
             yield f"{path}, problem {number}", record
         return
-    for number, line in enumerate(raw.split(b"\n"), 1):
+    for number, line in enumerate(io.BytesIO(raw), 1):
         if line.strip():
             where = f"{path}, line {number}"
             yield where, _json(line, where)
@@ -109,13 +125,10 @@ def _records(raw: bytes, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _json(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadInput.expected(
-            "problems",
-            where,
-            "JSON",
-            str(error)[:200],
+        return parse_json(text, where, "problems")
+    except BadInput as error:
+        raise BadInput(
+            error.message,
             hint="a file has a JSON object a line, or is one JSON array of them; either may be gzipped",
         ) from None
 
@@ -150,6 +163,7 @@ def _humaneval(record: Mapping[str, Any]) -> Problem:
         tests=Exam(
             setup=f"{prompt.rstrip()}\n    pass\n",
             tests=f"{_text(record, 'test')}\n\ncheck({entry})\n",
+            reference=prompt + _text(record, "canonical_solution"),
             entries=(entry,),
         ),
     )
@@ -175,6 +189,7 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
         tests=Exam(
             setup=used.imports + setup,
             tests="\n".join(tests) + "\n",
+            reference=code,
             entries=used.functions,
             classes=used.classes,
         ),
@@ -194,7 +209,7 @@ def _used(code: str, tests: str) -> _Used:
     try:
         top = ast.parse(code).body
         named = {one.id for one in ast.walk(ast.parse(tests)) if isinstance(one, ast.Name)}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deep
         return _Used()  # the self-test says what is wrong with them
     imports = [
         f"import {one.name}" + (f" as {one.asname}" if one.asname else "")

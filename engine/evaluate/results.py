@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from engine import limits
 from engine.errors import BadInput, write_error
+from engine.files import open_regular, parse_json, read_bytes
 
 VERSION = 1
 OUTCOMES = ("pass", "fail", "harness")
@@ -71,12 +73,15 @@ def refuse_other(
     `later` are keys that are not known yet.
     """
     path = Path(path)
-    if not (path.exists() and path.stat().st_size):
+    if not os.path.exists(path):
         return [], 0
+    with open_regular(path, "results") as file:  # a FIFO would be waited for
+        if not os.fstat(file.fileno()).st_size:
+            return [], 0
     found, results, keep = _read(path)
     wanted = _beginning(about)
     if not keep:
-        raw = path.read_bytes()
+        raw = read_bytes(path, "results", limits.RESULTS)
         if json.dumps(wanted).encode().startswith(raw) or (later and raw.startswith(_BEGINNING)):
             return [], 0  # killed before its first line was whole
     unasked = {*later, *_WORDS}
@@ -138,9 +143,9 @@ def _beginning(about: Mapping[str, Any]) -> dict[str, Any]:
 def is_results(path: str | Path) -> bool:
     """Whether a path is a file that begins as one of results does; a model's begins otherwise."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path), "results") as file:
             return file.read(len(_BEGINNING)) == _BEGINNING
-    except OSError:
+    except (OSError, BadInput):
         return False
 
 
@@ -152,15 +157,11 @@ def read_results(path: str | Path) -> tuple[dict[str, Any], list[Result]]:
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Result], int]:
     """And the bytes up to the end of the last whole line."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        found = error.strerror or str(error)
-        raise BadInput.expected("results", path, "a readable file", found) from error
+    raw = read_bytes(path, "results", limits.RESULTS)
     keep = raw.rfind(b"\n") + 1
     lines = raw[:keep].splitlines()
     try:
-        records: Sequence[Any] = [json.loads(line) for line in lines]
+        records: Sequence[Any] = [parse_json(line, path, "results") for line in lines]
         about = records[0] if records else {}
         if records and about.get("kind") != "evaluation":
             raise ValueError("a first line of something else")

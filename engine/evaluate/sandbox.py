@@ -7,16 +7,19 @@ A trial is two sandboxes and two pipes between them:
     program   runs what was generated            knows nothing worth taking
 
 Each has namespaces of its own (no network, no other process to be seen), a root that is read-only and
-holds /usr and this Python, 16 MiB of /tmp, no /proc, no capability, no environment, one process
-(`engine.evaluate.seccomp`), and limits of memory, CPU time, file size and open files. Both are killed with
-all that is in them when the judge has spoken, when the clock runs out, and when this process dies; a
-program begins only after the judge has found this process alive, because a kernel does not tell a child of
-a parent that died before it asked to be told.
+holds /usr and this Python, no place to write to, no /proc, no capability, no environment, one process of
+one thread (`engine.evaluate.seccomp`), and limits of memory, CPU time and open files. All memory that it
+can have is among its addresses, where the limit of 1 GiB counts it, but for the kernel's own: page tables,
+and at most 1 MiB for each of 64 open files. Both are killed with all that is in them when the judge has
+spoken, when the clock runs out, and when this process dies; a program begins only after the judge has found
+this process alive, because a kernel does not tell a child of a parent that died before it asked to be told.
 
-The verdict is made here: `pass` needs the judge's exit status 0 and the nonce that only it was given. A
-judge that dies without a word, or a sandbox that does not start, is `harness`: nothing is said about the
-program. CPU time ends a program that computes for ever, so that a busy machine changes no verdict; the
-clock is for one that waits.
+The verdict is made here: `pass` needs the judge's exit status 0 and the nonce that only it was given, and
+each assertion to hold as often as with the reference solution, which is run first. What ends before the
+program begins is `harness`: nothing is said about the program. From then on whatever keeps the judge from a
+verdict counts against the program: otherwise one that ends its judge would never be wrong. What gave no
+verdict is tried again before that, in case something else ended it. CPU time ends a program that computes
+for ever, so that a busy machine changes no verdict; the clock is for one that waits.
 
 `open_sandbox` tries it first, and raises `NoAnswer` with the reason where it cannot: nothing generated is
 ever run outside. Covered: Linux on x86-64 and AArch64. Not covered: cgroups, which root is needed for.
@@ -38,7 +41,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from engine.errors import NoAnswer
@@ -49,7 +52,11 @@ Outcome = Literal["pass", "fail", "harness"]
 
 CPU_S = 10
 CLOCK_S = 60.0
-_MOST_RESULT_BYTES = 1 << 16
+RULES = 2
+"""Raised where programs may be judged otherwise than before: results of other rules are not added to."""
+TRIES = 3
+"""Of a trial without a verdict."""
+_MOST_RESULT_BYTES = 1 << 20
 _INSTALL = "install bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
 _APPARMOR = (
     "user namespaces may be switched off (Ubuntu 24.04: an AppArmor profile for /usr/bin/bwrap with "
@@ -64,6 +71,8 @@ class Exam:
     setup: str
     """The problem's own code, run before the tests in the judge; it may use what the program defines."""
     tests: str
+    reference: str | None = None
+    """A program that is right: how often each assertion holds with it is how often each has to."""
     entries: tuple[str, ...] = ()
     """Functions of the program that `setup` or Python defines as well; names that nothing defines are
     the program's by themselves."""
@@ -76,6 +85,14 @@ class Trial(NamedTuple):
     reason: str
 
 
+class _Judged(NamedTuple):
+    trial: Trial
+    held: list[int]
+    """How often each assertion of the tests held."""
+    said: bool = True
+    """Whether the judge said so, or the limits that it has; not where it died of something else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
     """A sandbox that was tried. Made by `open_sandbox`."""
@@ -85,8 +102,39 @@ class Sandbox:
     cpu_s: int = CPU_S
     clock_s: float = CLOCK_S
 
+    _held: dict[Exam, list[int]] = field(default_factory=dict, compare=False, repr=False)
+    """How often each assertion holds with the reference solution, of the exams so far."""
+
     def try_program(self, program: str, tests: Exam) -> Trial:
         """Runs `program` against `tests`."""
+        if tests.reference is None:
+            return self._judged(program, tests, None).trial
+        if tests not in self._held:
+            trial, held, _ = self._judged(tests.reference, tests, None)
+            if trial.outcome != "pass":
+                if program == tests.reference:
+                    return trial
+                # What ends the reference solution ends all: there is nothing to compare with.
+                reason = f"the reference solution does not pass: {trial.outcome}, {trial.reason}"
+                return Trial("harness", reason)
+            self._held[tests] = held
+            if program == tests.reference:
+                return trial
+        return self._judged(program, tests, self._held[tests]).trial
+
+    def _judged(self, program: str, tests: Exam, held: list[int] | None) -> _Judged:
+        """A verdict; without one, after several tries, what that says about the program."""
+        judged = _Judged(Trial("harness", "not tried"), [])
+        for _ in range(TRIES):
+            try:
+                judged = self._once(program, tests, held)
+            except OSError as error:  # of this process: no pipe, no file or no process to be had
+                judged = _Judged(Trial("harness", f"no sandbox: {error}"), [], said=False)
+            if judged.said and judged.trial.outcome != "harness":
+                break
+        return judged
+
+    def _once(self, program: str, tests: Exam, held: list[int] | None) -> _Judged:
         limits = limits_of(self.cpu_s)
         nonce = secrets.token_hex(16)
         deadline_s = time.monotonic() + self.clock_s
@@ -105,6 +153,7 @@ class Sandbox:
                 "tests": tests.tests,
                 "entries": tests.entries,
                 "classes": tests.classes,
+                "held": held,
             }
             task = _file(stack, json.dumps(wanted).encode())
             judge = self._start(stack, "judge", answers_out, calls_in, (task, result_in))
@@ -112,19 +161,26 @@ class Sandbox:
             running = self._start(stack, "program", calls_out, answers_in, (task,))
             # What is held here would keep the pipes open after their ends are gone.
             _close(ends)
-            said = _read_all(result_out, deadline_s)
-            if said is None:
-                return Trial("fail", f"not finished after {self.clock_s:g} s")
+            read, over = _read_all(result_out, deadline_s)
+            if not over:
+                found = f"not finished after {self.clock_s:g} s"
+                if _begun(read):
+                    return _Judged(Trial("fail", found), [])
+                return _Judged(Trial("harness", f"{found}, nor begun"), [], said=False)
             status = _status(judge, deadline_s)
-            trial = _verdict(said, status, nonce)
+            judged = _verdict(read, status, nonce)
+            if not judged.said and _signal(status) == signal.SIGXCPU and _begun(read):
+                found = f"more than {self.cpu_s} s of CPU time to judge its answers"
+                return _Judged(Trial("fail", found), [])
+            trial = judged.trial
             ended = _status(running, time.monotonic() + 2.0)
-        if trial.outcome == "fail" and "ended" in trial.reason and ended is not None:
-            return Trial("fail", f"{trial.reason}: {self._how(ended)}")
-        return trial
+        if trial.reason.startswith("the program ended") and ended is not None:
+            return _Judged(Trial("fail", f"{trial.reason}: {self._how(ended)}"), [])
+        return judged
 
     def _how(self, status: int) -> str:
         """What an exit status of bubblewrap says about the program."""
-        number = -status if status < 0 else status - 128
+        number = _signal(status)
         if number == signal.SIGXCPU:
             return f"more than {self.cpu_s} s of CPU time"
         if number == signal.SIGKILL:
@@ -204,16 +260,32 @@ def _refused(expected: str, found: str, hint: str | None) -> NoAnswer:
 
 
 # contract: eval-no-fake-pass-v1
-def _verdict(said: bytes, status: int | None, nonce: str) -> Trial:
+def _verdict(said: bytes, status: int | None, nonce: str) -> _Judged:
     try:
         record = json.loads(said)
         outcome, reason = record["outcome"], str(record["reason"])
+        held = [int(one) for one in record["held"]]
         known = record["nonce"] == nonce and outcome in ("pass", "fail", "harness")
     except (ValueError, KeyError, TypeError):
         known = False
     if not known or status != 0:
-        return Trial("harness", f"the judge ended without a verdict, exit status {status}")
-    return Trial(outcome, reason)
+        without = f"the judge ended without a verdict, exit status {status}"
+        if _begun(said):
+            return _Judged(Trial("fail", f"{without}, of the program's answers"), [], said=False)
+        return _Judged(Trial("harness", without), [], said=False)
+    return _Judged(Trial(outcome, reason), held)
+
+
+def _begun(said: bytes) -> bool:
+    """Whether the judge had let the program begin."""
+    return said.startswith(b"\n")
+
+
+def _signal(status: int | None) -> int:
+    """The signal that ended a process in bubblewrap; 0 or less for none."""
+    if status is None:
+        return 0
+    return -status if status < 0 else status - 128
 
 
 def _pipe(ends: set[int]) -> tuple[int, int]:
@@ -235,17 +307,17 @@ def _file(stack: ExitStack, content: bytes) -> int:
     return file.fileno()
 
 
-def _read_all(number: int, deadline_s: float) -> bytes | None:
-    """What is written until the other end closes; None when the time is over first."""
+def _read_all(number: int, deadline_s: float) -> tuple[bytes, bool]:
+    """What is written, and whether the other end closed, or wrote too much, before the time was over."""
     read = b""
     while (left_s := deadline_s - time.monotonic()) > 0:
         if not select.select([number], [], [], left_s)[0]:
-            return None
+            break
         piece = os.read(number, _MOST_RESULT_BYTES)
         if not piece or len(read) > _MOST_RESULT_BYTES:
-            return read
+            return read, True
         read += piece
-    return None
+    return read, False
 
 
 def _status(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:

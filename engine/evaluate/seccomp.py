@@ -1,11 +1,14 @@
 """A filter of system calls, as bytes of classic BPF that the kernel runs at every call.
 
-    fork, vfork, clone without CLONE_THREAD     EPERM: a program stays one process, so that the limits of
-                                                a process are the limits of the program
-    clone3                                      ENOSYS: its flags are behind a pointer, where no filter
-                                                can look; the C library then uses clone
+    clone, fork, vfork                          EPERM: a program is one process with one thread, so that
+                                                the limits of a process are the limits of the program
+    clone3                                      ENOSYS: the C library then uses clone
+    all that Linux 5.14 and later added         ENOSYS: nobody has looked here at what they do
+    SysV shared memory, semaphores and queues, POSIX queues, memfd_create, userfaultfd, splice,
+    tee, vmsplice                               EPERM: memory that outlives its place among the addresses
+                                                of a process, where the limit of memory counts it
     socket and its like, ptrace, other processes' memory, mounts, namespaces, keys, bpf, io_uring,
-    userfaultfd, perf                           EPERM
+    asynchronous input, perf, notifications     EPERM
     a call of another architecture              the process is killed
 
 The process limit of `setrlimit` would not do for the first: the kernel does not apply it to root.
@@ -20,14 +23,12 @@ import errno
 import platform
 import struct
 
-CLONE_THREAD = 0x00010000
-
-# struct seccomp_data: nr at 0, arch at 4, arguments of 64 bits from 16 on; both machines are
-# little-endian, so an argument's low half comes first.
-_NR, _ARCH, _ARGUMENT_0 = 0, 4, 16
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+# struct seccomp_data: nr at 0, arch at 4, and arguments.
+_NR, _ARCH = 0, 4
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _CLONE3 = 435
+_NEWER = 443
 _X32 = 0x40000000
 
 _SAME = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
@@ -38,22 +39,27 @@ def _numbers(text: str) -> tuple[int, ...]:
     return (*(int(one) for one in text.split()), *_SAME)
 
 
-_TABLES: dict[str, tuple[int, int, tuple[int, ...]]] = {
-    # machine: AUDIT_ARCH, clone, refused
+_TABLES: dict[str, tuple[int, tuple[int, ...]]] = {
+    # machine: AUDIT_ARCH, refused
     "x86_64": (
         0xC000003E,
-        56,
-        # fork vfork | socket socketpair | ptrace process_vm_readv process_vm_writev |
+        # clone fork vfork | socket socketpair | ptrace process_vm_readv process_vm_writev |
         # mount umount2 pivot_root chroot | unshare setns | add_key request_key keyctl | bpf
-        # perf_event_open userfaultfd | init_module finit_module delete_module kexec_load
+        # perf_event_open userfaultfd | init_module finit_module delete_module kexec_load |
+        # shmget shmat shmctl shmdt | semget semop semctl semtimedop | msgget msgsnd msgrcv msgctl |
+        # mq_open mq_unlink | memfd_create | splice tee vmsplice | io_setup | inotify_init
+        # inotify_init1 fanotify_init
         _numbers(
-            "57 58 41 53 101 310 311 165 166 155 161 272 308 248 249 250 321 298 323 175 313 176 246"
+            "56 57 58 41 53 101 310 311 165 166 155 161 272 308 248 249 250 321 298 323 175 313 176 246 "
+            "29 30 31 67 64 65 66 220 68 69 70 71 240 241 319 275 276 278 206 253 294 300"
         ),
     ),
     "aarch64": (
         0xC00000B7,
-        220,
-        _numbers("198 199 117 270 271 40 39 41 51 97 268 217 218 219 280 241 282 105 273 106 104"),
+        _numbers(
+            "220 198 199 117 270 271 40 39 41 51 97 268 217 218 219 280 241 282 105 273 106 104 "
+            "194 196 195 197 190 193 191 192 186 189 188 187 180 181 279 76 77 75 0 26 262"
+        ),
     ),
 }
 
@@ -63,7 +69,7 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
     machine = platform.machine() if machine is None else machine
     if machine not in _TABLES:
         return None
-    arch, clone, refused = _TABLES[machine]
+    arch, refused = _TABLES[machine]
     code = [
         _op(_LOAD, _ARCH),
         _op(_EQUAL, arch, then=1),
@@ -72,18 +78,13 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
         # x86-64 has a second table, of 32-bit pointers, above this number.
         _op(_AT_LEAST, _X32, otherwise=1),
         _op(_RETURN, _KILL),
+        _op(_AT_LEAST, _NEWER, then=1),
         _op(_EQUAL, _CLONE3, otherwise=1),
         _op(_RETURN, _ERRNO | errno.ENOSYS),
     ]
     for number in refused:
         code += [_op(_EQUAL, number, otherwise=1), _op(_RETURN, _ERRNO | errno.EPERM)]
-    code += [
-        _op(_EQUAL, clone, otherwise=3),
-        _op(_LOAD, _ARGUMENT_0),
-        _op(_ANY_BIT, CLONE_THREAD, then=1),
-        _op(_RETURN, _ERRNO | errno.EPERM),
-        _op(_RETURN, _ALLOW),
-    ]
+    code.append(_op(_RETURN, _ALLOW))
     return b"".join(code)
 
 

@@ -2,10 +2,11 @@
 
     /usr, /bin, /lib, this Python     read-only, as the host has them
     /guest                            the files that run inside, read-only
-    /tmp                              16 MiB of memory, the only place to write to
-    network, processes, users         namespaces of their own, with nothing in them
+    /tmp                              empty, read-only
+    network, processes, users, IPC    namespaces of their own, with nothing in them
 
-Nothing else of the host is there: no home, no /proc, no environment.
+Nothing else of the host is there: no home, no /proc, no environment. No place can be written to: a file in
+memory is memory that no limit of a process counts, and so is every entry of a folder.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MEMORY_BYTES = 1 << 30
-_TMP_BYTES = 16 << 20
-_GUESTS = ("guest_wire.py", "guest_program.py", "guest_judge.py")
+_GUESTS = ("guest_wire.py", "guest_program.py", "guest_judge.py", "guest_assertions.py")
 _HOST_FOLDERS = ("/bin", "/lib", "/lib64", "/lib32", "/sbin")
 
 
@@ -42,11 +42,7 @@ def walls() -> list[str]:
         arguments += ["--ro-bind", str(here / name), f"/guest/engine/evaluate/{name}"]
     for device in ("null", "zero", "urandom"):
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    return [
-        *arguments,
-        *("--size", str(_TMP_BYTES), "--tmpfs", "/tmp"),
-        *("--remount-ro", "/", "--chdir", "/tmp"),
-    ]
+    return [*arguments, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
 
 
 def inner_python() -> str:
@@ -58,8 +54,9 @@ def limits_of(cpu_s: int) -> Mapping[str, int]:
     return {
         "AS": MEMORY_BYTES,
         "CPU": cpu_s,
-        "FSIZE": _TMP_BYTES,
+        "FSIZE": 0,
         "NOFILE": 64,
         "CORE": 0,
-        "NPROC": 64,
+        "MSGQUEUE": 0,
+        "SIGPENDING": 64,
     }

@@ -133,7 +133,7 @@ class Bundle:
             if name in wanted or path.is_symlink() or not path.is_file():
                 continue
             ours = re.fullmatch(r"plots/e[0-9]+\.svg", name) or path.name.split(".")[0] == (
-                hashlib.sha256(path.read_bytes()).hexdigest()
+                hashlib.sha256(read_bytes(path, "artifact", limits.FINDING)).hexdigest()
             )
             if ours:
                 path.unlink(missing_ok=True)
@@ -180,7 +180,7 @@ class Bundle:
                 raise BadInput.expected("export", bundle.path, "nothing there", "something")
             names = [FINDING, *finding.derived, *(a.path for a in finding.artifacts if a.kept)]
             for name in names:
-                _write(bundle.path / name, (self.path / name).read_bytes())
+                _write(bundle.path / name, read_bytes(self.path / name, "finding", limits.FINDING))
         _log(bundle.path.parent / LOG, bundle.path.name, finding)
         return bundle
 
@@ -271,7 +271,7 @@ def log_entry(name: str, finding: Finding) -> str:
 def logged_seal(log: Path, name: str) -> str | None:
     """The seal that LOG.md has of a bundle; None where it has none."""
     try:
-        text = read_text(log, "log", limits.FINDINGS_LOG)
+        text = read_text(log, "log of findings", limits.FINDING)
     except BadInput:
         return None
     for part in re.split(r"(?m)^(?=## )", text):

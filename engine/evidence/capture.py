@@ -32,6 +32,7 @@ from engine.evidence.finding import (
 )
 from engine.evidence.form import canonical, now_utc
 from engine.evidence.redact import Redactor
+from engine.files import open_regular
 from engine.runlog.events import AlertRaised, Checked, TrainerExited
 from engine.runlog.folder import RunFolder
 
@@ -84,10 +85,9 @@ def file_blob(path: Path, what: str, redactor: Redactor) -> Blob:
     """A file: its text when it is short text, else hash and size. Raises BadInput."""
     size, digest = 0, hashlib.sha256()
     try:
-        # A pipe or a device would be waited for.
         if not path.is_file():
             raise BadInput.expected("evidence", path, "a plain file", "none")
-        with path.open("rb") as file:
+        with open_regular(path, "evidence") as file:
             head = file.read(LARGEST_KEPT_BYTES + 1)
             if len(head) <= LARGEST_KEPT_BYTES and _is_text(head):
                 return text_blob(head, path.name, what, redactor)

@@ -7,7 +7,7 @@ the state of the project's checkout, the kernel's log over the time of the run.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import subprocess
 import time
@@ -21,10 +21,11 @@ from engine.evidence.capture import Blob, file_blob, json_blob, text_blob
 from engine.evidence.form import now_utc
 from engine.evidence.redact import Redactor
 from engine.evidence.source import allowed_environment, checkout_state, package_versions
+from engine.files import open_plain
 from engine.runlog.events import LogOpened, name_of_non_finite
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
-from engine.runlog.read import BrokenLog, LogReader
+from engine.runlog.read import LogReader
 from engine.runlog.view import RunView
 from engine.runlog.write import read_boot_id
 from engine.spec import settings_sha256
@@ -73,7 +74,7 @@ def view_of(run: RunFolder) -> RunView:
     follower = Follower(run)
     try:
         follower.read_all()
-    except BrokenLog:
+    except RunLogError:
         return follower.view  # what stands in front of the fault
     return follower.view
 
@@ -99,7 +100,7 @@ def spec_hash(run: RunFolder) -> dict[str, Any]:
     are taken as they were written: a setting that has been added since is none of this run's.
     """
     try:
-        effective = json.loads(run.effective.read_bytes())
+        effective = run.read_effective()
         recorded = effective.get("spec_sha256")
         return {"recorded": recorded, "found": settings_sha256(effective["spec"])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EngineError) as error:
@@ -168,6 +169,6 @@ def kernel_excerpt(view: RunView, command: tuple[str, ...] = ("dmesg",)) -> dict
 
 
 def _tail(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - STDERR_BYTES))
+    with open_plain(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - STDERR_BYTES))
         return file.read().decode("utf-8", "replace").encode()

@@ -6,17 +6,16 @@ what was decided where they say `auto`, and what the log says was built and done
 
 from __future__ import annotations
 
-import json
-import tomllib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import SpecError
+from engine.errors import BadInput, RunLogError, SpecError
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
-from engine.spec import parse_set
+from engine.spec import parse_set, read_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +75,14 @@ def _done_otherwise(spec: dict[str, dict[str, Any]], view: RunView) -> Iterator[
     """What the built objects say, where it is not what the settings ask."""
     train, started = spec.get("train") or {}, view.started
     if started is not None and train:
-        rows = train["rows"] * train["accumulation"] * spec.get("compute", {}).get("gpus", 1)
+        factors = (train.get("rows"), train.get("accumulation"), _of(spec, "compute", "gpus", 1))
+        rows = math.prod(factors) if all(isinstance(one, int) for one in factors) else None
         for key, asked, took in (
             ("train.steps", train.get("steps"), started.steps),
             ("train.lr", train.get("lr"), started.peak_lr),
-            ("loss.alpha", spec["loss"]["alpha"], started.alpha),
-            ("loss.temperature", spec["loss"]["temperature"], started.temperature),
-            ("data.seq_len", spec["data"]["seq_len"], started.seq_len),
+            ("loss.alpha", _of(spec, "loss", "alpha"), started.alpha),
+            ("loss.temperature", _of(spec, "loss", "temperature"), started.temperature),
+            ("data.seq_len", _of(spec, "data", "seq_len"), started.seq_len),
             ("rows per step", rows, started.rows_per_step),
         ):
             if asked != took:
@@ -110,12 +110,16 @@ def _done_otherwise(spec: dict[str, dict[str, Any]], view: RunView) -> Iterator[
         )
 
 
+def _of(spec: dict[str, dict[str, Any]], section: str, key: str, otherwise: Any = None) -> Any:
+    return spec.get(section, {}).get(key, otherwise)
+
+
 def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
     """Each setting of spec.toml with the command line's over it."""
     asked: dict[str, Any] = {}
     try:
-        tree = tomllib.loads(run.spec.read_text())
-    except (OSError, ValueError):
+        tree, _ = read_spec(run.spec)
+    except BadInput:
         tree = {}
     for section, settings in tree.items():
         if isinstance(settings, dict):
@@ -132,11 +136,15 @@ def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
 
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
+    """The settings of a run in tables, and what else stands beside them; none where they cannot be read."""
     try:
-        value = json.loads(run.effective.read_bytes())
-    except (OSError, ValueError):
+        found = run.read_effective()
+    except RunLogError:
         return {}
-    return value if isinstance(value, dict) else {}
+    sets = found.get("sets")
+    return found | {
+        "sets": [one for one in sets if isinstance(one, str)] if isinstance(sets, list) else None
+    }
 
 
 def rows_of(view: RunView) -> dict[str, Any]:

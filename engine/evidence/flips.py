@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from engine.evidence.finding import FlipResult
 from engine.evidence.redact import Redactor
 from engine.evidence.support import ARMS_KEPT
 from engine.experiments.record import read_plan_of, read_verdict
+from engine.files import parse_json
 from engine.runlog.folder import RunFolder
 
 
@@ -32,7 +32,7 @@ def capture_flip(path: Path, redactor: Redactor) -> Capture:
     }
     blob = blobs["verdict.json"]
     # As it is kept, so that the locator holds nothing that was cut out.
-    fields = fields_of(json.loads(blob.data or b"{}"), path)
+    fields = fields_of(parse_json(blob.data or b"{}", path, "verdict"), path)
     locator = FlipResult(
         flip=redactor.text(name).text,
         plan_sha256=plan.sha256,

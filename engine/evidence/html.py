@@ -31,7 +31,6 @@ from engine.experiments.record import read_pairs, read_plan_of, read_verdict
 from engine.experiments.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.runlog.folder import RunFolder, is_run
 from engine.runlog.follow import Follower
-from engine.runlog.read import BrokenLog
 from engine.runlog.summary import check_lines, kernel_lines
 from engine.runlog.text import (
     alert_lines,
@@ -72,7 +71,7 @@ def _run_page(run: RunFolder) -> str:
     follower, broken = Follower(run), ""
     try:
         follower.read_all()
-    except BrokenLog as fault:
+    except RunLogError as fault:
         broken = str(fault)
     view = follower.view
     alerts = [line for alert in view.alerts.values() for line in alert_lines(alert)]

@@ -11,7 +11,6 @@ A metric is computed again with the arithmetic of this version, a flip's effect 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import tempfile
@@ -139,7 +138,7 @@ def _unequal(locator: Any, found: dict[str, Any]) -> Iterator[str]:
 def _flip_differences(
     finding: Finding, evidence: Evidence, locator: FlipResult, data: bytes, read: Read
 ) -> Iterator[str]:
-    verdict = json.loads(data)
+    verdict = parse_json(data, "artifact", "verdict")
     yield from _unequal(locator, fields_of(verdict, "artifact"))
     plan_raw, pairs_raw = read(locator.plan), read(locator.pairs)
     if plan_raw is None or pairs_raw is None or finding.artifact(locator.plan).redacted:
@@ -233,7 +232,7 @@ def _another_run(finding: Finding, evidence: Evidence, spec: str, test: str, rea
 def _command_differences(
     finding: Finding, evidence: Evidence, locator: CommandRun, data: bytes, read: Read
 ) -> Iterator[str]:
-    record = json.loads(data)
+    record = parse_json(data, "artifact", "command")
     hashes = {name: record[name]["sha256"] for name in ("stdout", "stderr")}
     yield from _unequal(
         locator,

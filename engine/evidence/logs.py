@@ -23,6 +23,7 @@ from typing import Any
 
 from engine.errors import BadInput, RunLogError
 from engine.evidence.finding import LogName
+from engine.files import open_plain
 from engine.runlog.events import (
     AnyEvent,
     Evaluated,
@@ -77,7 +78,7 @@ def run_id(run: RunFolder) -> str:
     """The same for the same run wherever it lies: a hash of the first line of its oldest log."""
     for path in (run.watch, run.events):
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 first = file.readline(1 << 16)
         except OSError:
             continue

@@ -20,12 +20,14 @@ from typing import Any
 
 import msgspec
 
+from engine import limits
 from engine.errors import BadInput
 from engine.evidence.capture import Blob, capture_file
 from engine.evidence.finding import Finding
 from engine.evidence.form import now_utc
 from engine.evidence.redact import Redactor
 from engine.evidence.whys import add_node, blobs_of, link, new_finding
+from engine.files import read_json
 
 _FINDINGS = frozenset(
     {
@@ -58,12 +60,7 @@ _DISPATCH_MISSING = (
 
 def read_prior(path: Path, slug: str = "") -> tuple[Finding, list[Blob]]:
     """The finding in a findings.json, or the observation that a dispatch.json is. Raises BadInput."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise BadInput.expected("prior record", path, "to read it", str(error.strerror)) from None
-    except (ValueError, RecursionError) as error:
-        raise BadInput.expected("prior record", path, "JSON", str(error)) from None
+    value = read_json(path, "prior record", limits.FINDING)
     if isinstance(value, dict) and isinstance(value.get("five_whys"), list):
         finding = _findings(value, slug or _slug(value.get("title") or path.stem))
     elif isinstance(value, dict) and all(name in value for name in _EVERY_DISPATCH):

@@ -14,20 +14,64 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from engine.errors import RunLogError
 from engine.evidence.context import plain, sessions_of, spec_hash
 from engine.evidence.differences import differences, effective_of, rows_of
 from engine.evidence.form import now_utc
+from engine.files import open_plain
+from engine.limits import LOG_COUNT, STUDENT_FILE
 from engine.runlog.events import CheckpointSaved, Event, RunStarted
 from engine.runlog.folder import RunFolder
 from engine.runlog.read import BrokenLog, LogReader
 from engine.runlog.view import RunView
+from engine.terminal import clipped
 from engine.verdict import Level, Verdict
 
 _READ_BYTES = 1 << 20
 _FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
+
+
+class _File(msgspec.Struct):
+    sha256: str
+
+
+class _Log(_File):
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=STUDENT_FILE.most)]
+
+
+class _Link(msgspec.Struct):
+    step: Annotated[int, msgspec.Meta(ge=0, le=LOG_COUNT.most)] | None = None
+    manifest_sha256: str | None = None
+
+
+class _Decided(msgspec.Struct):
+    overridden: bool
+    reason: str
+    knob: str
+    choice: str
+
+
+class _Differs(msgspec.Struct):
+    key: str
+    requested: Any
+    effective: Any
+    why: str
+
+
+class _Form(msgspec.Struct):
+    """The parts of a receipt that are walked through, whoever wrote it."""
+
+    logs: dict[str, _Log | None] | None = None
+    student_files: dict[str, _File] | None = None
+    lineage: list[_Link] | None = None
+    decisions: list[_Decided] | None = None
+    differences: list[_Differs] | None = None
 
 
 def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
@@ -127,9 +171,8 @@ def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
 
 def digest_of_log(path: Path) -> dict[str, Any] | None:
     """Size and hash of what is in a log now: whatever it grows to, this is how it begins."""
-    if not path.is_file():
+    if not path.is_file() or (size := path.stat().st_size) > STUDENT_FILE.most:
         return None
-    size = path.stat().st_size
     return {"bytes": size, "sha256": _sha256(path, size)}
 
 
@@ -145,7 +188,9 @@ def digest_files(folder: Path) -> dict[str, dict[str, Any]]:
 def _sha256(path: Path, first_bytes: int | None = None) -> str | None:
     digest, left = hashlib.sha256(), first_bytes
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
+            if first_bytes is None and os.fstat(file.fileno()).st_size > STUDENT_FILE.most:
+                return None
             while piece := file.read(_READ_BYTES if left is None else min(left, _READ_BYTES)):
                 digest.update(piece)
                 left = None if left is None else left - len(piece)
@@ -165,14 +210,19 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
             "hash of effective.json's settings", receipt.get("spec_sha256"), spec_hash(run)["found"]
         )
     }
+    logs = {path.name: path for path in (run.events, run.device, run.watch)}
     for name, recorded in (receipt.get("logs") or {}).items():
-        if recorded is not None:
-            found = _sha256(run.path / name, recorded["bytes"])
+        if name not in logs:
+            out[name] = Verdict(Level.FAIL, f"{name}: expected a log of a run")
+        elif recorded is not None:
+            found = _sha256(logs[name], recorded["bytes"])
             text = f"first {recorded['bytes']} bytes of {name}"
             out[name] = _equal(text, recorded["sha256"], found)
     for name, recorded in (receipt.get("student_files") or {}).items():
-        file = run.student / name
-        out[f"student/{name}"] = _equal(f"sha256 of {file.name}", recorded["sha256"], _sha256(file))
+        # A name that leads elsewhere is none of the student's files.
+        inside = name not in ("", ".", "..") and "/" not in name
+        found = _sha256(run.student / name) if inside else None
+        out[f"student/{name}"] = _equal(f"sha256 of {name}", recorded["sha256"], found)
     return out | _agreement(run, receipt, view) | _checkpoints(run, receipt)
 
 
@@ -211,7 +261,8 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
 
 def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
     """Those of the lineage that are still there; others were deleted as newer ones came."""
-    newest = {entry["step"]: entry for entry in receipt.get("lineage") or [] if "step" in entry}
+    lineage = receipt.get("lineage") or []
+    newest = {entry["step"]: entry for entry in lineage if entry.get("step") is not None}
     out = {}
     for step, entry in newest.items():
         manifest = run.checkpoints / f"step-{step:08d}" / "MANIFEST.json"
@@ -235,7 +286,9 @@ def _short(value: Any) -> str:
     if isinstance(value, str):
         return value[:16]
     text = json.dumps(value)
-    return text if len(text) <= 60 else f"{len(value)} entries"
+    if len(text) <= 60:
+        return text
+    return f"{len(value)} entries" if isinstance(value, list | dict) else clipped(text, 60)
 
 
 def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any], bool]:
@@ -243,5 +296,11 @@ def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any]
     RunLogError for a receipt that is none."""
     receipt = run.read_receipt()
     if receipt is not None:
+        try:
+            msgspec.convert(receipt, _Form)
+        except msgspec.ValidationError as error:
+            raise RunLogError.expected(
+                "receipt", run.receipt, "the form of one", clipped(str(error), 200)
+            ) from None
         return receipt, True
     return {"run": run.name, "outcome": None, **facts_of(run, view)}, False

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import write_error
+from engine import limits
+from engine.errors import BadInput, write_error
 from engine.experiments.judge import EQUIVALENT, FASTER, count_of
 from engine.experiments.plan import EXTERNAL, Plan
 from engine.experiments.surroundings import Surroundings, state_folder
+from engine.files import parse_json, read_bytes
 from engine.units import format_seconds
 from engine.verdict import Level, Verdict
 
@@ -135,13 +137,13 @@ def _read() -> list[Control]:
     """Every control there is, oldest first. A line that is none is left out: another version's, or one
     that a killed writer tore."""
     try:
-        lines = _file().read_bytes().splitlines()
-    except OSError:
+        lines = read_bytes(_file(), "controls", limits.FLIP_FILE).splitlines()
+    except BadInput:
         return []
     found = []
     for line in lines:
         try:
-            found.append(Control(**json.loads(line)))
-        except (ValueError, TypeError):
+            found.append(Control(**parse_json(line, _file(), "control")))
+        except (BadInput, TypeError):
             continue
     return found

@@ -24,6 +24,7 @@ from typing import Any
 
 from engine.errors import BadInput, SpecError
 from engine.experiments.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
+from engine.files import parse_json
 from engine.runlog.folder import RunFolder
 from engine.spec import RunSpec, build_spec, load_spec, parse_set
 
@@ -153,7 +154,7 @@ class Plan:
 
 def read_plan(text: str) -> Plan:
     """The plan that `to_json` wrote. Raises ValueError, TypeError or KeyError for another text."""
-    fields = json.loads(text)
+    fields = parse_json(text, "plan.json", "plan")
     fields["changes"] = tuple(Change(**change) for change in fields["changes"])
     return Plan(**fields)
 
@@ -164,13 +165,7 @@ def load_source(path: Path, sets: Sequence[str] = ()) -> RunSpec:
         run = RunFolder(path)
         if not run.effective.is_file():
             raise BadInput.expected("run folder", path, "effective.json", "none")
-        try:
-            tree = json.loads(run.effective.read_text())["spec"]
-            if not isinstance(tree, dict):
-                raise TypeError(f"spec is {tree!r:.40}")
-        except (ValueError, KeyError, TypeError) as error:
-            found = f"{type(error).__name__}: {error}"
-            raise BadInput.expected("run folder", run.effective, "settings", found) from None
+        tree = run.read_effective()["spec"]
         return build_spec(tree, file=str(run.effective), base=Path("/"), check_paths=False)
     return load_spec(path, list(sets))[0]
 

@@ -13,7 +13,6 @@ verdict is a screen and no measurement. A faster arm that computes something els
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,7 +54,7 @@ def _settings_differ(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
     expected: dict[str, tuple[Any, Any]] = {c.key: (c.a, c.b) for c in plan.changes}
     if plan.slow_a_by:
         expected[SLOW_KEY] = (plan.slow_a_by, plan.spec["compute"]["slow_by"])
-    trees = [json.loads(RunFolder(flip / o.run).effective.read_text())["spec"] for o in (a, b)]
+    trees = [RunFolder(flip / o.run).read_effective()["spec"] for o in (a, b)]
     found = {
         f"{section}.{key}": (value, trees[1].get(section, {}).get(key))
         for section, settings in trees[0].items()

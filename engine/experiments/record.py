@@ -23,11 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.experiments.judge import DECIDED, PARITY_FAIL, PROOFS, Pair
 from engine.experiments.outcome import Outcome
 from engine.experiments.plan import Plan, read_plan
 from engine.experiments.surroundings import Surroundings
+from engine.files import parse_json, read_bytes, read_json, read_text
 from engine.runlog.folder import write_whole
 from engine.runlog.write import sync_folder, write_fully
 from engine.verdict import Level, Verdict
@@ -99,8 +101,8 @@ class FlipFolder:
     def edited(self) -> str:
         """Why the plan is not the one that was registered; empty when it is."""
         try:
-            found = read_plan((self.path / "plan.json").read_text()).sha256
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            found = read_plan_of(self.path).sha256
+        except RunLogError as error:
             return f"plan.json cannot be read any more ({error})"
         if found != self.header["plan_sha256"]:
             return "plan.json was changed after the start"
@@ -167,7 +169,7 @@ def open_flip(path: Path) -> tuple[FlipFolder, Plan]:
         plan = read_plan_of(path)
         header, pairs, whole = _read(log)
         os.ftruncate(fd, whole)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         os.close(fd)
         raise RunLogError.expected("flip folder", path, "a header and pairs", str(error)) from error
     except RunLogError:
@@ -179,8 +181,11 @@ def open_flip(path: Path) -> tuple[FlipFolder, Plan]:
 def read_plan_of(path: Path) -> Plan:
     """The plan of a flip as it stands now. Raises RunLogError."""
     try:
-        return read_plan((path / "plan.json").read_text())
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        text = read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError)
+        return read_plan(text)
+    except RunLogError:
+        raise
+    except (BadInput, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunLogError.expected("flip folder", path, "a plan", str(error)) from error
 
 
@@ -188,7 +193,7 @@ def read_pairs(path: Path) -> list[Pair]:
     """The pairs of a flip, as a viewer reads them: while it goes on, too. Raises RunLogError."""
     try:
         return _read(path / "pairs.jsonl")[1]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunLogError.expected("flip folder", path, "a header and pairs", str(error)) from error
 
 
@@ -214,12 +219,9 @@ def _made_ns(path: Path) -> int:
 def read_verdict(path: Path) -> dict[str, Any] | None:
     """verdict.json of a flip; None while there is none. RunLogError when it is not one."""
     file = path / "verdict.json"
-    try:
-        fields = json.loads(file.read_text())
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return None
-    except (OSError, ValueError) as error:
-        raise RunLogError.expected("verdict", file, "JSON", str(error)) from error
+    fields = read_json(file, "verdict", limits.FLIP_FILE, error=RunLogError)
     if not isinstance(fields, dict) or "verdict" not in fields:
         raise RunLogError.expected("verdict", file, "a verdict", f"{fields!r:.60}")
     return fields
@@ -227,9 +229,9 @@ def read_verdict(path: Path) -> dict[str, Any] | None:
 
 def _read(log: Path) -> tuple[dict[str, Any], list[Pair], int]:
     """Header, pairs, and where the last whole line ends."""
-    raw = log.read_bytes()
+    raw = read_bytes(log, "flip", limits.FLIP_FILE, error=RunLogError)
     whole = raw.rfind(b"\n") + 1
-    lines = [json.loads(line) for line in raw[:whole].splitlines()]
+    lines = [parse_json(line, log, "flip", error=RunLogError) for line in raw[:whole].splitlines()]
     if not lines or "plan_sha256" not in lines[0]:
         raise ValueError(f"{log} does not begin with the hash of a plan")
     return lines[0], [_read_pair(fields) for fields in lines[1:]], whole

@@ -1,10 +1,9 @@
-"""Weights in an .apr file (APR v2), opened, checked and mapped.
+"""Weights in an .apr file (APR v2), opened, checked and read.
 
 Opening reads header, metadata and index (`engine.formats.apr_header` draws the layout) and no data.
-`get` maps the file once and answers views: nothing is copied, and what is written to a view never
-reaches the file. Before the first view is handed out the footer's CRC is compared with the whole
-file, so that a damaged file is refused and not half-used; that reads the file once, as the model is
-about to anyway. A file without a footer has a warning instead.
+`get` reads one tensor into memory of its own. Before the first one is handed out the footer's CRC is compared
+with the whole file, so that a damaged file is refused and not half-used. A file without a footer has a
+warning instead.
 
 What `get` answers, by the dtype in the index:
 
@@ -20,9 +19,7 @@ What `get` answers, by the dtype in the index:
     APR_Q8: d as f32, then one i8 for each value: d q
 
 Tensors under `__training__.` are optimizer state: checked like the others, and left out of
-`tensors`. A file that was replaced or written to since it was opened is refused by the next `get`
-that maps it; its length is compared by every `get`. Not covered: a file that is cut short while a
-view is read (SIGBUS).
+`tensors`. A file that was replaced or written to since it was opened is refused by the next `get`.
 """
 
 # Shapes: N blocks, B bytes of a block, E values of all blocks
@@ -31,7 +28,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import zlib
 from collections.abc import Mapping
@@ -45,7 +41,8 @@ from engine.formats.apr_index import APR_Q4_BLOCK, ROW_BLOCKS, index_limit_bytes
 from engine.formats.apr_metadata import read_config, read_metadata
 from engine.formats.apr_tokenizer import extract, unsupported
 from engine.formats.kinds import START_BYTES
-from engine.formats.safetensors_header import TensorInfo, open_regular
+from engine.formats.open_file import OpenFile
+from engine.formats.safetensors_header import TensorInfo, identity_of, open_regular
 from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -68,9 +65,6 @@ _TORCH_DTYPES = {
 _ZERO_NIBBLE = 8
 _DENSITY_VALUES = 1024
 _READ_BYTES = 1 << 22
-# Without it the system sets aside memory for a copy of the whole file. `mmap` has the name from
-# Python 3.13 on; the number is that of Linux on x86-64 and arm64.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class AprFile:
@@ -86,7 +80,7 @@ class AprFile:
     def __init__(self, path: str | Path, *, dtypes: Mapping[int, str] | None = None) -> None:
         self.path = path = Path(path)
         with open_regular(path, "apr") as file:
-            self._identity = _identity(file)
+            self._open = OpenFile(path, "apr", "AP08", identity_of(file.fileno()))
             self._file_bytes = os.fstat(file.fileno()).st_size
             header = check_header(path, file.read(START_BYTES), self._file_bytes)
             file.seek(header.metadata_start)
@@ -111,7 +105,6 @@ class AprFile:
                 self._warnings.append(f"{path}, tensor {json.dumps(name)}: no values")
         if self._data_end == self._file_bytes:
             self._warnings.append(f"{path}: no footer, so damaged data would not be seen")
-        self._map: mmap.mmap | None = None
         self._verified = False
 
     @property
@@ -119,7 +112,7 @@ class AprFile:
         return tuple(self._warnings)
 
     def get(self, name: str) -> Tensor | QuantTensor:
-        """The tensor on the CPU; where its dtype allows, a view of the file. `WeightsError`."""
+        """The tensor on the CPU; in memory of its own. `WeightsError`."""
         import torch
 
         info = self.tensors.get(name)
@@ -166,9 +159,8 @@ class AprFile:
             refuse("AP04", where, expected, f"0x{stored:08x} in the footer", hint)
 
     def close(self) -> None:
-        """Lets go of the file; a mapping lives on until the last tensor of `get` that uses it."""
-        # Never `mmap.close`: torch would be left with addresses that are gone.
-        self._map = None
+        """Lets go of the file; tensors of `get` live on."""
+        self._open.close()
 
     def __enter__(self) -> Self:
         return self
@@ -182,38 +174,15 @@ class AprFile:
         self.close()
 
     def _flat(self, info: TensorInfo, dtype: torch.dtype) -> Tensor:
-        """The bytes of a tensor as one row of `dtype`: a view of the mapped file."""
-        import torch
-
-        data = self._mapped()
-        count = info.bytes // dtype.itemsize
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(data, dtype=dtype, count=count, offset=info.start)
-
-    def _mapped(self) -> mmap.mmap:
+        """The bytes of a tensor as one row of `dtype`."""
         if not self._verified:
             self.verify()
             self._verified = True
-        if self._map is None:
-            with self._reopened() as file:
-                try:
-                    self._map = mmap.mmap(
-                        file.fileno(),
-                        0,
-                        flags=mmap.MAP_PRIVATE | _NO_RESERVE,
-                        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                    )
-                except (OSError, ValueError) as error:
-                    # ValueError: the file is empty by now.
-                    refuse("AP08", self.path, "a file that can be mapped", str(error))
-        if len(self._map) != self._file_bytes or self._map.size() != self._file_bytes:
-            self._refuse_length(self._map.size())
-        return self._map
+        return self._open.read(info.start, info.bytes, dtype)
 
     def _reopened(self) -> BinaryIO:
         file = open_regular(self.path, "apr")
-        if _identity(file) != self._identity:
+        if identity_of(file.fileno()) != self._open.identity:
             file.close()
             found = "another, or one that was written to since"
             refuse("AP08", self.path, "the file that was opened", found, "open it again")
@@ -250,12 +219,6 @@ class AprFile:
             if said not in self._warnings:
                 self._warnings.append(said)
         return codes_E.float() * scale
-
-
-def _identity(file: BinaryIO) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
-    found = os.fstat(file.fileno())
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _blocks(flat: Tensor, info: TensorInfo) -> Tensor | QuantTensor:

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from engine import limits
 from engine.errors import WeightsError
 from engine.formats.kinds import Kind, kind_of, other_kind
 from engine.formats.safetensors_header import TENSORS_LIMIT, TensorInfo
@@ -42,7 +43,7 @@ MAGIC = b"APR\0"
 HEADER_BYTES = 64
 ALIGNMENT = 64
 FOOTER_BYTES = 4
-METADATA_LIMIT_BYTES = 16 * 2**20
+METADATA_LIMIT_BYTES = limits.APR_METADATA.most
 HEADER = struct.Struct("<4sBBHIQIQQI20s")
 QUANTIZED, HAS_VOCAB, ROW_MAJOR = 0x020, 0x200, 0x400
 _UNSUPPORTED = {

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import TokenizerError
 from engine.formats.apr_header import refuse
 from engine.formats.gguf_tokenizer import PRE_TOKENIZERS
@@ -36,7 +37,7 @@ VOCABULARY, MERGES, TOKEN_TYPES = (
     "tokenizer.token_type",
 )
 PRE_TYPE = "tokenizer.pre_type"
-_LIMIT_BYTES = 256 * 2**20
+_LIMIT_BYTES = limits.TOKENIZER_FILE.most
 # Architectures whose tokenizers are all cut in one way; files from before `pre_type` rely on it.
 _PRE_OF_ARCHITECTURE = {"qwen2": "qwen2", "qwen3": "qwen2"}
 _ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")

@@ -48,6 +48,7 @@ from engine.formats.apr_metadata import build_metadata
 from engine.formats.apr_tokenizer import embed
 from engine.formats.safetensors import fsync_folder, tensor_bytes, unwritable
 from engine.formats.safetensors_header import DTYPES, TENSORS_LIMIT
+from engine.signals import partial_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +93,7 @@ def write_apr(
     _refuse_existing(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with tempfile.TemporaryFile(dir=path.parent) as data:
+        with partial_output(partial), tempfile.TemporaryFile(dir=path.parent) as data:
             written = _write_data(data, tensors)
             raw_metadata = build_metadata(
                 config,
@@ -105,14 +106,11 @@ def write_apr(
             head = _head(raw_metadata, written, bool(tokenizer))
             with partial.open("xb") as file:
                 _assemble(file, head, data)
-        _refuse_existing(path)
-        partial.rename(path)
-        fsync_folder(path.parent)
+            _refuse_existing(path)
+            partial.rename(path)
+            fsync_folder(path.parent)
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        if os.path.lexists(partial):  # absent once renamed
-            partial.unlink()
 
 
 def _refuse_existing(path: Path) -> None:

@@ -1,21 +1,16 @@
-"""Weights in GGUF: one file, or the parts of a split one, opened, checked and mapped.
+"""Weights in GGUF: one file, or the parts of a split one, opened, checked and read.
 
 A split model is `name-00001-of-00003.gguf` and its siblings; any part may be named, and
 all are opened. Each part says which it is (`split.no`, from 0) and how many there are, and holds
 tensors of its own; configuration and tokenizer are in the first. A part that is missing, or is not
 the part that its name says, is refused by name (GG19).
 
-`get` answers views of a private mapping: float types as torch tensors, block types as
-`QuantTensor`. Nothing is copied, a page is read when it is touched, and a write to a view stays in
-memory.
-
-Not covered: a file that is cut short while it is mapped, which ends the process with SIGBUS when a
-missing page is touched.
+`get` answers float types as torch tensors, block types as `QuantTensor`, in memory of their own. A file that is
+cut short, replaced or written to after its header was read is refused (GG16).
 """
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from engine.formats.gguf_header import GgufHeader, read_gguf_header
 from engine.formats.gguf_meta import read_config
 from engine.formats.gguf_tokenizer import build_tokenizer_json, unsupported_tokenizer
-from engine.formats.gguf_values import CUT_SHORT, quoted, refuse
+from engine.formats.gguf_values import quoted, refuse
 from engine.formats.gguf_vocabulary import check_vocabulary
-from engine.formats.safetensors_header import TensorInfo, open_regular
+from engine.formats.open_file import OpenFile
+from engine.formats.safetensors_header import TensorInfo
 from engine.quant.blocks import BLOCK_TYPES, row_bytes
 
 if TYPE_CHECKING:
@@ -39,9 +35,6 @@ __all__ = ["GgufFile", "open_gguf"]
 
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Without it the system sets aside memory for a copy of the whole file. `mmap` has the name from
-# Python 3.13 on; the number is that of Linux on x86-64 and arm64.
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class GgufFile:
@@ -60,11 +53,12 @@ class GgufFile:
         odd += check_vocabulary(self._metadata, self.tensors)
         odd += unsupported_tokenizer(self._metadata)
         self.warnings: tuple[str, ...] = tuple(odd)
-        self._bytes = {header.path: header.file_bytes for header in headers}
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files = {
+            one.path: OpenFile(one.path, "gguf", "GG16", one.identity) for one in headers
+        }
 
     def get(self, name: str) -> torch.Tensor | QuantTensor:
-        """The tensor on the CPU, a private view of the mapped file: writes never reach the file."""
+        """The tensor on the CPU, in memory of its own: writes never reach the file."""
         import torch
 
         from engine.quant.tensor import QuantTensor
@@ -75,14 +69,12 @@ class GgufFile:
             refuse(
                 "GG14", where, "a tensor of this name", f"{len(self.tensors)} tensors without it"
             )
-        data = self._map(info.file)
+        file = self._files[info.file]
         if info.dtype in _TORCH_DTYPES:
             dtype = getattr(torch, _TORCH_DTYPES[info.dtype])
-            count = info.bytes // dtype.itemsize
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=info.start)
-            return flat.view(info.shape)
+            return file.read(info.start, info.bytes, dtype).view(info.shape)
         kind = BLOCK_TYPES[info.dtype]
-        flat = torch.frombuffer(data, dtype=torch.uint8, count=info.bytes, offset=info.start)
+        flat = file.read(info.start, info.bytes, torch.uint8)
         blocks = flat.view(*info.shape[:-1], row_bytes(kind, info.shape[-1]))
         return QuantTensor(blocks=blocks, type=kind, shape=info.shape)
 
@@ -100,10 +92,9 @@ class GgufFile:
         return build_tokenizer_json(self._metadata)
 
     def close(self) -> None:
-        """Lets go of the files; a mapping lives on until the last tensor of `get` that uses it."""
-        # Never `mmap.close`: torch holds the object but no lock on it, and would be left with
-        # addresses that are gone.
-        self._maps.clear()
+        """Lets go of the files; tensors of `get` live on."""
+        for file in self._files.values():
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -115,26 +106,6 @@ class GgufFile:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _map(self, path: Path) -> mmap.mmap:
-        if path in self._maps:
-            return self._maps[path]
-        with open_regular(path, "gguf") as file:
-            try:
-                found = mmap.mmap(
-                    file.fileno(),
-                    0,
-                    flags=mmap.MAP_PRIVATE | _NO_RESERVE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                )
-            except (OSError, ValueError) as error:
-                # ValueError: the file is empty by now.
-                refuse("GG16", path, "a file that can be mapped", str(error))
-        if len(found) != self._bytes[path]:
-            expected = f"{self._bytes[path]:,} bytes, as when its header was read"
-            refuse("GG16", f"{path} @{len(found)}", expected, f"{len(found):,} bytes", CUT_SHORT)
-        self._maps[path] = found
-        return found
 
 
 def open_gguf(path: str | Path) -> GgufFile:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from engine.formats.gguf_values import (
     refuse,
 )
 from engine.formats.kinds import START_BYTES, kind_of, other_kind
-from engine.formats.safetensors_header import TensorInfo, open_regular
+from engine.formats.safetensors_header import TensorInfo, identity_of, open_regular
 
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
@@ -101,6 +101,8 @@ class GgufHeader:
     alignment: int
     data_start: int
     file_bytes: int
+    identity: tuple[int, ...] = ()
+    """Of the file that was read, as `engine.formats.open_file` compares it."""
     unclaimed_bytes: int
     """Bytes of the data section that no tensor holds and alignment does not explain."""
 
@@ -109,6 +111,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
     """Reads and checks the header of one file; no tensor data is read. Raises `WeightsError`."""
     path = Path(path)
     with open_regular(path, "gguf") as file:
+        identity = identity_of(file.fileno())
         start = file.read(START_BYTES)
         if not start.startswith(b"GGUF"):
             where, kind = f"{path} @0", kind_of(start)
@@ -120,7 +123,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
                 "gguf", path, "a file that can be mapped", str(error.strerror)
             ) from error
         with data:
-            return parse_header(data, path)
+            return replace(parse_header(data, path), identity=identity)
 
 
 def parse_header(data: bytes | mmap.mmap, path: Path) -> GgufHeader:

@@ -7,7 +7,9 @@ space beside it, a template that adds more than a first and a last token.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import TokenizerError
@@ -20,6 +22,7 @@ from engine.formats.gguf_tokenizer import (
 )
 from engine.formats.gguf_values import GgufValue, ValueType
 from engine.formats.gguf_vocabulary import MERGES, TOKEN_TYPES, TOKENS, TokenType
+from engine.formats.tokenizer import make_inner
 
 
 def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufValue]:
@@ -64,13 +67,10 @@ def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufVa
 
 def _parsed(raw: bytes, where: object) -> dict[str, Any]:
     """The tokenizer as the library writes it, which has one spelling for everything."""
-    # A shared library of 10 MB, needed by nobody who only reads weights.
-    from tokenizers import Tokenizer
-
     try:
-        inner = Tokenizer.from_buffer(raw)
-    except ValueError as error:
-        _refuse(where, "a tokenizer of the tokenizers library", " ".join(str(error).split()))
+        inner, _ = make_inner(raw, Path(str(where)), hashlib.sha256(raw).hexdigest())
+    except TokenizerError as error:
+        _refuse(where, "a tokenizer of the tokenizers library", error.message)
     record: dict[str, Any] = json.loads(inner.to_str())
     model = record["model"]
     for key, allowed in {

@@ -39,6 +39,7 @@ from engine.formats.gguf_values import MAX_KEY_BYTES, GgufValue, ValueType, quot
 from engine.formats.gguf_vocabulary import EMBEDDING
 from engine.formats.safetensors import fsync_folder, unwritable
 from engine.quant.blocks import BLOCK_TYPES
+from engine.signals import partial_output
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +109,7 @@ def write_gguf(
     except OSError as error:
         raise unwritable(path, error) from error
     try:
-        with file, tempfile.TemporaryFile(dir=path.parent) as data:
+        with partial_output(partial), file, tempfile.TemporaryFile(dir=path.parent) as data:
             written = _write_data(data, tensors, path)
             _check_model(config, written, path)
             values.setdefault("general.file_type", _u32(_file_type(written)))
@@ -117,12 +118,10 @@ def write_gguf(
             shutil.copyfileobj(data, file, _COPY_BYTES)
             file.flush()
             os.fsync(file.fileno())
-        _publish(partial, path)
-        fsync_folder(path.parent)
+            _publish(partial, path)
+            fsync_folder(path.parent)
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _metadata(

@@ -19,12 +19,13 @@ from __future__ import annotations
 import re
 from enum import Enum
 
+from engine import limits
 from engine.errors import WeightsError
 
 START_BYTES = 1024
 """How much of a file's beginning `kind_of` wants to see."""
 
-HEADER_LIMIT_BYTES = 100_000_000
+HEADER_LIMIT_BYTES = limits.WEIGHTS_HEADER.most
 """Of a safetensors header: the same limit as the library's."""
 
 _JSON_SPACE = b" \t\r\n"

@@ -1,16 +1,16 @@
-"""Weights in safetensors files: one file, or a model folder, opened, mapped and written.
+"""Weights in safetensors files: one file, or a model folder, opened, read and written.
 
 A model is one file, or a folder with `model.safetensors`, or a folder with
 `model.safetensors.index.json` that says which shard holds which tensor. Which of the three is never
 guessed: a folder with both is refused. Every header is checked by
-`engine.formats.safetensors_header` before any data is touched; then the `safetensors` library maps
-the data, so that opening a model costs no memory and a tensor is read when it is used.
+`engine.formats.safetensors_header` before any data is touched. Opening a model costs no memory: a tensor
+is read when it is asked for (`engine.formats.open_file`).
 
 The files say nothing of the model but its tensors: configuration and tokenizer are in the
 `config.json` and `tokenizer.json` beside them. ST13 is a set of shards that does not fit its index,
 ST18 an index that names a file outside its folder, by a path or a link; the other codes are the header's.
 
-Importing this module loads neither torch nor the library; `get`, `write_safetensors` and
+Importing this module does not load torch; `get`, `write_safetensors` and
 `tensors_sha256` do.
 """
 
@@ -25,12 +25,13 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from engine import files, limits
 from engine.errors import BadInput, DiskFull, WeightsError
+from engine.formats.open_file import OpenFile
 from engine.formats.safetensors_header import (
     DTYPES,
     Header,
     TensorInfo,
-    open_regular,
     read_header,
     read_json_object,
     refuse,
@@ -55,11 +56,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
-_TOKENIZER_LIMIT_BYTES = 256 * 2**20
 
 
 class SafetensorsFolder:
-    """The tensors of one file or of all shards of a folder; data is mapped when asked for.
+    """The tensors of one file or of all shards of a folder; data is read when asked for.
 
     A `WeightFile` with Hugging Face names.
     """
@@ -89,23 +89,20 @@ class SafetensorsFolder:
                         code="ST13",
                     )
                 self.tensors[name] = info
-        self._open_files: dict[Path, Any] = {}
+        self._files = {one.path: OpenFile(one.path, "weights", "", one.identity) for one in headers}
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, a private view of the mapped file: writes never reach the file."""
-        from safetensors import SafetensorError, safe_open
+        """The tensor on the CPU, in memory of its own: writes never reach the file."""
+        import torch
 
         info = self.tensors.get(name)
         if info is None:
             refuse(self.path, f'tensor "{name}"', f"{len(self.tensors)} tensors without it")
-        try:
-            if info.file not in self._open_files:
-                self._open_files[info.file] = safe_open(info.file, framework="pt")
-            tensor: torch.Tensor = self._open_files[info.file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            # The header was good when it was read: the file changed since, or cannot be mapped.
-            refuse(info.file, f'readable data of tensor "{name}"', str(error))
-        return tensor
+        dtype = getattr(torch, DTYPES[info.dtype][1] or "", None)
+        if dtype is None:
+            where = f'{info.file}, tensor "{name}"'
+            refuse(where, "a dtype that torch has", info.dtype, code="ST12")
+        return self._files[info.file].read(info.start, info.bytes, dtype).view(info.shape)
 
     @property
     def folder(self) -> Path:
@@ -114,23 +111,21 @@ class SafetensorsFolder:
 
     def config_dict(self) -> dict[str, Any]:
         """The `config.json` beside the weights. Raises `WeightsError`."""
-        return read_json_object(self.folder / CONFIG_FILE, "model configuration")
+        return read_json_object(
+            self.folder / CONFIG_FILE, "model configuration", limits.MODEL_CONFIG
+        )
 
     def tokenizer_json(self) -> bytes | None:
         """The `tokenizer.json` beside the weights, or None. Raises `WeightsError`."""
         path = self.folder / TOKENIZER_FILE
         if not os.path.lexists(path):
             return None
-        with open_regular(path, "tokenizer") as file:
-            raw = file.read(_TOKENIZER_LIMIT_BYTES + 1)
-        if len(raw) > _TOKENIZER_LIMIT_BYTES:
-            limit = f"at most {_TOKENIZER_LIMIT_BYTES:,} bytes"
-            raise WeightsError.expected("tokenizer", path, limit, "a larger file")
-        return raw
+        return files.read_bytes(path, "tokenizer", limits.TOKENIZER_FILE, error=WeightsError)
 
     def close(self) -> None:
-        """Lets go of the files; a mapping lives on until the last tensor of `get` that uses it."""
-        self._open_files.clear()
+        """Lets go of the files; tensors of `get` live on."""
+        for file in self._files.values():
+            file.close()
 
     def __enter__(self) -> SafetensorsFolder:
         return self
@@ -301,7 +296,9 @@ def _stays_inside(folder: Path, shard: str) -> bool:
 
 def _read_shards(index: Path) -> list[Header]:
     """The headers of all shards of an index; each tensor is in the shard it is said to be in."""
-    weight_map = read_json_object(index, "safetensors index").get("weight_map")
+    weight_map = read_json_object(index, "safetensors index", limits.WEIGHTS_HEADER).get(
+        "weight_map"
+    )
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         found = f"{weight_map!r:.80}"
         refuse(index, "a weight_map of tensor names to file names", found, code="ST13")

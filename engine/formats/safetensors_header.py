@@ -28,16 +28,17 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeGuard
 
+from engine import files, limits
 from engine.errors import WeightsError
 from engine.formats.kinds import HEADER_LIMIT_BYTES, START_BYTES, Kind, kind_of, other_kind
+from engine.limits import Limit
 
-TENSORS_LIMIT = 65_536
+TENSORS_LIMIT = limits.TENSORS.most
 """A 70B model has under a thousand; a header of a million empty tensors only costs time."""
 
 # Name in a file -> bits of one value, name in torch where it has one.
@@ -92,6 +93,8 @@ class Header:
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     file_bytes: int
+    identity: tuple[int, ...] = ()
+    """Of the file that was read, as `engine.formats.open_file` compares it."""
     warnings: tuple[str, ...] = ()
     """What the format does not foresee and this reader took, one line each."""
 
@@ -100,6 +103,7 @@ def read_header(path: str | Path) -> Header:
     """Reads and checks the header of one file; no tensor data is read. Raises `WeightsError`."""
     path = Path(path)
     with open_regular(path, "safetensors file") as file:
+        identity = identity_of(file.fileno())
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(START_BYTES)
         kind = kind_of(start)
@@ -148,19 +152,14 @@ def read_header(path: str | Path) -> Header:
         tensors=tensors,
         metadata=metadata,
         file_bytes=file_bytes,
+        identity=identity,
         warnings=tuple(_oddities(path, text, raw)),
     )
 
 
-def read_json_object(path: Path, what: str) -> dict[str, Any]:
+def read_json_object(path: Path, what: str, limit: Limit) -> dict[str, Any]:
     """A JSON file of one object; duplicate keys and NaN, which `json` takes, are refused."""
-    with open_regular(path, what) as file:
-        text = file.read(HEADER_LIMIT_BYTES + 1)
-    if len(text) > HEADER_LIMIT_BYTES:
-        raise WeightsError.expected(
-            what, path, f"at most {HEADER_LIMIT_BYTES:,} bytes", "a larger file"
-        )
-    return parse_object(text, what, path)
+    return parse_object(files.read_bytes(path, what, limit, error=WeightsError), what, path)
 
 
 def refuse(
@@ -170,22 +169,15 @@ def refuse(
     raise WeightsError.expected(f"{code} weights".lstrip(), where, expected, found, hint=hint)
 
 
+def identity_of(descriptor: int) -> tuple[int, ...]:
+    """What changes when a file is replaced or written to."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def open_regular(path: Path, what: str) -> BinaryIO:
     """Opens a file to read; a folder, a pipe or nothing at all is refused by what it is."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            found = "a folder" if path.is_dir() else "something that is not a plain file"
-            raise WeightsError.expected(what, path, "a file", found)
-        return path.open("rb")
-    except FileNotFoundError as error:
-        found = (
-            f"a link to {path.readlink()}, which is not there" if path.is_symlink() else "nothing"
-        )
-        raise WeightsError.expected(what, path, "a file", found) from error
-    except OSError as error:
-        raise WeightsError.expected(what, path, "a readable file", str(error.strerror)) from error
-    except ValueError as error:  # a NUL in the path
-        raise WeightsError.expected(what, repr(str(path)), "a path", str(error)) from error
+    return files.open_regular(path, what, error=WeightsError)
 
 
 class _JsonRefused(ValueError):
@@ -239,6 +231,8 @@ def parse_object(
         raise WeightsError.expected(coded, path, "JSON", f"{error.msg} at byte {at}") from error
     except RecursionError as error:
         raise WeightsError.expected(coded, path, "JSON", "brackets nested too deep") from error
+    except MemoryError as error:
+        raise WeightsError.expected(coded, path, "JSON that fits in memory", "more") from error
     except ValueError as error:
         # A key twice, NaN, a number of thousands of digits, a lone surrogate.
         if isinstance(error, _TwiceError):

@@ -17,10 +17,10 @@ this family of models: rendered chats depend on it. No special token is added ar
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import limits
 from engine.errors import TokenizerError
+from engine.files import depth_of, open_regular, read_bytes
+from engine.formats import tokenizer_trial
 
 if TYPE_CHECKING:
     import tokenizers
@@ -99,7 +102,8 @@ class Tokenizer:
         done = 0
         encoded: list[NDArray[np.uint32]] = []
         for batch in _batches(texts):
-            encodings = self._inner.encode_batch_fast(batch, add_special_tokens=False)
+            with _panic_is_bad_input(self.path):
+                encodings = self._inner.encode_batch_fast(batch, add_special_tokens=False)
             encoded.extend(np.array(encoding.ids, dtype=np.uint32) for encoding in encodings)
             done += sum(len(text) for text in batch)
             if progress is not None:
@@ -108,7 +112,8 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens spelt out. An id that is no token gives no text."""
-        return self._inner.decode([int(one) for one in ids], skip_special_tokens=False)
+        with _panic_is_bad_input(self.path):
+            return self._inner.decode([int(one) for one in ids], skip_special_tokens=False)
 
     def fits(self, config_vocab_size: int, where: str) -> None:
         """TokenizerError when an id lies beyond the rows of an embedding.
@@ -156,23 +161,14 @@ def open_tokenizer(
     """
     path = Path(path, FILE_NAME) if os.path.isdir(path) and raw is None else Path(path)
     raw = _read(path) if raw is None else raw
-    record = _parsed(raw, path)
-    # Imported here because it loads a shared library of 10 MB, which a viewer never needs.
-    from tokenizers import Tokenizer as Inner
+    digest = hashlib.sha256(raw).hexdigest()
+    inner, record = make_inner(raw, path, digest)
     from tokenizers.models import BPE
 
-    try:
-        inner = Inner.from_buffer(raw)
-    except ValueError as error:
-        reason = " ".join(str(error).removeprefix(_LIBRARY_PREFIX).split())
-        raise TokenizerError.expected(
-            "tokenizer", path, "a tokenizer of the tokenizers library", reason
-        ) from error
     inner.no_truncation()
     inner.no_padding()
     if isinstance(inner.model, BPE):
         inner.model.dropout = None
-    digest = hashlib.sha256(raw).hexdigest()
     tokenizer = Tokenizer(inner, path=path, raw=raw, sha256=digest, end_of_text=end_of_text)
     if tokenizer.vocab_size == 0:
         raise TokenizerError.expected("tokenizer", path, "at least one token", "no token")
@@ -182,24 +178,46 @@ def open_tokenizer(
     return tokenizer
 
 
-def _read(path: Path) -> bytes:
+def make_inner(raw: bytes, path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The library's tokenizer of a file's content, and what the JSON of it says. Raises TokenizerError."""
+    record = _parsed(raw, path)
+    tokenizer_trial.check(raw, record, sha256, path)
+    # Imported here because it loads a shared library of 10 MB, which a viewer never needs.
+    from tokenizers import Tokenizer as Inner
+
     try:
-        # Looked at before it is opened: opening a FIFO waits for a writer.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise TokenizerError.expected("tokenizer", path, "a regular file", "something else")
-        with path.open("rb") as file:
-            # A weight file given by mistake is gigabytes: its first bytes say enough.
-            start = file.read(_START_BYTES)
-            _refuse_other_content(start, path)
-            return start + file.read()
-    except FileNotFoundError:
-        others = [name for name in _OTHER_FORMATS if path.with_name(name).exists()]
-        found = f"only {', '.join(others)}" if others else "nothing there"
-        hint = "save it with transformers' AutoTokenizer.save_pretrained" if others else None
-        raise TokenizerError.expected("tokenizer", path, "a file", found, hint=hint) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TokenizerError.expected("tokenizer", path, "a readable file", reason) from error
+        with _panic_is_bad_input(path):
+            return Inner.from_buffer(raw), record
+    except ValueError as error:
+        reason = " ".join(str(error).removeprefix(_LIBRARY_PREFIX).split())[:200]
+        raise TokenizerError.expected(
+            "tokenizer", path, "a tokenizer of the tokenizers library", reason
+        ) from error
+
+
+@contextlib.contextmanager
+def _panic_is_bad_input(path: Path) -> Iterator[None]:
+    """What the library calls a panic says something of the file; it is no Exception and has no class that
+    could be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        found = f"a panic of the library: {' '.join(str(error).split())[:200]}"
+        raise TokenizerError.expected("tokenizer", path, "one that works", found) from None
+
+
+def _read(path: Path) -> bytes:
+    others = [name for name in _OTHER_FORMATS if os.path.exists(path.with_name(name))]
+    if others and not os.path.lexists(path):
+        found = f"only {', '.join(others)}"
+        hint = "save it with transformers' AutoTokenizer.save_pretrained"
+        raise TokenizerError.expected("tokenizer", path, "a file", found, hint=hint)
+    with open_regular(path, "tokenizer", error=TokenizerError) as file:
+        # A weight file given by mistake is gigabytes: its first bytes say enough.
+        _refuse_other_content(file.read(_START_BYTES), path)
+    return read_bytes(path, "tokenizer", limits.TOKENIZER_FILE, error=TokenizerError)
 
 
 def _refuse_other_content(start: bytes, path: Path) -> None:
@@ -218,7 +236,7 @@ def _refuse_other_content(start: bytes, path: Path) -> None:
 
 def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(raw.decode("utf-8"))
+        record = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         found = f"0x{raw[error.start]:02x} at byte {error.start:,}"
         raise TokenizerError.expected("tokenizer", path, "UTF-8", found) from None
@@ -227,17 +245,30 @@ def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
         raise TokenizerError.expected(
             "tokenizer", path, "JSON", found, hint=_DOWNLOAD_HINT
         ) from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         found = "nesting too deep" if isinstance(error, RecursionError) else str(error)
         raise TokenizerError.expected("tokenizer", path, "JSON", found) from None
-    # The first byte that is not white space is a brace, so what was parsed is an object.
-    assert isinstance(record, dict)
+    if not isinstance(record, dict):
+        raise TokenizerError.expected("tokenizer", path, "a JSON object", "another value")
+    # The model is left out: it is nearly all of the file, and the library has a limit of its own.
+    rest = {key: value for key, value in record.items() if key != "model"}
+    if depth_of(rest) > limits.JSON_DEPTH.most:
+        raise TokenizerError.expected("tokenizer", path, f"JSON nested {limits.JSON_DEPTH}", "more")
     return record
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that is there twice the library may take one and this module the other. A vocabulary may
+    name a token twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs) and ("type" in found or "model" in found):
+        raise ValueError("a key twice in one part")
+    return found
 
 
 def _check_added_ids(record: dict[str, Any], inner: tokenizers.Tokenizer, path: Path) -> None:
     """The library renumbers an added token whose id leaves a gap or is taken, and says nothing."""
-    for token in record.get("added_tokens", ()):
+    for token in record.get("added_tokens") or ():
         name, written = token["content"], token["id"]
         given = inner.token_to_id(name)
         if given != written:

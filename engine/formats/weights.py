@@ -1,7 +1,7 @@
 """The one interface behind which every weight file looks the same.
 
 A weight file has names, shapes and dtypes that are known without reading data, metadata, and data
-that is mapped: `get` costs no copy, and a tensor is read from the disk when it is used. Three
+that is read when it is asked for, so that a file that changes meanwhile is refused and ends nothing. Three
 formats fill it in, and `engine.formats.open.open_weights` picks one by the file's first bytes:
 
     format        convention   configuration                 tokenizer
@@ -56,7 +56,7 @@ class WeightFile(Protocol):
         ...
 
     def get(self, name: str) -> torch.Tensor | QuantTensor:
-        """The tensor on the CPU, a private view of the mapped file: writes never reach it."""
+        """The tensor on the CPU, in memory of its own: writes never reach the file."""
         ...
 
     def config_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class WeightFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of the file; a mapping lives on until the last tensor of `get` that uses it."""
+        """Lets go of the file; tensors of `get` live on."""
         ...
 
     def __enter__(self) -> Self: ...

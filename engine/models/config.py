@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine import limits
 from engine.errors import WeightsError
 from engine.formats.safetensors_header import open_regular, read_json_object
 from engine.models.config_checks import FAMILIES, HIDDEN_ACT, SIZES, impossible, read_values
@@ -73,6 +74,8 @@ class ModelConfig:
         if self.head_dim == 0 and heads > 0 and self.hidden_size % heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         _refuse(impossible(asdict(self)), "ModelConfig")
+        if (weights := count_parameters(self)) > limits.PARAMETERS.most:
+            _refuse([f"sizes: expected {limits.PARAMETERS}, found {weights:,}"], "ModelConfig")
 
     @property
     def attention_bias(self) -> bool:
@@ -134,7 +137,9 @@ def read_config(folder_or_file: str | Path) -> ModelConfig:
     path = Path(folder_or_file)
     if path.is_dir():
         path = path / CONFIG_FILE
-    return ModelConfig.from_dict(read_json_object(path, "model configuration"), path)
+    return ModelConfig.from_dict(
+        read_json_object(path, "model configuration", limits.MODEL_CONFIG), path
+    )
 
 
 def config_of(weights: WeightFile) -> ModelConfig:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from engine import limits
+from engine.limits import Limit
+
 # Family -> the class that transformers loads it with.
 FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
@@ -17,16 +20,17 @@ FAMILIES = {
 }
 HIDDEN_ACT = "silu"
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+SIZES: dict[str, Limit] = {
+    "vocab_size": limits.VOCABULARY,
+    "hidden_size": limits.MODEL_WIDTH,
+    "intermediate_size": limits.FEED_FORWARD,
+    "num_hidden_layers": limits.LAYERS,
+    "num_attention_heads": limits.HEADS,
+    "num_key_value_heads": limits.HEADS,
+    "head_dim": limits.HEAD_WIDTH,
+    "max_position_embeddings": limits.POSITIONS,
+}
+"""Every count of a decoder, and the most there is of it."""
 _REALS = ("rms_norm_eps", "rope_theta")
 _SCALING: dict[str, type] = {
     "factor": float,
@@ -86,7 +90,10 @@ def _take(
 def _token_ids(raw: Mapping[str, object], key: str, problems: list[str]) -> tuple[int, ...]:
     found = raw.get(key)
     ids = [] if found is None else found if isinstance(found, list) else [found]
-    if all(type(token) is int for token in ids):
+    if len(ids) > limits.TOKEN_IDS.most:
+        problems.append(f"{key}: expected {limits.TOKEN_IDS}, found {len(ids):,}")
+        return ()
+    if all(type(token) is int and abs(token) < 2**63 for token in ids):
         return tuple(ids)
     problems.append(f"{key}: expected an integer or a list of integers, found {found!r:.80}")
     return ()
@@ -100,7 +107,7 @@ def _with_rope_theta(raw: Mapping[str, object], problems: list[str]) -> Mapping[
     if "rope_theta" in raw and raw["rope_theta"] != nested["rope_theta"]:
         problems.append(
             "rope_theta: expected the value of rope_parameters.rope_theta, "
-            f"{nested['rope_theta']!r}, found {raw['rope_theta']!r}"
+            f"{nested['rope_theta']!r:.80}, found {raw['rope_theta']!r:.80}"
         )
     return {**raw, "rope_theta": nested["rope_theta"]}
 
@@ -181,16 +188,19 @@ def impossible(values: Mapping[str, object]) -> list[str]:
     if family not in FAMILIES:
         problems.append(f"family: expected {', '.join(FAMILIES)}, found {family!r:.80}")
     good: dict[str, int] = {}
-    for key in SIZES:
+    for key, most in SIZES.items():
         found = values.get(key)
-        if isinstance(found, int) and found > 0:
+        if isinstance(found, int) and found > most.most:
+            shown = f"{found:,}" if found < 2**63 else "a number of more than 18 digits"
+            problems.append(f"{key}: expected {most}, found {shown}")
+        elif isinstance(found, int) and found > 0:
             good[key] = found
         elif key in values and not (key == "head_dim" and found == 0):
-            problems.append(f"{key}: expected a positive integer, found {found!r}")
+            problems.append(f"{key}: expected a positive integer, found {found!r:.80}")
     for key in _REALS:
         real = values.get(key)
         if isinstance(real, int | float) and not (math.isfinite(real) and real > 0):
-            problems.append(f"{key}: expected a positive finite number, found {real!r}")
+            problems.append(f"{key}: expected a positive finite number, found {real!r:.80}")
     heads, shared = good.get("num_attention_heads"), good.get("num_key_value_heads")
     if heads and shared and heads % shared:
         problems.append(f"num_key_value_heads: expected a divisor of {heads} heads, found {shared}")
@@ -214,7 +224,7 @@ def impossible(values: Mapping[str, object]) -> list[str]:
     outside = [token for token in (*ids, *eos) if not 0 <= token < good.get("vocab_size", math.inf)]
     if outside:
         problems.append(
-            f"bos_token_id, eos_token_id: expected ids below vocab_size, found {outside}"
+            f"bos_token_id, eos_token_id: expected ids below vocab_size, found {outside!r:.80}"
         )
     return problems
 
@@ -225,7 +235,7 @@ def _impossible_scaling(scaling: object, family: object) -> list[str]:
     if family != "llama":
         return [f"rope_scaling: expected None for {family}, found {dict(scaling)!r:.80}"]
     problems = [
-        f"rope_scaling.{key}: expected a positive finite number, found {scaling[key]!r}"
+        f"rope_scaling.{key}: expected a positive finite number, found {scaling[key]!r:.80}"
         for key in _SCALING
         if key in scaling and not 0 < scaling[key] < 2**63
     ]

@@ -1,7 +1,7 @@
 """Decoders out of any weight file, and into Hugging Face model folders.
 
 Loading takes a model folder (`config.json` and safetensors), a GGUF file or an .apr file. It checks
-names, shapes and dtypes from the headers first, then moves one tensor at a time from the mapped
+names, shapes and dtypes from the headers first, then moves one tensor at a time from the
 file to its place; the model is built on the meta device, so its weights exist once. They are
 copies: once loaded, a model does not depend on its files. Blocks travel to the device as they are
 and become floats there: what is held at once is the model and one tensor of the file. NaN and
@@ -41,6 +41,7 @@ from engine.models.names import (
     unpermute_rows,
 )
 from engine.quant.tensor import QuantTensor
+from engine.signals import partial_output
 
 
 def new_decoder(
@@ -164,18 +165,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
     disk, and is gone when anything fails. Raises `WeightsError`, `DiskFull`.
     """
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in partial.iterdir():
-            _fsync(path)
-        fsync_folder(partial)
-        partial.rename(folder)
-        fsync_folder(folder.parent)
-    except OSError as error:
-        raise unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # absent once renamed
+    with partial_output(partial):
+        try:
+            partial.mkdir(parents=True)
+            yield partial
+            for path in partial.iterdir():
+                _fsync(path)
+            fsync_folder(partial)
+            partial.rename(folder)
+            fsync_folder(folder.parent)
+        except OSError as error:
+            raise unwritable(folder, error) from error
 
 
 def as_floats(

@@ -15,14 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import WeightsError
-from engine.formats.safetensors_header import open_regular, read_json_object
+from engine.files import read_text
+from engine.formats.safetensors_header import read_json_object
 from engine.formats.weights import WeightFile
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _TEMPLATE_KEY = {"gguf": "tokenizer.chat_template", "apr": "chat_template"}
-_LIMIT_BYTES = 1 << 24
 # .apr key -> GGUF key.
 _ORIGIN = {key: f"general.{key}" for key in ("name", "author", "version", "description", "license")}
 _OF_THE_GGUF = (
@@ -76,7 +77,9 @@ def chat_template(weights: WeightFile) -> str | None:
     path = folder / TOKENIZER_CONFIG_FILE
     if not path.exists():
         return None
-    found = read_json_object(path, "tokenizer configuration").get("chat_template")
+    found = read_json_object(path, "tokenizer configuration", limits.MODEL_CONFIG).get(
+        "chat_template"
+    )
     if isinstance(found, list):
         named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
         found = named[0].get("template") if named else None
@@ -95,12 +98,4 @@ def _file_name(weights: WeightFile) -> str:
 
 
 def _read_text(path: Path) -> str:
-    with open_regular(path, "chat template") as file:
-        raw = file.read(_LIMIT_BYTES + 1)
-    if len(raw) > _LIMIT_BYTES:
-        expected = f"at most {_LIMIT_BYTES:,} bytes"
-        raise WeightsError.expected("chat template", path, expected, "a larger file")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise WeightsError.expected("chat template", path, "UTF-8", str(error)) from error
+    return read_text(path, "chat template", limits.MODEL_TEXT, error=WeightsError)

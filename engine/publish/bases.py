@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import BadInput
+from engine.files import open_regular, read_bytes
 from engine.formats.open import open_weights
 
 UNKNOWN, OTHER = "unknown", "other"
@@ -98,7 +100,8 @@ def licence_files(bases: Sequence[Base], licence: Licence) -> dict[str, Base]:
     theirs: dict[bytes, Base] = {}
     for base in bases:
         if base.licence_file is not None and licence.identifier in (base.licence, OTHER):
-            theirs.setdefault(base.licence_file.read_bytes(), base)
+            text = read_bytes(base.licence_file, "licence", limits.MODEL_TEXT)
+            theirs.setdefault(text, base)
     found = list(theirs.values())
     if len(found) == 1 and licence.identifier == bases[0].licence:
         return {"LICENSE": found[0]}
@@ -157,9 +160,9 @@ def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
 def front_matter(readme: Path) -> dict[str, str]:
     """The plain `key: text` lines between the two `---` at the head of a model card."""
     try:
-        with readme.open("rb") as file:
+        with open_regular(readme, "model card") as file:
             text = file.read(_README_BYTES).decode("utf-8", "replace")
-    except OSError:
+    except (OSError, BadInput):
         return {}
     lines = text.splitlines()
     if not lines or lines[0].strip() != "---" or "---" not in (rest := lines[1:]):

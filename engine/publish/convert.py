@@ -1,6 +1,6 @@
 """A model in one weight format, written in another.
 
-Every tensor goes by itself from the mapped source to the new file: renamed, its rows put into the
+Every tensor goes by itself from the source to the new file: renamed, its rows put into the
 order of the new convention where that differs, and its values left alone where they can be:
 
     kept         the type is already the wanted one: the same bytes

@@ -6,7 +6,6 @@ it is among the warnings. Bits per weight count every byte of every tensor, scal
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput
+from engine.files import parse_json
 from engine.formats.gguf_vocabulary import TOKEN_TYPES, TOKENS, TokenType
 from engine.formats.open import open_weights
 from engine.formats.safetensors_header import TensorInfo
@@ -207,7 +207,7 @@ def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
         text = weights.tokenizer_json()
         if text is None:
             return None
-        record = json.loads(text)
+        record = parse_json(text, weights.path, "tokenizer")
         ids = [*record["model"]["vocab"].values()]
         ids += [token["id"] for token in record.get("added_tokens") or ()]
         return max(ids, default=-1) + 1

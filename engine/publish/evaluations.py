@@ -9,13 +9,14 @@ An evaluation counts if it is of the student's own weights, by their hash, and i
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import BadInput
 from engine.evaluate.report import report_of_file
+from engine.files import parse_json, read_bytes
 from engine.runlog.view import RunView
 
 
@@ -71,19 +72,8 @@ def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluat
 # contract: publication-v1
 def read_evaluation(path: Path, weights: str) -> Evaluation:
     """What `engine eval` wrote: a file of results, or the JSON value of --json."""
-    try:
-        raw = path.read_bytes()
-        record = json.loads(raw.splitlines()[0]) if raw.strip() else {}
-    except OSError as error:
-        found = error.strerror or str(error)
-        raise BadInput.expected("evaluation", path, "a readable file", found) from error
-    except ValueError as error:
-        raise BadInput.expected(
-            "evaluation",
-            path,
-            "results of `engine eval humaneval`, or `engine eval ppl --json`",
-            str(error),
-        ) from None
+    raw = read_bytes(path, "evaluation", limits.EVALUATION)
+    record = parse_json(raw.splitlines()[0], path, "evaluation") if raw.strip() else {}
     if not isinstance(record, dict) or "benchmark" not in record:
         raise BadInput.expected(
             "evaluation",

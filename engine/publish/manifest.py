@@ -14,7 +14,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine import limits
+from engine.errors import BadInput
 from engine.evidence.receipt import digest_files
+from engine.files import read_json
 from engine.verdict import Level, Verdict
 
 MANIFEST = "MANIFEST.json"
@@ -30,12 +33,12 @@ def write_manifest(folder: Path) -> None:
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
     """Its files; None where there is none that can be read."""
     try:
-        record = json.loads((folder / MANIFEST).read_bytes())
+        record = read_json(folder / MANIFEST, "manifest", limits.MANIFEST)
         files = record["files"]
         if record["schema"] != SCHEMA or not isinstance(files, dict):
             return None
         assert all({"bytes", "sha256"} <= one.keys() for one in files.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+    except (BadInput, KeyError, TypeError, AttributeError, AssertionError):
         return None
     return files
 

@@ -23,7 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import BadInput, DiskFull, EngineError
+from engine.files import read_json_object
 from engine.models.config import count_parameters, read_config
 from engine.publish.bases import bases_of, inherited, licence_files
 from engine.publish.card import Card, card_text
@@ -151,7 +153,7 @@ def _write(
     on_tensor: Callable[[Progress], None],
 ) -> Verification | None:
     receipt = proof.receipt or {}
-    spec = receipt.get("spec") or json.loads(proof.run.effective.read_text())["spec"]
+    spec = receipt.get("spec") or proof.run.read_effective()["spec"]
     bases = bases_of(spec, receipt.get("model_sha256") or {})
     licence = inherited(bases, wanted.licence)
     say("copying the student")
@@ -189,7 +191,9 @@ def _write(
         proof=proof,
         bases=bases,
         licence=licence,
-        config=json.loads((partial / "config.json").read_text()),
+        config=read_json_object(
+            partial / "config.json", "model configuration", limits.MODEL_CONFIG
+        ),
         parameters=count_parameters(config),
         files=files,
         evaluation_files=evaluations,

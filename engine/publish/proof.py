@@ -23,6 +23,7 @@ from engine.errors import BadInput
 from engine.evaluate.model import weights_sha256
 from engine.evidence.context import view_of
 from engine.evidence.receipt import check_receipt
+from engine.files import open_regular
 from engine.formats.safetensors import tensors_sha256
 from engine.models.load import load_decoder
 from engine.publish.evaluations import Evaluation, heldout_of_the_run, read_evaluation
@@ -155,5 +156,5 @@ def _is_the_runs(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Verd
 
 
 def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path, "file") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -21,7 +21,6 @@ A way that is not installed is unknown; each runs in a process of its own.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +41,7 @@ from engine.publish.manifest import MANIFEST, check_manifest
 from engine.publish.outcomes import Outcome, as_float, within
 from engine.publish.peers import Absent, Answered, Crashed, Logits, absent, ask
 from engine.quant.noise import NOISE_FLOORS
+from engine.signals import scratch_folder
 from engine.verdict import Level, Verdict, lowest
 
 STEPS = 50
@@ -111,8 +111,8 @@ def verify(
             "model", folder, f"positions for {max(map(len, prompts))} tokens and one more", "fewer"
         )
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="engine-verify-") as scratch:
-        asked = _Asked(prompts=prompts, steps=min(steps, room), scratch=Path(scratch))
+    with scratch_folder("engine-verify-") as scratch:
+        asked = _Asked(prompts=prompts, steps=min(steps, room), scratch=scratch)
         reference = None
         for outcome, answer in _outcomes(folder, asked, say):
             outcomes.append(outcome)

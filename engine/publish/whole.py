@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import BadInput, write_error
+from engine.files import open_regular
 from engine.formats.safetensors import fsync_folder
+from engine.signals import partial_output
 
 
 # contract: publication-v1
@@ -36,23 +37,22 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             raise BadInput.expected(
                 "publish", folder, "to be the only one", "another that is publishing to it"
             ) from None
-        try:
-            for path in partial.iterdir():
-                path.unlink()  # of one that was killed
-            yield partial
-            for path in partial.iterdir():
-                _fsync(path)
-            fsync_folder(partial)
-            partial.rename(folder)
-            fsync_folder(folder.parent)
-        except OSError as error:
-            raise write_error("publish", partial, "to write it", error) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)  # absent once renamed
+        with partial_output(partial):
+            try:
+                for path in partial.iterdir():
+                    path.unlink()  # of one that was killed
+                yield partial
+                for path in partial.iterdir():
+                    _fsync(path)
+                fsync_folder(partial)
+                partial.rename(folder)
+                fsync_folder(folder.parent)
+            except OSError as error:
+                raise write_error("publish", partial, "to write it", error) from error
     finally:
         os.close(lock)
 
 
 def _fsync(path: Path) -> None:
-    with path.open("rb") as file:
+    with open_regular(path, "file") as file:
         os.fsync(file.fileno())

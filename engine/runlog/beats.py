@@ -20,6 +20,9 @@ import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from engine import limits
+from engine.errors import RunLogError
+from engine.files import read_bytes, read_json_object
 from engine.runlog.folder import RunFolder, write_whole
 
 _BEAT = struct.Struct("<QQQ")
@@ -84,7 +87,7 @@ def read_beats(run: RunFolder) -> list[Beat]:
     """The beats there are, by rank; none for a run of one process."""
     beats = []
     for path in _folder(run).glob("*.beat"):
-        data = path.read_bytes()
+        data = read_bytes(path, "beat", limits.BEAT, error=RunLogError)
         if path.stem.isdigit() and len(data) == _BEAT.size:
             beats.append(Beat(int(path.stem), *_BEAT.unpack(data)))
     return sorted(beats, key=lambda beat: beat.rank)
@@ -116,10 +119,14 @@ def write_lost_rank(run: RunFolder, lost: LostRank) -> None:
 
 
 def read_lost_rank(run: RunFolder) -> LostRank | None:
-    try:
-        return LostRank(**json.loads((_folder(run) / "lost.json").read_bytes()))
-    except FileNotFoundError:
+    path = _folder(run) / "lost.json"
+    if not os.path.lexists(path):
         return None
+    fields = read_json_object(path, "lost rank", limits.BEAT, error=RunLogError)
+    try:
+        return LostRank(**fields)
+    except TypeError as error:
+        raise RunLogError.expected("lost rank", path, "a rank", str(error)) from None
 
 
 def forget(run: RunFolder) -> None:

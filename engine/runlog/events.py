@@ -37,6 +37,7 @@ from engine.runlog.supervisor_events import StackDump as StackDump
 from engine.runlog.supervisor_events import StopForwarded as StopForwarded
 from engine.runlog.supervisor_events import TrainerExited as TrainerExited
 from engine.runlog.supervisor_events import TrainerStarted as TrainerStarted
+from engine.runlog.trainer_events import TRAINING as TRAINING
 from engine.runlog.trainer_events import Checked as Checked
 from engine.runlog.trainer_events import CheckpointSaved as CheckpointSaved
 from engine.runlog.trainer_events import Compiled as Compiled

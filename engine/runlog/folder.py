@@ -16,7 +16,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
+from engine.files import read_json_object
 from engine.runlog.read import Liveness, writer_is_alive
 from engine.runlog.write import read_boot_id, sync_folder
 
@@ -97,19 +99,21 @@ class RunFolder:
 
     def read_receipt(self) -> dict[str, Any] | None:
         """The receipt, or None when the run has not written one; RunLogError when it is not one."""
-        try:
-            receipt = json.loads(self.receipt.read_bytes())
-        except FileNotFoundError:
+        if not os.path.lexists(self.receipt):
             return None
-        except OSError as error:
+        return read_json_object(self.receipt, "receipt", limits.RUN_FILE, error=RunLogError)
+
+    def read_effective(self) -> dict[str, Any]:
+        """What effective.json says: under `spec` a table of settings for each section. Raises RunLogError."""
+        found = read_json_object(
+            self.effective, "settings", limits.RUN_FILE, having=("spec",), error=RunLogError
+        )
+        spec = found["spec"]
+        if not isinstance(spec, dict) or not all(isinstance(one, dict) for one in spec.values()):
             raise RunLogError.expected(
-                "receipt", self.receipt, "to read it", error.strerror or str(error)
-            ) from error
-        except ValueError as error:
-            raise RunLogError.expected("receipt", self.receipt, "JSON", str(error)) from error
-        if not isinstance(receipt, dict):
-            raise RunLogError.expected("receipt", self.receipt, "a JSON object", f"{receipt!r:.60}")
-        return receipt
+                "settings", self.effective, "sections under 'spec'", "others"
+            )
+        return found
 
 
 def is_run(path: Path) -> bool:

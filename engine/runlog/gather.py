@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import engine.runlog.skim as skim
+from engine.limits import LOG_FILE
 from engine.runlog.pack import Pack
 from engine.runlog.pack_files import PackFiles
 from engine.runlog.read import READ_BYTES, BrokenLog, FileId, LogReader, id_of
@@ -76,6 +77,8 @@ class Gatherer:
         except OSError:
             return
         unread = status.st_size - max(begin, self._shared_to)
+        if status.st_size > LOG_FILE.most:
+            return
         if min(unread, max_bytes) >= FROM_BYTES and reader.file_id in (None, id_of(status)):
             self._file_id, self._shared_to = id_of(status), status.st_size
             self._shares = Shares(
@@ -113,6 +116,9 @@ class Gatherer:
                     ahead.popleft()
                 return []
             self._take()
+            if not ahead:
+                # What has no packs may be no log at all: the reader says so before more is looked at.
+                return []
         return []
 
     def _carries_on(self, pack: Pack) -> bool:

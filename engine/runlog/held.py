@@ -21,7 +21,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine import limits
 from engine.device.reading import Reading, absent, measured
+from engine.errors import BadInput
+from engine.files import read_bytes
 from engine.runlog.folder import RunFolder
 
 SPACING_S = 1.0
@@ -80,8 +83,8 @@ class HeldWriter:
 def read_held(run: RunFolder) -> Held | None:
     """What was said last; None where nothing was."""
     try:
-        data = (run.path / NAME).read_bytes()
-    except OSError:
+        data = read_bytes(run.path / NAME, "memory held", limits.BEAT)
+    except BadInput:
         return None
     if len(data) != _HELD.size:
         return None

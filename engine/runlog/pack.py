@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import RunLogError
+from engine.limits import LOG_LINE
 from engine.runlog.events import GpuSample, HostSample, LogOpened, Note, RunStarted, StepDone
 from engine.runlog.extremes import Ranges, ranges_of
 from engine.runlog.read import NOT_JSON, decode_line
@@ -107,7 +108,7 @@ def pack_lines(parts: Sequence[bytes], begin: int) -> Pack | None:
             rows += _decode_each(part)
         # The decoder passes over empty lines; `readlines` counts twice as fast as `count` does.
         raw += BytesIO(part).readlines()
-        if len(rows) != len(raw):
+        if len(rows) != len(raw) or len(max(raw, key=len, default=b"")) > LOG_LINE.most:
             return None
         ends.append(len(rows))
     kinds = set(map(type, rows))

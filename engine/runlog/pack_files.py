@@ -36,6 +36,9 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.errors import BadInput
+from engine.files import open_plain, read_bytes
+from engine.limits import PACK_FILE
 from engine.runlog.extremes import BLOCK
 from engine.runlog.pack import (
     PACKED_GPUS,
@@ -59,7 +62,7 @@ UNKNOWN = "unknown"
 _HEAD = struct.Struct("<8sIQI")
 _MAGIC = b"aprpacks"
 _PARTIAL = ".partial-"
-_FAULTS = (OSError, struct.error, msgspec.DecodeError)
+_FAULTS = (OSError, BadInput, struct.error, msgspec.DecodeError)
 
 
 def bounds(number: int) -> tuple[int, int]:
@@ -118,12 +121,12 @@ class PackFiles:
     def load(self, number: int) -> Chunk | None:
         """The packs of a chunk; None when there are none that can be believed."""
         try:
-            data = self.path(number).read_bytes()
+            data = read_bytes(self.path(number), "columns", PACK_FILE)
             payload = memoryview(data)[_HEAD.size :]
             if _HEAD.unpack_from(data) != self._head(payload):
                 return None
             stored = _decoder.decode(payload)
-            with self.log.open("rb") as log:
+            with open_plain(self.log) as log:
                 file_id = id_of(os.fstat(log.fileno()))
                 is_same = (stored.boot_id, stored.file_id) == (self._boot_id, file_id)
                 in_part = is_same and self._boot_id != UNKNOWN

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 
+from engine.limits import PRINTED_LINE
+from engine.terminal import clipped
 from engine.units import NOT_MEASURED, format_value
 
 
 def one_line(text: str) -> str:
     """`text` on one line that a terminal prints as it stands: no line breaks, no control
-    characters."""
+    characters, and cut where it is longer than any line that is printed."""
+    text = clipped(text, PRINTED_LINE.most)
     if text.isprintable():
         return text
     spaced = " ".join(line.strip() for line in text.splitlines() if line.strip())

@@ -19,17 +19,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from engine.errors import RunLogError
+from engine.files import NotRegular, depth_of, open_plain
+from engine.limits import JSON_DEPTH, LOG_FILE, LOG_LINE, LOG_NUMBER
 from engine.runlog.events import KINDS, NON_FINITE, AnyEvent, LogOpened, Unrecognised
 from engine.runlog.skim import Skimmed, decode_block
+from engine.terminal import clipped
 
 READ_BYTES = 16 << 20
 PART_BYTES = 128 << 10
-LONGEST_LINE_BYTES = 8 << 20
+LONGEST_LINE_BYTES = LOG_LINE.most
 
 _plain = msgspec.json.Decoder()
 FileId = tuple[int, int]
@@ -72,23 +75,36 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
         raise RunLogError(f"run log: {where} — expected a record, found {line[:60]!r}")
     kind = record["kind"]
     try:
-        _put_back(record, record.pop("nf", None) or {})
+        if depth_of(record) > JSON_DEPTH.most:
+            raise ValueError(f"expected values nested {JSON_DEPTH}, found more")
+        non_finite = _put_in(record, record.pop("nf", None) or {})
         if kind in KINDS:
-            return msgspec.convert(record, KINDS[kind])
+            event = msgspec.convert(record, KINDS[kind])
+            return _with_non_finite(event, non_finite) if non_finite else event
+        for way, value in non_finite.items():
+            record = _replaced(record, way, value)
         envelope = {name: record.pop(name) for name in ("v", "seq", "t_s") if name in record}
         del record["kind"]
         return msgspec.convert({"kind": kind, "fields": record, **envelope}, Unrecognised)
     except (LookupError, TypeError, ValueError) as error:
         raise RunLogError(
-            f"run log: {where} — expected a {kind!r} record, found one that breaks its form: "
-            f"{error}"
+            f"run log: {where} — expected a {kind[:60]!r} record, found one that breaks its form: "
+            f"{clipped(str(error), 200)}"
         ) from None
 
 
-def _put_back(record: dict[str, Any], non_finite: dict[str, str]) -> None:
-    """Put the values named under `nf` into the places that hold null for them."""
+Way: TypeAlias = tuple[str, ...]
+"""Where a value is in a record: the names of fields and numbers of entries that lead to it."""
+_STANDS_IN = -0.5 * LOG_NUMBER.most
+"""Stands where a number is not finite while a record is checked: in the range of what was measured, and of no
+time and no count."""
+
+
+def _put_in(record: dict[str, Any], non_finite: dict[str, str]) -> dict[Way, float]:
+    """The values named under `nf`, by their places; these hold null, and a number afterwards."""
     if not isinstance(non_finite, dict):
         raise TypeError(f"`nf` is {non_finite!r:.40}")
+    values: dict[Way, float] = {}
     for path, text in non_finite.items():
         *way, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
         place: Any = record
@@ -96,8 +112,32 @@ def _put_back(record: dict[str, Any], non_finite: dict[str, str]) -> None:
             place = place[int(part) if isinstance(place, list) else part]
         key = int(last) if isinstance(place, list) else last
         if place[key] is not None:
-            raise ValueError(f"`nf` names {path}, which has a value")
-        place[key] = NON_FINITE[text]
+            raise ValueError(f"`nf` names {path:.80}, which has a value")
+        place[key] = _STANDS_IN
+        values[(*way, last)] = NON_FINITE[text]
+    return values
+
+
+def _with_non_finite(event: AnyEvent, values: dict[Way, float]) -> AnyEvent:
+    """A checked event with the values that are not finite in their places; a field of a later version
+    has none."""
+    fields: dict[str, Any] = {}
+    for (name, *way), value in values.items():
+        if name in event.__struct_fields__:
+            fields[name] = _replaced(fields.get(name, getattr(event, name)), tuple(way), value)
+    return msgspec.structs.replace(event, **fields)
+
+
+def _replaced(value: Any, way: Way, number: float) -> Any:
+    """`value` with a number at one place in it."""
+    if not way:
+        return number
+    if isinstance(value, dict):
+        return {**value, way[0]: _replaced(value[way[0]], way[1:], number)}
+    place = int(way[0]) % len(value)
+    return type(value)(
+        [*value[:place], _replaced(value[place], way[1:], number), *value[place + 1 :]]
+    )
 
 
 # contract: run-log-v1
@@ -134,7 +174,7 @@ class LogReader:
     def _read_lines(self, max_bytes: int) -> bytes:
         """Whole lines from the offset on."""
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
                 status = os.fstat(file.fileno())
                 file_id = id_of(status)
                 # The newline in front of the offset is read too: it is gone when the file was cut
@@ -145,6 +185,10 @@ class LogReader:
                     raise BrokenLog(
                         f"run log: {self.path} — expected the {self._offset} bytes read so far, "
                         f"found {status.st_size}: it was cut or replaced while it was being read"
+                    )
+                if status.st_size > LOG_FILE.most:
+                    raise BrokenLog.expected(
+                        "run log", self.path, str(LOG_FILE), f"{status.st_size:,}"
                     )
                 self._file_id = file_id
                 block = file.read(max_bytes)
@@ -157,11 +201,15 @@ class LogReader:
                     "found no file: it was removed while it was being read"
                 ) from None
             return b""
+        except NotRegular as error:
+            raise BrokenLog(
+                f"run log: {self.path} — expected a regular file, found {error.strerror}"
+            ) from None
         except OSError as error:
             raise BrokenLog(
                 f"run log: {self.path} — expected to read it, found {error.strerror}"
             ) from error
-        end = block.rfind(b"\n") + 1
+        end = _end_of_lines(block)
         if not end and len(block) >= LONGEST_LINE_BYTES:
             raise BrokenLog(
                 f"run log: {self.path} @{self._offset} — expected lines under "
@@ -281,6 +329,14 @@ class LogReader:
         self._add_point(rest, self._offset)
 
 
+def _end_of_lines(block: bytes) -> int:
+    """Where the last whole line ends, or the last one in front of a line that is too long."""
+    end = 0
+    while (newline := block.rfind(b"\n", end, end + LONGEST_LINE_BYTES)) >= 0:
+        end = newline + 1
+    return end
+
+
 def _parts(lines: bytes) -> Iterator[bytes]:
     """Whole lines in parts of about PART_BYTES."""
     begin = 0
@@ -292,27 +348,25 @@ def _parts(lines: bytes) -> Iterator[bytes]:
 
 def writer_is_alive(path: Path) -> bool:
     """Whether some process holds this log open for writing, asked of the kernel's lock and not of a
-    pid."""
+    pid. What is no regular file has no writer; whoever reads it is told what it is."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        file = open_plain(path)
+    except (FileNotFoundError, NotRegular):
         return False
     except OSError as error:
         raise RunLogError(
             f"run log: {path} — expected to open it, found {error.strerror}"
         ) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        raise RunLogError(
-            f"run log: {path} — expected to ask for its lock, found {error.strerror}"
-        ) from error
-    else:
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            raise RunLogError(
+                f"run log: {path} — expected to ask for its lock, found {error.strerror}"
+            ) from error
         return False
-    finally:
-        os.close(fd)
 
 
 class Point(NamedTuple):

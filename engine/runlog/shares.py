@@ -26,6 +26,7 @@ from typing import IO
 import msgspec
 
 import engine.runlog.pack_files as pack_files
+from engine.files import open_plain
 from engine.runlog.pack import pack_lines
 from engine.runlog.pack_files import Chunk, PackFiles
 from engine.runlog.read import LONGEST_LINE_BYTES, PART_BYTES, id_of
@@ -52,7 +53,7 @@ def pack_chunk(path: Path, begin: int, end: int) -> Chunk:
     """The packs of all lines that begin in bytes [begin, end) of a file, those left out that are for its
     reader. Raises OSError."""
     packs = []
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         file_id = id_of(os.fstat(file.fileno()))
         # The byte in front tells whether a line begins at `begin`.
         file.seek(max(0, begin - 1))

@@ -13,7 +13,10 @@ from typing import Any, TypeAlias, get_args
 
 import msgspec
 
-from engine.runlog.events import NON_FINITE, AnyEvent, Known, LogOpened, StepDone
+from engine.files import depth_of
+from engine.limits import JSON_DEPTH
+from engine.runlog.envelope import Count, Elapsed, Number
+from engine.runlog.events import NON_FINITE, AnyEvent, FactsRead, Known, LogOpened, StepDone
 
 LINES_KEPT = 2000
 """So many of the newest lines of a log are kept whole."""
@@ -22,23 +25,23 @@ LINES_KEPT = 2000
 class StepRow(msgspec.Struct, kw_only=True, gc=False, tag_field="kind", tag="step"):
     """The columns of a `StepDone`, under its names. `phases` is JSON, decoded for the newest step only."""
 
-    seq: int = -1
-    t_s: float = -1.0
+    seq: Count = -1
+    t_s: Elapsed = -1.0
     nf: dict[str, str] | None = None
-    step: int
-    loss: float | None
-    ce: float | None
-    kd: float | None
-    agreement: float | None
-    lr: float | None
-    grad_norm: float | None
-    rows: int
-    tokens: int
-    labelled: int
-    step_s: float | None
-    data_s: float | None
-    teacher_s: float | None
-    position: int
+    step: Count
+    loss: Number | None
+    ce: Number | None
+    kd: Number | None
+    agreement: Number | None
+    lr: Number | None
+    grad_norm: Number | None
+    rows: Count
+    tokens: Count
+    labelled: Count
+    step_s: Number | None
+    data_s: Number | None
+    teacher_s: Number | None
+    position: Count
     phases: msgspec.Raw = msgspec.Raw(b"{}")
 
 
@@ -52,7 +55,7 @@ for _kind in get_args(Known):
 _whole = msgspec.json.Decoder(Known)
 _skimming = msgspec.json.Decoder(_others)
 _nf_of = attrgetter("nf")
-_phases = msgspec.json.Decoder(dict[str, float])
+_phases = msgspec.json.Decoder(dict[str, Number])
 
 
 def phases_of(phases: dict[str, float] | msgspec.Raw | bytes) -> dict[str, float]:
@@ -88,6 +91,11 @@ def decode_rows(lines: bytes) -> list[Skimmed]:
 
 def _with_numbers(events: list[Skimmed]) -> list[Skimmed]:
     """The events with the numbers that are not finite put back."""
+    if FactsRead in set(map(type, events)):
+        facts = (event.facts for event in events if type(event) is FactsRead)
+        # One less: the facts lie in a record.
+        if any(depth_of(one) >= JSON_DEPTH.most for one in facts):
+            raise ValueError("facts are nested too deep")
     # Every kind the decoders know has `nf`.
     if any(map(_nf_of, events)):
         events = [_put_back(event) if event.nf else event for event in events]  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ notebook and the report all show. Pure; single sentences are `engine.runlog.text
 
 from __future__ import annotations
 
+from engine.runlog.phrases import one_line
 from engine.runlog.view import RunView
 from engine.units import format_seconds
 
@@ -16,16 +17,22 @@ def check_lines(view: RunView) -> list[str]:
     if not checks:
         return ["no check was asked yet"]
     order = list(CHECK_SIGNS)
-    found = sorted(checks.values(), key=lambda check: order.index(check.level))
+    levels = {
+        check.id: check.level if check.level in order else "unknown" for check in checks.values()
+    }
+    found = sorted(checks.values(), key=lambda check: order.index(levels[check.id]))
     counts = ", ".join(
-        f"{sum(check.level == level for check in found)} {level}" for level in reversed(order)
+        f"{sum(level == one for one in levels.values())} {level}" for level in reversed(order)
     )
     cost = sum(check.cost_s or 0.0 for check in found)
     times, seconds = view.checked_again
     again = f"; {times} answers again later took {format_seconds(seconds)}" if times else ""
     return [
         f"{counts}; they took {format_seconds(cost)}{again}",
-        *(f"{CHECK_SIGNS[check.level]} {check.id}: {check.reason}" for check in found),
+        *(
+            one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.reason}")
+            for check in found
+        ),
     ]
 
 
@@ -49,8 +56,10 @@ def kernel_lines(view: RunView) -> list[str]:
         where = " from disk" if compiled.disk_hit else ""
         sign = "x LATE" if compiled.after_warm_up else "+"
         lines.append(
-            f"{sign} {compiled.compiler} {compiled.kernel}{seconds}{where}: {compiled.key}"
+            one_line(
+                f"{sign} {compiled.compiler} {compiled.kernel}{seconds}{where}: {compiled.key}"
+            )
         )
         if compiled.differs:
-            lines.append(f"    differs in {', '.join(compiled.differs)}")
+            lines.append("    " + one_line(f"differs in {', '.join(compiled.differs)}"))
     return lines or ["nothing was compiled: this run has no kernels of its own, or none yet"]

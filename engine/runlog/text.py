@@ -21,13 +21,13 @@ from engine.runlog.phrases import clock_text as clock_text
 from engine.runlog.phrases import nats_text
 from engine.runlog.phrases import one_line as one_line
 from engine.runlog.read import Liveness
-from engine.runlog.view import LogLine, RunView
+from engine.runlog.view import GOING_ON, LogLine, RunView
 from engine.units import format_count, format_seconds, format_value
 
 
 def has_ended(state: str) -> bool:
     """Whether a state is one that a run does not leave by itself."""
-    return state not in ("not started", "starting", "running", "stopping")
+    return state not in GOING_ON
 
 
 def alerts_text(view: RunView) -> str:

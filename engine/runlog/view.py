@@ -46,6 +46,10 @@ from engine.runlog.table import Table as Table
 Source = Literal["events", "device", "watch"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 
+GOING_ON = ("not started", "starting", "running", "stopping")
+"""States that a run leaves by itself."""
+LONGEST_STATE = 32
+
 LineKey: TypeAlias = tuple[float, Source, int]
 """Time, log and number of a line: an order of all lines that does not depend on who read them
 when."""
@@ -174,9 +178,9 @@ class RunView:
         starting again until it has done a step.
         """
         if self.finished is not None:
-            return self.finished.state
+            return _word_of_an_end(self.finished.state)
         if self.exit is not None:
-            return self.exit.state.lower()
+            return _word_of_an_end(self.exit.state.lower())
         if not alive.trainer and not alive.supervisor:
             if not self.clocks:
                 return "not started"
@@ -227,3 +231,10 @@ class RunView:
         step, unix_s = self.steps.value("step", row), self.steps.value("unix_s", row)
         assert step is not None and unix_s is not None, "every step has a number and a time"
         return step, unix_s
+
+
+def _word_of_an_end(state: str) -> str:
+    """The state that a record of an end tells; one that is no word, or is that of a run that goes on, is
+    only known to be an end."""
+    is_word = len(state) <= LONGEST_STATE and state.isidentifier()
+    return state if is_word and state not in GOING_ON else "failed"

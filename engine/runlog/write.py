@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import threading
 import time
@@ -27,8 +26,11 @@ from typing import Any
 import msgspec
 
 from engine.errors import write_error
+from engine.limits import LOG_TEXT
+from engine.runlog.envelope import is_written
 from engine.runlog.events import Event, LogOpened, kind_of, name_of_non_finite
 from engine.runlog.recover import lock, recover
+from engine.terminal import clipped
 
 _ENVELOPE = ("v", "seq", "t_s", "nf")
 
@@ -46,7 +48,7 @@ def encode(event: Event, seq: int, t_s: float) -> bytes:
     """One line of a log, with its newline; non-finite floats are named under `nf`.
 
     A file name that is not UTF-8 is written with its odd bytes escaped (`\\udcff`), because a log
-    cannot refuse it.
+    cannot refuse it, and a text that is too long is cut.
     """
     record: dict[str, Any] = {
         "v": event.v,
@@ -68,7 +70,7 @@ def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
     `non_finite`."""
     match value:
         case float():
-            if math.isfinite(value):
+            if is_written(value):
                 return float(value)
             non_finite[path] = name_of_non_finite(value)
             return None
@@ -87,7 +89,7 @@ def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
 
 
 def _as_utf8(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
+    return clipped(text, LOG_TEXT.most).encode("utf-8", "backslashreplace").decode()
 
 
 def _as_path(name: str) -> str:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.errors import BadInput, SpecError
+from engine import limits
+from engine.errors import SpecError
+from engine.files import depth_of, read_text
 from engine.spec.problems import Problems, key_lines, nearest, sections
 from engine.spec.sections import RunSpec, options, section_type
-from engine.spec.values import check_value, parse_set
+from engine.spec.values import check_value, parse_set, refusal_of_toml, shown, text_problem
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,6 +55,11 @@ def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
             f"expected 0 or -1 with {spec.compute.gpus} GPUs, which share the student out, "
             f"found {spec.checks.every}",
         )
+    if (tokens := spec.train.rows * spec.data.seq_len) > limits.BATCH_TOKENS.most:
+        add(
+            "train.rows",
+            f"expected train.rows x data.seq_len to be {limits.BATCH_TOKENS}, found {tokens:,}",
+        )
     if "/" in spec.run.name or spec.run.name in (".", ".."):
         add("run.name", f"expected a name without '/', found {json.dumps(spec.run.name)}")
 
@@ -64,10 +72,10 @@ def _path_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
             f for f in dataclasses.fields(section_type(section)) if f.name == name
         ).metadata["path"]
         # `engine prepare` makes the cache; a run finds out what is in it when it checks its inputs.
-        if is_path and value and option.key != "teacher.cache" and not Path(value).exists():
+        if is_path and value and option.key != "teacher.cache" and not os.path.exists(value):
             add(option.key, f"expected a file or folder at {value}, found nothing there")
     corpus = spec.data.corpus
-    if corpus != "python-stdlib" and not Path(corpus).exists():
+    if corpus != "python-stdlib" and not os.path.exists(corpus):
         add("data.corpus", f"expected python-stdlib or a path, found nothing at {corpus}")
 
 
@@ -81,7 +89,10 @@ def build_spec(
     check_paths: bool = True,
 ) -> RunSpec:
     """A RunSpec from a parsed tree and `--set` arguments. Raises SpecError with every problem."""
+    if not isinstance(tree, dict):
+        raise SpecError([f"{file}: expected sections of settings, found {type(tree).__name__}"])
     pairs = dict(_flatten(tree))
+    _refuse_many(len(pairs), len(sets or []), file)
     origin = dict.fromkeys(pairs, base)
     set_problems: list[str] = []
     from_sets: set[str] = set()
@@ -107,7 +118,11 @@ def build_spec(
     by_key = {option.key: option for option in options()}
     for key, value in pairs.items():
         if key not in by_key:
-            if key in values and not isinstance(value, dict):
+            if len(problems.found) >= limits.SPEC_PROBLEMS.most:
+                problems.add(
+                    key, "unknown key"
+                )  # counted, not shown: the nearest is not looked for
+            elif key in values and not isinstance(value, dict):
                 problems.add(key, f"expected a section [{key}], found a value")
             else:
                 problems.add(key, f"unknown key{nearest(key)}")
@@ -118,7 +133,10 @@ def build_spec(
             continue
         is_path = metadata[key]["path"] or (key == "data.corpus" and checked != "python-stdlib")
         if is_path and checked:
-            checked = str((origin[key] / Path(checked).expanduser()).resolve())
+            checked, problem = _resolved(origin[key], checked)
+            if problem:
+                problems.add(key, problem)
+                continue
         section, name = key.split(".")
         values[section][name] = checked
     spec = RunSpec(**{name: section_type(name)(**fields) for name, fields in values.items()})
@@ -129,26 +147,43 @@ def build_spec(
     return spec
 
 
+def _refuse_many(keys: int, sets: int, file: str) -> None:
+    for count, limit in ((keys, limits.SPEC_KEYS), (sets, limits.SETS)):
+        if count > limit.most:
+            raise SpecError([f"{file}: expected {limit}, found {count:,}"])
+
+
+def _resolved(base: Path, text: str) -> tuple[str, str | None]:
+    """A path as the system knows it, or why there is none: a home that nobody has, links in a circle."""
+    try:
+        found = str((base / Path(text).expanduser()).resolve())
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return text, f"expected a path, found {shown(text)}: {shown(reason)}"
+    return found, text_problem(found)
+
+
 def read_spec(path: Path) -> tuple[dict[str, Any], str]:
     """What a TOML file says, and its text; nothing in it is checked yet. Raises BadInput."""
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise BadInput(f"spec: {path} — expected a TOML file, found nothing there") from None
-    except OSError as error:
-        raise BadInput(
-            f"spec: {path} — expected a readable TOML file, found: {error.strerror}"
-        ) from None
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(
-            f"spec: {path} — expected UTF-8, found byte {error.start} that is not"
-        ) from None
+    text = read_text(path, "spec", limits.SPEC_FILE)
+    for number, line in enumerate(text.splitlines(), start=1):
+        if len(line) > limits.SPEC_LINE.most:
+            raise SpecError(
+                [f"{path}:{number}: expected a line of {limits.SPEC_LINE}, found {len(line):,}"]
+            )
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SpecError([f"{path}: not TOML: {error}"]) from None
+        raise SpecError([f"{path}: not TOML: {shown(str(error))}"]) from None
+    except (RecursionError, ValueError) as error:
+        raise SpecError([f"{path}: {refusal_of_toml(error)}"]) from None
+    # Before anything walks through it.
+    if depth_of(tree) > limits.SPEC_DEPTH.most:
+        raise SpecError([f"{path}: expected values nested {limits.SPEC_DEPTH}, found more"])
+    if many := next((key for key, _ in _flatten(tree) if len(key) > limits.SPEC_KEY.most), None):
+        raise SpecError(
+            [f"{path}: {shown(many)}: expected a key of {limits.SPEC_KEY}, found {len(many):,}"]
+        )
     return tree, text
 
 

@@ -6,10 +6,13 @@ import dataclasses
 import difflib
 import re
 
+from engine import limits
 from engine.errors import SpecError
 from engine.spec.sections import KEYS, RunSpec
+from engine.spec.values import shown
 
-_HEADER = re.compile(r"\s*\[\s*([A-Za-z0-9_.\-\s]+?)\s*\]\s*(?:#.*)?$")
+# No two neighbours match the same character: a line of spaces costs no more than another.
+_HEADER = re.compile(r"\s*\[([A-Za-z0-9_.\-\s]+)\]\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*([A-Za-z0-9_\-]+(?:\s*\.\s*[A-Za-z0-9_\-]+)*)\s*=")
 
 
@@ -50,16 +53,19 @@ class Problems:
             return  # the first thing wrong with a key is the one to mend first
         self._named.add(key)
         if key in self.from_sets:
-            self.found.append((10**9, f"--set {key}: {text}"))
+            self.found.append((10**9, f"--set {shown(key)}: {text}"))
             return
         line = self.lines.get(key) or self.lines.get(key.split(".")[0])
         place = f"{self.file}:{line}" if line else self.file
-        self.found.append((line or 0, f"{place}: {key}: {text}"))
+        self.found.append((line or 0, f"{place}: {shown(key)}: {text}"))
 
     def raise_if_any(self) -> None:
         if self.found:
             self.found.sort(key=lambda item: item[0])
-            raise SpecError([text for _, text in self.found])
+            texts = [text for _, text in self.found]
+            if (more := len(texts) - limits.SPEC_PROBLEMS.most) > 0:
+                texts = [*texts[:-more], f"{self.file}: {more:,} more problems"]
+            raise SpecError(texts)
 
 
 def nearest(key: str) -> str:

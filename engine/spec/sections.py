@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+LONGEST_WAIT_S = 30 * 86400
+
 
 def setting(
     default: Any,
@@ -22,10 +24,15 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    most: float | None = None,
     path: bool = False,
 ) -> Any:
-    """A field with its documentation and its range: [low, high], or greater than `above`."""
-    metadata = dict(doc=doc, allowed=allowed, low=low, high=high, above=above, path=path)
+    """A field with its documentation and its range: [low, high], or greater than `above`.
+
+    A number that has no `high` has a `most`, far above real use: a larger one is a slip that would cost the
+    machine, such as a batch that no memory holds.
+    """
+    metadata = dict(doc=doc, allowed=allowed, low=low, high=high, above=above, most=most, path=path)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -177,6 +184,7 @@ class DataSection:
         256,
         "Tokens in a row. Documents are packed into rows and never attend to each other.",
         low=2,
+        most=1 << 20,
     )
     heldout_fraction: float = setting(
         0.08,
@@ -187,7 +195,9 @@ class DataSection:
     include_tests: bool = setting(
         False, "Whether python-stdlib includes the library's own test files."
     )
-    max_bytes: int = setting(0, "At most so many bytes of training text; 0 means all.", low=0)
+    max_bytes: int = setting(
+        0, "At most so many bytes of training text; 0 means all.", low=0, most=1 << 53
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +209,7 @@ class LossSection:
         high=1.0,
     )
     temperature: float = setting(
-        2.0, "T: both models' logits are divided by it inside the KL.", above=0.0
+        2.0, "T: both models' logits are divided by it inside the KL.", above=0.0, most=1e6
     )
     divergence: str = setting(
         "forward_kl",
@@ -216,33 +226,36 @@ class LossSection:
         "fused where a GPU can run it.",
         allowed=("auto", "eager", "fused"),
     )
-    chunk_rows: int = setting(0, "Tokens whose logits are held at a time; 0 chooses.", low=0)
+    chunk_rows: int = setting(
+        0, "Tokens whose logits are held at a time; 0 chooses.", low=0, most=1 << 26
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
-    steps: int = setting(1000, "Optimizer steps of the whole run.", low=1)
+    steps: int = setting(1000, "Optimizer steps of the whole run.", low=1, most=10**9)
     stop_after: int = setting(
         0,
         "Steps of one session after which it saves and stops, in good order; 0 goes on to the end.",
         low=0,
+        most=10**9,
     )
-    rows: int = setting(8, "Rows in one forward pass.", low=1)
-    accumulation: int = setting(1, "Forward passes in one optimizer step.", low=1)
-    lr: float = setting(3e-4, "Peak learning rate.", above=0.0)
-    warmup_steps: int = setting(20, "Steps of linear warm-up.", low=0)
+    rows: int = setting(8, "Rows in one forward pass.", low=1, most=1 << 22)
+    accumulation: int = setting(1, "Forward passes in one optimizer step.", low=1, most=1 << 20)
+    lr: float = setting(3e-4, "Peak learning rate.", above=0.0, most=1e38)
+    warmup_steps: int = setting(20, "Steps of linear warm-up.", low=0, most=10**9)
     schedule: str = setting(
         "cosine", "Learning rate after warm-up.", allowed=("cosine", "constant")
     )
     final_lr_ratio: float = setting(
         0.1, "Where cosine ends, as a share of the peak.", low=0.0, high=1.0
     )
-    weight_decay: float = setting(0.1, "AdamW's decay, of matrices only.", low=0.0)
+    weight_decay: float = setting(0.1, "AdamW's decay, of matrices only.", low=0.0, most=1e6)
     beta1: float = setting(0.9, "AdamW's first moment.", low=0.0, high=0.9999)
     beta2: float = setting(0.95, "AdamW's second moment.", low=0.0, high=0.99999)
-    eps: float = setting(1e-8, "AdamW's epsilon.", above=0.0)
+    eps: float = setting(1e-8, "AdamW's epsilon.", above=0.0, most=1e6)
     clip_norm: float = setting(
-        1.0, "Global gradient norm is clipped to this; 0 never clips.", low=0.0
+        1.0, "Global gradient norm is clipped to this; 0 never clips.", low=0.0, most=1e38
     )
     update: str = setting(
         "auto",
@@ -250,7 +263,9 @@ class TrainSection:
         "number once (fused), or torch's. auto is fused on one GPU.",
         allowed=("auto", "torch", "fused"),
     )
-    seed: int = setting(0, "Seeds fresh weights and the order of the rows.", low=0)
+    seed: int = setting(
+        0, "Seeds fresh weights and the order of the rows.", low=0, most=(1 << 63) - 1
+    )
     on_non_finite: str = setting(
         "stop",
         "What to do at a NaN or infinite loss or gradient: stop, or skip that update.",
@@ -261,15 +276,19 @@ class TrainSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
     every: int = setting(
-        50, "Steps between held-out evaluations; 0 means only before and after.", low=0
+        50, "Steps between held-out evaluations; 0 means only before and after.", low=0, most=10**9
     )
-    rows: int = setting(64, "Held-out rows in each evaluation.", low=1)
+    rows: int = setting(64, "Held-out rows in each evaluation.", low=1, most=1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSection:
-    every: int = setting(200, "Steps between checkpoints; 0 means only at the end.", low=0)
-    keep_last: int = setting(2, "How many of the newest to keep, beside the best.", low=1)
+    every: int = setting(
+        200, "Steps between checkpoints; 0 means only at the end.", low=0, most=10**9
+    )
+    keep_last: int = setting(
+        2, "How many of the newest to keep, beside the best.", low=1, most=10**6
+    )
     at_end: bool = setting(
         True,
         "Save a checkpoint and the student at the end; an experiment that measures needs neither.",
@@ -296,9 +315,14 @@ class ComputeSection:
         high=1024,
     )
     collective_timeout_s: int = setting(
-        600, "Seconds after which a rank gives up waiting for another that hangs.", low=10
+        600,
+        "Seconds after which a rank gives up waiting for another that hangs.",
+        low=10,
+        most=LONGEST_WAIT_S,
     )
-    threads: int = setting(0, "CPU threads of torch; 0 means the CPUs this process may use.", low=0)
+    threads: int = setting(
+        0, "CPU threads of torch; 0 means the CPUs this process may use.", low=0, most=4096
+    )
     thread_wait: str = setting(
         "auto",
         "How waiting CPU threads wait: passive sleeps, active spins.",
@@ -334,6 +358,7 @@ class MemorySection:
         "Most GiB of the device's memory that the run may take; 0 is all that is free. Where it is short, the loss "
         "takes smaller chunks, then the teacher stays in its blocks, then activations are made again.",
         low=0.0,
+        most=1 << 20,
     )
 
 
@@ -351,6 +376,7 @@ class WatchSection:
         0,
         "Seconds without a step after which the run counts as stalled; 0 goes by the median step.",
         low=0,
+        most=LONGEST_WAIT_S,
     )
     on_stall: str = setting(
         "report",
@@ -368,6 +394,7 @@ class WatchSection:
         "Seconds between two readings of the GPU and the host, made longer where reading costs more than 0.5 % of "
         "the time; 0 takes none, which serves to measure what watching costs.",
         low=0,
+        most=86400,
     )
 
 
@@ -389,13 +416,17 @@ class ChecksSection:
         "Steps after which the checks of loss and step are asked again, on one process alone; 0 asks again on a CPU "
         "as often as costs at most 0.5 % of the time, and never on a GPU, which waits while they are asked; -1 never.",
         low=-1,
+        most=10**9,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSection:
     smoke_steps: int = setting(
-        20, "Steps on one batch of the run's own rows after which its loss has to be lower.", low=2
+        20,
+        "Steps on one batch of the run's own rows after which its loss has to be lower.",
+        low=2,
+        most=10**6,
     )
     teacher_reference: str = setting(
         "",
@@ -406,6 +437,7 @@ class GateSection:
         0.0,
         "Largest mean KL(reference || teacher) in nats; 0 is the published noise of 4-bit weights.",
         low=0.0,
+        most=1e6,
     )
     cache_cosine: float = setting(
         0.999,
@@ -413,9 +445,14 @@ class GateSection:
         low=0.0,
         high=1.0,
     )
-    cache_rows: int = setting(16, "Stored rows that are asked of the teacher again.", low=1)
+    cache_rows: int = setting(
+        16, "Stored rows that are asked of the teacher again.", low=1, most=1 << 20
+    )
     heldout_loss: float = setting(
-        0.0, "Largest held-out loss of the student in nats a token; 0 sets no such target.", low=0.0
+        0.0,
+        "Largest held-out loss of the student in nats a token; 0 sets no such target.",
+        low=0.0,
+        most=1e6,
     )
     heldout_share: float = setting(
         0.0,

@@ -5,27 +5,61 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
+from engine import limits
 from engine.errors import SpecError
+from engine.files import depth_of
 from engine.spec.sections import Option
+from engine.terminal import clipped, printable
+
+_SHOWN = 120
 
 
 def parse_set(argument: str) -> tuple[str, Any]:
     """`key=value` of `--set`; the value is TOML where it parses as TOML, else the text itself."""
     key, equals, text = argument.partition("=")
-    if not equals or not key.strip():
-        raise SpecError([f"--set {argument}: expected key=value, found no key or no ="])
+    key = key.strip()
+    if not equals or not key:
+        said = shown(argument)
+        raise SpecError([f"--set {said}: expected key=value, found no key or no ="])
+    if len(key) > limits.SPEC_KEY.most:
+        found = f"{len(key):,}"
+        raise SpecError([f"--set {shown(key)}: expected a key of {limits.SPEC_KEY}, found {found}"])
+    if len(text) > limits.SPEC_TEXT.most:
+        found = f"{len(text):,}"
+        raise SpecError([f"--set {key}: expected a value of {limits.SPEC_TEXT}, found {found}"])
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
+        parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
-        value = text
-    return key.strip(), value
+        return key, text
+    except (RecursionError, ValueError) as error:
+        raise SpecError([f"--set {key}: {refusal_of_toml(error)}"]) from None
+    # A text with a line break may hold keys of its own.
+    return key, parsed["v"] if len(parsed) == 1 else text
+
+
+def refusal_of_toml(error: RecursionError | ValueError) -> str:
+    """What TOML asks for that cannot be made: too many brackets, or digits."""
+    if isinstance(error, RecursionError):
+        return f"expected values nested {limits.SPEC_DEPTH}, found more"
+    return f"expected whole numbers of {limits.SPEC_DIGITS}, found one of thousands"
+
+
+def shown(text: str) -> str:
+    """A key or text of the user in a message: one line, and not a long one."""
+    return printable(clipped(text, _SHOWN)).replace("\n", "\\n")
 
 
 def check_value(option: Option, metadata: Any, value: Any) -> tuple[Any, str | None]:
     """The value in its field's type, or what is wrong with it."""
-    found = f"found {json.dumps(value, default=str)}"
+    if depth_of(value) > limits.SPEC_DEPTH.most:
+        return value, f"expected a value nested {limits.SPEC_DEPTH}, found more"
+    if isinstance(value, int) and abs(value) >= 10**limits.SPEC_DIGITS.most:
+        # Before it is shown: Python writes no number of thousands of digits.
+        return value, f"expected a number of {limits.SPEC_DIGITS}, found one that has more"
+    found = f"found {_json(value)}"
     match option.type_name:
         case "bool":
             if not isinstance(value, bool):
@@ -35,6 +69,8 @@ def check_value(option: Option, metadata: Any, value: Any) -> tuple[Any, str | N
                 return value, f"expected a text in quotes, {found}"
             if option.allowed and value not in option.allowed:
                 return value, f"expected one of {', '.join(option.allowed)}, {found}"
+            if (problem := text_problem(value)) is not None:
+                return value, problem
         case "int" | "float":
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return value, f"expected a number, {found}"
@@ -49,13 +85,35 @@ def check_value(option: Option, metadata: Any, value: Any) -> tuple[Any, str | N
     return value, None
 
 
+def text_problem(text: str) -> str | None:
+    """Why no file can have this name and no setting this text; None where one can."""
+    size = len(text.encode("utf-8", "surrogateescape"))
+    if size > limits.SPEC_TEXT.most:
+        return f"expected a text of {limits.SPEC_TEXT}, found {size:,}"
+    if "\0" in text:
+        return "expected a text without NUL, found one"
+    for name in text.split("/"):
+        if (size := len(name.encode("utf-8", "surrogateescape"))) > limits.SPEC_NAME.most:
+            return f"expected names in a path of {limits.SPEC_NAME}, found {size:,}"
+    return None
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, list | Mapping):
+        # A number inside may have more digits than Python writes.
+        return "a list" if isinstance(value, list) else "a table"
+    return clipped(json.dumps(value, default=str), _SHOWN)
+
+
 def _range_problem(metadata: Any, value: float) -> str | None:
-    low, high, above = metadata["low"], metadata["high"], metadata["above"]
+    low, high, above, most = (metadata[name] for name in ("low", "high", "above", "most"))
     inside = (
         (low is None or value >= low)
         and (high is None or value <= high)
         and (above is None or value > above)
     )
+    if inside and most is not None and value > most:
+        return f"a number of at most {most if isinstance(most, int) else f'{most:g}'}"
     if inside:
         return None
     if above is not None:

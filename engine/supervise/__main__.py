@@ -1,5 +1,5 @@
-"""`python -m engine.supervise RUN [--resume] [--allow-fallback]`: the supervisor process of one
-run; started by `engine.supervise.launch`.
+"""`python -m engine.supervise RUN [--resume] [--allow-fallback] [--allow-restart]`: the supervisor process
+of one run; started by `engine.supervise.launch`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--allow-fallback", action="store_true")
+    parser.add_argument("--allow-restart", action="store_true")
     arguments = parser.parse_args()
     try:
         flags = [
             f"--{name}"
-            for name in ("resume", "allow-fallback")
+            for name in ("resume", "allow-fallback", "allow-restart")
             if vars(arguments)[name.replace("-", "_")]
         ]
         return supervise(open_run(arguments.run), flags)

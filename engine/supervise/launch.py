@@ -4,15 +4,18 @@ the same way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from engine.errors import BadInput, InternalError, RunLogError, write_error
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
+from engine.runlog.read import id_of
 
 START_DEADLINE_S = 30.0
 POLL_S = 0.02
@@ -44,9 +47,16 @@ class Launched:
             return  # the supervisor ended first: there is nobody to tell
 
 
-def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False) -> Launched:
+def launch(
+    run: RunFolder,
+    *,
+    resume: bool = False,
+    allow_fallback: bool = False,
+    allow_restart: bool = False,
+) -> Launched:
     """Start the supervisor of `run` in its own session and wait until it holds the run's watch
-    log.
+    log. With `resume` the run goes on from its newest checkpoint: from an older one only with
+    `allow_fallback`, from step 0 although it had one only with `allow_restart`.
     """
     if run.liveness().trainer or run.liveness().supervisor:
         raise RunLogError(
@@ -56,6 +66,7 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
     command = [sys.executable, "-m", "engine.supervise", str(run.path)]
     command += ["--resume"] if resume else []
     command += ["--allow-fallback"] if allow_fallback else []
+    command += ["--allow-restart"] if allow_restart else []
     begun_unix_s = time.time()
     try:
         output = run.stderr.open("ab")
@@ -69,6 +80,16 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
             stderr=output,
             start_new_session=True,
         )
+    try:
+        _wait_for_supervisor(run, process)
+    except KeyboardInterrupt:
+        # It has nothing to save yet.
+        process.terminate()
+        raise
+    return Launched(run, process, begun_unix_s)
+
+
+def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_DEADLINE_S
     while not run.liveness().supervisor and process.poll() is None:
         if time.monotonic() > deadline:
@@ -82,7 +103,22 @@ def launch(run: RunFolder, *, resume: bool = False, allow_fallback: bool = False
         raise InternalError(
             f"supervisor: expected it to start, found exit {process.returncode}: {' '.join(tail)}"
         )
-    return Launched(run, process, begun_unix_s)
+
+
+def _check_holds(pid: int, log: Path) -> None:
+    """Refuse a process that has not opened a log: it is not the writer of it."""
+    with contextlib.suppress(OSError):
+        wanted = id_of(log.stat())
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if id_of(link.stat()) == wanted:
+                    return
+    raise BadInput.expected(
+        "run log",
+        log,
+        f"process {pid}, which it names as its writer, to hold it",
+        "that it does not",
+    )
 
 
 def stop(run: RunFolder, *, now: bool = False) -> str:
@@ -94,8 +130,9 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     if not follower.alive.trainer and not follower.alive.supervisor:
         raise BadInput(f"run {run.name} — expected one that is going on, found it {follower.state}")
     watcher = view.clocks.get("watch")
-    # A pid is trusted only while the log that names it is held open by its writer.
+    # A pid is trusted only while its process holds the log that names it: a log may name any.
     if follower.alive.supervisor and watcher is not None and not now:
+        _check_holds(watcher.pid, run.watch)
         os.kill(watcher.pid, signal.SIGTERM)
         return f"asked run {run.name} to finish its step, save and stop"
     trainer = view.clocks.get("events")
@@ -103,5 +140,6 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
         raise BadInput(
             f"run {run.name} — expected a trainer, found none yet", hint="try again in a moment"
         )
+    _check_holds(trainer.pid, run.events)
     os.kill(trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
     return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"

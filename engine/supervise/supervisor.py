@@ -13,14 +13,15 @@ when the writer is gone, however it went, because the kernel closes a dead proce
   log, and stops: a run is never left to itself unseen.
 
 SIGTERM and SIGINT are passed to the trainer, which finishes its step and saves. A second one ends
-it at once. A run with `watch.on_stall = stop` gets the same when the watcher says that it has stalled,
-and one with `watch.on_thrash = stop` when the machine is about to hang for want of memory.
+it at once. Before its first step a trainer has nothing to finish: one that has not left within a second,
+because it is inside native code, is sent the second signal from here, and all that it started is ended.
+A run with `watch.on_stall = stop` gets the same when the watcher says that it has stalled, and one with
+`watch.on_thrash = stop` when the machine is about to hang for want of memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import selectors
@@ -40,6 +41,7 @@ from engine.device.threads import VARIABLE, choose_thread_wait
 from engine.errors import DiskFull, RunLogError
 from engine.runlog.beats import read_lost_rank
 from engine.runlog.events import (
+    TRAINING,
     Event,
     FactsRead,
     GpuSample,
@@ -56,6 +58,7 @@ from engine.runlog.held import forget_held, held_readings
 from engine.runlog.keeper import Keeper
 from engine.runlog.recover import repair
 from engine.runlog.write import LogWriter
+from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
 from engine.supervise.attribution import attribute_exit, exception_name
 from engine.supervise.clocks import ClockWatch
@@ -68,6 +71,7 @@ TICK_S = 1.0
 TRAINER = "APR_WORKBENCH_TRAINER"
 """Words of a module to start in the place of `engine.distill`, with the same arguments: how a drill plants
 its defect (`engine.drills.plant`). The watch log says so."""
+_LAST_BYTES = 1 << 20
 LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
 
 
@@ -91,6 +95,13 @@ class _Supervisor:
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
         self.stop_signal: str | None = None
+        self.leave_by_s = math.inf
+        """When a trainer that was asked to stop before its first step is ended."""
+        self.asked = int(signal.SIGTERM)
+        self.started: dict[int, int] = {}
+        """What a trainer had started that was asked to stop before its first step: pidfds, ended after it."""
+        self.ended_early: int | None = None
+        """The signal that we had to send a second time."""
         self.integrated_gpu = False
         self.guard, self.clocks = MemoryGuard(), ClockWatch()
 
@@ -101,14 +112,14 @@ class _Supervisor:
         self.selector.register(wake_read, selectors.EVENT_READ, "signal")
         self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
 
-        forget_held(self.run)
-        begun_s = time.monotonic()
-        trainer, keep_alive = _start_trainer(self.run, flags)
-        before = read_kill_counters(pid=trainer.pid)
         for number in (signal.SIGTERM, signal.SIGINT):
             # A handler runs between any two lines of ours, so it only takes note; the loop writes
             # and forwards.
             signal.signal(number, lambda n, _frame: self.signals.append(n))
+        forget_held(self.run)
+        begun_s = time.monotonic()
+        trainer, keep_alive = _start_trainer(self.run, flags)
+        before = read_kill_counters(pid=trainer.pid)
         self.watch.write(TrainerStarted(trainer_pid=trainer.pid, supervisor_pid=os.getpid()))
         if os.environ.get(TRAINER):
             text = (
@@ -125,8 +136,11 @@ class _Supervisor:
         )
         self._watch_until_exit(trainer, watcher, wake_read)
         returncode = trainer.wait()
+        end(self.started.values())
         os.close(keep_alive)
         self._record_exit(trainer.pid, returncode, before, begun_s, memory_words(watcher.view))
+        if self.ended_early is not None:
+            return 128 + self.ended_early
         return returncode if returncode >= 0 else 128 - returncode
 
     def _watch_until_exit(
@@ -146,6 +160,7 @@ class _Supervisor:
         keeper = Keeper(self.run)
         next_tick = time.monotonic()
         next_sample = next_tick if every_s else math.inf
+        self._forward_all(trainer)
         while True:
             if time.monotonic() >= next_sample:
                 next_sample = max(next_sample + sampler.tick_s, time.monotonic())
@@ -156,6 +171,9 @@ class _Supervisor:
             # Ticks that were missed (a suspended machine) are skipped, not made up for.
             next_tick = max(next_tick + TICK_S, time.monotonic())
             while (left := next_tick - time.monotonic()) > 0:
+                if time.monotonic() >= self.leave_by_s:
+                    self._end_early(trainer)
+                left = min(left, max(0.0, self.leave_by_s - time.monotonic()))
                 for key, _ in self.selector.select(left):
                     match key.data:
                         case "trainer":
@@ -165,8 +183,7 @@ class _Supervisor:
                         case _:
                             with contextlib.suppress(BlockingIOError):
                                 os.read(wake_read, 4096)
-                while self.signals:
-                    self._forward(trainer, self.signals.pop(0))
+                self._forward_all(trainer)
 
     def _sample(self, sampler: Sampler) -> None:
         for sample in sampler.sample():
@@ -191,11 +208,33 @@ class _Supervisor:
         self.selector.unregister(sys.stdin.fileno())
         self.watch.write(LauncherGone(how=LAUNCHER_BYTES.get(byte, "killed")))
 
-    def _forward(self, trainer: subprocess.Popen[bytes], number: int) -> None:
-        name = signal.Signals(number).name
-        self.stop_signal = name
-        self.watch.write(StopForwarded(signal=name))
-        trainer.send_signal(number)
+    def _forward_all(self, trainer: subprocess.Popen[bytes]) -> None:
+        while self.signals:
+            number = self.signals.pop(0)
+            name = signal.Signals(number).name
+            if self.stop_signal is None and not has_steps(self.run):
+                self.leave_by_s = time.monotonic() + GRACE_S
+                self.asked = number
+                # Whose children they were is not known any more once it is gone.
+                self.started = descendants(trainer.pid)
+            self.stop_signal = name
+            self.watch.write(StopForwarded(signal=name))
+            trainer.send_signal(number)
+
+    def _end_early(self, trainer: subprocess.Popen[bytes]) -> None:
+        """The second signal to a trainer that has not left; SIGKILL where that is not enough."""
+        # Between our look and the signal it may have begun with its steps: then it finishes one.
+        if has_steps(self.run):
+            self.leave_by_s, self.started = math.inf, {}
+            return
+        again = self.ended_early is not None
+        self.ended_early = self.asked
+        self.leave_by_s = math.inf if again else time.monotonic() + AGAIN_S
+        if not again:
+            text = f"the trainer is still there {GRACE_S:g} s after {self.stop_signal}, before its first step: "
+            self._write_watch(Note(level="info", text=f"{text}it is ended"))
+        self.started = descendants(trainer.pid) | self.started
+        trainer.send_signal(signal.SIGKILL if again else self.asked)
 
     def _look_after_machine(self, trainer: subprocess.Popen[bytes], watcher: Watcher) -> None:
         for sentence in self.clocks.look():
@@ -268,6 +307,21 @@ class _Supervisor:
         return Follower(self.run).read_all().finished is not None
 
 
+def has_steps(run: RunFolder) -> bool:
+    """Whether the trainer that writes the log now has begun with its steps. Cheap: the last stretch of the log."""
+    try:
+        with run.events.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            last = file.read()
+    except OSError:
+        return False
+    # A session that is longer than this stretch has steps in it.
+    before, opened, session = last.rpartition(b'"kind":"log_opened"')
+    return f'"name":"{TRAINING}"'.encode() in (session if opened else before + session) or (
+        not opened and len(last) >= _LAST_BYTES
+    )
+
+
 def _tail(path: Path) -> str:
     """The last 16 KiB of a text file: where a traceback ends."""
     with path.open("rb") as file:
@@ -276,7 +330,7 @@ def _tail(path: Path) -> str:
 
 
 def _spec(run: RunFolder) -> RunSpec:
-    return spec_from_dict(json.loads(run.effective.read_text())["spec"])
+    return spec_from_dict(run.read_effective()["spec"])
 
 
 def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:

@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.data.batches import Batch
+from engine.files import open_regular, read_json
 from engine.formats.open import open_weights
 from engine.models.config import CONFIG_FILE
 from engine.runlog.folder import write_whole
@@ -28,7 +30,6 @@ from engine.teachers.cache_rows import CacheError, Identity, identity_of, row_co
 
 VERSION = 1
 MANIFEST = "manifest.json"
-_LIMIT_BYTES = 16 * 2**20
 _READ_BYTES = 4 * 2**20
 
 
@@ -82,11 +83,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Raises CacheError."""
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _LIMIT_BYTES:
-            raise CacheError.expected(
-                "teacher.cache", path, f"at most {_LIMIT_BYTES} bytes", "more"
-            )
-        found = json.loads(path.read_bytes())
+        if not os.path.lexists(path):
+            raise FileNotFoundError
+        found = read_json(path, "teacher.cache", limits.MANIFEST, error=CacheError)
         held = found["manifest"]
         if found["sha256"] != _digest(held):
             raise CacheError.expected(
@@ -209,7 +208,7 @@ def _named_files(path: str | Path) -> list[tuple[str, Path, tuple[int, ...]]]:
 
 def _file_digest(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path, "teacher.cache", error=CacheError) as file:
         while piece := file.read(_READ_BYTES):
             digest.update(piece)
     return digest.hexdigest()

@@ -29,7 +29,6 @@ lives: they are misses from then on. Loads no torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import threading
@@ -38,14 +37,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine import limits
 from engine.errors import EngineError
+from engine.files import read_json
 from engine.formats.safetensors_header import read_header
 from engine.teachers.cache_manifest import Manifest, read_manifest
 from engine.teachers.cache_rows import CacheError, Field, Identity
 
 VERSION = 1
 _SHARD = re.compile(r"shard-([0-9]{6})\.json")
-_SIDECAR_LIMIT_BYTES = 256 * 2**20
 
 
 class ShardDamaged(CacheError):
@@ -183,14 +183,7 @@ def _open_shard(folder: Path, number: int, identity: Identity) -> Shard:
 
 
 def _read_sidecar(path: Path) -> tuple[int, tuple[tuple[bytes, bytes], ...]]:
-    try:
-        if path.stat().st_size > _SIDECAR_LIMIT_BYTES:
-            raise damaged(path, f"at most {_SIDECAR_LIMIT_BYTES} bytes", "a larger file")
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise damaged(path, "a readable file", str(error.strerror)) from error
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, "JSON", str(error)) from error
+    found = read_json(path, "teacher.cache", limits.STORE_ROWS, error=ShardDamaged)
     try:
         version, file_bytes, listed = found["version"], found["bytes"], found["rows"]
         rows = tuple((bytes.fromhex(key), bytes.fromhex(digest)) for key, digest in listed)

@@ -25,6 +25,7 @@ from typing import Any
 
 from engine.errors import NO_ROOM, DiskFull
 from engine.formats.safetensors import fsync_folder
+from engine.signals import partial_output
 from engine.teachers.cache_rows import CacheError, Field, Identity
 from engine.teachers.cache_store import VERSION, row_digest, shard_path
 
@@ -152,16 +153,15 @@ def _shard_bytes(identity: Identity, rows: int) -> int:
 def _publish(path: Path, pieces: Sequence[bytes]) -> None:
     partial = path.with_name(path.name + _PARTIAL)
     try:
-        with partial.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        fsync_folder(path.parent)
+        with partial_output(partial):
+            with partial.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            fsync_folder(path.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
 
 

@@ -6,6 +6,7 @@ for pages that have no plotly, the same losses as SVG and the runs as text.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import UsageError
 from engine.evidence.chart import LIMIT, Series, line_chart, thin
 from engine.runlog.folder import open_run
+from engine.terminal import printable
 from workbench.feed import RunFeed, Snapshot
 from workbench.notebook.frames import frame_of
 from workbench.notebook.panel import still_html
@@ -48,7 +50,8 @@ class Compare:
                     # A gap and no bridge where a value is not finite.
                     y=[y if math.isfinite(y) else None for _, y in rows],
                     mode="lines",
-                    name=snapshot.run.name,
+                    # A page reads some HTML in names.
+                    name=html.escape(printable(snapshot.run.name)),
                     legendgroup=snapshot.run.name,
                     showlegend=place == 1,
                     line={"color": _colour(number)},
@@ -66,7 +69,7 @@ class Compare:
         return pandas.concat(frames, ignore_index=True)
 
     def lines(self) -> list[str]:
-        return [f"{s.run.name}: {s.status}" for s in self.snapshots]
+        return [printable(f"{s.run.name}: {s.status}") for s in self.snapshots]
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         drawn = []

@@ -23,6 +23,7 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import EngineError
+from engine.terminal import printable
 from workbench.notebook.outputs import replace, show
 
 STILL_EVERY_S = 60.0
@@ -40,7 +41,7 @@ def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
         f'<img style="{_FIGURE}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
         for svg in figures
     )
-    said = html.escape("\n".join(lines))
+    said = html.escape(printable("\n".join(lines)))
     return f'<div data-apr-static="{html.escape(key)}">{drawn}<pre>{said}</pre></div>'
 
 
@@ -72,7 +73,8 @@ class Panel(ABC):
         # What ends while its cell is drawn is drawn anew after that, and not forgotten.
         self._drawing = threading.Lock()
         self._root: ipywidgets.Widget | None = None
-        self._said = ipywidgets.Label()
+        # No label: a page typesets what is in one, and TeX may hold links that run scripts.
+        self._said = ipywidgets.HTML()
         self._thread = threading.Thread(target=self._poll, name=f"apr-{self.key}", daemon=True)
 
     def _begin(self, root: ipywidgets.Widget) -> None:
@@ -157,7 +159,7 @@ class Panel(ABC):
 
     def _say(self, text: str) -> None:
         if not self.is_closed:
-            self._said.value = text
+            self._said.value = html.escape(printable(text), quote=False)
 
     # Outputs
 
@@ -168,7 +170,7 @@ class Panel(ABC):
             figures, lines = self.still()
             if self._root is not None and not self.is_closed:
                 view = {"version_major": 2, "version_minor": 0, "model_id": self._root.model_id}
-                show({VIEW: view, "text/plain": repr(self)})
+                show({VIEW: view, "text/plain": printable(repr(self))})
             self._shown, self._still_at = True, time.monotonic()
             show(self._bundle(figures, lines), self.key)
 
@@ -181,5 +183,5 @@ class Panel(ABC):
     def _bundle(self, figures: Sequence[str], lines: Sequence[str]) -> dict[str, Any]:
         return {
             "text/html": still_html(self.key, figures, lines),
-            "text/plain": "\n".join(lines),
+            "text/plain": printable("\n".join(lines)),
         }

@@ -24,6 +24,7 @@ from engine.evidence.chart import Row, thin
 from engine.runlog.events import Compiled
 from engine.runlog.table import Table
 from engine.runlog.view import LineKey
+from engine.terminal import printable
 from workbench.feed import Snapshot
 from workbench.words import (
     alert_words,
@@ -138,7 +139,7 @@ class Stream:
         status = (
             snapshot.status if snapshot.error is None else f"{snapshot.status} | {snapshot.error}"
         )
-        found = {"status": f"{snapshot.run.name}: {status}"}
+        found = {"status": _cut(f"{snapshot.run.name}: {status}")}
         found |= {name: _cut("\n".join(PANES[name](snapshot))) for name in self._panes}
         changed = {name: text for name, text in found.items() if self._words.get(name) != text}
         self._words |= changed
@@ -203,7 +204,8 @@ class Stream:
 
 
 def _cut(text: str) -> str:
-    """A text of bounded size: what is beyond it is in the log."""
+    """A text of bounded size without control characters: what is beyond it is in the log."""
+    text = printable(text)
     if len(text) <= PANE_CHARACTERS:
         return text
     return f"{text[:PANE_CHARACTERS]}\n... and {len(text) - PANE_CHARACTERS} characters more in the log"

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.segment import Segment, Segments
-from rich.text import Text
+from textual.content import Content
 from textual.geometry import Region
 from textual.screen import Screen
 from textual.strip import Strip
@@ -84,7 +84,7 @@ def pane_text(screen: Screen[Any], widget: Widget) -> str:
     if text is None:
         text = _lines(_strips(screen, widget.content_region))
     title = widget.border_title
-    lines = [*([Text.from_markup(title).plain] if title else []), *text.splitlines()]
+    lines = [*([Content.from_markup(title).plain] if title else []), *text.splitlines()]
     return "\n".join(drawable(line, ascii_only=False) for line in lines) + "\n"
 
 

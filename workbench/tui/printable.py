@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from rich.cells import cell_len
 from rich.segment import Segment
 from textual.color import Color
+from textual.content import Content
 from textual.filter import LineFilter
 
 REPLACEMENTS = {
@@ -43,6 +45,12 @@ def drawable(text: str, *, ascii_only: bool) -> str:
     return "".join(
         char if char.isascii() else REPLACEMENTS.get(char, "?" * cell_len(char)) for char in kept
     )
+
+
+def as_title(text: str) -> Any:
+    """A title of a widget that says just `text`: in a plain one, brackets would be read as markup. (What
+    the widget gives back is a text, which is why it says that it takes no other.)"""
+    return Content(drawable(text, ascii_only=False))
 
 
 class Printable(LineFilter):

@@ -12,6 +12,8 @@ from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from workbench.tui.printable import as_title
+
 NO = "n"
 
 
@@ -38,7 +40,7 @@ class ChooseScreen(ModalScreen[str]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
-            box.border_title = self._title
+            box.border_title = as_title(self._title)
             yield Static(self._question, markup=False)
             words = "\n".join(f"{key}  {words}" for key, words in self._answers)
             yield Static(words, id="answers", markup=False)

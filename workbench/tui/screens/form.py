@@ -20,6 +20,7 @@ from textual.widgets import Input, Static
 
 from engine.errors import EngineError
 from workbench.tui.messages import CommandEnded
+from workbench.tui.printable import as_title
 from workbench.tui.widgets.choice import Choice
 
 KEYS = "enter does it   tab next line   esc leaves"
@@ -82,7 +83,7 @@ class FormScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(can_focus=False) as box:
-            box.border_title = self._title
+            box.border_title = as_title(self._title)
             if self._note:
                 yield Static(self._note, id="note", markup=False)
             for field in self._fields:

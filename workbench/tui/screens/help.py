@@ -20,6 +20,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from workbench.tui.keys import active_keys, is_offered, is_refused
+from workbench.tui.printable import as_title
 from workbench.tui.widgets.key_bar import grouped
 
 WIDTH = 80
@@ -75,7 +76,7 @@ class HelpScreen(ModalScreen[None]):
             lines += [Content.styled(heading, "bold"), *map(Content, _wrapped(words, width))]
             lines.append(Content(""))
         with VerticalScroll() as box:
-            box.border_title = self._title
+            box.border_title = as_title(self._title)
             box.border_subtitle = "esc closes"
             yield Static(Content("\n").join([*lines, *map(Content, self._notes)]), markup=False)
 

@@ -10,6 +10,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
+from workbench.tui.printable import as_title
 from workbench.tui.run_columns import Line, Piece
 from workbench.tui.series import series_style
 
@@ -33,7 +34,7 @@ class TablePane(VerticalScroll, can_focus=True):
 
     def __init__(self, title: str, *, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)
-        self.border_title = title
+        self.border_title = as_title(title)
         self._lines_for: LinesFor | None = None
         self._lines: list[Line] = []
 

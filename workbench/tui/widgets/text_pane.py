@@ -13,6 +13,7 @@ from textual.reactive import reactive
 from textual.widgets import Static
 
 from workbench.feed import Snapshot
+from workbench.tui.printable import as_title
 
 Words = Callable[[Snapshot], Sequence[str]]
 """The lines of a pane. A line that does not begin with a space is a heading of those that do."""
@@ -25,7 +26,7 @@ class TextPane(VerticalScroll):
 
     def __init__(self, title: str, words: Words, *, id: str, classes: str) -> None:
         super().__init__(id=id, classes=classes)
-        self.border_title = title
+        self.border_title = as_title(title)
         self._words = words
         self._lines: Sequence[str] = ()
 

@@ -1,0 +1,167 @@
+"""Counts the assertions that tests get past, and finds what the program's exceptions do on their way.
+
+Runs inside the judge's sandbox with the standard library alone. A test passes by getting to its end, and
+the end can be reached without asserting anything: a `StopIteration` of the program ends the `map` around
+its call, an `IndexError` a loop over `__getitem__`, an empty answer the loop over it. So the tests are
+rewritten before they run, and say where they are:
+
+    assert x == 1             assert x == 1; <held>(3)             the fourth assertion of the tests held
+    self.assertEqual(x, 1)    self.assertEqual(x, 1); <held>(4)    and so every call named `assert...`
+    if x != 1: raise E        if x != 1: raise E; <held>(5)        and so each `if` that only raises
+    with a(): b()             with a(): b(); <whole>()             and <held>(6) after it
+    except E: c()             except E: <caught>(); c()
+
+An exception of the program may be caught by a handler that the tests have, and by nothing else: one that
+is gone without a handler was taken by Python for something of its own (the end of an iteration, an
+attribute that is not there), and the program fails.
+
+The names in angle brackets cannot be written in Python, so no test means them.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_MOST_CONTEXTS = 100
+
+
+class Ended(BaseException):
+    """The tests are over before their end: an outcome and its reason."""
+
+
+# contract: eval-no-fake-pass-v1
+class Watch:
+    """What the tests have done so far."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        """The text of each assertion's first line."""
+        self.held: list[int] = []
+        """How often each of them held."""
+        self._raised: BaseException | None = None
+        self._end: tuple[str, str] | None = None
+
+    def names(self) -> dict[str, Callable[..., None]]:
+        """What the rewritten tests call."""
+        return {"<held>": self._held, "<whole>": self.go_on, "<caught>": self._caught}
+
+    def end(self, outcome: str, reason: str) -> Ended:
+        """The outcome from now on: no handler of the tests changes it."""
+        self._end = self._end or (outcome, reason)
+        return Ended(*self._end)
+
+    def raised(self, error: BaseException) -> BaseException:
+        """The program's exception, on its way into the tests."""
+        self._raised = error
+        return error
+
+    def go_on(self) -> None:
+        """The tests do something that they would not do had they ended."""
+        if self._end is None and (lost := self._raised) is not None:
+            said = f"{type(lost).__name__}: {lost}"[:300]
+            self.end("fail", f"the program raises {said}, which no handler of the tests caught")
+        if self._end is not None:
+            raise Ended(*self._end)
+
+    def _held(self, number: int) -> None:
+        self.go_on()
+        self.held[number] += 1
+
+    def _caught(self, *, by_block: bool = False) -> None:
+        """A handler begins, or a `with` block whose body did not get to its end is over."""
+        if self._end is not None:
+            raise Ended(*self._end)
+        error = sys.exc_info()[1]
+        for _ in range(_MOST_CONTEXTS):
+            if by_block or error is None:
+                break
+            if error is self._raised:
+                by_block = True
+            error = error.__context__
+        if by_block:
+            self._raised = None
+
+    def missed(self, wanted: Sequence[int]) -> str | None:
+        """The line of the first assertion that held less often than `wanted`; None for none."""
+        for line, held, least in zip(self.lines, self.held, wanted, strict=True):
+            if held < least:
+                return line
+        return None
+
+
+def watched(tree: ast.Module, watch: Watch, text: str) -> ast.Module:
+    """The tests, which tell `watch` where they are. `tree` is changed; `text` is what it was read from."""
+    rewritten: ast.Module = _Rewriter(watch, text).visit(tree)
+    return ast.fix_missing_locations(rewritten)
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, watch: Watch, text: str) -> None:
+        self._watch = watch
+        self._text = text.splitlines()
+
+    def _site(self, node: ast.stmt) -> ast.Expr:
+        watch = self._watch
+        watch.lines.append("".join(self._text[node.lineno - 1 : node.lineno]).strip()[:300])
+        watch.held.append(0)
+        return _call("<held>", node, ast.Constant(len(watch.lines) - 1))
+
+    def visit_Assert(self, node: ast.Assert) -> list[ast.stmt]:
+        return [node, self._site(node)]
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
+        name = _called(node.value)
+        if not name.startswith("assert"):
+            return node
+        # Given a function to call, it catches what that raises.
+        caught = [_block_caught(node)] if name.startswith(("assertRaises", "assert_raises")) else []
+        return [node, *caught, self._site(node)]
+
+    def visit_If(self, node: ast.If) -> ast.stmt | list[ast.stmt]:
+        only_raises = not node.orelse and isinstance(node.body[-1], ast.Raise)
+        site = [self._site(node)] if only_raises else []
+        self.generic_visit(node)
+        return [node, *site]
+
+    def visit_With(self, node: ast.With) -> list[ast.stmt]:
+        return self._with(node)
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> list[ast.stmt]:
+        return self._with(node)
+
+    def _with(self, node: ast.With | ast.AsyncWith) -> list[ast.stmt]:
+        site = self._site(node)
+        self.generic_visit(node)
+        node.body.append(_call("<whole>", node.body[-1]))
+        return [node, _block_caught(node), site]
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
+        self.generic_visit(node)
+        node.body.insert(0, _call("<caught>", node.body[0]))
+        return node
+
+
+def _block_caught(where: ast.stmt) -> ast.Expr:
+    made = _call("<caught>", where)
+    call: Any = made.value
+    call.keywords = [ast.keyword("by_block", ast.Constant(True))]
+    return made
+
+
+def _call(name: str, where: ast.stmt, *arguments: ast.expr) -> ast.Expr:
+    made = ast.Expr(ast.Call(ast.Name(name, ast.Load()), list(arguments), []))
+    return ast.copy_location(made, where)
+
+
+def _called(value: ast.expr) -> str:
+    """The last part of the name of what is called; nothing for anything else."""
+    if isinstance(value, ast.Await):
+        value = value.value
+    if not isinstance(value, ast.Call):
+        return ""
+    if isinstance(value.func, ast.Attribute):
+        return value.func.attr
+    return value.func.id if isinstance(value.func, ast.Name) else ""

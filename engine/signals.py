@@ -1,0 +1,333 @@
+"""How SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) end a command: within two seconds, whatever it is
+doing, with nothing half-written and no process of its own left behind.
+
+    command ---(wake-up pipe: the signal's number)---> guard
+        |  raises `Stopped`, unwinds                      |  GRACE_S later, or once the command is gone:
+        v                                                 v  ends what the command started, removes its partial files
+    exit 128 + n                                       exits
+
+A Python handler runs only between two lines of Python. While the main thread is inside native code (a product of
+matrices, a tokenizer, one big read) no handler runs, and where that code holds the interpreter lock no thread
+does either. So the last word has a process of its own, the guard, forked before anything is imported. The kernel's
+handler writes the signal's number into the pipe even then. The guard gives the command `GRACE_S` to unwind, which
+is where `finally` removes partial files; then a thread of the command exits with 128 + n. Where native code holds
+the interpreter lock, the guard sends the same signal again: the handler is installed for one signal only
+(SA_RESETHAND), so the second one has the kernel's default action and ends the process (143 in a shell too).
+
+    guard_command()              once, first thing in `main`; `leave_command(exit_code)` last
+    hand_over()                  from here on the command answers signals itself: it has steps to finish and save
+    with partial_output(path):   a file or folder that is renamed when it is whole, and gone otherwise
+    descendants(pid), end(...)   what a process started
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+
+GRACE_S = 0.9
+"""What a command has to unwind in."""
+AGAIN_S = 0.3
+"""How long after its exit was asked for, or after the second signal, something stronger follows."""
+HEARD_S = 0.25
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_REGISTER, _FORGET, _LEAVING = b"+", b"-", b"."
+"""What a command tells its guard; the first two with a path behind them."""
+_HEARD, _EXIT = b"!", b"x"
+"""What a guard tells its command; the second with the exit code behind it."""
+_CLOSED = b""
+_MESSAGE_BYTES = 1 << 16
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the command to end. Not an `Exception`: nothing that handles errors takes it for one."""
+
+    def __init__(self, number: int) -> None:
+        self.name = signal.Signals(number).name
+        super().__init__(f"stopped by {self.name}")
+        self.exit_code = 128 + number
+
+
+class _Guarded:
+    """This process's end of the connection with its guard; `messages` is None without one."""
+
+    messages: socket.socket | None = None
+    guard = 0
+    wake = -1
+    stopped = False
+    heard = threading.Event()
+
+
+def guard_command() -> None:
+    """Has `ENDING` end this process as described above. Call it once, in the main thread, before there are
+    others. A signal that is ignored already (`nohup`) stays so."""
+    taken = [n for n in ENDING if signal.getsignal(n) is not signal.SIG_IGN]
+    if _Guarded.messages is not None or not taken:
+        return
+    wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        me = os.pidfd_open(os.getpid())
+        guard = os.fork()
+    except OSError:
+        # No process is left to be had: Python's handlers alone then.
+        guard = -1
+    if guard == 0:
+        try:
+            _stand_guard(os.getppid(), me, wake_read, theirs)
+        finally:
+            os._exit(0)
+    for number in taken:
+        signal.signal(number, _unwind)
+        only_once(number)
+    os.close(wake_read)
+    theirs.close()
+    if guard < 0:
+        os.close(wake_write)
+        ours.close()
+        return
+    os.close(me)
+    _Guarded.messages, _Guarded.guard, _Guarded.wake = ours, guard, wake_write
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    threading.Thread(target=_listen, args=(ours,), name="guard", daemon=True).start()
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def leave_command(exit_code: int) -> None:
+    """The command has ended: by itself, and its guard is dismissed; or it was stopped, and the process ends here
+    with what the guard does after it. Threads and libraries are not waited for."""
+    messages = _Guarded.messages
+    if _Guarded.stopped:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(exit_code)
+    if messages is None:
+        return
+    hand_over()
+    _tell(_LEAVING)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(_Guarded.guard, 0)
+    _Guarded.messages = None
+    os.close(_Guarded.wake)
+
+
+def hand_over() -> None:
+    """From here on the caller's own handlers answer signals, in the time that they need."""
+    if _Guarded.messages is not None:
+        signal.set_wakeup_fd(-1)
+
+
+def only_once(number: int) -> None:
+    """The handler of this signal is for the first one; the kernel's default action for the second, which needs no
+    line of Python to be run."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "sysv_signal"):  # no glibc: the guard's SIGKILL remains
+        return
+    get, put = ctypes.pythonapi.PyOS_getsig, libc.sysv_signal
+    get.restype = put.restype = ctypes.c_void_p
+    get.argtypes, put.argtypes = (ctypes.c_int,), (ctypes.c_int, ctypes.c_void_p)
+    put(number, get(number))
+
+
+@contextlib.contextmanager
+def partial_output(path: Path) -> Iterator[Path]:
+    """A file or folder that is written here and renamed when it is whole. What is still there at the end is removed,
+    also when the process cannot do it any more."""
+    path = path.absolute()
+    _tell(_REGISTER + os.fsencode(path))
+    try:
+        yield path
+    finally:
+        _remove(path)
+        _tell(_FORGET + os.fsencode(path))
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A new folder for temporary files, removed like a partial output."""
+    with partial_output(Path(tempfile.mkdtemp(prefix=prefix))) as path:
+        yield path
+
+
+def descendants(pid: int) -> dict[int, int]:
+    """The processes that `pid` and those it started have started: a pidfd by the process's number. The caller
+    ends them with `end`."""
+    found: dict[int, int] = {}
+    todo = [pid]
+    while todo:
+        for child in _children(todo.pop()):
+            if child not in found and child != os.getpid():
+                with contextlib.suppress(OSError):
+                    found[child] = os.pidfd_open(child)
+                    todo.append(child)
+    return found
+
+
+def end(processes: Iterable[int]) -> None:
+    """SIGKILL to each of these pidfds, which are closed."""
+    for process in processes:
+        _send(process, signal.SIGKILL)
+        os.close(process)
+
+
+def _send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(process, number)
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.scandir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(task.path, "children").read_bytes().split())
+    return found
+
+
+def _unwind(number: int, _frame: FrameType | None) -> None:
+    # A further signal of any of these kinds ends the process at once; the guard then does the rest.
+    for other in ENDING:
+        if signal.getsignal(other) is _unwind:
+            signal.signal(other, signal.SIG_DFL)
+    _Guarded.stopped = True
+    if _Guarded.messages is not None and signal.set_wakeup_fd(-1) >= 0:
+        # What was started is counted before anything of it is ended: the children of a dead process are no
+        # longer known to be ours.
+        _Guarded.heard.wait(HEARD_S)
+    raise Stopped(number)
+
+
+def _listen(messages: socket.socket) -> None:
+    """The thread that hears the guard."""
+    while True:
+        try:
+            message = messages.recv(16)
+        except OSError:
+            return
+        if message[:1] == _EXIT:
+            os._exit(message[1])
+        if message != _HEARD:
+            return
+        _Guarded.heard.set()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: its signals are not the command's."""
+    if _Guarded.messages is None:
+        return
+    signal.set_wakeup_fd(-1)
+    for number in ENDING:
+        if signal.getsignal(number) is _unwind:
+            signal.signal(number, signal.SIG_DFL)
+    _Guarded.messages.close()
+    _Guarded.messages = None
+
+
+def _tell(message: bytes) -> None:
+    if _Guarded.messages is not None:
+        with contextlib.suppress(OSError):
+            _Guarded.messages.send(message)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _stand_guard(main: int, main_fd: int, wake: int, messages: socket.socket) -> None:
+    """The guard's life; it returns when there is nothing left to do."""
+    # Neither Ctrl-C nor a closed terminal reaches another session, and nobody waits for our stdout.
+    os.setsid()
+    for one in ENDING:
+        signal.signal(one, signal.SIG_IGN)
+    kept = sorted({main_fd, wake, messages.fileno()})
+    for low, high in zip([-1, *kept], [*kept, os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(low + 1, min(high, 1 << 16))
+    # A traceback of ours has nowhere to go.
+    sys.stderr = sys.stdout = None
+    partial: dict[bytes, None] = {}
+    number = _wait_for_signal(main_fd, wake, messages, partial)
+    if number is None:
+        return
+    tree: dict[int, int] = {}
+    if number:
+        tree = descendants(main)
+        with contextlib.suppress(OSError):
+            messages.send(_HEARD)
+        if not _has_ended(main_fd, GRACE_S):
+            tree = descendants(main) | tree
+            with contextlib.suppress(OSError):
+                messages.send(_EXIT + bytes([128 + number]))
+            if not _has_ended(main_fd, AGAIN_S):
+                _send(main_fd, number)
+            if not _has_ended(main_fd, AGAIN_S):
+                _send(main_fd, signal.SIGKILL)
+                _has_ended(main_fd, AGAIN_S)
+    end(tree.values())
+    _read_messages(messages, partial)
+    for path in partial:
+        _remove(Path(os.fsdecode(path)))
+
+
+def _wait_for_signal(
+    main_fd: int, wake: int, messages: socket.socket, partial: dict[bytes, None]
+) -> int | None:
+    """The signal that the command got; 0 where it died of something else, None where it left in good order."""
+    poll = select.poll()
+    for fd in (main_fd, wake, messages.fileno()):
+        poll.register(fd, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if messages.fileno() in ready:
+            last = _read_messages(messages, partial)
+            if last == _LEAVING:
+                return None
+            if last == _CLOSED:
+                # Without a word: the command is dying, and its pidfd says when.
+                poll.unregister(messages.fileno())
+        if wake in ready:
+            for byte in os.read(wake, 64):
+                if byte in ENDING:
+                    return byte
+            if main_fd not in ready:
+                continue
+        if main_fd in ready:
+            return 0
+
+
+def _read_messages(messages: socket.socket, partial: dict[bytes, None]) -> bytes | None:
+    """Takes note of all that the command has said; returns the last message where that is no path."""
+    while True:
+        try:
+            message = messages.recv(_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return _CLOSED
+        if message in (_LEAVING, _CLOSED):
+            return message
+        if message[:1] == _REGISTER:
+            partial[message[1:]] = None
+        else:
+            partial.pop(message[1:], None)
+
+
+def _has_ended(process: int, within_s: float) -> bool:
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
