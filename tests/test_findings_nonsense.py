@@ -113,7 +113,9 @@ def test_reading_the_same_log_again_is_no_reproduction(here: Path, command: str)
 
 
 def test_a_command_that_starts_no_run_reproduces_nothing(here: Path) -> None:
-    good("link", "n2", "--run-command", "ls runs/hang", "--expect-text", "events.jsonl")
+    command = ("--run-command", "ls runs/hang", "--expect-text", "events.jsonl")
+    ran = ask("why", "link", "n2", *command)
+    assert ran.code == 0 and "e2 is kept, and reproduces nothing: the command started no" in ran.err
     refused("started no run")
 
 

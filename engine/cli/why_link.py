@@ -3,7 +3,8 @@
     EVIDENCE a run       one thing of it: --events, --metric, --alert, --check, --exit, or a time
              a flip      its verdict, its plan and every pair
              a file      all of it, or --lines
-    --run-command        what a command does, kept; with --expect-exit or --expect-text a reproduction
+    --run-command        what a command does, kept; with --expect-exit or --expect-text a reproduction, which
+                         has to start a run of its own
     --note               what a person says
 
 It supports the claim, or contradicts it, or is the test of an alternative (--answers). What is taken is
@@ -82,6 +83,7 @@ def link_evidence(
     """The finding with the evidence under a node of it, the files to keep, and what to say."""
     from engine.evidence.redact import Redactor, words
     from engine.evidence.report import locator_words
+    from engine.evidence.support import carries_nothing
     from engine.evidence.whys import answer, blobs_of, link
 
     if a.answers and (a.contradicts or a.outcome is None or not a.result):
@@ -97,6 +99,8 @@ def link_evidence(
     for blob in blobs_of(capture):
         if blob.artifact.redacted:
             say(f"{blob.artifact.what}: {words(blob.artifact.redacted)}")
+    if mute := carries_nothing(evidence):
+        say(f"{evidence.id} is kept, and {mute}")
     said = f"{evidence.id} {says} {a.node}: {locator_words(evidence.locator)}"
     return done, blobs_of(capture), said
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 
 from engine import limits
 from engine.errors import BadInput, write_error
@@ -254,7 +255,7 @@ def _is_open(bundle: Bundle) -> bool:
 
 def log_entry(name: str, finding: Finding) -> str:
     """The paragraph of a finding in LOG.md."""
-    kinds = [node.status for node in finding.nodes]
+    kinds = [node.status for node in finding.nodes if node.withdrawn is UNSET]
     counts = ", ".join(
         f"{kinds.count(status)} {status}"
         for status in ("observed", "supported", "refuted", "unverified")

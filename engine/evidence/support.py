@@ -72,6 +72,16 @@ def silence(evidence: Evidence) -> str:
     return ""
 
 
+def carries_nothing(evidence: Evidence) -> str:
+    """What a command that was just linked does not do, and why; empty where it may count."""
+    locator = evidence.locator
+    if mute := silence(evidence):
+        return f"says nothing: {mute}"
+    meant = isinstance(locator, CommandRun) and locator.reproduces and evidence.says != "answers"
+    why = no_reproduction(locator) if meant and isinstance(locator, CommandRun) else ""
+    return f"reproduces nothing: {why}" if why else ""
+
+
 # Reproductions
 
 
