@@ -260,3 +260,31 @@ def test_an_end_that_says_the_run_goes_on_is_an_end(
     run.events.write_bytes(run.events.read_bytes() + encode(finished("running"), 11, 99.0))
     code, out, _ = engine("tail", "-f", run.path, capsys=capsys)
     assert code == 0 and "FAILED" in out
+
+
+def test_a_log_cannot_have_another_process_stopped(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hold = (
+        "import fcntl,sys; f=open(sys.argv[1],'ab'); fcntl.flock(f,2); print(flush=True); input()"
+    )
+    wait = "input()"
+    with (
+        subprocess.Popen([sys.executable, "-c", wait], stdin=subprocess.PIPE) as victim,
+        subprocess.Popen(
+            [sys.executable, "-c", hold, str(run.watch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as holder,
+    ):
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        write(run.watch, [opened(1.75e9, pid=victim.pid)])
+        code, _, err = engine("stop", run.path, capsys=capsys)
+        assert code == 65 and f"process {victim.pid}" in err and victim.poll() is None
+        write(run.watch, [opened(1.75e9, pid=holder.pid)])
+        code, _, err = engine("stop", run.path, capsys=capsys)
+        assert code == 0 and "asked run" in err
+        holder.communicate()
+        victim.communicate(b"\n")
+    assert (victim.returncode, holder.returncode) == (0, -15)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,20 +22,21 @@ from faults import HERE, compiled, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_runs import write_long_run
+from msgspec.structs import replace
 from run_events import opened, picture, step
 from small_logs import gathered, long_log, long_logs, one_by_one, small_sizes
 
 import engine.runlog.keeper as keeper_module
 import engine.runlog.pack_files as files_module
 import engine.runlog.shares as shares_module
-from engine.runlog.events import Event
+from engine.runlog.events import Event, Note
 from engine.runlog.extremes import Range
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.gather import Gatherer
 from engine.runlog.keeper import Keeper
-from engine.runlog.pack import RANGED
-from engine.runlog.pack_files import PackFiles
+from engine.runlog.pack import RANGED, Pack
+from engine.runlog.pack_files import Chunk, PackFiles
 from engine.runlog.read import BrokenLog, LogReader
 from engine.runlog.view import SOURCES, RunView, Source
 from engine.runlog.write import LogWriter, encode
@@ -307,6 +310,46 @@ def test_an_unchanged_log_is_believed_after_few_bytes_and_a_copy_after_all(
     read.clear()
     assert believed(PackFiles(copy.events)) == believed(PackFiles(run.events))
     assert sum(read) > 0.6 * size
+
+
+def test_a_pack_that_somebody_else_forged_is_not_shown(tmp_path: Path) -> None:
+    run = RunFolder(write_long_run(tmp_path / "run", steps=20_000).folder)
+    keep_all(run)
+    files = PackFiles(run.events)
+    number = min(believed(files))
+    chunk = files.load(number)
+    assert chunk is not None
+    pack = chunk.packs[-1]
+    steps = pack.steps
+    assert steps is not None
+
+    def with_number(place: int, value: float) -> Pack:
+        numbers = array("d", bytes(steps.numbers))
+        numbers[place * steps.rows + 1] = value
+        return replace(pack, steps=replace(steps, numbers=memoryview(numbers).cast("B")))
+
+    forged = {
+        "nothing": pack,
+        "a time": with_number(0, 1e300),
+        "a time that is none": with_number(0, math.nan),
+        "a step that is none": with_number(1, math.nan),
+        "a loss": with_number(2, 1e200),
+        "too few numbers": replace(pack, steps=replace(steps, numbers=steps.numbers[:-8])),
+        "rows": replace(pack, steps=replace(steps, rows=1 << 40)),
+        "absent": replace(pack, steps=replace(steps, absent={0: bytes(3)})),
+        "absent steps": replace(pack, steps=replace(steps, absent={1: b"\1" * steps.rows})),
+        "ranges": replace(pack, steps=replace(steps, ranges={2: (b"", b"", b"")})),
+        "a line": replace(pack, others=[b"no record"]),
+        "a reading": replace(pack, readings=[encode(Note(level="info", text="x"), 0, 0.0)[:-1]]),
+        "a GPU": replace(pack, gpus={1 << 20: steps}),
+        "a clock": replace(pack, last_s=1e300),
+        "places": replace(pack, places=[(1, 1 << 50, 0.0)]),
+    }
+    files._boot_id = "of another machine"
+    for what, one in forged.items():
+        assert files.save(number, Chunk(chunk.file_id, [*chunk.packs[:-1], one])), what
+        found = PackFiles(run.events).load(number)
+        assert (found is None) == (what != "nothing"), what
 
 
 # Who writes them.

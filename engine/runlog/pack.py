@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import RunLogError
-from engine.limits import LOG_LINE
+from engine.limits import LOG_ELAPSED, LOG_GPU, LOG_LINE, LOG_NUMBER
 from engine.runlog.events import GpuSample, HostSample, LogOpened, Note, RunStarted, StepDone
 from engine.runlog.extremes import Ranges, ranges_of
 from engine.runlog.read import NOT_JSON, decode_line
@@ -41,6 +41,8 @@ TAIL_BYTES = 1 << 10
 RANGED = ("loss", "ce", "kd", "step_s")
 """Columns of steps whose least and greatest values are wanted as soon as a run is on screen."""
 _RANGED = [PACKED_STEPS.index(name) + 1 for name in RANGED]
+_COUNTS = ("step", "rows", "tokens", "labelled", "position")
+"""Columns of steps that are there and finite in every row."""
 _TOKENS, _STEP_S = PACKED_STEPS.index("tokens"), PACKED_STEPS.index("step_s")
 
 
@@ -120,6 +122,59 @@ def pack_lines(parts: Sequence[bytes], begin: int) -> Pack | None:
         return None
     places = _places(parts, ends, rows, begin)
     return pack and msgspec.structs.replace(pack, places=places, sums=_sums(parts))
+
+
+def is_sound(pack: Pack) -> bool:
+    """Whether a pack that anybody may have made can be shown: its pieces fit each other, and its lines and
+    numbers are what a reader accepts. What made it here needs no such look."""
+    tables = [(pack.steps, PACKED_STEPS), (pack.hosts, PACKED_HOSTS)]
+    tables += [(one, PACKED_GPUS) for one in pack.gpus.values()]
+    offsets = [pack.begin, *(offset for _, offset, _ in pack.places), pack.end]
+    counts = [0, *(lines for lines, _, _ in pack.places), pack.lines]
+    times = [pack.earliest_s, pack.latest_s, pack.last_s, *(t_s for *_, t_s in pack.places)]
+    times += [] if pack.heard_s is None else [pack.heard_s]
+    if not (
+        pack.begin >= 0
+        and offsets == sorted(offsets)
+        and counts == sorted(counts)
+        and all(0 <= index <= LOG_GPU.most for index in pack.gpus)
+        and all(0 <= t_s <= LOG_ELAPSED.most for t_s in times)
+        and all(_is_table(one, names) for one, names in tables if one is not None)
+    ):
+        return False
+    try:
+        samples = [decode_line(line, "") for line in pack.readings]
+        others = [decode_line(line, "") for line in pack.others]
+    except (RunLogError, *NOT_JSON):
+        return False
+    return all(isinstance(one, HostSample | GpuSample) for one in samples) and not any(
+        isinstance(one, LogOpened | RunStarted | StepDone) for one in others
+    )
+
+
+def _is_table(columns: Columns, names: Sequence[str]) -> bool:
+    rows, count = columns.rows, len(names) + 1
+    if rows < 1 or len(columns.numbers) != 8 * rows * count:
+        return False
+    for place, absent in columns.absent.items():
+        if not 0 <= place < count or len(absent) != rows or absent.strip(b"\0\1"):
+            return False
+    found = [array("d", columns.numbers_of(place).cast("d")) for place in range(count)]
+    whole = [0, *(names.index(name) + 1 for name in _COUNTS if name in names)]
+    if any(any(columns.absent_of(at)) or not all(map(math.isfinite, found[at])) for at in whole):
+        return False
+    if min(found[0]) < 0 or max(found[0]) > LOG_ELAPSED.most or not all(map(_is_in_range, found)):
+        return False
+    return all(
+        place in _RANGED and ranges == ranges_of(found[place], columns.absent_of(place))
+        for place, ranges in columns.ranges.items()
+    )
+
+
+def _is_in_range(column: array[float]) -> bool:
+    most = float(LOG_NUMBER.most)
+    # Seldom is a number not finite; then each is looked at.
+    return max(map(abs, column)) <= most or not any(most < abs(one) < math.inf for one in column)
 
 
 def _sums(parts: Sequence[bytes]) -> tuple[int, int]:

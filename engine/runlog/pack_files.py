@@ -48,6 +48,7 @@ from engine.runlog.pack import (
     TAIL_BYTES,
     Columns,
     Pack,
+    is_sound,
 )
 from engine.runlog.read import FileId, id_of
 from engine.runlog.write import read_boot_id
@@ -129,8 +130,10 @@ class PackFiles:
             with open_plain(self.log) as log:
                 file_id = id_of(os.fstat(log.fileno()))
                 is_same = (stored.boot_id, stored.file_id) == (self._boot_id, file_id)
-                in_part = is_same and self._boot_id != UNKNOWN
-                if all(_stands(pack, log.fileno(), in_part=in_part) for pack in stored.packs):
+                in_part = is_same and self._boot_id != UNKNOWN and self._is_ours(number)
+                if all(_stands(pack, log.fileno(), in_part=in_part) for pack in stored.packs) and (
+                    in_part or all(map(is_sound, stored.packs))
+                ):
                     return Chunk(file_id, stored.packs)
         except _FAULTS:
             pass
@@ -164,6 +167,10 @@ class PackFiles:
         with contextlib.suppress(OSError):
             for path in self.folder.glob(f"{self.log.stem}-*{_PARTIAL}*"):
                 path.unlink(missing_ok=True)
+
+    def _is_ours(self, number: int) -> bool:
+        """Whether who looks wrote a file, or root: another may put anything into it."""
+        return self.path(number).stat().st_uid in (os.geteuid(), 0)
 
     def _head(self, payload: bytes | memoryview) -> tuple[bytes, int, int, int]:
         return _MAGIC, self._layout, len(payload), zlib.crc32(payload)

@@ -64,7 +64,7 @@ def phases_of(phases: dict[str, float] | msgspec.Raw | bytes) -> dict[str, float
         return phases
     try:
         return _phases.decode(phases)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 
 
