@@ -15,7 +15,7 @@ from engine.errors import SpecError
 from engine.files import depth_of, read_text
 from engine.spec.problems import Problems, key_lines, nearest, sections
 from engine.spec.sections import RunSpec, options, section_type
-from engine.spec.values import check_value, parse_set, refusal_of_toml, shown, text_problem
+from engine.spec.values import check_value, parse_set, path_problem, refusal_of_toml, shown
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -160,7 +160,7 @@ def _resolved(base: Path, text: str) -> tuple[str, str | None]:
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return text, f"expected a path, found {shown(text)}: {shown(reason)}"
-    return found, text_problem(found)
+    return found, path_problem(found)
 
 
 def read_spec(path: Path) -> tuple[dict[str, Any], str]:

@@ -86,12 +86,19 @@ def check_value(option: Option, metadata: Any, value: Any) -> tuple[Any, str | N
 
 
 def text_problem(text: str) -> str | None:
-    """Why no file can have this name and no setting this text; None where one can."""
+    """Why no setting can have this text; None where one can."""
     size = len(text.encode("utf-8", "surrogateescape"))
     if size > limits.SPEC_TEXT.most:
         return f"expected a text of {limits.SPEC_TEXT}, found {size:,}"
     if "\0" in text:
         return "expected a text without NUL, found one"
+    return None
+
+
+def path_problem(text: str) -> str | None:
+    """Why no file can have this path; None where one can."""
+    if (problem := text_problem(text)) is not None:
+        return problem
     for name in text.split("/"):
         if (size := len(name.encode("utf-8", "surrogateescape"))) > limits.SPEC_NAME.most:
             return f"expected names in a path of {limits.SPEC_NAME}, found {size:,}"
