@@ -87,9 +87,13 @@ def as_engine_error(error: Exception) -> EngineError | None:
         return BadInput.expected(
             "memory", "of this process", "enough for its input", "none left", hint=None
         )
-    if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_A_FILE:
+    if not isinstance(error, OSError) or error.errno not in _OF_A_FILE:
+        return None
+    # A read that fails has no name in its error; only a file or its disk gives EIO.
+    if error.filename is not None or error.errno == errno.EIO:
+        where = "one that was being read" if error.filename is None else error.filename
         found = error.strerror or str(error)
-        return BadInput.expected("file", error.filename, "a file that can be used", found)
+        return BadInput.expected("file", where, "a file that can be used", found)
     return None
 
 

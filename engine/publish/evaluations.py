@@ -73,7 +73,10 @@ def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluat
 def read_evaluation(path: Path, weights: str) -> Evaluation:
     """What `engine eval` wrote: a file of results, or the JSON value of --json."""
     raw = read_bytes(path, "evaluation", limits.EVALUATION)
-    record = parse_json(raw.splitlines()[0], path, "evaluation") if raw.strip() else {}
+    try:
+        record = parse_json(raw.splitlines()[0], path, "evaluation") if raw.strip() else {}
+    except BadInput:
+        record = None  # said below
     if not isinstance(record, dict) or "benchmark" not in record:
         raise BadInput.expected(
             "evaluation",
