@@ -105,12 +105,27 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     watcher = view.clocks.get("watch")
     # A pid is trusted only while the log that names it is held open by its writer.
     if follower.alive.supervisor and watcher is not None and not now:
-        os.kill(watcher.pid, signal.SIGTERM)
+        _signal(run, watcher.pid, signal.SIGTERM)
         return f"asked run {run.name} to finish its step, save and stop"
     trainer = view.clocks.get("events")
     if not follower.alive.trainer or trainer is None:
         raise BadInput(
             f"run {run.name} — expected a trainer, found none yet", hint="try again in a moment"
         )
-    os.kill(trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
+    _signal(run, trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
     return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"
+
+
+def _signal(run: RunFolder, pid: int, number: int) -> None:
+    """Raises `BadInput` where the process is another user's, or has ended since it was looked at."""
+    try:
+        os.kill(pid, number)
+    except PermissionError as error:
+        owner = run.events.stat().st_uid if run.events.exists() else run.path.stat().st_uid
+        raise BadInput.expected(
+            "run", run.path, "processes of this user", f"those of the user with id {owner}"
+        ) from error
+    except ProcessLookupError as error:
+        raise BadInput.expected(
+            "run", run.path, "one that is going on", "it ended just now"
+        ) from error
