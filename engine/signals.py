@@ -196,7 +196,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _unwind(number: int, _frame: FrameType | None) -> None:
+def _unwind(number: int, frame: FrameType | None) -> None:
     # A further signal of any of these kinds ends the process at once; the guard then does the rest.
     for other in ENDING:
         if signal.getsignal(other) is _unwind:
@@ -206,6 +206,16 @@ def _unwind(number: int, _frame: FrameType | None) -> None:
         # What was started is counted before anything of it is ended: the children of a dead process are no
         # longer known to be ours.
         _Guarded.heard.wait(HEARD_S)
+    raise_stopped(number, frame)
+
+
+def raise_stopped(number: int, frame: FrameType | None) -> None:
+    """Unwinds the main thread, from its handler. Not out of an import: what native code runs while it is loaded
+    ends the process by SIGABRT when an exception comes out of it. Such a process leaves at once."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            os._exit(128 + number)
+        frame = frame.f_back
     raise Stopped(number)
 
 

@@ -16,10 +16,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 from engine.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 from engine.signals import GRACE_S as UNWIND_S
-from engine.signals import Stopped, hand_over, only_once
+from engine.signals import hand_over, only_once, raise_stopped
 
 GRACE_S = 120.0
 
@@ -55,7 +56,7 @@ class StopRequest:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, self._on_signal)
 
-    def _on_signal(self, number: int, _frame: object) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._request(
@@ -63,7 +64,7 @@ class StopRequest:
             EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED,
         )
         if not self._has_steps:
-            raise Stopped(number)
+            raise_stopped(number, frame)
 
     def watch_supervisor(self, keep_alive_fd: int, write_note: Callable[[str], None]) -> None:
         """Ask to stop when the other end of `keep_alive_fd` closes; `write_note` puts a line

@@ -107,12 +107,16 @@ def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> No
 
 def _check_holds(pid: int, log: Path) -> None:
     """Refuse a process that has not opened a log: it is not the writer of it."""
-    with contextlib.suppress(OSError):
+    try:
         wanted = id_of(log.stat())
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 if id_of(link.stat()) == wanted:
                     return
+    except PermissionError:
+        return  # another user's process: the system refuses the signal
+    except OSError:
+        pass
     raise BadInput.expected(
         "run log",
         log,
@@ -133,7 +137,7 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
     # A pid is trusted only while its process holds the log that names it: a log may name any.
     if follower.alive.supervisor and watcher is not None and not now:
         _check_holds(watcher.pid, run.watch)
-        os.kill(watcher.pid, signal.SIGTERM)
+        _signal(run, watcher.pid, signal.SIGTERM)
         return f"asked run {run.name} to finish its step, save and stop"
     trainer = view.clocks.get("events")
     if not follower.alive.trainer or trainer is None:
@@ -141,5 +145,20 @@ def stop(run: RunFolder, *, now: bool = False) -> str:
             f"run {run.name} — expected a trainer, found none yet", hint="try again in a moment"
         )
     _check_holds(trainer.pid, run.events)
-    os.kill(trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
+    _signal(run, trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
     return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"
+
+
+def _signal(run: RunFolder, pid: int, number: int) -> None:
+    """Raises `BadInput` where the process is another user's, or has ended since it was looked at."""
+    try:
+        os.kill(pid, number)
+    except PermissionError as error:
+        owner = run.events.stat().st_uid if run.events.exists() else run.path.stat().st_uid
+        raise BadInput.expected(
+            "run", run.path, "processes of this user", f"those of the user with id {owner}"
+        ) from error
+    except ProcessLookupError as error:
+        raise BadInput.expected(
+            "run", run.path, "one that is going on", "it ended just now"
+        ) from error
