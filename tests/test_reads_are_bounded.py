@@ -51,6 +51,7 @@ ALLOWED: dict[str, str] = {
             "engine/distill/launch_ranks.py",
             "engine/drills/runs.py",
             "engine/experiments/surroundings.py",
+            "engine/signals.py",
             "engine/supervise/kernel_log.py",
             "engine/supervise/threads.py",
             "workbench/cli.py",

@@ -38,6 +38,7 @@ from engine.evidence.finding import Artifact, CommandRun, StartedRun
 from engine.evidence.form import now_utc
 from engine.evidence.logs import run_id
 from engine.evidence.redact import Redactor
+from engine.files import open_regular
 from engine.runlog.events import LogOpened
 from engine.runlog.folder import RunFolder, is_run
 from engine.runlog.read import decode_line
@@ -136,7 +137,7 @@ def _started_run(
     log = run.watch if run.watch.is_file() else run.events
     blob = file_blob(log, f"log of {run.name}, which the command started", redactor)
     if blob.data is None:
-        with log.open("rb") as file:
+        with open_regular(log, "log") as file:
             first = file.readline(FIRST_LINE_BYTES)
         blob = text_blob(first, log.name, f"first line of the log of {run.name}", redactor)
     name = redactor.text(run.name).text
