@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gzip
+import io
 import json
 import os
 import resource
@@ -326,6 +327,29 @@ def test_only_regular_files_are_read_as_problems_results_and_prompts(
     ):
         code, lines = run(capsys, *arguments)
         assert code == 65 and len(lines) <= 2, (arguments, lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        (b"def add(", 0, ""),
+        (b"\xff", 65, "expected UTF-8, found byte 0"),
+        (b"x" * 40_000_000, 65, "standard input"),
+    ],
+    ids=["text", "bytes", "long"],
+)
+def test_a_prompt_may_come_over_a_pipe(
+    given: bytes,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+    found, lines = run(
+        capsys, "generate", DEMO / "teacher", "--prompt-file", "-", "--max-tokens", "2"
+    )
+    assert found == code and any(said in line for line in lines)
 
 
 PROBLEM = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from engine import limits
 from engine.cli.numbers import positive, real, whole
-from engine.errors import UsageError
+from engine.errors import BadInput, UsageError
 from engine.files import read_text
 from engine.terminal import put, put_json, say
 
@@ -36,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    text.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
+    text.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="a file that holds it; - reads standard input",
+    )
     parser.add_argument(
         "--stop",
         action="append",
@@ -109,11 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-    prompt = (
-        arguments.prompt
-        if arguments.prompt_file is None
-        else read_text(arguments.prompt_file, "prompt", limits.PROMPT)
-    )
+    prompt = _prompt(arguments)
     model = open_asked(arguments, arguments.model)
     for line in graph_decision(model, 1, arguments.cuda_graph):
         say(line)
@@ -184,3 +186,18 @@ def most_tokens(model: Model, prompts: Sequence[str], wanted: int | None) -> int
         return wanted
     longest = max(len(ids) for ids in model.tokenizer.encode_documents(prompts))
     return max(1, min(_MOST_TOKENS, model.decoder.config.max_position_embeddings - longest))
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt_file is None:
+        return str(arguments.prompt)
+    if arguments.prompt_file != Path("-"):
+        return read_text(arguments.prompt_file, "prompt", limits.PROMPT)
+    data = sys.stdin.buffer.read(limits.PROMPT.most + 1)
+    if len(data) > limits.PROMPT.most:
+        raise BadInput.expected("prompt", "standard input", str(limits.PROMPT), "more")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start:,} that is not"
+        raise BadInput.expected("prompt", "standard input", "UTF-8", found) from None

@@ -169,7 +169,7 @@ def _begun(run: RunFolder) -> float | None:
         with contextlib.suppress(OSError, EngineError):
             if not path.is_file():
                 continue
-            with path.open("rb") as file:
+            with open_regular(path, "log") as file:
                 first = file.readline(FIRST_LINE_BYTES)
             return begun_of(first)
     return None
