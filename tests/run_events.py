@@ -174,7 +174,8 @@ def picture(view: RunView) -> dict[str, str]:
 
 # Random runs.
 
-_LOSS = st.none() | st.floats()
+# What a log holds: a measurement beyond 1e100 is written as infinite.
+_LOSS = st.none() | st.floats(-1e100, 1e100) | st.sampled_from([math.nan, math.inf, -math.inf])
 _TEXT = st.sampled_from(["", "x", "a longer text"])
 
 

@@ -183,8 +183,6 @@ def read_plan_of(path: Path) -> Plan:
     try:
         text = read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError)
         return read_plan(text)
-    except RunLogError:
-        raise
     except (BadInput, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunLogError.expected("flip folder", path, "a plan", str(error)) from error
 

@@ -41,7 +41,7 @@ from engine.formats.apr_index import APR_Q4_BLOCK, ROW_BLOCKS, index_limit_bytes
 from engine.formats.apr_metadata import read_config, read_metadata
 from engine.formats.apr_tokenizer import extract, unsupported
 from engine.formats.kinds import START_BYTES
-from engine.formats.open_file import OpenFile
+from engine.formats.open_file import OpenFile, Scratch
 from engine.formats.safetensors_header import TensorInfo, identity_of, open_regular
 from engine.quant.blocks import BLOCK_TYPES
 
@@ -80,7 +80,7 @@ class AprFile:
     def __init__(self, path: str | Path, *, dtypes: Mapping[int, str] | None = None) -> None:
         self.path = path = Path(path)
         with open_regular(path, "apr") as file:
-            self._open = OpenFile(path, "apr", "AP08", identity_of(file.fileno()))
+            self._open = OpenFile(path, "apr", "AP08", identity_of(file.fileno()), Scratch())
             self._file_bytes = os.fstat(file.fileno()).st_size
             header = check_header(path, file.read(START_BYTES), self._file_bytes)
             file.seek(header.metadata_start)

@@ -22,7 +22,7 @@ from engine.formats.gguf_meta import read_config
 from engine.formats.gguf_tokenizer import build_tokenizer_json, unsupported_tokenizer
 from engine.formats.gguf_values import quoted, refuse
 from engine.formats.gguf_vocabulary import check_vocabulary
-from engine.formats.open_file import OpenFile
+from engine.formats.open_file import OpenFile, Scratch
 from engine.formats.safetensors_header import TensorInfo
 from engine.quant.blocks import BLOCK_TYPES, row_bytes
 
@@ -53,8 +53,9 @@ class GgufFile:
         odd += check_vocabulary(self._metadata, self.tensors)
         odd += unsupported_tokenizer(self._metadata)
         self.warnings: tuple[str, ...] = tuple(odd)
+        scratch = Scratch()
         self._files = {
-            one.path: OpenFile(one.path, "gguf", "GG16", one.identity) for one in headers
+            one.path: OpenFile(one.path, "gguf", "GG16", one.identity, scratch) for one in headers
         }
 
     def get(self, name: str) -> torch.Tensor | QuantTensor:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engine import files, limits
 from engine.errors import BadInput, DiskFull, WeightsError
-from engine.formats.open_file import OpenFile
+from engine.formats.open_file import OpenFile, Scratch
 from engine.formats.safetensors_header import (
     DTYPES,
     Header,
@@ -89,7 +89,10 @@ class SafetensorsFolder:
                         code="ST13",
                     )
                 self.tensors[name] = info
-        self._files = {one.path: OpenFile(one.path, "weights", "", one.identity) for one in headers}
+        scratch = Scratch()
+        self._files = {
+            one.path: OpenFile(one.path, "weights", "", one.identity, scratch) for one in headers
+        }
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor on the CPU, in memory of its own: writes never reach the file."""

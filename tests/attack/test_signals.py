@@ -34,20 +34,25 @@ LATEST_S = 6.0
 HALF_WRITTEN = (".partial", ".publish", ".new")
 
 
-def marked(mark: str) -> list[str]:
-    """The command lines of all processes that were started with this mark in their environment."""
+def marked_pids(mark: str) -> list[int]:
+    """All processes that were started with this mark in their environment, and still run."""
     found = []
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
-            try:
+            with contextlib.suppress(OSError):
                 state = (path / "stat").read_text().rpartition(") ")[2][:1]
-                if (
-                    state not in "ZX"
-                    and f"{MARK}={mark}".encode() in (path / "environ").read_bytes()
-                ):
-                    found.append((path / "cmdline").read_text().replace("\0", " "))
-            except OSError:
-                continue
+                marks = (path / "environ").read_bytes().split(b"\0")
+                if state not in "ZX" and f"{MARK}={mark}".encode() in marks:
+                    found.append(int(path.name))
+    return found
+
+
+def marked(mark: str) -> list[str]:
+    """Their command lines."""
+    found = []
+    for pid in marked_pids(mark):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
     return found
 
 
@@ -78,30 +83,36 @@ def test_a_signal_at_any_moment_ends_a_command_and_leaves_nothing_of_it(
         env=environment() | {MARK: mark},
         cwd=tmp_path,
     )
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(draw.uniform(0.0, LATEST_S))
-    ended_by_itself = process.poll() is not None
-    training = '"name":"training"' in _text(out / "run" / "events.jsonl")
-    begun = time.monotonic()
-    process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=DEADLINE_S)
-    took_s = time.monotonic() - begun
-    assert "Traceback" not in stderr, stderr
-    if ended_by_itself:
-        return
-    hung_up = number == signal.SIGHUP and (out / "run").exists()
-    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    # One that was about to end may end by itself; a flip says that it was interrupted.
-    assert code in (128 + number, 0, 2, 130), (code, stdout, stderr)
-    if not training and name != "flip":
-        assert took_s < WITHIN_S, (took_s, stderr)
-    if hung_up:
-        # A closed terminal leaves a run going, by promise.
-        subprocess.run([sys.executable, "-m", "engine", "stop", "--now", str(out / "run")])
-    deadline = time.monotonic() + (DEADLINE_S if hung_up else WITHIN_S)
-    while left := marked(mark):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0.0, LATEST_S))
+        ended_by_itself = process.poll() is not None
+        training = '"name":"training"' in _text(out / "run" / "events.jsonl")
+        begun = time.monotonic()
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=DEADLINE_S)
+        took_s = time.monotonic() - begun
+        assert "Traceback" not in stderr, stderr
+        if ended_by_itself:
+            return
+        hung_up = number == signal.SIGHUP and (out / "run").exists()
+        code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        # One that was about to end may end by itself; a flip says that it was interrupted.
+        assert code in (128 + number, 0, 2, 130), (code, stdout, stderr)
+        if not training and name != "flip":
+            assert took_s < WITHIN_S, (took_s, stderr)
+        if hung_up:
+            # A closed terminal leaves a run going, by promise.
+            subprocess.run([sys.executable, "-m", "engine", "stop", "--now", str(out / "run")])
+        deadline = time.monotonic() + (DEADLINE_S if hung_up else WITHIN_S)
+        while left := marked(mark):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+    finally:
+        # A run that outlives its command by promise must not outlive a test that fails.
+        for left in marked_pids(mark):
+            with contextlib.suppress(OSError):
+                os.kill(left, signal.SIGKILL)
     half = [path for path in out.rglob("*") if any(word in path.name for word in HALF_WRITTEN)]
     assert not half, half
 
