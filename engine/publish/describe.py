@@ -207,7 +207,7 @@ def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
         text = weights.tokenizer_json()
         if text is None:
             return None
-        record = parse_json(text, weights.path, "tokenizer")
+        record = parse_json(text, f"tokenizer.json of {weights.path}", "tokenizer")
         ids = [*record["model"]["vocab"].values()]
         ids += [token["id"] for token in record.get("added_tokens") or ()]
         return max(ids, default=-1) + 1
