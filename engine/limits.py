@@ -198,7 +198,7 @@ FLIP_FILE = Limit(
 )
 STUDENT_FILE = Limit(
     what="a file of a student whose hash is compared",
-    most=4096 * GIB,
+    most=256 * GIB,
     unit="bytes",
     beyond="told as not equal",
 )

@@ -25,7 +25,7 @@ from engine.evidence.context import plain, sessions_of, spec_hash
 from engine.evidence.differences import differences, effective_of, rows_of
 from engine.evidence.form import now_utc
 from engine.files import open_plain
-from engine.limits import LOG_COUNT, STUDENT_FILE
+from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
 from engine.runlog.events import CheckpointSaved, Event, RunStarted
 from engine.runlog.folder import RunFolder
 from engine.runlog.read import BrokenLog, LogReader
@@ -81,8 +81,8 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
     return {
         "config": {
             **spec_hash(run),
-            "effective_sha256": _sha256(run.effective),
-            "spec_file_sha256": _sha256(run.spec),
+            "effective_sha256": _sha256(run.effective, RUN_FILE),
+            "spec_file_sha256": _sha256(run.spec, SPEC_FILE),
             "sets": effective.get("sets"),
         },
         "seeds": {"train.seed": (spec.get("train") or {}).get("seed")},
@@ -171,25 +171,25 @@ def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
 
 def digest_of_log(path: Path) -> dict[str, Any] | None:
     """Size and hash of what is in a log now: whatever it grows to, this is how it begins."""
-    if not path.is_file() or (size := path.stat().st_size) > STUDENT_FILE.most:
+    if not path.is_file() or (size := path.stat().st_size) > LOG_FILE.most:
         return None
-    return {"bytes": size, "sha256": _sha256(path, size)}
+    return {"bytes": size, "sha256": _sha256(path, LOG_FILE, size)}
 
 
 def digest_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and hash of every file in a folder."""
     return {
-        file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+        file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file, STUDENT_FILE)}
         for file in sorted(folder.iterdir())
         if file.is_file()
     }
 
 
-def _sha256(path: Path, first_bytes: int | None = None) -> str | None:
+def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | None:
     digest, left = hashlib.sha256(), first_bytes
     try:
         with open_plain(path) as file:
-            if first_bytes is None and os.fstat(file.fileno()).st_size > STUDENT_FILE.most:
+            if os.fstat(file.fileno()).st_size > limit.most:
                 return None
             while piece := file.read(_READ_BYTES if left is None else min(left, _READ_BYTES)):
                 digest.update(piece)
@@ -215,13 +215,13 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
         if name not in logs:
             out[name] = Verdict(Level.FAIL, f"{name}: expected a log of a run")
         elif recorded is not None:
-            found = _sha256(logs[name], recorded["bytes"])
+            found = _sha256(logs[name], LOG_FILE, recorded["bytes"])
             text = f"first {recorded['bytes']} bytes of {name}"
             out[name] = _equal(text, recorded["sha256"], found)
     for name, recorded in (receipt.get("student_files") or {}).items():
         # A name that leads elsewhere is none of the student's files.
         inside = name not in ("", ".", "..") and "/" not in name
-        found = _sha256(run.student / name) if inside else None
+        found = _sha256(run.student / name, STUDENT_FILE) if inside else None
         out[f"student/{name}"] = _equal(f"sha256 of {name}", recorded["sha256"], found)
     return out | _agreement(run, receipt, view) | _checkpoints(run, receipt)
 
@@ -268,7 +268,9 @@ def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
         manifest = run.checkpoints / f"step-{step:08d}" / "MANIFEST.json"
         if manifest.is_file():
             text = f"manifest of step {step}"
-            out[f"checkpoint {step}"] = _equal(text, entry["manifest_sha256"], _sha256(manifest))
+            out[f"checkpoint {step}"] = _equal(
+                text, entry["manifest_sha256"], _sha256(manifest, MANIFEST)
+            )
     return out
 
 
