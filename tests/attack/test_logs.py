@@ -26,6 +26,7 @@ from screens import NEVER_S, settle
 from engine.cli.main import main
 from engine.errors import RunLogError
 from engine.runlog.folder import RunFolder, find_runs
+from engine.runlog.follow import Follower
 from workbench.feed import RunFeed
 from workbench.notebook import Compare
 from workbench.notebook.live import Live
