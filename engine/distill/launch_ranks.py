@@ -131,9 +131,12 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if _asked and failure.exitcode in (128 + _asked[0], -_asked[0]):
-            # Nothing is lost: it left as it was asked to.
-            return 128 + _asked[0]
+        if _asked:
+            codes = {one.exitcode for one in failed.failures.values()}
+            as_asked = {128 + _asked[0], -_asked[0]}
+            # Nothing is lost: they left as they were asked to, or were ended because another one had.
+            if codes & as_asked and codes <= as_asked | {-signal.SIGKILL}:
+                return 128 + _asked[0]
         lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
         say(lost.sentence)
         write_lost_rank(run, lost)
