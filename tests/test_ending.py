@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from run_folders import killed
 from running import DEADLINE_S, engine, environment, wait_for, wait_until_ended
 
+from engine.cli.progress import exit_code
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from tests.conftest import Kit
@@ -94,6 +96,15 @@ def test_a_run_is_ended_before_its_first_step_wherever_its_trainer_is(
         assert ended.view.finished is not None
         assert ended.view.finished.reason == f"{name} before the first step"
     assert ended.view.last_step == 0 and not list(run.glob("checkpoints/*"))
+
+
+def test_what_it_took_to_end_a_run_that_was_asked_to_end_is_not_its_exit_code(
+    tmp_path: Path,
+) -> None:
+    view = Follower(killed(tmp_path / "run")).read_all()
+    assert exit_code(view, 128 + signal.SIGTERM) == 143
+    assert exit_code(view, 128 + signal.SIGKILL) == 137
+    assert exit_code(view, -signal.SIGKILL) == 137, "the supervisor was killed too"
 
 
 def test_a_run_that_was_ended_before_its_first_step_can_be_resumed(

@@ -24,7 +24,7 @@ from engine.runlog.text import (
     status_text,
 )
 from engine.runlog.view import RunView
-from engine.signals import hand_over
+from engine.signals import ENDING, hand_over
 from engine.supervise.launch import Launched
 from engine.terminal import StatusLine, put, put_json, say
 
@@ -143,7 +143,8 @@ def exit_code(view: RunView, supervisor_code: int) -> int:
     code = supervisor_code
     if view.finished is not None:
         code = view.finished.exit_code
-    elif view.exit is not None:
+    elif view.exit is not None and supervisor_code - 128 not in ENDING:
+        # A supervisor that was asked to end a run before its first step says so, whatever it took.
         code = view.exit.returncode
     if code < 0:
         return 128 - code
