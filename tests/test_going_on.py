@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -155,6 +156,22 @@ def test_without_any_checkpoint_nothing_is_begun_again_unasked(
     view = Follower(run).read_all()
     assert any("step 6 is gone" in note.text for note in view.notes)
     assert view.started is not None and view.started.resumed_from == 0
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_what_a_resumed_run_prints_goes_into_a_file_of_its_own(
+    saved: RunFolder, tmp_path: Path, kind: str
+) -> None:
+    run, elsewhere = copied(saved, tmp_path / "run"), tmp_path / "elsewhere"
+    elsewhere.write_text("mine\n")
+    run.stderr.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(run.stderr)
+    else:
+        run.stderr.symlink_to(elsewhere)
+    done = engine_here("distill", "--resume", run.path)
+    assert done.returncode == 65 and str(run.stderr) in done.stderr, done.stderr
+    assert elsewhere.read_text() == "mine\n"
 
 
 def test_a_newest_checkpoint_that_is_gone_is_told(

@@ -7,10 +7,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 from engine.errors import BadInput, InternalError, RunLogError, write_error
 from engine.runlog.folder import RunFolder
@@ -68,11 +70,7 @@ def launch(
     command += ["--allow-fallback"] if allow_fallback else []
     command += ["--allow-restart"] if allow_restart else []
     begun_unix_s = time.time()
-    try:
-        output = run.stderr.open("ab")
-    except OSError as error:
-        raise write_error("run folder", run.stderr, "to open it for writing", error) from error
-    with output:
+    with _open_output(run.stderr) as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -87,6 +85,20 @@ def launch(
         process.terminate()
         raise
     return Launched(run, process, begun_unix_s)
+
+
+def _open_output(path: Path) -> BinaryIO:
+    """Where a run's processes write what nothing else takes: a FIFO would be waited for, and a link may lead to any
+    file of the user."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        raise write_error("run folder", path, "to open it for writing", error) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RunLogError.expected("run folder", path, "a regular file", "something else")
+    return open(descriptor, "ab")
 
 
 def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> None:
