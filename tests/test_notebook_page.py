@@ -30,6 +30,7 @@ from notebook_lab import (
 )
 
 from engine.evidence.html import report
+from tests.attack.hostile_logs import hostile_run
 
 pytestmark = [
     pytest.mark.soak,
@@ -176,3 +177,42 @@ def test_eight_widgets_stay_responsive_a_drag_becomes_evidence_and_nothing_is_le
     # What stays is what everyone sees who opens the notebook later.
     assert page.locator("[data-apr-static] img").first.is_visible()
     shoot("08-closed")
+
+
+HOSTILE = (
+    """\
+import os
+from pathlib import Path
+from IPython.display import display
+from workbench.notebook import Live
+runs = sorted((Path(os.environ["APR_NOTEBOOK_RUNS"]) / "hostile").iterdir())
+panels = [Live(run) for run in runs]""",
+    "display(*panels)",
+)
+ACTED = """() => [
+  ...document.querySelectorAll('.jp-OutputArea img[src="x"], .jp-OutputArea script'),
+  ...document.querySelectorAll('.jp-OutputArea a[href^="javascript:"], .jp-OutputArea [onerror]'),
+].map(one => one.outerHTML)"""
+"""Elements in outputs that no widget of ours makes: the log would have made them."""
+
+
+def test_hostile_logs_make_no_element_and_run_no_script(
+    page: sync_api.Page, lab: str, folder: Path
+) -> None:
+    for seed in range(12):
+        run = hostile_run(folder / "runs" / "hostile", seed)
+        if seed == 1:
+            run.path.rename(run.path.with_name("<img src=x onerror=alert(1)>"))
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+    notebook = nbformat.read(NOTEBOOKS / "01_first_run.ipynb", 4)
+    notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in HOSTILE]
+    nbformat.write(notebook, folder / "09_hostile.ipynb")
+    open_notebook(page, lab, "09_hostile.ipynb")
+    run_cell(page, 0)
+    run_cell(page, 1)
+    until(lambda: page.locator(".apr-live").count() >= 12, "a widget for each run")
+    states = page.locator(".apr-live .apr-status").all_inner_texts
+    until(lambda: len(states()) >= 12 and all(states()), "what is said of each run")
+    assert "<img src=x onerror=alert(1)>" in " ".join(states()), "it is shown, as text"
+    assert page.evaluate(ACTED) == [] and asked == []
