@@ -19,8 +19,8 @@ IN_MEMORY = $(shell test "$$(df --output=avail -B 1M /dev/shm 2>/dev/null | tail
 
 # Hundreds of processes are started: without bytecode each compiles the engine anew.
 test: .venv/.dev
-	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/interpreted $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/interpreted
+	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/unit/kernels/interpreted $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/unit/kernels/interpreted
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -38,8 +38,8 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 
 soak: .venv/.dev
-	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 --ignore tests/interpreted $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak tests/interpreted
+	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 --ignore tests/unit/kernels/interpreted $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak tests/unit/kernels/interpreted
 
 # Hostile inputs, programs, logs and signals from seeds: part of soak, a quarter of an hour on two cores.
 attack: .venv/.dev
@@ -47,7 +47,7 @@ attack: .venv/.dev
 
 # The notebooks in a real JupyterLab and Chromium; pictures of what was seen go to build/screenshots.
 notebooks: .venv/.dev
-	APR_SCREENSHOTS=$${APR_SCREENSHOTS:-build/screenshots} $(BIN)/python -m pytest -v -m soak --timeout=1800 tests/test_notebook_browser.py tests/test_notebook_page.py $(ARGS)
+	APR_SCREENSHOTS=$${APR_SCREENSHOTS:-build/screenshots} $(BIN)/python -m pytest -v -m soak --timeout=1800 tests/system/workbench/notebook/test_browser.py tests/system/workbench/notebook/test_page.py $(ARGS)
 
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -q -m fuzz --timeout=3600 $(ARGS)
@@ -58,7 +58,7 @@ gpu: .venv/.dev
 # The other programs that `engine publish --verify` asks; llama.cpp is compiled, which takes minutes.
 peers: .venv/.dev
 	$(PIP) --editable ".[peers]"
-	$(BIN)/python -m pytest -v tests/test_publish_verify.py $(ARGS)
+	$(BIN)/python -m pytest -v tests/system/export/test_publish_verify.py $(ARGS)
 
 wheel: .venv/.dev
 	$(BIN)/python -m build --wheel

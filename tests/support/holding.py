@@ -1,0 +1,42 @@
+"""`python -m tests.support.holding MODULE ARGUMENTS`: that module's `main`, which stands still where it reaches the
+function named in HOLD (`module:name` or `module:Class.name`).
+
+It says so by making the file HELD, with its process id. HOLD_IN is `sleep`, which a signal interrupts, or `lock`:
+native code that keeps the interpreter lock, so that no line of Python is run by any thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REACHED = "HELD"
+
+
+def hold(*_: object, **__: object) -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    partial = Path(os.environ[REACHED]).with_suffix(".new")
+    partial.write_text(f"{os.getpid()} {child.pid}")
+    partial.rename(os.environ[REACHED])
+    if os.environ["HOLD_IN"] == "lock":
+        sum(range(10**13))
+    time.sleep(1000)
+
+
+def main() -> int:
+    module, _, name = os.environ["HOLD"].partition(":")
+    *owners, last = name.split(".")
+    owner = importlib.import_module(module)
+    for one in owners:
+        owner = getattr(owner, one)
+    setattr(owner, last, hold)
+    del sys.argv[0]
+    return int(importlib.import_module(sys.argv[0]).main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""`apr-workbench` on a pseudo-terminal of its own."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import sys
+import termios
+import time
+
+from tests.support.paths import ROOT
+
+DEADLINE_S = 120.0
+STALE = {"COLUMNS": "71", "LINES": "17"}
+"""A size that no terminal of a test has, as a shell or a test runner exports that of a terminal before."""
+ENTER_ALTERNATE, LEAVE_ALTERNATE = "\x1b[?1049h", "\x1b[?1049l"
+SHOW_CURSOR, MOUSE_OFF = "\x1b[?25h", "\x1b[?1000l"
+
+
+def set_size(fd: int, columns: int, rows: int) -> None:
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+class Terminal:
+    """`python -m workbench`, or other `code`, on a pseudo-terminal of its own, with another size exported."""
+
+    def __init__(
+        self,
+        *arguments: str,
+        columns: int = 100,
+        rows: int = 30,
+        code: str | None = None,
+        **environ: str,
+    ) -> None:
+        self.output = ""
+        self.bytes_read = 0
+        self.deadline_s = time.monotonic() + DEADLINE_S
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            # Before the program begins, so that it never sees another size.
+            set_size(0, columns, rows)
+            unset = ("LC_", "LANG", "NO_COLOR", "SSH_", "TMUX")
+            kept = {k: v for k, v in os.environ.items() if not k.startswith(unset)}
+            kept |= STALE
+            kept |= {
+                "TERM": "xterm-256color",
+                "LANG": "C.UTF-8",
+                "PYTHONPATH": str(ROOT),
+                **environ,
+            }
+            program = ["-m", "workbench"] if code is None else ["-c", code]
+            os.execve(sys.executable, [sys.executable, *program, *arguments], kept)
+
+    def read_until(self, *texts: str) -> None:
+        """Read until each of `texts` has been written."""
+        while not all(text in self.output for text in texts):
+            assert self._read(), f"expected {texts}, found the end of {self.output[-2000:]!r}"
+
+    def _read(self) -> bool:
+        left_s = self.deadline_s - time.monotonic()
+        ready, _, _ = select.select([self.fd], [], [], max(0.0, left_s))
+        assert ready, f"expected more within {DEADLINE_S} s, found {self.output[-2000:]!r}"
+        try:
+            block = os.read(self.fd, 65536)
+        except OSError:
+            # Linux reports the end of a terminal whose last process is gone as EIO.
+            return False
+        self.bytes_read += len(block)
+        self.output += block.decode("utf-8", errors="replace")
+        return bool(block)
+
+    def read_for(self, seconds: float) -> int:
+        """Read whatever comes within a time; the number of bytes."""
+        before, until_s = self.bytes_read, time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            if select.select([self.fd], [], [], left_s)[0] and not self._read():
+                break
+        self.deadline_s = time.monotonic() + DEADLINE_S
+        return self.bytes_read - before
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Change the size, of which the kernel tells the process by SIGWINCH."""
+        set_size(self.fd, columns, rows)
+
+    def press(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def wait(self) -> int:
+        """Read to the end; the exit code."""
+        while self._read():
+            pass
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(status)
