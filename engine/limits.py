@@ -160,7 +160,7 @@ LOG_NUMBER = Limit(
     unit="",
     beyond=_BROKEN_LINE,
 )
-PACK_FILE = Limit(
+COLUMNS_FILE = Limit(
     what="a file of columns beside a log",
     most=64 * MIB,
     unit="bytes",

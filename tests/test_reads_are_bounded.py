@@ -62,10 +62,9 @@ ALLOWED: dict[str, str] = {
         (
             "engine/evidence/context.py",
             "engine/evidence/logs.py",
-            "engine/runlog/pack_files.py",
+            "engine/runlog/columns.py",
             "engine/runlog/read.py",
             "engine/runlog/recover.py",
-            "engine/runlog/shares.py",
             "engine/supervise/supervisor.py",
             "workbench/jobs.py",
             "workbench/log.py",

@@ -26,7 +26,6 @@ PROTOCOLS = {
     "engine/contracts/proving.py",
     "engine/device/cuda_driver.py",
     "engine/bench/kd_arm.py",
-    "engine/runlog/shares.py",
 }
 """Helper processes whose stdout is a pipe to the engine."""
 

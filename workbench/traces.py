@@ -1,7 +1,7 @@
 """Columns of a run as few enough points to draw: buckets, each the lowest and highest value of
 consecutive rows, so that a spike of one step in a million is still drawn.
 
-`WindowTraces` makes them of a table's columns, between two ends, from extremes that the table keeps;
+`WindowTraces` makes them of a table's columns, between two ends, from the extremes of rows of the table;
 `Decimator` of rows that come one after the other: when its buckets are full, neighbours are merged and the
 stride doubles, and no row is looked at twice.
 
@@ -151,8 +151,8 @@ class WindowTraces:
                 if bucket is None:
                     rows = table.range(name, first, stop)
                     bucket = Bucket(
-                        x_first=xs[first],
-                        x_last=xs[stop - 1],
+                        x_first=float(xs[first]),
+                        x_last=float(xs[stop - 1]),
                         low=rows.low,
                         high=rows.high,
                         non_finite=rows.non_finite,

@@ -55,7 +55,6 @@ from engine.runlog.events import (
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.held import forget_held, held_readings
-from engine.runlog.keeper import Keeper
 from engine.runlog.recover import repair
 from engine.runlog.write import LogWriter
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
@@ -157,7 +156,10 @@ class _Supervisor:
             tick_s=every_s,
             own_memory=partial(held_readings, self.run),
         )
-        keeper = Keeper(self.run)
+        # Here, because it imports numpy, for which no trainer waits.
+        from engine.runlog.columns import SegmentWriter
+
+        segments = SegmentWriter(self.run)
         next_tick = time.monotonic()
         next_sample = next_tick if every_s else math.inf
         self._forward_all(trainer)
@@ -166,7 +168,7 @@ class _Supervisor:
                 next_sample = max(next_sample + sampler.tick_s, time.monotonic())
                 self._sample(sampler)
             watcher.tick()
-            keeper.tick()
+            segments.tick()
             self._look_after_machine(trainer, watcher)
             # Ticks that were missed (a suspended machine) are skipped, not made up for.
             next_tick = max(next_tick + TICK_S, time.monotonic())
