@@ -1,0 +1,404 @@
+"""The logs of a run folded into its view: `fold(view, source, events) -> view`.
+
+The fold is pure: the same lines give the same view, live or a year later, in one batch or in many, whichever
+of the three logs is read first, and whether they come as events or as segments (`engine.log.columns`).
+
+A resumed run repeats the steps after its last checkpoint. The view keeps the repetition and drops
+what it replaces, so that a step is never counted twice.
+
+The processes of a run open their logs one after the other: the supervisor first, the trainer once
+torch is loaded. As soon as either has opened its log again, what the other wrote about how the
+earlier session ended is no longer shown as the state of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice, pairwise
+from operator import itemgetter, le, lt
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from engine.log.events import (
+    AlertCleared,
+    AlertRaised,
+    AnyEvent,
+    Checked,
+    CheckpointSaved,
+    Compiled,
+    DataReady,
+    DecisionMade,
+    Evaluated,
+    FactsRead,
+    GpuSample,
+    HostSample,
+    KernelCounts,
+    LauncherGone,
+    LogOpened,
+    MemoryMeasured,
+    MemoryPlanned,
+    ModelReady,
+    NonFinite,
+    Note,
+    Phase,
+    RunFinished,
+    RunStarted,
+    StackDump,
+    StopRequested,
+    StudentSaved,
+    TrainerExited,
+    TrainerStarted,
+    VocabularyCut,
+)
+from engine.log.read import LINES_KEPT
+from engine.log.table import ABSENT, GPU_FIELDS, NOT_A_READING, Table, columns_of, split
+from engine.log.view import Clock, LineKey, LogLine, RunView, Source
+
+if TYPE_CHECKING:
+    from engine.log.columns import Segment
+    from engine.log.table import Numbers
+
+LOG_LINES_KEPT = LINES_KEPT
+
+Sample = TypeVar("Sample", HostSample, GpuSample)
+_READINGS = frozenset({HostSample, GpuSample})
+
+
+def fold(view: RunView, source: Source, events: Sequence[AnyEvent] | Sequence[Segment]) -> RunView:
+    """`view` after `events` of one log, or segments of them, in the order they were read from it.
+
+    How the lines are dealt into batches, and in which turn the logs are read, changes nothing.
+    """
+    if not events:
+        return view
+    batch = _Batch(view, source)
+    if not isinstance(events[0], msgspec.Struct):
+        for segment in events:
+            batch.take_segment(segment)  # type: ignore[arg-type]
+        return batch.finish()
+    # What begins a session, or cuts back the steps, comes before what follows it.
+    begins = (
+        row for row, event in enumerate(events) if row and type(event) in (LogOpened, RunStarted)
+    )
+    for begin, end in pairwise((0, *begins, len(events))):
+        batch.take_events(events[begin:end])  # type: ignore[arg-type]
+    return batch.finish()
+
+
+class _Batch:
+    """Gathers the changes of one batch, so that a long log is folded in one pass and not copied
+    once per line. Steps and readings, of which there may be a million, become columns together."""
+
+    def __init__(self, view: RunView, source: Source) -> None:
+        self.view, self.source = view, source
+        self.clock = view.clocks.get(source)
+        self.changes: dict[str, Any] = {}
+        self.lists: dict[str, list[Any]] = {}
+        self.notes: list[tuple[LineKey, Note]] = []
+        self.lines: list[LogLine] = []
+        self.marks: list[LogLine] = []
+        self.asides: list[LogLine] = []
+
+    def get(self, name: str) -> Any:
+        return self.changes[name] if name in self.changes else getattr(self.view, name)
+
+    def list_of(self, name: str) -> list[Any]:
+        """A tuple of the view as a list that this batch may append to."""
+        if name not in self.lists:
+            self.lists[name] = list(getattr(self.view, name))
+        return self.lists[name]
+
+    def unix_s(self, event: AnyEvent) -> float:
+        return self.clock.unix_s + event.t_s if self.clock else event.t_s
+
+    def take_events(self, events: Sequence[AnyEvent]) -> None:
+        """Events of one session of the writer, its opening first when it is among them."""
+        if isinstance(events[0], LogOpened):
+            self.open_session(events[0])
+        groups, others = split(events)
+        self.show(events)
+        self.take(groups, others, {name: columns_of(name, rows) for name, rows in groups.items()})
+
+    def take_segment(self, segment: Segment) -> None:
+        """Lines of one session of the writer, none of which opens it."""
+        groups, others = split(segment.events)
+        self.show(others)
+        self.take(groups, others, segment.tables)
+
+    def take(
+        self,
+        groups: dict[str, list[Any]],
+        others: Sequence[AnyEvent],
+        tables: dict[str, dict[str, Numbers]],
+    ) -> None:
+        """Rows of tables, the steps and readings among them that tell the newest values, and other events."""
+        heard = [float(columns["t_s"].max()) for columns in tables.values()]
+        starts = [float(columns["t_s"].min()) for columns in tables.values()]
+        times = [event.t_s for event in others]
+        opened_s = self.clock.unix_s if self.clock else 0.0
+        self.span(opened_s + min(starts + times), opened_s + max(heard + times))
+        # A note is no sign that the trainer got somewhere: a thread that only watches may write one.
+        heard += [event.t_s for event in others if type(event) is not Note]
+        if heard and self.source == "events":
+            before = self.get("heartbeat_unix_s")
+            self.changes["heartbeat_unix_s"] = max(
+                opened_s + max(heard), opened_s if before is None else before
+            )
+        for event in others:
+            self.take_other(event, self.unix_s(event))
+        for name, columns in tables.items():
+            self.extend(name, columns, opened_s)
+        for name, rows in groups.items():
+            if name == "step":
+                self.changes["phases"] = rows[-1].phases
+            elif name == "host":
+                self.changes["host"] = self.newest(self.get("host"), rows, "")
+            else:
+                index = rows[0].index
+                newest = self.newest(self.get("gpus").get(index), rows, f"{name}.")
+                self.changes["gpus"] = {**self.get("gpus"), index: newest}
+        self.drop_outdated()
+
+    def extend(self, name: str, columns: dict[str, Numbers], opened_s: float) -> None:
+        """Add rows to a table, with what is computed of them."""
+        import numpy as np
+
+        columns = {n: column for n, column in columns.items() if n != "t_s"} | {
+            "unix_s": opened_s + columns["t_s"]
+        }
+        if name == "host":
+            self.changes["hosts"] = self.get("hosts").extended_by(columns)
+        elif name == "step":
+            table: Table = self.get("steps")
+            before = table.last("clock_s")
+            times, step_s = columns["unix_s"], columns["step_s"]
+            columns["clock_s"] = np.maximum.accumulate(
+                times if before is None else np.maximum(times, before)
+            )
+            timed = step_s > 0
+            columns["tokens_per_s"] = np.full(len(times), ABSENT)
+            with np.errstate(over="ignore"):
+                np.divide(columns["tokens"], step_s, out=columns["tokens_per_s"], where=timed)
+            self.changes["steps"] = table.extended_by(columns)
+        else:
+            tables: dict[int, Table] = self.get("gpu_tables")
+            index = int(name.removeprefix("gpu"))
+            table = tables.get(index) or Table(GPU_FIELDS)
+            self.changes["gpu_tables"] = {**tables, index: table.extended_by(columns)}
+
+    def span(self, earliest: float, latest: float) -> None:
+        """Widen the time that the view tells of."""
+        first, last = self.get("first_unix_s"), self.get("last_unix_s")
+        self.changes["first_unix_s"] = earliest if first is None else min(first, earliest)
+        self.changes["last_unix_s"] = latest if last is None else max(last, latest)
+
+    def open_session(self, event: LogOpened) -> None:
+        session = self.clock.session + 1 if self.clock else 1
+        self.clock = Clock(
+            unix_s=event.unix_s, pid=event.pid, session=session, boot_id=event.boot_id
+        )
+        self.changes["clocks"] = {**self.get("clocks"), self.source: self.clock}
+        if self.source == "events":
+            self.changes |= {"sessions": session, "session_unix_s": self.unix_s(event)}
+            self.lists["decisions"] = []
+            self.lists["compiles"] = []
+            self.changes |= {"checks": {}, "checked_again": (0, 0.0)}
+            self.changes |= {"memory_plan": None, "memory_peak": None, "kernel_counts": None}
+            self.forget_session()
+        elif self.source == "device":
+            self.changes |= {"host": None, "gpus": {}, "absent": {}}
+        else:
+            self.changes |= {"trainer_pid": None, "trainer_started_unix_s": None}
+            self.changes["launcher_gone"] = None
+            self.changes |= {"alerts": {}, "alert_count": 0}
+            self.changes |= {"stack_dump": None, "stack_dump_unix_s": None}
+            self.forget_exit()
+
+    def forget_session(self) -> None:
+        """What the trainer said about its last session is no longer so."""
+        self.changes |= {
+            "finished": None,
+            "stop_requested": None,
+            "phase": None,
+            "phase_unix_s": None,
+            "heartbeat_unix_s": None,
+            "started_unix_s": None,
+            "session_row": len(self.get("steps")),
+        }
+
+    def forget_exit(self) -> None:
+        self.changes |= {"exit": None, "exit_unix_s": None}
+
+    def show(self, events: Sequence[AnyEvent]) -> None:
+        """Make log lines of the newest events: more than are kept cannot be seen.
+
+        Within a session times never go back: they are of a monotonic clock, in the order of `seq`.
+        """
+
+        def line(event: AnyEvent) -> LogLine:
+            return LogLine(unix_s=self.unix_s(event), source=self.source, event=event)
+
+        shown = (event for event in reversed(events) if type(event) not in _READINGS)
+        if self.source == "events":
+            self.lines += reversed([line(event) for event in islice(shown, LOG_LINES_KEPT)])
+            return
+        asides = [line(event) for event in shown][::-1]
+        self.asides += asides
+        self.lines += asides[-LOG_LINES_KEPT:]
+
+    def take_other(self, event: AnyEvent, unix_s: float) -> None:
+        if isinstance(event, AlertRaised | AlertCleared | Compiled | RunStarted):
+            self.marks.append(LogLine(unix_s=unix_s, source=self.source, event=event))
+        match event:
+            case RunStarted():
+                self.changes |= {"started": event, "started_unix_s": unix_s}
+                self.rewind(event.resumed_from or 0)
+            case Phase():
+                self.changes |= {"phase": event, "phase_unix_s": unix_s}
+            case DecisionMade():
+                self.list_of("decisions").append(event)
+            case DataReady():
+                self.changes["data"] = event
+            case ModelReady():
+                self.changes["models"] = {**self.get("models"), event.role: event}
+            case MemoryPlanned():
+                self.changes["memory_plan"] = event
+            case MemoryMeasured():
+                self.changes["memory_peak"] = event
+            case Compiled():
+                self.list_of("compiles").append(event)
+            case KernelCounts():
+                self.changes["kernel_counts"] = event
+            case VocabularyCut():
+                self.changes["vocabulary_cut"] = event
+            case Checked():
+                if event.id in self.get("checks"):
+                    count, seconds = self.get("checked_again")
+                    self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
+                self.changes["checks"] = {**self.get("checks"), event.id: event}
+            case Evaluated():
+                self.list_of("evals").append(event)
+            case NonFinite():
+                self.list_of("non_finite").append(event)
+            case CheckpointSaved():
+                self.list_of("checkpoints").append(event)
+            case Note():
+                self.notes.append(((unix_s, self.source, event.seq), event))
+            case StudentSaved():
+                self.changes["student"] = event
+            case StopRequested():
+                self.changes["stop_requested"] = event.reason
+            case RunFinished():
+                self.changes["finished"] = event
+            case FactsRead():
+                self.changes["facts"] = event.facts
+            case TrainerStarted():
+                self.changes |= {"trainer_pid": event.trainer_pid, "launcher_gone": None}
+                self.changes["trainer_started_unix_s"] = unix_s
+                self.forget_exit()
+            case TrainerExited():
+                self.changes |= {"exit": event, "exit_unix_s": unix_s}
+            case LauncherGone():
+                self.changes["launcher_gone"] = event.how
+            case AlertRaised():
+                self.changes["alerts"] = {**self.get("alerts"), event.id: event}
+                self.changes["alert_count"] = self.get("alert_count") + 1
+            case AlertCleared():
+                standing = self.get("alerts")
+                self.changes["alerts"] = {n: a for n, a in standing.items() if n != event.id}
+            case StackDump():
+                self.changes |= {"stack_dump": event, "stack_dump_unix_s": unix_s}
+            case _:
+                pass  # the others are log lines and no more
+
+    def rewind(self, step: int) -> None:
+        """Drop what a resume from `step` replaces."""
+        table: Table = self.get("steps")
+        keep = len(table)
+        while keep and (table.value("step", keep - 1) or 0) > step:
+            keep -= 1
+        if keep < len(table):
+            self.changes["steps"] = table.cut(keep)
+        self.changes["session_row"] = keep
+        for name in ("evals", "non_finite", "checkpoints"):
+            self.lists[name] = [event for event in self.list_of(name) if event.step <= step]
+        self.changes["student"] = None
+
+    def newest(self, before: Sample | None, samples: Sequence[Sample], prefix: str) -> Sample:
+        """The newest value of each reading; puts the reasons for those without one into `absent`.
+
+        A reading without a value was either not taken at that tick, and keeps the one it had, or it
+        is gone. The first sample of those that lack it says why, the others do not repeat it.
+        """
+        said: dict[str, tuple[int, str]] = {}
+        for row, sample in enumerate(samples):
+            if sample.absent:
+                said |= {name: (row, reason) for name, reason in sample.absent.items()}
+        fields = [n for n in samples[0].__struct_fields__ if n not in NOT_A_READING]
+        values: dict[str, Any] = {}
+        for name in fields:
+            for row in range(len(samples) - 1, said.get(name, (-1,))[0], -1):
+                if (value := getattr(samples[row], name)) is not None:
+                    values[name] = value
+                    break
+        reasons = {name: reason for name, (_, reason) in said.items() if name not in values}
+        unknown = set(fields) - values.keys() - reasons.keys()
+        if before is not None:
+            values |= {n: v for n in unknown if (v := getattr(before, n)) is not None}
+        known = {prefix + name for name in values}
+        self.changes["absent"] = {
+            **{name: reason for name, reason in self.get("absent").items() if name not in known},
+            **{prefix + name: reason for name, reason in reasons.items()},
+        }
+        return msgspec.structs.replace(samples[-1], **values)
+
+    def finish(self) -> RunView:
+        self.changes |= {name: tuple(items) for name, items in self.lists.items()}
+        if self.notes:
+            known = zip(self.view.note_keys, self.view.notes, strict=True)
+            notes = sorted([*known, *self.notes], key=itemgetter(0))
+            self.changes["note_keys"] = tuple(key for key, _ in notes)
+            self.changes["notes"] = tuple(note for _, note in notes)
+        if self.marks:
+            marks = [*self.view.marks, *self.marks]
+            self.changes["marks"] = tuple(sorted(marks, key=lambda line: line.key))
+        if self.asides:
+            asides = [*self.view.asides, *self.asides]
+            self.changes["asides"] = tuple(sorted(asides, key=lambda line: line.key))
+        if self.lines:
+            self.changes["lines"] = _newest_lines(self.view.lines, self.lines)
+        return replace(self.view, **self.changes)
+
+    def drop_outdated(self) -> None:
+        """Forget the end of an earlier session once either process of the next has opened its log.
+
+        Sessions are counted first and clocks compared second: a step of the wall clock within a run
+        that was never resumed must not undo its end.
+        """
+        trainer, supervisor = self.get("clocks").get("events"), self.get("clocks").get("watch")
+        if trainer is None or supervisor is None:
+            return
+        if supervisor.session > trainer.session and supervisor.unix_s > trainer.unix_s:
+            self.forget_session()
+        ended_unix_s = self.get("exit_unix_s")
+        if (
+            ended_unix_s is not None
+            and trainer.session > supervisor.session
+            and trainer.unix_s > ended_unix_s
+        ):
+            self.forget_exit()
+
+
+def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:
+    """The newest of both in the order of time."""
+    merged = [*lines, *new]
+    # Almost always the new lines are in order and the latest: then nothing has to be sorted.
+    times = [line.unix_s for line in merged]
+    of_one_log = len({line.source for line in merged}) == 1
+    if not all(map(le if of_one_log else lt, times, times[1:])):
+        # Times and numbers, in the order of `LogLine.key`, of which a property would be asked for each.
+        keys = [(line.unix_s, line.source, line.event.seq) for line in merged]
+        merged = [merged[place] for place in sorted(range(len(merged)), key=keys.__getitem__)]
+    return tuple(merged[-LOG_LINES_KEPT:])
