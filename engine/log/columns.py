@@ -56,8 +56,16 @@ import numpy as np
 from engine.errors import BadInput, RunLogError
 from engine.files import open_plain, read_bytes
 from engine.limits import COLUMNS_FILE, LOG_ELAPSED, LOG_FILE, LOG_GPU, LOG_LINE, LOG_NUMBER
-from engine.log.envelope import Count, Elapsed, Number
-from engine.log.events import AnyEvent, Known, LogOpened, RunStarted, StepDone
+from engine.log.events import (
+    AnyEvent,
+    Count,
+    Elapsed,
+    Known,
+    LogOpened,
+    Number,
+    RunStarted,
+    StepDone,
+)
 from engine.log.folder import RunFolder
 from engine.log.read import (
     LINES_KEPT,

@@ -50,8 +50,7 @@ from engine.log.events import (
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.held import forget_held, held_readings
-from engine.log.recover import repair
-from engine.log.write import LogWriter
+from engine.log.write import LogWriter, repair
 from engine.machine.facts import read_facts
 from engine.machine.kill_counters import KillCounters, read_kill_counters
 from engine.machine.nvml import open_nvml

@@ -63,7 +63,6 @@ ALLOWED: dict[str, str] = {
             "engine/findings/logs.py",
             "engine/log/columns.py",
             "engine/log/read.py",
-            "engine/log/recover.py",
             "engine/watch/supervisor.py",
             "workbench/jobs.py",
             "workbench/log.py",
