@@ -61,6 +61,24 @@ if TYPE_CHECKING:
     from engine.log.table import Numbers
 
 LOG_LINES_KEPT = LINES_KEPT
+_NEWEST: dict[type, str] = {
+    DataReady: "data",
+    MemoryPlanned: "memory_plan",
+    MemoryMeasured: "memory_peak",
+    KernelCounts: "kernel_counts",
+    VocabularyCut: "vocabulary_cut",
+    StudentSaved: "student",
+    RunFinished: "finished",
+}
+"""The fields of a view that are the newest event of a kind."""
+_ALL: dict[type, str] = {
+    DecisionMade: "decisions",
+    Compiled: "compiles",
+    Evaluated: "evals",
+    NonFinite: "non_finite",
+    CheckpointSaved: "checkpoints",
+}
+"""Those that are all of them."""
 
 Sample = TypeVar("Sample", HostSample, GpuSample)
 _READINGS = frozenset({HostSample, GpuSample})
@@ -165,22 +183,19 @@ class _Batch:
         """Add rows to a table, with what is computed of them."""
         import numpy as np
 
-        columns = {n: column for n, column in columns.items() if n != "t_s"} | {
-            "unix_s": opened_s + columns["t_s"]
-        }
+        columns = dict(columns)
+        columns["unix_s"] = opened_s + columns.pop("t_s")
         if name == "host":
             self.changes["hosts"] = self.get("hosts").extended_by(columns)
         elif name == "step":
             table: Table = self.get("steps")
             before = table.last("clock_s")
             times, step_s = columns["unix_s"], columns["step_s"]
-            columns["clock_s"] = np.maximum.accumulate(
-                times if before is None else np.maximum(times, before)
-            )
-            timed = step_s > 0
-            columns["tokens_per_s"] = np.full(len(times), ABSENT)
+            floor = -np.inf if before is None else before
+            columns["clock_s"] = np.maximum.accumulate(np.maximum(times, floor))
+            columns["tokens_per_s"] = pace = np.full(len(times), ABSENT)
             with np.errstate(over="ignore"):
-                np.divide(columns["tokens"], step_s, out=columns["tokens_per_s"], where=timed)
+                np.divide(columns["tokens"], step_s, out=pace, where=step_s > 0)
             self.changes["steps"] = table.extended_by(columns)
         else:
             tables: dict[int, Table] = self.get("gpu_tables")
@@ -251,47 +266,27 @@ class _Batch:
     def take_other(self, event: AnyEvent, unix_s: float) -> None:
         if isinstance(event, AlertRaised | AlertCleared | Compiled | RunStarted):
             self.marks.append(LogLine(unix_s=unix_s, source=self.source, event=event))
+        if (name := _NEWEST.get(type(event))) is not None:
+            self.changes[name] = event
+        elif (name := _ALL.get(type(event))) is not None:
+            self.list_of(name).append(event)
         match event:
             case RunStarted():
                 self.changes |= {"started": event, "started_unix_s": unix_s}
                 self.rewind(event.resumed_from or 0)
             case Phase():
                 self.changes |= {"phase": event, "phase_unix_s": unix_s}
-            case DecisionMade():
-                self.list_of("decisions").append(event)
-            case DataReady():
-                self.changes["data"] = event
             case ModelReady():
                 self.changes["models"] = {**self.get("models"), event.role: event}
-            case MemoryPlanned():
-                self.changes["memory_plan"] = event
-            case MemoryMeasured():
-                self.changes["memory_peak"] = event
-            case Compiled():
-                self.list_of("compiles").append(event)
-            case KernelCounts():
-                self.changes["kernel_counts"] = event
-            case VocabularyCut():
-                self.changes["vocabulary_cut"] = event
             case Checked():
                 if event.id in self.get("checks"):
                     count, seconds = self.get("checked_again")
                     self.changes["checked_again"] = count + 1, seconds + (event.cost_s or 0.0)
                 self.changes["checks"] = {**self.get("checks"), event.id: event}
-            case Evaluated():
-                self.list_of("evals").append(event)
-            case NonFinite():
-                self.list_of("non_finite").append(event)
-            case CheckpointSaved():
-                self.list_of("checkpoints").append(event)
             case Note():
                 self.notes.append(((unix_s, self.source, event.seq), event))
-            case StudentSaved():
-                self.changes["student"] = event
             case StopRequested():
                 self.changes["stop_requested"] = event.reason
-            case RunFinished():
-                self.changes["finished"] = event
             case FactsRead():
                 self.changes["facts"] = event.facts
             case TrainerStarted():
@@ -316,8 +311,8 @@ class _Batch:
     def rewind(self, step: int) -> None:
         """Drop what a resume from `step` replaces."""
         table: Table = self.get("steps")
-        keep = len(table)
-        while keep and (table.value("step", keep - 1) or 0) > step:
+        keep, steps = len(table), table.values("step")
+        while keep and (steps[keep - 1] or 0) > step:
             keep -= 1
         if keep < len(table):
             self.changes["steps"] = table.cut(keep)
