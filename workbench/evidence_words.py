@@ -21,7 +21,7 @@ from engine.flips.text import verdict_lines
 from engine.log.read import decode_line
 from engine.log.text import event_text, one_line
 from engine.units import format_bytes
-from workbench.traces import Decimator, Trace
+from workbench.traces import Trace, buckets_of
 
 LINES_SHOWN = 200
 
@@ -106,7 +106,8 @@ def trace_of(evidence: Evidence, raw: bytes) -> Trace | None:
         return None
     lines = logs.read_lines(raw.splitlines(keepends=True), evidence.id)
     points = logs.points_of(lines, logs.metric(locator.metric))
-    decimator = Decimator()
-    decimator.extend([p.unix_s - locator.from_unix_s for p in points], [p.value for p in points])
+    buckets = buckets_of(
+        [p.unix_s - locator.from_unix_s for p in points], [p.value for p in points]
+    )
     last = points[-1].value if points else None
-    return Trace(name=locator.metric, buckets=decimator.buckets(), last=last, x_name="s")
+    return Trace(name=locator.metric, buckets=buckets, last=last, x_name="s")

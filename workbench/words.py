@@ -1,17 +1,18 @@
 """The words of the text panes of every surface, from a snapshot. Pure; the sentences themselves are
-`engine.log.text`'s and `engine.log.summary`'s."""
+`engine.log.text`'s."""
 
 from __future__ import annotations
 
 import math
 
-from engine.log.summary import check_lines, kernel_lines
 from engine.log.text import (
     alert_lines,
+    check_lines,
     clock_text,
     decision_lines,
     device_lines,
     host_lost_text,
+    kernel_lines,
     ledger_line,
     result_lines,
 )

@@ -61,10 +61,8 @@ ALLOWED: dict[str, str] = {
         (
             "engine/findings/context.py",
             "engine/findings/logs.py",
-            "engine/log/pack_files.py",
+            "engine/log/columns.py",
             "engine/log/read.py",
-            "engine/log/recover.py",
-            "engine/log/shares.py",
             "engine/watch/supervisor.py",
             "workbench/jobs.py",
             "workbench/log.py",

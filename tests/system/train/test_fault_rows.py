@@ -29,9 +29,8 @@ from engine.log.events import Note, StopForwarded
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader
-from engine.log.recover import repair
 from engine.log.view import RunView
-from engine.log.write import LogWriter
+from engine.log.write import LogWriter, repair
 from engine.machine.host import Host
 from engine.machine.kill_counters import read_kill_counters
 from engine.models.config import ModelConfig

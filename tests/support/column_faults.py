@@ -1,6 +1,6 @@
-"""A log is packed while operations fail, or the process is killed at one of them; with `faults.c` preloaded.
+"""The columns of a log are kept while operations fail, or a process is killed at one; with `faults.c` preloaded.
 
-`python pack_file_faults.py FOLDER CODE` prints the number of operations that failed, and every broken promise.
+`python column_faults.py FOLDER CODE` prints the number of operations that failed, and every broken promise.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import sys
 from itertools import count
 from pathlib import Path
 
+from engine.log.columns import SegmentFiles, SegmentWriter
 from engine.log.folder import RunFolder
-from engine.log.gather import Gatherer
-from engine.log.keeper import Keeper
-from engine.log.pack_files import PackFiles
 from engine.log.read import LogReader
 from engine.log.view import RunView
 from tests.support.fault_scenarios import Scenario, fail_each
 from tests.support.faults import CODES, KILL, WAYS, Shim
 from tests.support.run_events import picture
-from tests.support.small_logs import gathered, long_log, small_sizes
+from tests.support.small_logs import followed, long_log, small_sizes
 
 
 class Keeping(Scenario):
-    """A keeper keeps the packs of two chunks, one of which was there in a stale form."""
+    """A writer keeps the segments of two chunks, one of which was there in a stale form."""
 
     def prepare(self) -> None:
         self.run = RunFolder(self.folder)
@@ -33,16 +31,16 @@ class Keeping(Scenario):
         self.keep()
         with self.run.events.open("r+b") as file:
             file.truncate(2000)
-        (self.folder / "columns" / "events-000001.pack.partial-1-1").write_bytes(b"half")
+        (self.folder / "columns" / "events-000001.columns.partial-1-1").write_bytes(b"half")
         long_log(self.run.events, 40)
         self.wanted = self.run.events.read_bytes()
 
     def keep(self) -> None:
         now = [0.0]
-        keeper = Keeper(self.run, monotonic=lambda: now[0])
+        writer = SegmentWriter(self.run, monotonic=lambda: now[0])
         for _ in range(len(self.run.events.read_bytes()) // 1500 + 2):
             now[0] += 1e6
-            keeper.tick()
+            writer.tick()
 
     def act(self) -> None:
         self.keep()
@@ -50,14 +48,16 @@ class Keeping(Scenario):
     def check(self, failed: bool, persistent: bool) -> None:
         assert not failed, "the supervisor was told"
         assert self.run.events.read_bytes() == self.wanted
-        files = PackFiles(self.run.events)
+        files = SegmentFiles(self.run.events)
         for use in (True, False):
-            view = gathered(RunView(), "events", Gatherer(LogReader(self.run.events), files=use))
+            view = followed(RunView(), "events", LogReader(self.run.events), files=use)
             self.done.append(picture(view))
         assert self.done[-1] == self.done[-2], "something else is shown"
         self.keep()
-        every = set(range(len(self.wanted) // 1500))
-        assert {n for n in files.numbers() if files.load(n)} == every, "the next one cannot go on"
+        # The first chunk opens the session.
+        every = set(range(1, len(self.wanted) // 1500))
+        found = {n for n in range(len(self.wanted) // 1500 + 1) if files.load(n)}
+        assert found == every, "the next one cannot go on"
         assert not list(files.folder.glob("*partial*"))
 
 
