@@ -29,21 +29,21 @@ from hypothesis import strategies as st
 
 from engine.errors import BadInput
 from engine.evidence import bundle as bundle_module
-from engine.evidence import form
+from engine.evidence import finding as form
 from engine.evidence.bundle import LOG, Bundle
 from engine.evidence.capture import (
     Capture,
     capture_alert,
+    capture_command,
     capture_events,
     capture_file,
+    capture_flip,
     capture_metric,
     capture_statement,
 )
-from engine.evidence.command import capture_command
 from engine.evidence.context import run_blobs
 from engine.evidence.finding import Finding, MetricWindow
-from engine.evidence.flips import capture_flip
-from engine.evidence.report import tree_lines
+from engine.evidence.text import tree_lines
 from engine.evidence.verify import Checked, check_bundle
 from engine.evidence.whys import add_node, blobs_of, close, link, refute
 from engine.runlog.folder import RunFolder
@@ -131,7 +131,7 @@ def test_the_same_finding_is_written_in_the_same_bytes(world: World) -> None:
 
 def test_the_published_schema_is_that_of_the_reader() -> None:
     published = (ROOT / "engine" / "evidence" / "finding.schema.json").read_bytes()
-    assert published == form.schema(), "write engine.evidence.form.schema() to the file"
+    assert published == form.schema(), "write engine.evidence.finding.schema() to the file"
     assert set(json.loads(published)["$defs"]) >= {"Finding", "Node", "FlipResult"}
 
 

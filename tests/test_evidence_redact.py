@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from run_folders import Scene, started
 
 from engine.evidence.bundle import Bundle
-from engine.evidence.capture import capture_events, capture_metric
-from engine.evidence.command import capture_command
-from engine.evidence.context import run_blobs
+from engine.evidence.capture import capture_command, capture_events, capture_metric
+from engine.evidence.context import allowed_environment, checkout_state, run_blobs
 from engine.evidence.redact import Redactor, is_secret_name
-from engine.evidence.source import allowed_environment, checkout_state
 from engine.evidence.verify import check_bundle
 from engine.evidence.whys import blobs_of, link, new_finding
 from engine.runlog.events import FactsRead, Note

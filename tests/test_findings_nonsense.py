@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from findings import Ran, ask, flip, hanging_run, starting
 
-from engine.evidence import form
+from engine.evidence import finding as form
 from engine.evidence.bundle import Bundle
 from engine.evidence.finding import Finding
 
@@ -202,7 +202,7 @@ class TestWithdrawing:
         (path,) = (here / "evidence").iterdir()
         assert "~~**e2** supports" in (path / "README.md").read_text()
         page = here / "page.html"
-        from engine.evidence.html import report
+        from engine.evidence.report import report
 
         page.write_text(report(path))
         assert "<s>e2  supports: flip backend" in page.read_text()

@@ -29,7 +29,7 @@ from notebook_lab import (
     until,
 )
 
-from engine.evidence.html import report
+from engine.evidence.report import report
 from tests.attack.hostile_logs import hostile_run
 
 pytestmark = [

@@ -17,7 +17,7 @@ from finished_runs import finish
 from running import engine, environment, start, wait_for, wait_until_ended
 
 from engine.diagnose.replay import diagnose
-from engine.evidence.differences import differences
+from engine.evidence.receipt import differences
 from engine.formats.open import open_weights
 from engine.runlog.beats import read_beats, read_lost_rank
 from engine.runlog.folder import RunFolder

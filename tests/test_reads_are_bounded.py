@@ -60,7 +60,6 @@ ALLOWED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "engine/evidence/context.py",
             "engine/evidence/logs.py",
             "engine/runlog/pack_files.py",
             "engine/runlog/read.py",
@@ -95,7 +94,7 @@ ALLOWED: dict[str, str] = {
             "engine/contracts/receipt.py",
             "engine/data/sources.py",
             "engine/distill/manifest.py",
-            "engine/evidence/form.py",
+            "engine/evidence/finding.py",
             "engine/formats/apr_tokenizer.py",
             "engine/formats/gguf_tokenizer_write.py",
             "engine/formats/safetensors_header.py",
@@ -103,7 +102,6 @@ ALLOWED: dict[str, str] = {
             "engine/spec/build.py",
             "engine/spec/values.py",
             "workbench/drills.py",
-            "workbench/evidence_words.py",
         ),
         BOUNDED,
     ),
@@ -120,7 +118,7 @@ ALLOWED: dict[str, str] = {
         ("engine/formats/apr.py", "engine/formats/gguf.py", "engine/formats/gguf_header.py"),
         "a map of a file that was opened as a regular one",
     ),
-    "engine/evidence/source.py": "files of a worktree, each looked at for kind and size before",
+    "engine/evidence/context.py": "stderr of a run; files of a worktree, each looked at for kind and size before",
     "engine/teachers/cache_store.py": "rows of a shard whose header was read, at offsets of it",
     "engine/files.py": "it is the module",
 }

@@ -17,10 +17,8 @@ from run_folders import Scene, checkpoint, completed, killed, started
 from running import engine
 
 from engine.data.batches import epoch_order
-from engine.evidence.context import view_of
-from engine.evidence.differences import differences, rows_of
-from engine.evidence.receipt import lineage_of
-from engine.evidence.source import checkout_state
+from engine.evidence.context import checkout_state, view_of
+from engine.evidence.receipt import differences, lineage_of, rows_of
 from engine.runlog.events import Event
 from engine.runlog.folder import RunFolder
 from engine.spec import spec_from_dict

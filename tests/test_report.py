@@ -14,9 +14,9 @@ from running import engine
 from engine.errors import BadInput
 from engine.evidence.bundle import Bundle
 from engine.evidence.capture import capture_metric
-from engine.evidence.figures import flip_figure
-from engine.evidence.html import report
+from engine.evidence.chart import flip_figure
 from engine.evidence.redact import Redactor
+from engine.evidence.report import report
 from engine.evidence.whys import blobs_of, link, new_finding
 from engine.experiments.record import create_flip
 from engine.experiments.surroundings import Surroundings

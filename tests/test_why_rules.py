@@ -25,10 +25,8 @@ from findings import (
 from flip_pairs import hang, outcome, pair
 
 from engine.errors import BadInput
-from engine.evidence.capture import capture_file, capture_statement
-from engine.evidence.command import capture_command
+from engine.evidence.capture import capture_command, capture_file, capture_flip, capture_statement
 from engine.evidence.finding import Finding, FlipResult
-from engine.evidence.flips import capture_flip
 from engine.evidence.rules import effective_status, is_test_of_cause, judge, observations
 from engine.evidence.whys import (
     CannotClose,

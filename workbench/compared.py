@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from engine.evidence.differences import effective_of
+from engine.evidence.receipt import effective_of
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
 from engine.units import format_count, format_seconds, format_value

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(a: argparse.Namespace) -> int:
     from engine.errors import BadInput
     from engine.evidence.bundle import find_bundles
-    from engine.evidence.report import state_words
+    from engine.evidence.text import state_words
     from engine.runlog.text import one_line
 
     rows: list[dict[str, Any]] = []
@@ -159,9 +159,7 @@ def _as_json(one: Checked, *, rules: bool) -> dict[str, Any]:
         "reason": verdict.reason,
         "seal": one.finding.seal if one.finding is not None else None,
         "faults": [{"where": f.where, "text": f.text} for f in one.faults],
-        "problems": [
-            {"rule": p.rule, "level": p.level, "node": p.node, "text": p.text} for p in one.problems
-        ],
+        "problems": [problem.as_fields() for problem in one.problems],
         "notes": list(one.notes),
     }
 
@@ -242,7 +240,7 @@ def _compact(value: Any) -> str:
 def _import(a: argparse.Namespace) -> int:
     from engine.evidence.bundle import Bundle
     from engine.evidence.prior import read_prior
-    from engine.evidence.report import tree_lines
+    from engine.evidence.text import tree_lines
 
     finding, blobs = read_prior(a.file, a.slug)
     bundle = Bundle.create(a.evidence, finding, blobs)

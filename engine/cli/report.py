@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.errors import BadInput
-    from engine.evidence.html import report
+    from engine.evidence.report import report
     from engine.runlog.folder import write_whole
 
     text = report(arguments.source)

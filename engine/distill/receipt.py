@@ -16,11 +16,10 @@ import torch
 from engine.data.batches import epoch_order
 from engine.distill.inputs import Inputs
 from engine.errors import write_error
-from engine.evidence.context import view_of
-from engine.evidence.form import now_utc
+from engine.evidence.context import allowed_environment, engine_source, package_versions, view_of
+from engine.evidence.finding import now_utc
 from engine.evidence.receipt import digest_files, facts_of
 from engine.evidence.redact import Redactor
-from engine.evidence.source import allowed_environment, engine_source, package_versions
 from engine.formats.safetensors import tensors_sha256
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.models.decoder import Decoder

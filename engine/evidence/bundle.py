@@ -27,16 +27,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-from msgspec import UNSET
+from msgspec.structs import replace
 
 from engine import limits
 from engine.errors import BadInput, write_error
 from engine.evidence.capture import Blob
-from engine.evidence.finding import Artifact, Finding
-from engine.evidence.form import load, sealed, to_bytes
-from engine.evidence.report import README, derive, state_words
+from engine.evidence.finding import Artifact, Finding, load, sealed, stands, to_bytes
 from engine.evidence.rules import judge
+from engine.evidence.text import derive, state_words
 from engine.files import read_bytes, read_text
 from engine.runlog.folder import write_whole
 from engine.runlog.text import one_line
@@ -51,10 +49,14 @@ _LOG_TITLE = "# What was found, newest first\n"
 class Bundle:
     path: Path
 
+    @staticmethod
+    def path_of(folder: Path, finding: Finding) -> Path:
+        return folder / f"{finding.at[:10]}-{finding.slug}"
+
     @classmethod
     def create(cls, folder: Path, finding: Finding, blobs: Iterable[Blob] = ()) -> Bundle:
         """A new bundle `DATE-SLUG` in `folder`. Raises BadInput for one that exists."""
-        path = folder / f"{finding.at[:10]}-{finding.slug}"
+        path = cls.path_of(folder, finding)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.mkdir()
@@ -120,7 +122,7 @@ class Bundle:
         for name, text in files.items():
             _write(self.path / name, text.encode())
         hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-        done = sealed(msgspec.structs.replace(finding, derived=hashes))
+        done = sealed(replace(finding, derived=hashes))
         _write(self.path / FINDING, to_bytes(done))
         self._drop_leftovers(done)
         return done
@@ -255,7 +257,7 @@ def _is_open(bundle: Bundle) -> bool:
 
 def log_entry(name: str, finding: Finding) -> str:
     """The paragraph of a finding in LOG.md."""
-    kinds = [node.status for node in finding.nodes if node.withdrawn is UNSET]
+    kinds = [node.status for node in finding.nodes if stands(node)]
     counts = ", ".join(
         f"{kinds.count(status)} {status}"
         for status in ("observed", "supported", "refuted", "unverified")
@@ -291,6 +293,3 @@ def _log(path: Path, name: str, finding: Finding) -> None:
     if entries:
         entry += "\n"
     write_whole(path, f"{head.rstrip()}\n\n{entry}{''.join(entries)}")
-
-
-__all__ = ["FINDING", "LOG", "README", "Bundle", "find_bundle", "find_bundles", "is_bundle"]

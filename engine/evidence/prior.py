@@ -18,13 +18,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from engine import limits
 from engine.errors import BadInput
 from engine.evidence.capture import Blob, capture_file
-from engine.evidence.finding import Finding
-from engine.evidence.form import now_utc
+from engine.evidence.finding import Finding, now_utc
 from engine.evidence.redact import Redactor
 from engine.evidence.whys import add_node, blobs_of, link, new_finding
 from engine.files import read_json
@@ -136,9 +135,9 @@ def _dispatch(value: dict[str, Any], slug: str) -> Finding:
 
 
 def _root_missing(finding: Finding, missing: Any, host: str) -> Finding:
-    root = msgspec.structs.replace(finding.nodes[0], missing=tuple(missing))
+    root = replace(finding.nodes[0], missing=tuple(missing))
     nodes = (root, *finding.nodes[1:])
-    return msgspec.structs.replace(finding, nodes=nodes, host=host or "not known")
+    return replace(finding, nodes=nodes, host=host or "not known")
 
 
 def _words(value: Any) -> str:

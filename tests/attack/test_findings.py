@@ -21,7 +21,7 @@ import pytest
 from findings import ask, flip, hanging_run, starting
 
 from engine.errors import BadInput
-from engine.evidence import form
+from engine.evidence import finding as form
 from engine.evidence.bundle import Bundle
 from engine.evidence.finding import Closed, Finding
 from engine.evidence.redact import Redactor

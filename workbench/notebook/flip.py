@@ -22,7 +22,7 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import BadInput, UsageError
-from engine.evidence.figures import flip_figure
+from engine.evidence.chart import flip_figure
 from engine.experiments.amounts import parse_time
 from engine.experiments.text import verdict_lines
 from engine.runlog.folder import RunFolder, open_run

@@ -27,7 +27,7 @@ import ipywidgets
 import traitlets
 
 from engine.errors import BadInput, UsageError
-from engine.evidence.figures import run_figures
+from engine.evidence.chart import run_figures
 from engine.runlog.folder import RunFolder, is_run, open_run
 from engine.runlog.view import RunView
 from workbench.feed import UNREADABLE, RunFeed, Snapshot

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from textual.binding import Binding, BindingType
 
+from engine.errors import BadInput
+from engine.evidence import changes
+from engine.evidence.bundle import LOG, Bundle
 from engine.evidence.finding import Kind
-from workbench import findings
-from workbench.finding_tree import FindingFeed, node_of, tested_id
+from engine.evidence.verify import check_bundle
+from engine.evidence.whys import OUTCOMES
+from workbench.findings import FindingFeed, node_of, tested_id
 from workbench.linking import PARTS, captured
 from workbench.listing import Listing
 from workbench.tui.context import Context
@@ -61,7 +65,7 @@ class FindingScreen(BrowseScreen):
 
     def __init__(self, context: Context, path: Path) -> None:
         super().__init__(context, f"finding {path.name}")
-        self.path = path
+        self.bundle = Bundle(path)
         self._feed = FindingFeed(path, ascii_only=context.ascii_only)
 
     def read(self) -> Listing:
@@ -97,7 +101,9 @@ class FindingScreen(BrowseScreen):
         node, _ = self._place()
 
         def send(v: Values) -> str:
-            return findings.add_why(self.path, v["claim"], why_of=v["of"], kind=v["kind"])
+            parents = v["of"].replace(",", " ").split()
+            kind: Any = v["kind"]
+            return changes.add(self.bundle, v["claim"], why_of=parents, kind=kind).said
 
         fields = (
             Field(name="claim", label="because", hint="the attention ran on the CPU"),
@@ -112,16 +118,16 @@ class FindingScreen(BrowseScreen):
         assert finding is not None
 
         def send(v: Values) -> str:
-            answers = tested_id(finding, v["node"], v["answers"]) if v["says"] == "answers" else ""
-            return findings.link_evidence(
-                self.path,
+            says: Any = v["says"]
+            return changes.link(
+                self.bundle,
                 v["node"],
                 lambda: captured(v["where"], v["part"]),
-                says=v["says"],
-                answers=answers,
+                says=says,
+                answers=tested_id(finding, v["node"], v["answers"]) if says == "answers" else "",
                 outcome=v["outcome"],
                 result=v["result"],
-            )
+            ).said
 
         fields = (
             Field(name="where", label="evidence", hint=WHERE),
@@ -134,12 +140,7 @@ class FindingScreen(BrowseScreen):
                 options=("supports", "contradicts", "answers"),
             ),
             Field(name="answers", label="alternative", value=alternative, hint="for answers: a1"),
-            Field(
-                name="outcome",
-                label="it is",
-                value="excluded",
-                options=("excluded", "holds", "undecided"),
-            ),
+            Field(name="outcome", label="it is", value="excluded", options=OUTCOMES),
             Field(name="result", label="test showed", hint="for answers: what the test showed"),
         )
         note = "A command is run now, without a shell; part `exit 0` makes it a reproduction."
@@ -149,15 +150,8 @@ class FindingScreen(BrowseScreen):
         node, _ = self._place()
 
         def send(v: Values) -> str:
-            return findings.name_alternative(
-                self.path,
-                v["node"],
-                v["claim"],
-                test=v["test"],
-                if_true=v["if_true"],
-                if_false=v["if_false"],
-                minutes=v["minutes"],
-            )
+            asked = {name: v[name] for name in ("test", "if_true", "if_false", "minutes")}
+            return changes.suspect(self.bundle, v["node"], v["claim"], **asked).said
 
         fields = (
             Field(name="claim", label="or", hint="the disk was slow"),
@@ -173,7 +167,7 @@ class FindingScreen(BrowseScreen):
         node, _ = self._place()
 
         def send(v: Values) -> str:
-            return findings.refute_node(self.path, v["node"], v["reason"])
+            return changes.refute(self.bundle, v["node"], v["reason"]).said
 
         fields = (
             Field(name="reason", label="reason", hint="both arms completed"),
@@ -185,7 +179,7 @@ class FindingScreen(BrowseScreen):
         row = self.selected
 
         def send(v: Values) -> str:
-            return findings.withdraw_entry(self.path, v["entry"].strip(), v["reason"])
+            return changes.withdraw(self.bundle, v["entry"].strip(), v["reason"]).said
 
         fields = (
             Field(name="reason", label="reason", hint="it is of another run"),
@@ -201,11 +195,21 @@ class FindingScreen(BrowseScreen):
 
     def action_verify(self) -> None:
         self._feed.forget()
-        self.command("verify", lambda: findings.verify(self.path))
+
+        def verify() -> str:
+            verdict = check_bundle(self.bundle).verdict
+            return f"{verdict.level.name}: {verdict.reason}"
+
+        self.command("verify", verify)
 
     def action_close(self) -> None:
         def send(v: Values) -> str:
-            return findings.close_finding(self.path, outcome=v["outcome"], text=v["text"])
+            unresolved = v["outcome"] == "unresolved"
+            if unresolved and not v["text"]:
+                expected = "why it stays unresolved"
+                raise BadInput.expected("finding", self.bundle.path, expected, "no reason")
+            reason = v["text"] if unresolved else ""
+            return changes.close(self.bundle, unresolved=reason, text=v["text"]).said
 
         fields = (
             Field(name="text", label="in a sentence", hint="the root cause, or why there is none"),
@@ -216,6 +220,10 @@ class FindingScreen(BrowseScreen):
         self._ask("close the finding", fields, send)
 
     def action_export(self) -> None:
+        def send(v: Values) -> str:
+            done = changes.export(self.bundle, Path(v["to"]) if v["to"] else None)
+            return f"exported: {done.path}, entered into {done.path.parent / LOG}"
+
         fields = (Field(name="to", label="copy to", hint="another evidence folder; empty: here"),)
         note = "It is entered into LOG.md of its evidence folder."
-        self._ask("export", fields, lambda v: findings.export(self.path, v["to"]), note=note)
+        self._ask("export", fields, send, note=note)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from workbench.findings import EVIDENCE, NEW, keep_flip, open_findings, slug_of
+from engine.evidence.changes import slug_of
+from workbench.findings import EVIDENCE, NEW, keep_flip, open_findings
 from workbench.flips import FlipSnapshot
 from workbench.listing import beside
 from workbench.tui.screens.form import Field, FormScreen, Values
@@ -23,16 +24,8 @@ def keep_form(snapshot: FlipSnapshot) -> FormScreen:
     flip = snapshot.folder
 
     def send(v: Values) -> str:
-        finding: Path | None = known.get(v["finding"])
-        return keep_flip(
-            flip,
-            folders[0],
-            finding=finding,
-            name=v["name"],
-            claim=v["claim"],
-            under=v["under"],
-            says=v["says"],
-        )
+        asked: Any = {name: v[name] for name in ("name", "claim", "under", "says")}
+        return keep_flip(flip, folders[0], finding=known.get(v["finding"]), **asked)
 
     fields = (
         Field(name="finding", label="finding", value=NEW, options=(NEW, *known)),

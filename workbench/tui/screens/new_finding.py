@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.evidence.changes import begin, slug_of
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
-from workbench.findings import EVIDENCE, begin, slug_of
+from workbench.findings import EVIDENCE
 from workbench.linking import PARTS, captured
 from workbench.listing import beside
 from workbench.tui.screens.form import Field, FormScreen, Values
@@ -23,7 +24,7 @@ def finding_form(run: RunFolder, view: RunView) -> FormScreen:
         part = v["part"] if v["shown"] == OTHER else v["shown"]
         claim = v["claim"] or said.get(part, "") or part
         name = v["name"] or slug_of(f"{run.name} {claim}")
-        return str(begin(folder, name, claim, lambda: captured(str(run.path), part)).path)
+        return str(begin(folder, name, claim, take=lambda: captured(str(run.path), part)).path)
 
     fields = (
         Field(name="shown", label="shown by", options=(*said, OTHER)),
