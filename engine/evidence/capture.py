@@ -48,6 +48,7 @@ from engine.evidence.finding import (
     StartedRun,
     Statement,
     canonical,
+    digest,
     now_utc,
 )
 from engine.evidence.redact import Redactor
@@ -99,7 +100,7 @@ def text_blob(data: bytes, name: str, what: str, redactor: Redactor) -> Blob:
     """Text without its secrets."""
     kept, found = redactor.bytes(data)
     artifact = Artifact(
-        sha256=hashlib.sha256(kept).hexdigest(),
+        sha256=digest(kept),
         name=name,
         size=len(kept),
         what=redactor.text(what).text,
@@ -131,12 +132,12 @@ def _stream_blob(
     head = stream.read(LARGEST_KEPT_BYTES + 1)
     if len(head) <= LARGEST_KEPT_BYTES and (is_text or _is_text(head)):
         return text_blob(head, name, what, redactor)
-    size, digest = len(head), hashlib.sha256(head)
+    size, hashed = len(head), hashlib.sha256(head)
     while piece := stream.read(READ_BYTES):
-        digest.update(piece)
+        hashed.update(piece)
         size += len(piece)
     name, what = redactor.text(name).text, redactor.text(what).text
-    artifact = Artifact(sha256=digest.hexdigest(), name=name, size=size, what=what, kept=False)
+    artifact = Artifact(sha256=hashed.hexdigest(), name=name, size=size, what=what, kept=False)
     return Blob(artifact=artifact, data=None)
 
 
@@ -356,7 +357,7 @@ def capture_file(
         data = b"".join(lines[first_line - 1 : last_line])
         artifact = replace(
             whole.artifact,
-            sha256=hashlib.sha256(data).hexdigest(),
+            sha256=digest(data),
             size=len(data),
             what=redactor.text(f"{wanted} of {path.name}").text,
         )

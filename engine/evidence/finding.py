@@ -290,6 +290,11 @@ class Finding(Record, frozen=True, kw_only=True):
     def artifact(self, sha256: str) -> Artifact:
         return next(a for a in self.artifacts if a.sha256 == sha256)
 
+    @property
+    def files(self) -> list[str]:
+        """The files of its bundle beside finding.json, by name."""
+        return [*self.derived, *(a.path for a in self.artifacts if a.kept)]
+
     def whys_of(self, id_: str) -> tuple[Node, ...]:
         """The nodes that answer why `id_`, withdrawn ones too."""
         return tuple(node for node in self.nodes if id_ in node.why_of)
@@ -325,6 +330,10 @@ def to_bytes(finding: Finding) -> bytes:
     return canonical(msgspec.to_builtins(finding))
 
 
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def canonical(value: Any) -> bytes:
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace") + b"\n"
@@ -340,7 +349,7 @@ def sealed(finding: Finding) -> Finding:
             "finding", finding.slug, "what its schema allows", str(error)
         ) from None
     bare = replace(checked, seal="")
-    return replace(bare, seal=hashlib.sha256(to_bytes(bare)).hexdigest())
+    return replace(bare, seal=digest(to_bytes(bare)))
 
 
 def load(raw: bytes, where: object) -> Finding:

@@ -13,7 +13,6 @@ Metrics are named as the views name them:
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput, RunLogError
-from engine.evidence.finding import LogName
+from engine.evidence.finding import LogName, digest
 from engine.files import open_plain
 from engine.runlog.events import (
     AnyEvent,
@@ -68,7 +67,7 @@ def run_id(run: RunFolder) -> str:
 
 
 def id_of(first_line: bytes) -> str:
-    return hashlib.sha256(first_line).hexdigest()[:16]
+    return digest(first_line)[:16]
 
 
 def begun_of(first_line: bytes) -> float | None:

@@ -19,7 +19,6 @@ was not rewritten too.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from engine.evidence.finding import (
     Finding,
     MetricWindow,
     Read,
+    digest,
     load,
     stands,
 )
@@ -82,7 +82,7 @@ class Checked:
         if self.faults:
             return Verdict(Level.FAIL, _and_more(self.faults))
         assert self.finding is not None
-        files = sum(a.kept for a in self.finding.artifacts) + len(self.finding.derived) + 1
+        files = len(self.finding.files) + 1
         return Verdict(Level.PASS, f"{files} files and {_count(self.finding)} as they were")
 
     @property
@@ -238,7 +238,7 @@ def _another_run(finding: Finding, evidence: Evidence, spec: str, test: str, rea
 
 def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
     """Files that should not be there, files made for people that are not as they were, and the log."""
-    wanted = {FINDING, *finding.derived, *(a.path for a in finding.artifacts if a.kept)}
+    wanted = {FINDING, *finding.files}
     folders = {str(Path(name).parent) for name in wanted}
     for path in sorted(bundle.path.rglob("*")):
         name = str(path.relative_to(bundle.path))
@@ -247,16 +247,16 @@ def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
                 yield Fault(where=name, text="a folder that the finding does not name")
         elif name not in wanted:
             yield Fault(where=name, text="a file that the finding does not name")
-    for name, digest in finding.derived.items():
+    for name, sha256 in finding.derived.items():
         path = bundle.path / name
         try:
             data = read_bytes(path, "file", limits.ARTIFACT)
         except BadInput as error:
             yield Fault(where=name, text=f"cannot be read: {error.message}")
             continue
-        found = hashlib.sha256(data).hexdigest()
-        if path.is_symlink() or found != digest:
-            yield Fault(where=name, text=f"expected sha256 {digest[:16]}, found {found[:16]}")
+        found = digest(data)
+        if path.is_symlink() or found != sha256:
+            yield Fault(where=name, text=f"expected sha256 {sha256[:16]}, found {found[:16]}")
     seal = logged_seal(bundle.path.parent / LOG, bundle.path.name)
     if seal is not None and seal != finding.seal:
         text = f"has the seal {seal[:16]}, the finding {finding.seal[:16]}: export it again if you changed it"
