@@ -504,6 +504,18 @@ def test_verify_of_a_folder_names_what_was_changed_and_says_so_in_its_exit_code(
     assert levels == {good.path.name: "pass", "2026-01-01-bad": "fail"}
 
 
+def test_verify_of_a_folder_does_not_ask_for_what_an_open_finding_lacks(
+    world: World, tmp_path: Path
+) -> None:
+    bundle = world.bundle.export(tmp_path)
+    bundle.save(add_node(bundle.load(), "and why that?", why_of=["n3"]))
+    bundle.export()
+    ran = ask("evidence", "verify", tmp_path)
+    assert ran.code == 0 and "E-WHY" not in ran.out
+    asked = ask("why", "verify", "--finding", bundle.path)
+    assert asked.code == 2 and "open: E-WHY-002 n4" in asked.out
+
+
 def test_a_list_is_not_stopped_by_a_finding_that_is_damaged(world: World, tmp_path: Path) -> None:
     world.bundle.export(tmp_path)
     bad = tmp_path / "2026-01-01-bad"

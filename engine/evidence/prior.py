@@ -75,7 +75,10 @@ def read_prior(path: Path, slug: str = "") -> tuple[Finding, list[Blob]]:
 
 
 def _findings(value: dict[str, Any], slug: str) -> Finding:
-    signed = {"author": _words(value.get("ticket")) or "not known", "at": _date(value.get("date"))}
+    signed: dict[str, Any] = {
+        "author": _words(value.get("ticket")) or "not known",
+        "at": _date(value.get("date")),
+    }
     title = _words(value.get("title")) or slug
     seen = _words(value.get("trigger")) or _words(value.get("background")) or title
     finding = new_finding(slug, seen, title=title, **signed)

@@ -13,6 +13,7 @@ the log says was built and done. Nothing is echoed from the request where the lo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -223,51 +224,52 @@ class Difference:
 def differences(run: RunFolder, view: RunView) -> list[Difference]:
     """Settings whose effective value is not the one asked for, in the order of the settings."""
     effective = effective_of(run)
-    spec: dict[str, dict[str, Any]] = effective.get("spec") or {}
+    spec = _flat(effective.get("spec") or {})
     found = list(_settled(_requested(run, effective), spec))
     for decision in view.decisions:
-        section, _, key = decision.knob.partition(".")
-        asked = (spec.get(section) or {}).get(key)
+        asked = spec.get(decision.knob)
         if asked is not None and str(asked) != decision.choice:
             found.append(Difference(decision.knob, asked, decision.choice, decision.reason))
     return found + list(_done_otherwise(spec, view))
 
 
-def _settled(requested: dict[str, Any], spec: dict[str, dict[str, Any]]) -> Iterator[Difference]:
+def _settled(requested: dict[str, Any], spec: dict[str, Any]) -> Iterator[Difference]:
     for key, value in requested.items():
-        section, _, name = key.partition(".")
-        if name not in spec.get(section, {}) or spec[section][name] == value:
+        if key not in spec or spec[key] == value:
             continue
-        took = spec[section][name]
+        took = spec[key]
         if isinstance(value, str) and isinstance(took, str) and took.endswith(Path(value).name):
             why = "a path is kept whole"
-        elif section == "run":
+        elif key.startswith("run."):
             why = "where the run is kept"
         else:
             why = "settings are kept in their own type"
         yield Difference(key, value, took, why)
 
 
-def _done_otherwise(spec: dict[str, dict[str, Any]], view: RunView) -> Iterator[Difference]:
+def _done_otherwise(spec: dict[str, Any], view: RunView) -> Iterator[Difference]:
     """What the built objects say, where it is not what the settings ask."""
-    train, loss, started = spec.get("train") or {}, spec.get("loss", {}), view.started
-    if started is not None and train:
-        gpus = spec.get("compute", {}).get("gpus", 1)
-        factors = (train.get("rows"), train.get("accumulation"), gpus)
+    trains, started = any(key.startswith("train.") for key in spec), view.started
+    if started is not None and trains:
+        gpus = spec.get("compute.gpus", 1)
+        factors = (spec.get("train.rows"), spec.get("train.accumulation"), gpus)
         rows = math.prod(factors) if all(isinstance(one, int) for one in factors) else None
-        for key, asked, took in (
-            ("train.steps", train.get("steps"), started.steps),
-            ("train.lr", train.get("lr"), started.peak_lr),
-            ("loss.alpha", loss.get("alpha"), started.alpha),
-            ("loss.temperature", loss.get("temperature"), started.temperature),
-            ("data.seq_len", spec.get("data", {}).get("seq_len"), started.seq_len),
-            ("rows per step", rows, started.rows_per_step),
-        ):
+        built = {
+            "train.steps": started.steps,
+            "train.lr": started.peak_lr,
+            "loss.alpha": started.alpha,
+            "loss.temperature": started.temperature,
+            "data.seq_len": started.seq_len,
+            "rows per step": started.rows_per_step,
+        }
+        for key, took in built.items():
+            asked = (spec | {"rows per step": rows}).get(key)
             if asked != took:
                 yield Difference(key, asked, took, "the objects that were built say so")
-    if train and view.last_step != train.get("steps"):
+    steps = spec.get("train.steps")
+    if trains and view.last_step != steps:
         ended = view.finished.reason if view.finished else "the run has not said how it ended"
-        yield Difference("steps done", train.get("steps"), view.last_step, ended)
+        yield Difference("steps done", steps, view.last_step, ended)
     done = rows_of(view)
     if done["rows_seen"] != done["rows_trained"]:
         why = f"{done['steps_not_applied']} steps had a number that was not finite"
@@ -277,24 +279,26 @@ def _done_otherwise(spec: dict[str, dict[str, Any]], view: RunView) -> Iterator[
         yield Difference("vocabulary", cut.teacher_ids, cut.student_ids, why)
 
 
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Settings by `section.key`."""
+    found: dict[str, Any] = {}
+    for section, settings in tree.items():
+        if isinstance(settings, dict):
+            found |= {f"{section}.{name}": value for name, value in settings.items()}
+        else:
+            found[section] = settings
+    return found
+
+
 def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
     """Each setting of spec.toml with the command line's over it."""
     asked: dict[str, Any] = {}
-    try:
-        tree, _ = read_spec(run.spec)
-    except BadInput:
-        tree = {}
-    for section, settings in tree.items():
-        if isinstance(settings, dict):
-            asked |= {f"{section}.{name}": value for name, value in settings.items()}
-        else:
-            asked[section] = settings
+    with contextlib.suppress(BadInput):
+        asked = _flat(read_spec(run.spec)[0])
     for argument in effective.get("sets") or []:
-        try:
+        with contextlib.suppress(SpecError):
             key, value = parse_set(argument)
-        except SpecError:
-            continue
-        asked[key] = value
+            asked[key] = value
     return asked
 
 
