@@ -24,7 +24,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -60,7 +60,6 @@ from engine.runlog.folder import RunFolder, is_run
 
 LARGEST_KEPT_BYTES = 4 << 20
 """Bigger files are named by hash and size and not copied."""
-READ_BYTES = 1 << 20
 QUOTES_KEPT = 8
 QUOTE_CHARACTERS = 300
 EXCERPT_BYTES = 4096
@@ -132,12 +131,10 @@ def _stream_blob(
     head = stream.read(LARGEST_KEPT_BYTES + 1)
     if len(head) <= LARGEST_KEPT_BYTES and (is_text or _is_text(head)):
         return text_blob(head, name, what, redactor)
-    size, hashed = len(head), hashlib.sha256(head)
-    while piece := stream.read(READ_BYTES):
-        hashed.update(piece)
-        size += len(piece)
+    stream.seek(0)
+    sha256 = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
     name, what = redactor.text(name).text, redactor.text(what).text
-    artifact = Artifact(sha256=hashed.hexdigest(), name=name, size=size, what=what, kept=False)
+    artifact = Artifact(sha256=sha256, name=name, size=stream.tell(), what=what, kept=False)
     return Blob(artifact=artifact, data=None)
 
 
@@ -448,11 +445,9 @@ def capture_command(
     command: str | Sequence[str],
     redactor: Redactor,
     *,
-    cwd: Path | None = None,
     expect_exit: int | None = None,
     expect_text: str = "",
     limit_s: float = COMMAND_LIMIT_S,
-    environ: Mapping[str, str] | None = None,
 ) -> Capture:
     """Run a command, without a shell, and keep argv, exit status, hash and excerpt of both outputs.
 
@@ -465,13 +460,13 @@ def capture_command(
         raise BadInput.expected("command", command, "words of a shell", str(error)) from None
     if not argv:
         raise BadInput.expected("command", "of the evidence", "a program", "nothing")
-    begun_unix_s, folder = time.time(), cwd or Path.cwd()
+    begun_unix_s = time.time()
     # A secret that an argument holds is one in what is printed, too.
     redactor = redactor.knowing(argv)
     outputs: dict[str, Any] = {}
     blobs, texts = [], []
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        status, seconds = _run(argv, cwd, out, err, limit_s, environ)
+        status, seconds = _run(argv, out, err, limit_s)
         for name, stream in (("stdout", out), ("stderr", err)):
             stream.seek(0)
             what = f"{name} of {argv[0]}"
@@ -486,12 +481,12 @@ def capture_command(
             }
             blobs.append(blob)
             texts.append(redactor.text(head.decode("utf-8", "replace")).text)
-    started = _started_run(argv, folder, begun_unix_s, texts, redactor)
+    started = _started_run(argv, begun_unix_s, texts, redactor)
     expect_text = redactor.text(expect_text).text
     kept_argv, found = redactor.argv(argv)
     record: dict[str, Any] = {
         "argv": list(kept_argv),
-        "cwd": redactor.text(str(folder)).text,
+        "cwd": redactor.text(str(Path.cwd())).text,
         "exit_status": status,
         "timed_out_after_s": limit_s if status is None else None,
         "expect_exit": expect_exit,
@@ -537,10 +532,10 @@ def as_expected(
 
 
 def _started_run(
-    argv: Sequence[str], cwd: Path, begun_unix_s: float, texts: Sequence[str], redactor: Redactor
+    argv: Sequence[str], begun_unix_s: float, texts: Sequence[str], redactor: Redactor
 ) -> tuple[StartedRun, Blob] | None:
     """The newest run whose log began after the command did, with that log; None where there is none."""
-    found = [(begun, run) for run in _runs_near(argv, cwd, texts) if (begun := _begun(run))]
+    found = [(begun, run) for run in _runs_near(argv, texts) if (begun := _begun(run))]
     found = [one for one in found if begun_unix_s <= one[0] <= time.time()]
     if not found:
         return None
@@ -554,12 +549,12 @@ def _started_run(
     return StartedRun(**named, begun_unix_s=begun, log=blob.artifact.sha256), blob
 
 
-def _runs_near(argv: Sequence[str], cwd: Path, texts: Sequence[str]) -> list[RunFolder]:
+def _runs_near(argv: Sequence[str], texts: Sequence[str]) -> list[RunFolder]:
     """Runs where the command may have put one: paths that it was given or printed, ./runs and ./flips."""
     said = (*argv, *(text[-EXCERPT_BYTES:] for text in texts))
     words = {word for text in said for word in _WORD.findall(text)}
     found: set[Path] = set()
-    for place in {cwd / word for word in (words | {"runs", "flips"})}:
+    for place in {Path.cwd() / word for word in (words | {"runs", "flips"})}:
         with contextlib.suppress(OSError, ValueError):
             if place.is_dir():
                 inner = [place, *place.glob("*"), *place.glob("arms/*"), *place.glob("*/arms/*")]
@@ -582,20 +577,13 @@ def _first_line(path: Path) -> bytes:
 
 
 def _run(
-    argv: Sequence[str],
-    cwd: Path | None,
-    out: IO[bytes],
-    err: IO[bytes],
-    limit_s: float,
-    environ: Mapping[str, str] | None,
+    argv: Sequence[str], out: IO[bytes], err: IO[bytes], limit_s: float
 ) -> tuple[int | None, float]:
     """Exit status as a shell reports it, None for one that ran out of time; and the seconds."""
     begun_s = time.monotonic()
     try:
         process = subprocess.Popen(
             argv,
-            cwd=cwd,
-            env=None if environ is None else dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

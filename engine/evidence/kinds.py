@@ -81,7 +81,7 @@ def cut(lines: Sequence[str]) -> list[str]:
     return [*shown, f"  and {more} more"] if more > 0 else shown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     words: Callable[[Any], str]
     differences: Callable[[Any, Piece, bytes], Iterator[str]]
@@ -351,35 +351,14 @@ def _statement_differences(locator: Statement, piece: Piece, data: bytes) -> Ite
         yield "the statement is another"
 
 
+# words, differences, opened, again
 KINDS: dict[type[Locator], Kind] = {
-    EventRange: Kind(
-        words=_events_words,
-        differences=_events_differences,
-        opened=_events_opened,
-        again=_events_again,
-    ),
-    ExitRecord: Kind(
-        words=_exit_words, differences=_exit_differences, opened=_exit_opened, again=_exit_again
-    ),
-    MetricWindow: Kind(
-        words=_metric_words,
-        differences=_metric_differences,
-        # A plot shows it, and its words have the numbers.
-        opened=lambda *_: [],
-        again=_metric_again,
-    ),
-    FileRange: Kind(
-        words=_file_words, differences=_file_differences, opened=_text_opened, again=_file_again
-    ),
-    FlipResult: Kind(
-        words=_flip_words, differences=_flip_differences, opened=_flip_opened, again=_flip_again
-    ),
-    CommandRun: Kind(
-        words=_command_words, differences=_command_differences, opened=_command_opened
-    ),
-    Statement: Kind(
-        words=lambda locator: f"“{locator.text}”",
-        differences=_statement_differences,
-        opened=_text_opened,
-    ),
+    EventRange: Kind(_events_words, _events_differences, _events_opened, _events_again),
+    ExitRecord: Kind(_exit_words, _exit_differences, _exit_opened, _exit_again),
+    # A plot shows a metric, and its words have the numbers.
+    MetricWindow: Kind(_metric_words, _metric_differences, lambda *_: [], _metric_again),
+    FileRange: Kind(_file_words, _file_differences, _text_opened, _file_again),
+    FlipResult: Kind(_flip_words, _flip_differences, _flip_opened, _flip_again),
+    CommandRun: Kind(_command_words, _command_differences, _command_opened),
+    Statement: Kind(lambda said: f"“{said.text}”", _statement_differences, _text_opened),
 }

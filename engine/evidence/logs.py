@@ -50,7 +50,8 @@ class Line:
 
 
 def log_of(run: RunFolder, name: LogName) -> Path:
-    return {"events": run.events, "device": run.device, "watch": run.watch}[name]
+    log: Path = getattr(run, name)
+    return log
 
 
 def run_id(run: RunFolder) -> str:

@@ -67,14 +67,13 @@ def new_finding(
     claim: str,
     *,
     title: str = "",
-    kind: Kind = "observation",
     author: str = "",
     at: str = "",
 ) -> Finding:
     """A finding that begins with what was seen. Raises BadInput for a name that is no slug."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", slug):
         raise BadInput.expected("finding", slug, "a name of a-z, 0-9 and -", repr(slug))
-    root = _new_node("n1", claim, kind, author, at)
+    root = _new_node("n1", claim, "observation", author, at)
     return Finding(
         slug=slug,
         title=_clean(title or claim, "title"),
