@@ -13,7 +13,7 @@ What may be done to one is in `engine.evidence.changes`.
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,15 +186,13 @@ class FindingFeed:
 
 
 def _fingerprint(path: Path) -> object:
-    found = []
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                stat = os.stat(os.path.join(folder, name))
-            except FileNotFoundError:
-                continue
-            found.append((folder, name, stat.st_mtime_ns, stat.st_size))
-    return tuple(sorted(found))
+    found = set()
+    for file in path.rglob("*"):
+        # A partial file may be gone by now.
+        with contextlib.suppress(FileNotFoundError):
+            stat = file.stat()
+            found.add((file, stat.st_mtime_ns, stat.st_size))
+    return found
 
 
 def listing_of(checked: Checked, *, ascii_only: bool) -> Listing:
@@ -408,7 +406,7 @@ def _trace_of(evidence: Evidence, raw: bytes) -> Trace | None:
 def node_of(finding: Finding, key: str) -> tuple[str, str]:
     """The node that a row belongs to, and the alternative that it is, if it is one."""
     for node in finding.nodes:
-        if key.partition("@")[0] == node.id or key in {e.id for e in node.evidence}:
+        if key.partition("@")[0] in {node.id, *(e.id for e in node.evidence)}:
             return node.id, ""
         if key in {a.id for a in node.alternatives}:
             return node.id, key
