@@ -31,7 +31,7 @@ from engine.evidence.finding import (
     Node,
     Says,
     Status,
-    stands,
+    is_active,
 )
 from engine.evidence.kinds import KINDS, Piece, points_of, words_of
 from engine.evidence.redact import Redactor
@@ -254,7 +254,7 @@ class _Tree:
             return
         self.drawn.add(node.id)
         lines = tuple(self.node_lines(node))
-        if not stands(node):
+        if not is_active(node):
             text = f"{branch}{node.id}  {node.kind}: {claim} {withdrawn_words(node.withdrawn)}"
             yield Row(key=node.id, text=text, tone="quiet", sign="-", struck=True, lines=lines)
             return
@@ -322,7 +322,7 @@ class _Tree:
             lines += _attached_lines(piece)
         except (EngineError, ValueError, KeyError, TypeError) as problem:
             lines += ["cannot be read", f"  {one_line(str(problem))}"]
-        gone = not stands(evidence)
+        gone = not is_active(evidence)
         return Row(
             key=evidence.id,
             text=f"{_branch(depth)}{evidence.id}  {evidence.says}: {words} {taken}".rstrip(),
@@ -342,7 +342,7 @@ def _alternative_row(node: Node, alternative: Alternative, depth: int) -> Row:
     answer = alternative.answer
     minutes = f"{alternative.cost_minutes:g} minute{'' if alternative.cost_minutes == 1 else 's'}"
     sign, tone = "?", "plain"
-    if not stands(alternative):
+    if not is_active(alternative):
         state, sign, tone = withdrawn_words(alternative.withdrawn), "-", "quiet"
     elif answer is None or answer.outcome == "undecided":
         state = f"{'untested' if answer is None else 'undecided'}, {minutes}"
@@ -370,7 +370,7 @@ def _alternative_row(node: Node, alternative: Alternative, depth: int) -> Row:
         text=f"{_branch(depth)}{alternative.id}  or {one_line(alternative.claim)} [{state}]",
         tone=tone,  # type: ignore[arg-type]
         sign=sign,
-        struck=not stands(alternative),
+        struck=not is_active(alternative),
         lines=lines,
     )
 
@@ -416,7 +416,7 @@ def node_of(finding: Finding, key: str) -> tuple[str, str]:
 def tested_id(finding: Finding, node: str, given: str) -> str:
     """The alternative that evidence answers: the one given, or the cheapest untested. Raises BadInput."""
     named = [n for n in finding.nodes if n.id == node]
-    untested = [a for n in named for a in n.alternatives if a.answer is None and stands(a)]
+    untested = [a for n in named for a in n.alternatives if a.answer is None and is_active(a)]
     if not given and not untested:
         found = "none that is untested"
         raise BadInput.expected("evidence", node, "an alternative to answer", found)

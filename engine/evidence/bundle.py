@@ -37,9 +37,9 @@ from engine.evidence.finding import (
     Finding,
     Status,
     digest,
+    is_active,
     load,
     sealed,
-    stands,
     to_bytes,
 )
 from engine.evidence.rules import judge
@@ -88,7 +88,7 @@ class Bundle:
         return bundle
 
     def load(self) -> Finding:
-        """The finding as it stands. Raises BadInput for one that is not as the tool left it."""
+        """The finding as it is on disk. Raises BadInput for one that is not as the tool left it."""
         return load(self.read_finding(), self.path / FINDING)
 
     def read_finding(self) -> bytes:
@@ -252,7 +252,7 @@ def _is_open(bundle: Bundle) -> bool:
 
 def log_entry(name: str, finding: Finding) -> str:
     """The paragraph of a finding in LOG.md."""
-    kinds = [node.status for node in finding.nodes if stands(node)]
+    kinds = [node.status for node in finding.nodes if is_active(node)]
     counts = ", ".join(f"{kinds.count(s)} {s}" for s in get_args(Status) if s in kinds)
     open_ = sum(p.level != "warning" for p in judge(finding))
     left = f" {open_} open." if open_ else ""

@@ -98,7 +98,7 @@ def run_blobs(run: RunFolder, redactor: Redactor, project: Path | None = None) -
 def view_of(run: RunFolder) -> RunView:
     """The run as far as its logs can be read."""
     follower = Follower(run)
-    # Of a log with a fault, what stands in front of it.
+    # Of a log with a fault, the lines before it.
     with contextlib.suppress(RunLogError):
         follower.read_all()
     return follower.view
@@ -290,7 +290,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 def _hash_difference(folder: Path, difference: bytes, names: list[bytes]) -> str:
     """Over the difference, then name and content of each file that git does not know; of a big file,
-    and of those after the first thousands, the size stands for the content."""
+    and of those after the first thousands, the size is hashed instead of the content."""
     digest = hashlib.sha256(difference)
     for number, name in enumerate(names):
         file = folder / os.fsdecode(name)

@@ -252,7 +252,7 @@ class Node(Record, frozen=True, kw_only=True):
     withdrawn: Withdrawn | UnsetType = UNSET
 
 
-def stands(entry: Node | Alternative | Evidence) -> bool:
+def is_active(entry: Node | Alternative | Evidence) -> bool:
     """Whether it was not withdrawn."""
     return entry.withdrawn is UNSET
 
@@ -299,8 +299,8 @@ class Finding(Record, frozen=True, kw_only=True):
         """The nodes that answer why `id_`, withdrawn ones too."""
         return tuple(node for node in self.nodes if id_ in node.why_of)
 
-    def standing_whys_of(self, id_: str) -> tuple[Node, ...]:
-        return tuple(node for node in self.whys_of(id_) if stands(node))
+    def active_whys_of(self, id_: str) -> tuple[Node, ...]:
+        return tuple(node for node in self.whys_of(id_) if is_active(node))
 
     def evidence(self) -> Iterable[tuple[Node, Evidence]]:
         for node in self.nodes:

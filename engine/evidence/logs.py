@@ -1,4 +1,4 @@
-"""Parts of a run's logs as they stand there: lines by number, and the numbers of one metric.
+"""Parts of a run's logs: lines by number, and the numbers of one metric.
 
 A slice is the lines themselves, so that it can be read again by whatever reads logs. Capturing and
 verifying use the same functions: first on the run's own log, later on the slice in the bundle.
@@ -124,7 +124,7 @@ def take_range(path: Path, first_seq: int, last_seq: int) -> list[Line]:
 
 
 def slice_bytes(lines: Iterable[Line], where: object) -> bytes:
-    """The lines as they stand in the log. Raises BadInput for more than a bundle should hold."""
+    """The lines as the log has them. Raises BadInput for more than a bundle should hold."""
     data = b"".join(line.raw + b"\n" for line in lines)
     if len(data) > LARGEST_SLICE_BYTES:
         expected, hint = (
@@ -137,7 +137,7 @@ def slice_bytes(lines: Iterable[Line], where: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Where a metric stands: a field of one kind of event, of those whose `key` is `subject`."""
+    """Where a metric is read: a field of one kind of event, of those whose `key` is `subject`."""
 
     log: LogName
     kind: type[Any]

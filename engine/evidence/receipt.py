@@ -303,7 +303,7 @@ def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
 
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
-    """The settings of a run in tables, and what else stands beside them; none where they cannot be read."""
+    """What effective.json holds: the settings of a run by section, and more; nothing where it cannot be read."""
     try:
         found = run.read_effective()
     except RunLogError:

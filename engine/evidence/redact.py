@@ -6,7 +6,7 @@ is returned and kept beside the text. Found are:
 
     forms       keys of known services, `Authorization` headers, cookies, user and password in a URL,
                 signatures in its query, private keys
-    values      what stands behind a telling name, of any length: `HF_TOKEN=abc`, `--api-key x`,
+    values      what follows a telling name, of any length: `HF_TOKEN=abc`, `--api-key x`,
                 `"password": "a b"`, YAML, headers, XML, URL-encoded (`named_values`)
     copies      of the secrets of this process's environment, and of those found above in the same text:
                 any 8 characters in a row of one, of its base64 in each of the three alignments (plain and
@@ -14,7 +14,7 @@ is returned and kept beside the text. Found are:
 
 What is left holds no quote or backslash, so JSON stays JSON.
 
-Not covered: a secret of no known form that stands behind no telling name and in no variable; a piece of
+Not covered: a secret of no known form that follows no telling name and is in no variable; a piece of
 fewer than 8 characters; a copy that was encrypted, compressed or encoded twice; a phrase of several words
 without quotes in the middle of a line; and text inside of archives, images and weights, which are never
 copied.
@@ -95,7 +95,7 @@ _LONGEST_BLOCK = 1 << 16
 
 
 def named_values(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where secret values stand directly behind a name which says that they are secret, in order and
+    """Where secret values directly follow a name which says that they are secret, in order and
     apart: start, stop, and the quote that has to enclose what is put there so that JSON stays JSON.
 
         HF_TOKEN=abc    --api-key x    "password": "a b"    secret: |       <password>x</password>
@@ -162,7 +162,7 @@ def _value(
 
 
 def _separates(text: str, name: str, name_start: int, sep: str) -> bool:
-    """Whether what stands between a name and a value makes it one of that name."""
+    """Whether what is between a name and a value makes it one of that name."""
     option = name.startswith("-")
     bare = sep.strip()
     if bare == ",":

@@ -74,7 +74,7 @@ def _run_page(run: RunFolder) -> str:
     parts += [
         _section("Result", result_lines(view) or ["no held-out loss was measured"]),
         *[_section("Speed", speed_lines(view))] * bool(speed_lines(view)),
-        _section("Alerts that stand", alerts or ["none"]),
+        _section("Active alerts", alerts or ["none"]),
         f'<h2>Figures</h2>\n<div class="figures">{"".join(run_figures(view))}</div>',
         _section("First-minute checks", check_lines(view)),
         _section("Decisions", decisions or ["none was logged"]),

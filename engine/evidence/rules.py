@@ -5,7 +5,7 @@
     E-WHY-002  a cause (hypothesis, mechanism) is supported by a flip or a reproduction, or it is
                printed "unverified"; a flip has the runs of its arms, a reproduction started a run after
                the finding began
-    E-WHY-003  "OOM" in a claim that stands needs the record of an exit whose cause says so
+    E-WHY-003  "OOM" in a claim that is observed or supported needs the record of an exit whose cause says so
     E-WHY-004  no root cause while an alternative that costs less than 30 minutes is untested, or none
                was ever thought of, or one holds, or one is excluded by anything but the test it names
     E-WHY-005  one observation supports one claim once
@@ -56,7 +56,7 @@ from engine.evidence.finding import (
     Node,
     Status,
     canonical,
-    stands,
+    is_active,
     unix_of,
 )
 
@@ -122,7 +122,7 @@ class Rule:
     id: str
     level: Literal["error", "open", "warning"]
     broken_by: Callable[[Finding, Node, Broken], Iterator[str]]
-    """What a node that stands has against it, in words."""
+    """What is against a node that was not withdrawn, in words."""
     of_status: bool = False
     """Whether what breaks it leaves the node unverified."""
 
@@ -133,7 +133,7 @@ class Rule:
 
 def judge(finding: Finding, broken: Broken | None = None) -> tuple[Problem, ...]:
     """Everything that the rules have against a finding."""
-    standing = [node for node in finding.nodes if stands(node)]
+    standing = [node for node in finding.nodes if is_active(node)]
     found = [
         problem
         for node in standing
@@ -162,7 +162,7 @@ def effective_status(
 
 def silence(evidence: Evidence) -> str:
     """Why evidence says nothing at all, whatever it is linked for; empty where it does say something."""
-    if not stands(evidence):
+    if not is_active(evidence):
         return "it was withdrawn"
     if isinstance(evidence.locator, CommandRun):
         return NO_ANSWER_EXITS.get(evidence.locator.exit_status, "")
@@ -327,7 +327,7 @@ def _cause_without_a_test(finding: Finding, node: Node, broken: Broken) -> Itera
 def _asks_no_why(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
     if node is finding.nodes[0] and node.kind != "observation":
         yield "the first node is not an observation: nothing was seen that asks for a why"
-    if not finding.standing_whys_of(node.id) and node.kind == "observation":
+    if not finding.active_whys_of(node.id) and node.kind == "observation":
         yield "no why was given"
 
 
@@ -358,7 +358,7 @@ def _memory_without_an_exit(finding: Finding, node: Node, broken: Broken) -> Ite
 def _alternative_untested(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
     if node.kind == "observation" or node.status == "refuted":
         return
-    standing = [a for a in node.alternatives if stands(a)]
+    standing = [a for a in node.alternatives if is_active(a)]
     if not standing:
         yield "no alternative was thought of"
     untested = [a for a in standing if a.answer is None or a.answer.outcome == "undecided"]
@@ -376,7 +376,7 @@ def _alternative_untested(finding: Finding, node: Node, broken: Broken) -> Itera
 
 
 def _ends_at_a_person(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
-    if finding.standing_whys_of(node.id) or node.status == "refuted" or node is finding.nodes[0]:
+    if finding.active_whys_of(node.id) or node.status == "refuted" or node is finding.nodes[0]:
         return
     authors = {re.escape(n.author) for n in finding.nodes if len(n.author) > 2}
     named = bool(authors) and re.search(rf"(?i)\b(?:{'|'.join(authors)})\b", node.claim) is not None
@@ -397,7 +397,7 @@ RULES = (
 def _double_problems(finding: Finding) -> Iterator[Problem]:
     seen: dict[bytes, str] = {}
     for node, evidence in finding.evidence():
-        if evidence.says != "supports" or not stands(evidence):
+        if evidence.says != "supports" or not is_active(evidence):
             continue
         key = evidence.artifact.encode() + canonical(msgspec.to_builtins(evidence.locator))
         if key in seen:
@@ -496,7 +496,7 @@ def _captured_as(finding: Finding, evidence: Evidence) -> str:
     by_tool = {
         sha
         for _, other in finding.evidence()
-        if other.captured_by == "tool" and stands(other)
+        if other.captured_by == "tool" and is_active(other)
         for sha in (other.artifact, *other.attached)
     }
     if evidence.artifact not in by_tool:

@@ -23,7 +23,7 @@ from engine.evidence.finding import (
     Node,
     Read,
     Withdrawn,
-    stands,
+    is_active,
 )
 from engine.evidence.kinds import points_of, words_of
 from engine.evidence.rules import Broken, effective_status, judge, observations
@@ -57,7 +57,7 @@ def tree_lines(finding: Finding, broken: Broken | None = None) -> list[str]:
         drawn.add(node.id)
         deeper = f"{indent}    "
         claim = f"{node.kind}: {one_line(node.claim)}"
-        if stands(node):
+        if is_active(node):
             out.append(f"{indent}{node.id}  {status}  {claim}{count_words(node)}")
             if status != node.status:
                 out.append(f"{deeper}said to be {node.status}; {why}")
@@ -92,7 +92,7 @@ def struck(words: str, withdrawn: Withdrawn | UnsetType) -> str:
 
 
 def withdrawn_words(withdrawn: Withdrawn | UnsetType) -> str:
-    """Why, when and by whom an entry was taken back; empty for one that stands."""
+    """Why, when and by whom an entry was taken back; empty for one that was not."""
     if withdrawn is UNSET:
         return ""
     return one_line(f"withdrawn {withdrawn.at} by {withdrawn.author}: {withdrawn.reason}")
@@ -203,7 +203,7 @@ def _node_lines(node: Node, finding: Finding, read: Read) -> Iterator[str]:
         texts = (f"{a.id}: {a.claim}", a.test, a.expected_if_true, a.expected_if_false)
         cells = [*map(_escape, texts), f"{a.cost_minutes:g}", _escape(result)]
         shown = [_struck(cell, a) for cell in cells]
-        shown[-1] += "" if stands(a) else f" {_escape(withdrawn_words(a.withdrawn))}"
+        shown[-1] += "" if is_active(a) else f" {_escape(withdrawn_words(a.withdrawn))}"
         yield _cells(shown)
 
 
@@ -218,7 +218,7 @@ def _cells(cells: Iterable[str]) -> str:
 
 
 def _struck(text: str, entry: Node | Evidence | Alternative) -> str:
-    return text if stands(entry) else f"~~{text}~~"
+    return text if is_active(entry) else f"~~{text}~~"
 
 
 def _place(artifact: Artifact) -> str:

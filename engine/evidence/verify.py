@@ -36,8 +36,8 @@ from engine.evidence.finding import (
     MetricWindow,
     Read,
     digest,
+    is_active,
     load,
-    stands,
 )
 from engine.evidence.kinds import KINDS, Piece
 from engine.evidence.rules import Problem, judge, names_a_run
@@ -206,7 +206,7 @@ def _tested_problems(finding: Finding, read: Read) -> Iterator[Problem]:
             answer, wanted = alternative.answer, names_a_run(alternative.test)
             if answer is None or answer.outcome != "excluded" or not wanted:
                 continue
-            if not stands(node) or not stands(alternative):
+            if not is_active(node) or not is_active(alternative):
                 continue
             evidence = next(e for e in node.evidence if e.id == answer.evidence)
             if not isinstance(evidence.locator, EventRange | ExitRecord | MetricWindow):

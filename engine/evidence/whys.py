@@ -39,8 +39,8 @@ from engine.evidence.finding import (
     Says,
     Status,
     Withdrawn,
+    is_active,
     now_utc,
-    stands,
 )
 from engine.evidence.redact import Redactor
 from engine.evidence.rules import Problem, judge, silence
@@ -201,10 +201,10 @@ def answer(
     if not isinstance(alternative, Alternative):
         expected, found = "one that was named", repr(alternative_id)
         raise BadInput.expected("alternative", finding.slug, expected, found)
-    if not stands(alternative):
+    if not is_active(alternative):
         found = "one that was withdrawn"
         raise BadInput.expected("alternative", alternative_id, "one that stands", found)
-    own = [e.id for e in node.evidence if stands(e)]
+    own = [e.id for e in node.evidence if is_active(e)]
     if evidence not in own:
         expected = f"evidence of {node.id} ({', '.join(own) or 'it has none'})"
         raise BadInput.expected("answer", alternative_id, expected, evidence or "none")
@@ -239,7 +239,7 @@ def withdraw(finding: Finding, id_: str, reason: str, *, author: str = "", at: s
             expected = "an alternative that does not hold"
             raise BadInput.expected("withdraw", id_, expected, "one that holds", hint=hint)
         return _with(finding, _with_alternative(node, gone))
-    if node is finding.nodes[0] or finding.standing_whys_of(id_):
+    if node is finding.nodes[0] or finding.active_whys_of(id_):
         found = "the first one" if node is finding.nodes[0] else "one that has answers"
         raise BadInput.expected("withdraw", id_, "a node that nothing hangs on", found)
     return _with(finding, gone)
