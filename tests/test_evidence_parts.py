@@ -9,6 +9,7 @@ import sys
 import time
 import xml.etree.ElementTree
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from findings import hanging_run
@@ -18,6 +19,8 @@ from run_folders import Scene, started
 
 from engine.evidence.chart import Row, metric_figure, sparkline
 from engine.evidence.context import kernel_excerpt, view_of
+from engine.evidence.finding import Locator
+from engine.evidence.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,6 +62,10 @@ def test_one_spike_among_a_hundred_thousand_points_is_drawn(odd: float | None) -
 
 def test_a_gpu_that_does_nothing_is_drawn_at_the_bottom() -> None:
     assert sparkline([0.0, 0.0]) == "▁▁" and sparkline([96.0, 96.0]) == "██"
+
+
+def test_each_kind_of_evidence_has_its_row() -> None:
+    assert set(KINDS) == set(get_args(Locator))
 
 
 def fake(tmp_path: Path, text: str, code: int = 0) -> tuple[str, ...]:

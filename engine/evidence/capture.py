@@ -229,12 +229,12 @@ def quotes_of(data: bytes) -> tuple[Quote, ...]:
 
 def capture_exit(run: RunFolder, redactor: Redactor) -> Capture:
     """The newest record of how the trainer ended. Raises RunLogError when there is none."""
-    found = [line for line in logs.read_log(run.watch) if isinstance(line.event, TrainerExited)]
-    if not found:
+    line = _newest(run.watch, TrainerExited)
+    if line is None:
         expected = "a record of how the trainer ended"
         raise RunLogError.expected("run log", run.watch, expected, "none")
     what = f"how the trainer of {run.name} ended"
-    blob = text_blob(found[-1].raw + b"\n", "watch.jsonl", what, redactor)
+    blob = text_blob(line.raw + b"\n", "watch.jsonl", what, redactor)
     (kept,) = logs.lines_of(blob.data or b"", run.watch)
     locator = ExitRecord(**_of_run(run, redactor), **exit_fields(kept))
     return Capture(locator=locator, blob=blob, source=run.path)
@@ -281,28 +281,29 @@ def capture_metric(
 
 def capture_alert(run: RunFolder, id_: str, redactor: Redactor) -> Capture:
     """The newest raising of an alert, with the readings of its window. Raises BadInput."""
-    raised = [
-        line.event
-        for line in logs.read_log(run.watch)
-        if isinstance(line.event, AlertRaised) and line.event.id == id_
-    ]
-    if not raised:
+    line = _newest(run.watch, AlertRaised, id_)
+    if line is None:
         raise BadInput.expected("alert", run.watch, f"one of the id {id_}", "none")
-    alert = raised[-1]
+    alert: AlertRaised = line.event
     capture = capture_events(run, "watch", alert.seq, alert.seq, redactor)
     return capture.with_attached(window_blobs(run, alert.from_unix_s, alert.to_unix_s, redactor))
 
 
 def capture_check(run: RunFolder, id_: str, redactor: Redactor) -> Capture:
     """The newest answer of a first-minute check, with its numbers. Raises BadInput."""
-    seqs = [
-        line.event.seq
-        for line in logs.read_log(run.events)
-        if isinstance(line.event, Checked) and line.event.id == id_
-    ]
-    if not seqs:
+    line = _newest(run.events, Checked, id_)
+    if line is None:
         raise BadInput.expected("check", run.events, f"an answer of {id_}", "none")
-    return capture_events(run, "events", seqs[-1], seqs[-1], redactor)
+    return capture_events(run, "events", line.event.seq, line.event.seq, redactor)
+
+
+def _newest(log: Path, kind: type[Any], id_: str | None = None) -> Any:
+    """The newest line of a log that is of a kind, and of an id; None where there is none."""
+    found = None
+    for line in logs.read_log(log):
+        if isinstance(line.event, kind) and id_ in (None, getattr(line.event, "id", None)):
+            found = line
+    return found
 
 
 def capture_window(
