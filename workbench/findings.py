@@ -8,7 +8,7 @@ first, and named again under the second. What a row's status means is its word a
     > evidence    ! evidence that was changed, or an alternative that holds    / excluded
     - withdrawn: drawn with a line through it
 
-What may be done to one is in `engine.evidence.changes`.
+What may be done to one is in `engine.findings.changes`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import BadInput, EngineError
-from engine.evidence import changes
-from engine.evidence.bundle import FINDING, Bundle, find_bundles
-from engine.evidence.capture import Capture, capture_flip
-from engine.evidence.finding import (
+from engine.findings import changes
+from engine.findings.bundle import FINDING, Bundle, find_bundles
+from engine.findings.capture import Capture, capture_flip
+from engine.findings.finding import (
     Alternative,
     CommandRun,
     Evidence,
@@ -33,19 +33,19 @@ from engine.evidence.finding import (
     Status,
     is_active,
 )
-from engine.evidence.kinds import KINDS, Piece, points_of, words_of
-from engine.evidence.redact import Redactor
-from engine.evidence.rules import CHEAP_MINUTES, effective_status, judge
-from engine.evidence.text import (
+from engine.findings.kinds import KINDS, Piece, points_of, words_of
+from engine.findings.redact import Redactor
+from engine.findings.rules import CHEAP_MINUTES, effective_status, judge
+from engine.findings.text import (
     alternative_words,
     count_words,
     state_words,
     tree_lines,
     withdrawn_words,
 )
-from engine.evidence.verify import Checked, check_bundle
-from engine.experiments.text import ASCII, UNICODE
-from engine.runlog.text import one_line
+from engine.findings.verify import Checked, check_bundle
+from engine.flips.text import ASCII, UNICODE
+from engine.log.text import one_line
 from engine.units import format_bytes
 from workbench.listing import TONE_OF, Listing, Row, Tone
 from workbench.traces import Decimator, Trace

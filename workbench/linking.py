@@ -16,16 +16,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.evidence.capture import (
+from engine.findings.capture import (
     Capture,
     capture_command,
     capture_part,
     capture_statement,
     whole_or_run,
 )
-from engine.evidence.context import run_blobs, view_of
-from engine.evidence.redact import Redactor
-from engine.runlog.folder import RunFolder
+from engine.findings.context import run_blobs, view_of
+from engine.findings.redact import Redactor
+from engine.log.folder import RunFolder
 
 PARTS = "metric loss 3-9, events 3-9, device 3-9, watch 3-9, time 10-20, exit, or alert ID"
 

@@ -20,7 +20,7 @@ lists and checks what is there.
 
 What is linked of a run is one thing: --events, --metric, --alert, --check, --exit, or a time; of a flip its
 verdict, its plan and every pair; of a file all of it, or --lines. It is written down as it is now, without
-secrets (`engine.evidence.redact`), so it can be checked when its source is gone.
+secrets (`engine.findings.redact`), so it can be checked when its source is gone.
 
 Exit codes of verify: 0 sound and closed, 1 something was changed or a rule is broken, 2 sound and open.
 """
@@ -37,12 +37,12 @@ from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.evidence.bundle import Bundle
-    from engine.evidence.capture import Capture
-    from engine.evidence.changes import Done
-    from engine.evidence.finding import Finding, Says
-    from engine.evidence.redact import Redactor
-    from engine.runlog.folder import RunFolder
+    from engine.findings.bundle import Bundle
+    from engine.findings.capture import Capture
+    from engine.findings.changes import Done
+    from engine.findings.finding import Finding, Says
+    from engine.findings.redact import Redactor
+    from engine.log.folder import RunFolder
 
 HELP = "five whys: claims, evidence, alternatives, root cause"
 
@@ -154,8 +154,8 @@ def _add_link_arguments(link: argparse.ArgumentParser) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    from engine.evidence import changes
-    from engine.evidence.bundle import find_bundle
+    from engine.findings import changes
+    from engine.findings.bundle import find_bundle
 
     if a.action == "new":
         bundle = changes.begin(a.evidence, a.slug, a.claim, title=a.title)
@@ -173,7 +173,7 @@ def run(a: argparse.Namespace) -> int:
 
 
 def _change(bundle: Bundle, a: argparse.Namespace) -> Done:
-    from engine.evidence import changes
+    from engine.findings import changes
 
     match a.action:
         case "add":
@@ -201,7 +201,7 @@ def _say(bundle: Bundle, said: str, a: argparse.Namespace) -> int:
 def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
     import msgspec
 
-    from engine.evidence.rules import effective_status, judge
+    from engine.findings.rules import effective_status, judge
 
     return {
         "folder": str(bundle.path),
@@ -213,7 +213,7 @@ def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
 
 def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.cli.evidence import exit_code_of, print_checked
-    from engine.evidence.verify import check_bundle
+    from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
     print_checked([checked], as_json=a.json, rules=True)
@@ -221,8 +221,8 @@ def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
 
 
 def _show(bundle: Bundle, a: argparse.Namespace) -> int:
-    from engine.evidence.text import tree_lines
-    from engine.evidence.verify import check_bundle
+    from engine.findings.text import tree_lines
+    from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
     finding = bundle.load()
@@ -241,10 +241,10 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
 def _link(bundle: Bundle, a: argparse.Namespace) -> Done:
     from dataclasses import replace
 
-    from engine.evidence import changes
-    from engine.evidence.kinds import words_of
-    from engine.evidence.redact import Redactor, words
-    from engine.evidence.rules import carries_nothing
+    from engine.findings import changes
+    from engine.findings.kinds import words_of
+    from engine.findings.redact import Redactor, words
+    from engine.findings.rules import carries_nothing
 
     if a.answers and (a.contradicts or a.outcome is None or not a.result):
         raise UsageError("--answers needs --outcome and --result, and no --contradicts")
@@ -268,7 +268,7 @@ def _link(bundle: Bundle, a: argparse.Namespace) -> Done:
 
 def _capture(a: argparse.Namespace, redactor: Redactor) -> Capture:
     """The evidence that the arguments name."""
-    from engine.evidence import capture
+    from engine.findings import capture
 
     if sum(x is not None for x in (a.source, a.run_command, a.note)) != 1:
         raise UsageError("expected one of EVIDENCE, --run-command and --note")
@@ -283,8 +283,8 @@ def _capture(a: argparse.Namespace, redactor: Redactor) -> Capture:
 
 def _capture_run(run: RunFolder, a: argparse.Namespace, redactor: Redactor) -> Capture:
     """The part of a run that is asked for, with what is captured of every run."""
-    from engine.evidence.capture import capture_part
-    from engine.evidence.context import run_blobs, view_of
+    from engine.findings.capture import capture_part
+    from engine.findings.context import run_blobs, view_of
 
     begin = view_of(run).first_unix_s or 0.0
     asked = [x for x in (a.events, a.metric, a.alert, a.check, a.exit or None) if x is not None]

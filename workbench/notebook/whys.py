@@ -23,21 +23,21 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import EngineError, UsageError
-from engine.evidence import changes
-from engine.evidence.bundle import Bundle, find_bundle, find_bundles
-from engine.evidence.capture import (
+from engine.findings import changes
+from engine.findings.bundle import Bundle, find_bundle, find_bundles
+from engine.findings.capture import (
     COMMAND_LIMIT_S,
     Capture,
     capture_command,
     capture_flip,
     capture_part,
 )
-from engine.evidence.changes import Done, Take
-from engine.evidence.context import run_blobs
-from engine.evidence.redact import Redactor
-from engine.evidence.report import hanging
-from engine.evidence.text import tree_lines
-from engine.evidence.verify import Checked, check_bundle
+from engine.findings.changes import Done, Take
+from engine.findings.context import run_blobs
+from engine.findings.redact import Redactor
+from engine.findings.report import hanging
+from engine.findings.text import tree_lines
+from engine.findings.verify import Checked, check_bundle
 from workbench.notebook.flip import Flip
 from workbench.notebook.live import Live
 from workbench.notebook.panel import Panel, hide_still

@@ -9,12 +9,12 @@ from typing import ClassVar, cast, get_args
 from textual.binding import Binding, BindingType
 
 from engine.errors import BadInput
-from engine.evidence import changes
-from engine.evidence.bundle import LOG, Bundle
-from engine.evidence.changes import Done
-from engine.evidence.finding import Kind, Says
-from engine.evidence.verify import check_bundle
-from engine.evidence.whys import OUTCOMES
+from engine.findings import changes
+from engine.findings.bundle import LOG, Bundle
+from engine.findings.changes import Done
+from engine.findings.finding import Kind, Says
+from engine.findings.verify import check_bundle
+from engine.findings.whys import OUTCOMES
 from workbench.findings import FindingFeed, node_of, tested_id
 from workbench.linking import PARTS, captured
 from workbench.listing import Listing

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.evidence.changes import begin, slug_of
-from engine.runlog.folder import RunFolder
-from engine.runlog.view import RunView
+from engine.findings.changes import begin, slug_of
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from workbench.findings import EVIDENCE, NEW, keep_flip, open_findings
 from workbench.flips import FlipSnapshot
 from workbench.linking import PARTS, captured
