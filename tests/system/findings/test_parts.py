@@ -99,7 +99,7 @@ def test_a_run_of_before_the_start_of_the_machine_has_no_kernel_lines(tmp_path: 
 
 
 def test_findings_are_read_and_checked_without_torch() -> None:
-    folder = ROOT / "engine" / "evidence"
+    folder = ROOT / "engine" / "findings"
     modules = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
     imports = "; ".join(f"import engine.findings.{name}" for name in modules)
     code = f"import sys; {imports}; import engine.cli.why, engine.cli.evidence; "
