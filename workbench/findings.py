@@ -307,18 +307,18 @@ class _Tree:
         lines += [f"  taken from {one_line(evidence.source)}"] if evidence.source else []
         lines += _section("changed", faults)
         piece = Piece(
-            self.finding, evidence, lambda sha: bundle.read_artifact(self.finding.artifact(sha))
+            self.finding,
+            evidence,
+            lambda sha: bundle.read_artifact(self.finding.artifact(sha)),
+            ASCII if self.ascii_only else UNICODE,
         )
         trace: Trace | None = None
         try:
-            raw = piece.read(evidence.artifact)
-            if raw is None:
+            if piece.read(evidence.artifact) is None:
                 lines += ["not copied", "  too big, or not text: known by hash and size"]
             else:
-                characters = ASCII if self.ascii_only else UNICODE
-                opened = KINDS[type(evidence.locator)].opened
-                lines += opened(evidence.locator, piece, raw, characters)
-                trace = _trace_of(evidence, raw)
+                lines += KINDS[type(evidence.locator)].opened(evidence.locator, piece)
+                trace = _trace_of(piece)
             lines += _attached_lines(piece)
         except (EngineError, ValueError, KeyError, TypeError) as problem:
             lines += ["cannot be read", f"  {one_line(str(problem))}"]
@@ -391,12 +391,12 @@ def _attached_lines(piece: Piece) -> list[str]:
     return [*stacks, *_section("captured with it", lines)]
 
 
-def _trace_of(evidence: Evidence, raw: bytes) -> Trace | None:
+def _trace_of(piece: Piece) -> Trace | None:
     """The metric over the seconds of its window, from 0."""
-    locator = evidence.locator
+    locator = piece.evidence.locator
     if not isinstance(locator, MetricWindow):
         return None
-    points = points_of(locator, raw, evidence.id)
+    points = points_of(locator, piece.data, piece.evidence.id)
     decimator = Decimator()
     decimator.extend([x - locator.from_unix_s for x, _ in points], [y for _, y in points])
     last = points[-1][1] if points else None

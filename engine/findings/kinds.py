@@ -46,7 +46,7 @@ from engine.flips.judge import Pair, interval_of
 from engine.flips.outcome import metrics_of
 from engine.flips.plan import Plan, read_plan
 from engine.flips.record import read_pairs
-from engine.flips.text import verdict_lines
+from engine.flips.text import UNICODE, verdict_lines
 from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
 from engine.log.read import decode_line
@@ -66,6 +66,13 @@ class Piece:
     finding: Finding
     evidence: Evidence
     read: Read
+    characters: str = UNICODE
+    """What plots in words may be drawn with."""
+
+    @property
+    def data(self) -> bytes:
+        """What the artifact holds; nothing where it was not copied."""
+        return self.read(self.evidence.artifact) or b""
 
     def text(self, sha256: str) -> list[str]:
         """An artifact as lines below a heading."""
@@ -84,9 +91,8 @@ def cut(lines: Sequence[str]) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class Kind:
     words: Callable[[Any], str]
-    differences: Callable[[Any, Piece, bytes], Iterator[str]]
-    opened: Callable[[Any, Piece, bytes, str], list[str]]
-    """Of the artifact's bytes, with the characters that plots may be drawn with."""
+    differences: Callable[[Any, Piece], Iterator[str]]
+    opened: Callable[[Any, Piece], list[str]]
     again: Callable[[Any, Path], Capture | None] | None = None
 
 
@@ -101,10 +107,15 @@ def _unequal(locator: Any, found: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: expected {getattr(locator, name)!r}, found {value!r}"
 
 
-def _run_of(locator: EventRange | ExitRecord | MetricWindow, path: Path) -> RunFolder | None:
-    """The run that a locator is of, where it still lies there."""
-    run = RunFolder(path)
-    return run if is_run(path) and logs.run_id(run) == locator.run_id else None
+def _in_its_run(take: Callable[[Any, RunFolder], Capture]) -> Callable[[Any, Path], Capture | None]:
+    """Takes evidence again where the run that its locator is of still lies there."""
+
+    def again(locator: Any, path: Path) -> Capture | None:
+        run = RunFolder(path)
+        there = is_run(path) and logs.run_id(run) == locator.run_id
+        return take(locator, run) if there else None
+
+    return again
 
 
 # Lines of a log
@@ -116,22 +127,20 @@ def _events_words(locator: EventRange) -> str:
     return f"{locator.run}/{locator.log}.jsonl, {lines}"
 
 
-def _events_differences(locator: EventRange, piece: Piece, data: bytes) -> Iterator[str]:
-    seqs = [line.event.seq for line in logs.lines_of(data, "artifact")]
+def _events_differences(locator: EventRange, piece: Piece) -> Iterator[str]:
+    seqs = [line.event.seq for line in logs.lines_of(piece.data, "artifact")]
     if seqs != list(range(locator.first_seq, locator.last_seq + 1)):
         yield f"expected lines {locator.first_seq} to {locator.last_seq}, found {seqs[:3]}..."
-    if capture.quotes_of(data) != locator.quotes:
+    if capture.quotes_of(piece.data) != locator.quotes:
         yield "the lines do not begin as they are quoted"
 
 
-def _events_opened(locator: EventRange, piece: Piece, data: bytes, characters: str) -> list[str]:
-    lines = [decode_line(line, piece.evidence.id) for line in data.splitlines()]
+def _events_opened(locator: EventRange, piece: Piece) -> list[str]:
+    lines = [decode_line(line, piece.evidence.id) for line in piece.data.splitlines()]
     return ["the lines", *cut([event_text(line) for line in lines])]
 
 
-def _events_again(locator: EventRange, path: Path) -> Capture | None:
-    if (run := _run_of(locator, path)) is None:
-        return None
+def _events_again(locator: EventRange, run: RunFolder) -> Capture:
     place = (locator.log, locator.first_seq, locator.last_seq)
     return capture.capture_events(run, *place, _NO_SECRETS)
 
@@ -143,22 +152,17 @@ def _exit_words(locator: ExitRecord) -> str:
     return f"exit of {locator.run}: {locator.state}, {locator.certainty}. {locator.sentence}"
 
 
-def _exit_differences(locator: ExitRecord, piece: Piece, data: bytes) -> Iterator[str]:
-    (line,) = logs.lines_of(data, "artifact")
+def _exit_differences(locator: ExitRecord, piece: Piece) -> Iterator[str]:
+    (line,) = logs.lines_of(piece.data, "artifact")
     if found := capture.exit_fields(line):
         yield from _unequal(locator, found)
     else:
         yield f"expected the record of an exit, found {type(line.event).__name__}"
 
 
-def _exit_opened(locator: ExitRecord, piece: Piece, data: bytes, characters: str) -> list[str]:
+def _exit_opened(locator: ExitRecord, piece: Piece) -> list[str]:
     state = f"  {locator.state}, {locator.certainty}: {one_line(locator.cause)}"
     return ["how it ended", state, f"  {one_line(locator.sentence)}"]
-
-
-def _exit_again(locator: ExitRecord, path: Path) -> Capture | None:
-    run = _run_of(locator, path)
-    return None if run is None else capture.capture_exit(run, _NO_SECRETS)
 
 
 # A metric
@@ -186,16 +190,14 @@ def points_of(locator: MetricWindow, data: bytes, where: object = "artifact") ->
     return logs.metric(locator.metric).points(logs.lines_of(data, where))
 
 
-def _metric_differences(locator: MetricWindow, piece: Piece, data: bytes) -> Iterator[str]:
-    if numbers := logs.numbers_of(points_of(locator, data)):
+def _metric_differences(locator: MetricWindow, piece: Piece) -> Iterator[str]:
+    if numbers := logs.numbers_of(points_of(locator, piece.data)):
         yield from _unequal(locator, numbers)
     else:
         yield f"no line has {locator.metric}"
 
 
-def _metric_again(locator: MetricWindow, path: Path) -> Capture | None:
-    if (run := _run_of(locator, path)) is None:
-        return None
+def _metric_again(locator: MetricWindow, run: RunFolder) -> Capture:
     window = ("from_unix_s", "to_unix_s", "first_step", "last_step")
     asked: dict[str, Any] = {name: getattr(locator, name) for name in window}
     return capture.capture_metric(run, locator.metric, _NO_SECRETS, **asked)
@@ -210,16 +212,16 @@ def _file_words(locator: FileRange) -> str:
     return f"{locator.path}{lines} ({format_bytes(locator.file_bytes)})"
 
 
-def _file_differences(locator: FileRange, piece: Piece, data: bytes) -> Iterator[str]:
+def _file_differences(locator: FileRange, piece: Piece) -> Iterator[str]:
     if locator.first_line:
         count = locator.last_line - locator.first_line + 1
-        if len(data.splitlines()) != count:
-            yield f"expected {count} lines, found {len(data.splitlines())}"
+        if (found := len(piece.data.splitlines())) != count:
+            yield f"expected {count} lines, found {found}"
     elif piece.evidence.artifact != locator.file_sha256:
         yield "the file is not the artifact"
 
 
-def _text_opened(locator: Locator, piece: Piece, data: bytes, characters: str) -> list[str]:
+def _text_opened(locator: Locator, piece: Piece) -> list[str]:
     return ["the text", *piece.text(piece.evidence.artifact)]
 
 
@@ -242,8 +244,8 @@ def _flip_words(locator: FlipResult) -> str:
     )
 
 
-def _flip_differences(locator: FlipResult, piece: Piece, data: bytes) -> Iterator[str]:
-    verdict = parse_json(data, "artifact", "verdict")
+def _flip_differences(locator: FlipResult, piece: Piece) -> Iterator[str]:
+    verdict = parse_json(piece.data, "artifact", "verdict")
     yield from _unequal(locator, capture.flip_fields(verdict, "artifact"))
     plan_raw, pairs_raw = piece.read(locator.plan), piece.read(locator.pairs)
     if plan_raw is None or pairs_raw is None or piece.finding.artifact(locator.plan).redacted:
@@ -289,8 +291,10 @@ def _close(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and math.isclose(one, other, rel_tol=1e-9)
 
 
-def _flip_opened(locator: FlipResult, piece: Piece, data: bytes, characters: str) -> list[str]:
-    lines = verdict_lines(parse_json(data, "artifact", "verdict"), characters=characters)
+def _flip_opened(locator: FlipResult, piece: Piece) -> list[str]:
+    lines = verdict_lines(
+        parse_json(piece.data, "artifact", "verdict"), characters=piece.characters
+    )
     return ["the verdict", *(f"  {line}" for line in lines)]
 
 
@@ -307,8 +311,8 @@ def _command_words(locator: CommandRun) -> str:
     return f"`{shlex.join(locator.argv)}`: {status}{shown[locator.as_expected]}"
 
 
-def _command_differences(locator: CommandRun, piece: Piece, data: bytes) -> Iterator[str]:
-    record = parse_json(data, "artifact", "command")
+def _command_differences(locator: CommandRun, piece: Piece) -> Iterator[str]:
+    record = parse_json(piece.data, "artifact", "command")
     yield from _unequal(locator, capture.command_fields(record))
     started = locator.started
     if started is not UNSET and not piece.finding.artifact(started.log).redacted:
@@ -328,7 +332,7 @@ def _command_differences(locator: CommandRun, piece: Piece, data: bytes) -> Iter
         yield from _unequal(locator, {"as_expected": shown})
 
 
-def _command_opened(locator: CommandRun, piece: Piece, data: bytes, characters: str) -> list[str]:
+def _command_opened(locator: CommandRun, piece: Piece) -> list[str]:
     known = locator.exit_status is not None
     status = f"exit status {locator.exit_status}" if known else "out of time"
     lines = ["the command", f"  {one_line(shlex.join(locator.argv))}", f"  {status}"]
@@ -346,17 +350,26 @@ def _command_opened(locator: CommandRun, piece: Piece, data: bytes, characters: 
 # What a person says
 
 
-def _statement_differences(locator: Statement, piece: Piece, data: bytes) -> Iterator[str]:
-    if data.decode().rstrip("\n") != locator.text:
+def _statement_differences(locator: Statement, piece: Piece) -> Iterator[str]:
+    if piece.data.decode().rstrip("\n") != locator.text:
         yield "the statement is another"
 
 
 # words, differences, opened, again
 KINDS: dict[type[Locator], Kind] = {
-    EventRange: Kind(_events_words, _events_differences, _events_opened, _events_again),
-    ExitRecord: Kind(_exit_words, _exit_differences, _exit_opened, _exit_again),
+    EventRange: Kind(
+        _events_words, _events_differences, _events_opened, _in_its_run(_events_again)
+    ),
+    ExitRecord: Kind(
+        _exit_words,
+        _exit_differences,
+        _exit_opened,
+        _in_its_run(lambda _, run: capture.capture_exit(run, _NO_SECRETS)),
+    ),
     # A plot shows a metric, and its words have the numbers.
-    MetricWindow: Kind(_metric_words, _metric_differences, lambda *_: [], _metric_again),
+    MetricWindow: Kind(
+        _metric_words, _metric_differences, lambda *_: [], _in_its_run(_metric_again)
+    ),
     FileRange: Kind(_file_words, _file_differences, _text_opened, _file_again),
     FlipResult: Kind(_flip_words, _flip_differences, _flip_opened, _flip_again),
     CommandRun: Kind(_command_words, _command_differences, _command_opened),

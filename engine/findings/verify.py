@@ -164,11 +164,11 @@ def check_bundle(bundle: Bundle) -> Checked:
 
 def _differences(piece: Piece) -> list[str]:
     """What a locator says that its artifact does not."""
-    locator, data = piece.evidence.locator, piece.read(piece.evidence.artifact)
-    if data is None:
+    if piece.read(piece.evidence.artifact) is None:
         return []  # known by hash and size alone
+    locator = piece.evidence.locator
     try:
-        return list(KINDS[type(locator)].differences(locator, piece, data))
+        return list(KINDS[type(locator)].differences(locator, piece))
     except (EngineError, ValueError, KeyError, TypeError) as error:
         return [f"it cannot be read as it was: {error}"]
 
