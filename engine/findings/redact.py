@@ -405,19 +405,15 @@ class _Pieces:
 
     def cut(self, text: str, sort: str) -> tuple[str, int]:
         """The text without them, and how many stretches were cut out."""
-        spans: list[list[int]] = []
+        found = bytearray(len(text))
         for width, known in self._by_width.items():
-            starts = range(len(text) - width + 1)
-            spans += [[i, i + width] for i in starts if text[i : i + width] in known]
-        merged: list[list[int]] = []
-        for start, stop in sorted(spans):
-            if merged and start <= merged[-1][1]:
-                merged[-1][1] = max(stop, merged[-1][1])
-            else:
-                merged.append([start, stop])
-        for start, stop in reversed(merged):
+            for i in range(len(text) - width + 1):
+                if text[i : i + width] in known:
+                    found[i : i + width] = b"x" * width
+        spans = [match.span() for match in re.finditer(rb"x+", found)]
+        for start, stop in reversed(spans):
             text = f"{text[:start]}[redacted: {sort}]{text[stop:]}"
-        return text, len(merged)
+        return text, len(spans)
 
 
 def _copies(value: str) -> Iterator[tuple[str, int]]:
