@@ -106,14 +106,12 @@ class Checked:
             return self.standing
         assert self.finding is not None
         closed = self.finding.closed
-        unresolved = closed is not None and closed.outcome == "unresolved"
-        for level, what in (("error", Level.FAIL), ("open", Level.UNKNOWN)):
-            found = [p for p in self.problems if p.level == level]
-            if found and not (level == "open" and unresolved):
-                return Verdict(what, _and_more(found))
         if closed is None:
+            for level, what in (("error", Level.FAIL), ("open", Level.UNKNOWN)):
+                if found := [p for p in self.problems if p.level == level]:
+                    return Verdict(what, _and_more(found))
             return Verdict(Level.UNKNOWN, "sound, and not closed")
-        if unresolved:
+        if closed.outcome == "unresolved":
             return Verdict(Level.UNKNOWN, f"closed unresolved: {closed.text}")
         return Verdict(Level.PASS, f"root cause, {_count(self.finding)} checked")
 
