@@ -59,7 +59,6 @@ ALLOWED: dict[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "engine/findings/context.py",
             "engine/findings/logs.py",
             "engine/log/columns.py",
             "engine/log/read.py",
@@ -92,7 +91,7 @@ ALLOWED: dict[str, str] = {
             "engine/contracts/receipt.py",
             "engine/data/sources.py",
             "engine/train/checkpoint/manifest.py",
-            "engine/findings/form.py",
+            "engine/findings/finding.py",
             "engine/formats/apr_tokenizer.py",
             "engine/formats/gguf_tokenizer_write.py",
             "engine/formats/safetensors_header.py",
@@ -100,7 +99,6 @@ ALLOWED: dict[str, str] = {
             "engine/spec/build.py",
             "engine/spec/values.py",
             "workbench/drills.py",
-            "workbench/evidence_words.py",
         ),
         BOUNDED,
     ),
@@ -117,7 +115,7 @@ ALLOWED: dict[str, str] = {
         ("engine/formats/apr.py", "engine/formats/gguf.py", "engine/formats/gguf_header.py"),
         "a map of a file that was opened as a regular one",
     ),
-    "engine/findings/source.py": "files of a worktree, each looked at for kind and size before",
+    "engine/findings/context.py": "stderr of a run; files of a worktree, each looked at for kind and size before",
     "engine/teachers/store/folder.py": "rows of a shard whose header was read, at offsets of it",
     "engine/files.py": "it is the module",
 }

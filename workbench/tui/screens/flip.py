@@ -232,7 +232,7 @@ class FlipScreen(PollingScreen):
 
     def action_keep(self) -> None:
         # Evidence is no part of the first frame.
-        from workbench.tui.screens.keep_flip import keep_form
+        from workbench.tui.screens.finding_forms import keep_form
 
         if self._snapshot is not None and self._snapshot.verdict is not None:
             self.app.push_screen(keep_form(self._snapshot), self._kept)

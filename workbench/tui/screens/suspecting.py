@@ -78,7 +78,7 @@ class SuspectingScreen(ReplayScreen):
 
     def action_why(self) -> None:
         # Evidence is no part of the first frame.
-        from workbench.tui.screens.new_finding import finding_form
+        from workbench.tui.screens.finding_forms import finding_form
 
         if self._snapshot is not None:
             self.app.push_screen(finding_form(self.run, self._snapshot.view), self._begun)
