@@ -14,13 +14,11 @@ import pytest
 from contract_files import THING, make_project, put, write_contract
 
 from engine.cli.main import main
-from engine.contracts.answer import Rank
-from engine.contracts.processes import run_proof, start
-from engine.contracts.receipt import Receipt, answer_of, code_hash, read_receipts, write_receipts
-from engine.contracts.resolve import checked_contracts
-from engine.contracts.run import Runner
+from engine.contracts.load import checked_contracts
+from engine.contracts.receipt import Receipt, code_hash, read_receipts, write_receipts
+from engine.contracts.run import Runner, run_proof, start
 from engine.contracts.source import Sources
-from engine.contracts.status import Reached, Status, overview
+from engine.contracts.status import Rank, Reached, Status, answer_of, overview
 from engine.errors import BadInput
 
 REPOSITORY = Path(__file__).parent.parent
@@ -299,7 +297,7 @@ def test_the_command_runs_lists_and_shows(
     assert "double: d(x) = 2x" in capsys.readouterr().out
     assert main(["contracts", "show", "thing-v1"]) == 0
     shown = capsys.readouterr().out
-    assert "demoted OLD: it is fast (by evidence/slow)" in shown and "caught by F-1" in shown
+    assert "demoted\n  OLD: it is fast (by evidence/slow)" in shown and "caught by F-1" in shown
     for words in (["show", "none-v1"], ["run", "none-v1"]):
         assert main(["contracts", *words]) == 65
     write_contract(tmp_path / "contracts/thing-v1.yaml", THING, put("binds", value=[]))

@@ -10,7 +10,7 @@ from contract_files import make_project
 from screens import on_screen, poll, press, words_of
 from textual.pilot import Pilot
 
-from engine.contracts.resolve import checked_contracts
+from engine.contracts.load import checked_contracts
 from engine.contracts.run import Runner
 from engine.errors import BadInput
 from workbench.contracts import ContractsFeed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from engine.contracts.answer import Answer, Rank, meet
+from engine.contracts.status import Answer, Rank, meet
 from engine.contracts.proving import Proved, enumerated
 
 

@@ -13,12 +13,10 @@ from engine.contracts.schema import DIALECT
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Falsifier:
     id: str
-    rule: str
     prediction: str
     if_fails: str
     test: str
     """`python:<pytest node>`, `bench:<arguments>`, `flip:<arguments>`, or what an upstream file says."""
-    obligations: tuple[str, ...]
     differs: str
     demoted_by: str
     """The finding that ended the claim; empty while it is active."""
@@ -27,14 +25,11 @@ class Falsifier:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     id: str
-    obligation: str
     engine: str
     """z3, enumerate, crosshair, or kani for upstream's."""
     harness: str
     bound: str
-    strategy: str
-    axioms: tuple[str, ...]
-    timeout_s: int
+    timeout_s: int = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +48,10 @@ class Planted:
 class Contract:
     id: str
     """The name of the file without its ending."""
-    path: Path
     sha256: str
     runs: bool
     """It says that it is of this dialect."""
     description: str
-    kind: str
     demoted_by: str
     """The finding that ended all of it; empty while it stands."""
     depends_on: tuple[str, ...]
@@ -83,96 +76,69 @@ class Contract:
         return self.runs and not self.demoted_by
 
 
-PROOF_LIMIT_S = 60
-
-
 def contract_of(path: Path, raw: bytes, read: dict[str, Any]) -> Contract:
     """The contract in a file that was read without an error."""
-    metadata = read.get("metadata") or {}
-    equations = read.get("equations") or {}
+    metadata = read["metadata"]
+    equations = read.get("equations", {})
     if isinstance(equations, list):
         equations = {row.get("id", f"equation_{i}"): row for i, row in enumerate(equations)}
-    obligations = read.get("proof_obligations") or ()
-    gate = read.get("qa_gate") or {}
+    obligations = [
+        (row.get("id", ""), row.get("property", ""), _demoted(row))
+        for row in read.get("proof_obligations", ())
+    ]
     return Contract(
         id=path.stem,
-        path=path,
         sha256=hashlib.sha256(raw).hexdigest(),
         runs=read.get("dialect") == DIALECT,
-        description=metadata.get("description", ""),
-        kind=metadata.get("kind", "kernel"),
+        description=metadata["description"],
         demoted_by=_demoted(metadata),
-        depends_on=tuple(metadata.get("depends_on") or ()),
+        depends_on=tuple(metadata.get("depends_on", ())),
         equations=tuple((name, row.get("formula", "")) for name, row in equations.items()),
-        obligations=tuple(
-            (row.get("id", ""), row.get("property", "")) for row in obligations if not _demoted(row)
-        ),
-        demoted=tuple(
-            (row.get("id", ""), row.get("property", ""), _demoted(row))
-            for row in obligations
-            if _demoted(row)
-        ),
-        binds=tuple(read.get("binds") or ()),
-        falsifiers=tuple(_falsifier(row) for row in read.get("falsification_tests") or ()),
+        obligations=tuple((id_, says) for id_, says, by in obligations if not by),
+        demoted=tuple((id_, says, by) for id_, says, by in obligations if by),
+        binds=tuple(read.get("binds", ())),
+        falsifiers=tuple(_falsifier(row) for row in read.get("falsification_tests", ())),
         proofs=(
-            *(_proof(row) for row in read.get("proof_harnesses") or ()),
-            *(_kani(row) for row in read.get("kani_harnesses") or ()),
+            *(_proof(row) for row in read.get("proof_harnesses", ())),
+            *(_kani(row) for row in read.get("kani_harnesses", ())),
         ),
-        planted=tuple(_planted(row) for row in gate.get("planted") or ()),
+        planted=tuple(_planted(row) for row in read.get("qa_gate", {}).get("planted", ())),
     )
 
 
 def _demoted(row: dict[str, Any]) -> str:
-    return row.get("demoted_by", "") if row.get("status") == "demoted" else ""
+    by: str = row.get("demoted_by", "")
+    return by if row.get("status") == "demoted" else ""
 
 
 def _falsifier(row: dict[str, Any]) -> Falsifier:
     return Falsifier(
-        id=row.get("id", ""),
-        rule=row.get("rule", ""),
+        id=row["id"],
         prediction=row.get("prediction", ""),
         if_fails=row.get("if_fails", ""),
         test=row.get("test") or row.get("test_harness") or row.get("name") or "",
-        obligations=tuple(row.get("obligations") or ()),
         differs=row.get("differs", ""),
         demoted_by=_demoted(row),
     )
 
 
 def _proof(row: dict[str, Any]) -> Proof:
-    return Proof(
-        id=row.get("id", ""),
-        obligation=row.get("obligation", ""),
-        engine=row.get("engine", ""),
-        harness=row.get("harness", ""),
-        bound=row.get("bound", ""),
-        strategy=row.get("strategy", ""),
-        axioms=tuple(row.get("axioms") or ()),
-        timeout_s=row.get("timeout_s", PROOF_LIMIT_S),
-    )
+    known = ("id", "engine", "harness", "bound", "timeout_s")
+    return Proof(**{field: row[field] for field in known if field in row})
 
 
 def _kani(row: dict[str, Any]) -> Proof:
-    bound = row.get("bound")
-    return Proof(
-        id=row.get("id", ""),
-        obligation=row.get("obligation", ""),
-        engine="kani",
-        harness=row.get("harness", ""),
-        bound="" if bound is None else f"unwind {bound}",
-        strategy=row.get("strategy", ""),
-        axioms=(),
-        timeout_s=PROOF_LIMIT_S,
-    )
+    bound = f"unwind {row['bound']}" if "bound" in row else ""
+    return Proof(id=row["id"], engine="kani", harness=row.get("harness", ""), bound=bound)
 
 
 def _planted(row: dict[str, Any]) -> Planted:
-    edit = row.get("edit") or {}
+    edit = row["edit"]
     return Planted(
-        id=row.get("id", ""),
-        what=row.get("what", ""),
-        module=edit.get("module", ""),
-        replace=edit.get("replace", ""),
-        by=edit.get("with", ""),
-        turns_red=tuple(row.get("turns_red") or ()),
+        id=row["id"],
+        what=row["what"],
+        module=edit["module"],
+        replace=edit["replace"],
+        by=edit["with"],
+        turns_red=tuple(row["turns_red"]),
     )

@@ -10,10 +10,11 @@ several, and costs nothing when the module is loaded. Nothing is imported to rea
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.parsing import PARSING
@@ -31,14 +32,13 @@ class Marker:
     """The function below, `Class.method` for one in a class; empty where there is none."""
 
 
-@dataclass(slots=True)
 class Sources:
     """Files of one project, each parsed once."""
 
-    root: Path
-    _names: dict[Path, dict[str, int]] = field(default_factory=dict)
-    _texts: dict[Path, str | None] = field(default_factory=dict)
-    _markers: dict[str, list[Marker]] = field(default_factory=dict)
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._names: dict[Path, dict[str, int]] = {}
+        self._texts: dict[Path, str | None] = {}
 
     def file_of(self, module: str) -> Path:
         """Where a module of the project lies, whether or not it is there."""
@@ -60,30 +60,30 @@ class Sources:
             self._names[file] = dict(_definitions(_tree(self.text(file)), ""))
         return self._names[file]
 
+    def place_of(self, reference: str) -> tuple[Path, str]:
+        """File and name of `module:name`."""
+        module, _, name = reference.partition(":")
+        return self.file_of(module), name
+
     def has(self, reference: str) -> bool:
         """Whether `module:name` is there."""
-        module, _, name = reference.partition(":")
-        return bool(name) and name in self.names(self.file_of(module))
+        file, name = self.place_of(reference)
+        return name in self.names(file)
 
-    def packages(self) -> list[str]:
-        """The packages of the project: folders of its root that say so."""
-        return sorted(file.parent.name for file in self.root.glob("*/__init__.py"))
-
-    def markers(self, package: str) -> list[Marker]:
-        """Every comment of the form in a package."""
-        if package in self._markers:
-            return self._markers[package]
+    @functools.cached_property
+    def markers(self) -> list[Marker]:
+        """Every comment of the form in the packages of the project: folders of its root that say so."""
         out = []
-        for file in sorted((self.root / package).rglob("*.py")):
-            text = self.text(file)
-            if text is None or "# contract: " not in text:
-                continue
-            starts = {line: name for name, line in self.names(file).items()}
-            for number, comment in _comments(text):
-                if found := _MARK.fullmatch(comment):
-                    name = starts.get(number + 1, "")
-                    out += [Marker(file, number, id_, name) for id_ in found["ids"].split(", ")]
-        self._markers[package] = out
+        for package in sorted(file.parent for file in self.root.glob("*/__init__.py")):
+            for file in sorted(package.rglob("*.py")):
+                text = self.text(file)
+                if text is None or "# contract: " not in text:
+                    continue
+                starts = {line: name for name, line in self.names(file).items()}
+                for number, comment in _comments(text):
+                    if found := _MARK.fullmatch(comment):
+                        name = starts.get(number + 1, "")
+                        out += [Marker(file, number, id_, name) for id_ in found["ids"].split(", ")]
         return out
 
     def helpers(self, file: Path) -> list[Path]:
