@@ -21,11 +21,11 @@ from engine.evidence.capture import Capture, capture_exit, capture_metric
 from engine.evidence.finding import CommandRun, Finding, FlipResult, MetricWindow
 from engine.evidence.redact import Redactor
 from engine.evidence.whys import add_alternative, add_node, answer, link, new_finding
-from engine.experiments.conclude import conclude
 from engine.experiments.judge import Pair, judge
 from engine.experiments.plan import Plan
-from engine.experiments.record import FlipVerdict, create_flip
+from engine.experiments.record import create_flip
 from engine.experiments.surroundings import Surroundings
+from engine.experiments.verdict import FlipVerdict, conclude
 from engine.runlog.events import AlertRaised, GpuSample, HostSample, RunFinished, TrainerExited
 from engine.runlog.folder import RunFolder
 from engine.terminal import ArgumentParser
@@ -83,7 +83,7 @@ def flip(
     judgement = judge(made, opened.pairs, "no more pairs")
     assert judgement is not None
     verdict = conclude(made, opened, judgement, controls, HERE, interrupted=False, cost_s=1.0)
-    opened.write(verdict)
+    opened.write(verdict.to_json())
     opened.close()
     return verdict
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.experiments.arms import Outcome
 from engine.experiments.judge import Pair
-from engine.experiments.outcome import Outcome
 from engine.experiments.plan import Change, Plan
 from engine.experiments.statistics import LEVEL, PRIOR_WEIGHT
 from engine.spec import RunSpec

@@ -35,7 +35,7 @@ from engine.distill.drift import versions_changed
 from engine.distill.manifest import newest
 from engine.distill.trainer import Trainer
 from engine.errors import RunLogError
-from engine.experiments.outcome import sum_up
+from engine.experiments.arms import sum_up
 from engine.experiments.proof import equal
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder, save_decoder

@@ -10,9 +10,8 @@ import pytest
 from flip_pairs import plan
 
 from engine.errors import BadInput, EngineError, SpecError, UsageError
-from engine.experiments.amounts import parse_share, parse_time
-from engine.experiments.knobs import asks_parity
-from engine.experiments.plan import Plan, load_source, make_plan, read_plan
+from engine.experiments.plan import Plan, load_source, make_plan, parse_share, parse_time, read_plan
+from engine.experiments.proof import asks_parity
 from engine.runlog.folder import create_run
 from engine.spec import KEYS, load_spec
 from tests.conftest import Kit

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from flip_pairs import FACTS, outcome, plan, write_arms
 
-from engine.experiments.knobs import FACTS as FACT_NAMES
 from engine.experiments.plan import Change
+from engine.experiments.proof import FACTS as FACT_NAMES
 from engine.experiments.proof import equal, flipped, parity
 from engine.verdict import Level
 

@@ -8,7 +8,7 @@ does not end it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from engine.experiments.text import (
     pair_heading,
     pair_line,
     plan_lines,
+    verdict_line,
     verdict_lines,
 )
 from engine.runlog.folder import RunFolder, find_runs
@@ -237,7 +238,7 @@ def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:
         knobs = ", ".join(snapshot.plan.keys) if snapshot.plan is not None else ""
         text = f"{name}  {snapshot.state}, {count_of(len(snapshot.pairs))}  {knobs}"
     else:
-        text = _verdict_text(name, snapshot.verdict)
+        text = f"{verdict_line(snapshot.verdict)}  {name}"
     return Row(
         key=str(snapshot.folder),
         text=text,
@@ -245,15 +246,6 @@ def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:
         sign="~" if snapshot.going_on else "",
         lines=tuple(flip_lines(snapshot, ascii_only=ascii_only)),
     )
-
-
-def _verdict_text(name: str, fields: Mapping[str, Any]) -> str:
-    """What was decided first: of a long line the end is cut off."""
-    effect = "" if fields["effect"] is None else f"  B/A {fields['effect']:.3f}"
-    broken = ", interrupted" if fields["interrupted"] else ""
-    changes = "; ".join(fields["changes"])
-    pairs = count_of(fields["n_pairs"])
-    return f"{fields['verdict']} ({fields['class']}{broken}){effect}  {changes}  {pairs}  {name}"
 
 
 def _tone(snapshot: FlipSnapshot) -> Tone:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import BadInput
-from engine.experiments.knobs import as_choice
+from engine.experiments.proof import as_choice
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
 from engine.spec import KEYS

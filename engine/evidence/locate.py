@@ -40,8 +40,8 @@ from engine.evidence.flips import capture_flip, fields_of, is_flip
 from engine.evidence.redact import Redactor
 from engine.evidence.rules import Problem
 from engine.evidence.support import arm_logs, names_a_run, unix_s
+from engine.experiments.arms import metrics_of
 from engine.experiments.judge import Pair, interval_of
-from engine.experiments.outcome import metrics_of
 from engine.experiments.plan import Plan, read_plan
 from engine.experiments.record import read_pairs
 from engine.files import parse_json

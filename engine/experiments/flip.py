@@ -24,58 +24,40 @@ from pathlib import Path
 
 from engine.errors import BadInput
 from engine.experiments import controls, proof
-from engine.experiments.arms import Stopped, run_arm
-from engine.experiments.conclude import conclude
+from engine.experiments.arms import Outcome, Stopped, run_arm
 from engine.experiments.controls import Control
 from engine.experiments.judge import Judgement, Pair, count_of, interval_of, judge
-from engine.experiments.outcome import Outcome
 from engine.experiments.plan import Plan
-from engine.experiments.record import (
-    FlipFolder,
-    FlipVerdict,
-    create_flip,
-    open_flip,
-    read_verdict,
-)
+from engine.experiments.record import FlipFolder, create_flip, open_flip, read_verdict
 from engine.experiments.statistics import Interval
 from engine.experiments.surroundings import Surroundings, device_lock, find_surroundings
+from engine.experiments.verdict import FlipVerdict, conclude
 from engine.runlog.view import RunView
 from engine.units import format_seconds
 
 CONTROLS = ("auto", "run", "skip")
 
 
-OnPair = Callable[[str, Pair, Interval | None], None]
-"""Called after each pair: of what (`flip`, `control same`, `control slow`), the pair, the interval."""
-OnArm = Callable[[str, int, str, RunView], None]
-"""Called some times a second while an arm runs: of what, number of the pair, arm, its view."""
-
-
-def _nothing(*_: object) -> None:
-    """What is called when nobody wants to hear."""
-
-
-def _go_on() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watching:
     """What whoever started a flip wants to hear of it."""
 
-    on_pair: OnPair = _nothing
-    on_arm: OnArm = _nothing
-    stop: Callable[[], bool] = _go_on
+    on_pair: Callable[[str, Pair, Interval | None], object] = lambda *_: None
+    """Called after each pair: of what (`flip`, `control same`, `control slow`), the pair, the interval."""
+    on_arm: Callable[[str, int, str, RunView], object] = lambda *_: None
+    """Called some times a second while an arm runs: of what, number of the pair, arm, its view."""
+    stop: Callable[[], bool] = lambda: False
     """Asked as often as `on_arm`; yes ends the arm that is running and then the flip."""
+
+
+NOBODY = Watching()
 
 
 def run_flip(
     plan: Plan,
     folder: Path,
-    on_pair: OnPair = _nothing,
+    watching: Watching = NOBODY,
     *,
-    on_arm: OnArm = _nothing,
-    stop: Callable[[], bool] = _go_on,
     use_controls: str = "auto",
     share: bool = False,
 ) -> FlipVerdict:
@@ -86,7 +68,6 @@ def run_flip(
     """
     _check_choice(use_controls)
     surroundings = find_surroundings(plan)
-    watching = Watching(on_pair=on_pair, on_arm=on_arm, stop=stop)
     with device_lock(surroundings.device, f"a flip in {folder.absolute()}", share=share):
         flip = create_flip(folder.absolute(), plan, surroundings)
         try:
@@ -97,16 +78,13 @@ def run_flip(
 
 def resume_flip(
     folder: Path,
-    on_pair: OnPair = _nothing,
+    watching: Watching = NOBODY,
     *,
-    on_arm: OnArm = _nothing,
-    stop: Callable[[], bool] = _go_on,
     use_controls: str = "auto",
     share: bool = False,
 ) -> FlipVerdict:
     """Go on with a flip that was interrupted or died. Raises BadInput for one that came to its end."""
     _check_choice(use_controls)
-    watching = Watching(on_pair=on_pair, on_arm=on_arm, stop=stop)
     flip, plan = open_flip(folder.absolute())
     try:
         before = read_verdict(flip.path)
@@ -158,7 +136,7 @@ def _carry_out(
         interrupted=interrupted,
         cost_s=time.monotonic() - begun_s,
     )
-    flip.write(verdict)
+    flip.write(verdict.to_json())
     return verdict
 
 
@@ -202,29 +180,28 @@ def _run_pair(
     plan: Plan, flip: FlipFolder, number: int, b_first: bool, watching: Watching, what: str
 ) -> Pair:
     begun_unix_s, begun_s = time.time(), time.monotonic()
-    done: dict[bool, Outcome] = {}
-    for b in (b_first, not b_first):
-        arm = "B" if b else "A"
-        done[b] = run_arm(
+    done: dict[str, Outcome] = {}
+    for arm in ("B", "A") if b_first else ("A", "B"):
+        done[arm] = run_arm(
             plan,
-            b=b,
+            b=arm == "B",
             pair=number,
             folder=flip.run_folder(number, arm),
             watch=functools.partial(watching.on_arm, what, number, arm),
             stop=watching.stop,
         )
-    a, b_outcome = done[False], done[True]
+    a, b = done["A"], done["B"]
     return Pair(
         number=number,
         b_first=b_first,
         begun_unix_s=begun_unix_s,
         seconds=time.monotonic() - begun_s,
         a=a,
-        b=b_outcome,
+        b=b,
         proofs={
-            "flipped": proof.flipped(plan, a, b_outcome, flip.path),
-            "equal": proof.equal(plan, a, b_outcome),
-            "parity": proof.parity(plan, a, b_outcome),
+            "flipped": proof.flipped(plan, a, b, flip.path),
+            "equal": proof.equal(plan, a, b),
+            "parity": proof.parity(plan, a, b),
         },
     )
 

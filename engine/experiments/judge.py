@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.experiments.outcome import OVER_THE_LIMIT, Outcome
+from engine.experiments.arms import OVER_THE_LIMIT, Outcome
 from engine.experiments.plan import Plan
 from engine.experiments.statistics import (
     Finding,

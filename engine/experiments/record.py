@@ -18,74 +18,20 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
-from engine.experiments.judge import DECIDED, PARITY_FAIL, PROOFS, Pair
-from engine.experiments.outcome import Outcome
+from engine.experiments.arms import Outcome
+from engine.experiments.judge import PROOFS, Pair
 from engine.experiments.plan import Plan, read_plan
 from engine.experiments.surroundings import Surroundings
 from engine.files import parse_json, read_bytes, read_json, read_text
 from engine.runlog.folder import write_whole
 from engine.runlog.write import sync_folder, write_fully
 from engine.verdict import Level, Verdict
-
-MEASURED, SCREEN, EXPLORATORY = "measured", "screen", "exploratory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlipVerdict:
-    """What verdict.json holds. Ratios are B over A; an interval with an open end has None there."""
-
-    prereg_sha: str
-    grade: str
-    """`class` in the file: measured, screen or exploratory."""
-    why_grade: list[str]
-    """What keeps it from being measured; empty when nothing does."""
-    verdict: str
-    reason: str
-    interrupted: bool
-    hypothesis: str
-    changes: list[str]
-    metric: str
-    margin: float
-    effect: float | None
-    interval: list[float | None]
-    level: float
-    method: str
-    n_pairs: int
-    """Pairs in which both arms completed."""
-    pairs_run: int
-    pairs_needed: int | None
-    order_seed: int
-    raw_runs: list[dict[str, Any]]
-    censored: dict[str, Any]
-    diagnostics: dict[str, Any]
-    controls: dict[str, Any]
-    """AA, positive, manipulation, equal, parity: each with its level and reason."""
-    guards: dict[str, Any]
-    """The other metrics, asked together (Holm)."""
-    host: dict[str, Any]
-    cost_s: float
-    receipts: list[str]
-    next: list[str] = field(default_factory=list)
-    """What to do with it."""
-
-    @property
-    def answer(self) -> Verdict:
-        """PASS where it decided, FAIL where the arms compute different things, else UNKNOWN."""
-        if self.verdict in DECIDED:
-            return Verdict(Level.PASS, self.reason)
-        return Verdict(Level.FAIL if self.verdict == PARITY_FAIL else Level.UNKNOWN, self.reason)
-
-    def to_json(self) -> str:
-        fields = dataclasses.asdict(self)
-        fields["class"] = fields.pop("grade")
-        return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 class FlipFolder:
@@ -118,8 +64,9 @@ class FlipFolder:
         tries = [name, *(f"{name}.{n}" for n in range(2, 100))]
         return next(p for t in tries if not (p := self.path / "arms" / t).exists())
 
-    def write(self, verdict: FlipVerdict) -> None:
-        write_whole(self.path / "verdict.json", verdict.to_json())
+    def write(self, verdict: str) -> None:
+        """Keep a verdict, as JSON."""
+        write_whole(self.path / "verdict.json", verdict)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -278,13 +225,3 @@ def _append(fd: int, path: Path, fields: Mapping[str, Any]) -> None:
         sync_folder(path)
     except OSError as error:
         raise write_error("flip", path / "pairs.jsonl", "to write a line", error) from error
-
-
-def raw_runs(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Each run in the order it was made."""
-    return [
-        {"pair": pair.number, "arm": o.arm, "run": o.run}
-        | {"state": o.state, "value": o.value, "seconds": o.seconds}
-        for pair in pairs
-        for o in ((pair.b, pair.a) if pair.b_first else (pair.a, pair.b))
-    ]

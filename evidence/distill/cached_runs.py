@@ -25,7 +25,7 @@ import torch
 
 from engine.bench.random_weights import RandomWeights
 from engine.bench.teacher import config_named
-from engine.experiments.outcome import metrics_of
+from engine.experiments.arms import metrics_of
 from engine.formats.gguf_write import write_gguf
 from engine.runlog.folder import open_run
 from engine.runlog.follow import Follower

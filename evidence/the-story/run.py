@@ -249,7 +249,7 @@ class Story:
         print(json.dumps(self.summary["sound"]), flush=True)
 
     def measured(self, run: str) -> dict[str, Any]:
-        from engine.experiments.outcome import metrics_of
+        from engine.experiments.arms import metrics_of
         from engine.runlog.folder import RunFolder
         from engine.runlog.follow import Follower
 

@@ -23,7 +23,7 @@ import ipywidgets
 
 from engine.errors import BadInput, UsageError
 from engine.evidence.figures import flip_figure
-from engine.experiments.amounts import parse_time
+from engine.experiments.plan import parse_time
 from engine.experiments.text import verdict_lines
 from engine.runlog.folder import RunFolder, open_run
 from workbench.feed import RunFeed

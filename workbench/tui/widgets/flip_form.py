@@ -14,7 +14,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from engine.errors import UsageError
-from engine.experiments.amounts import parse_share, parse_time
+from engine.experiments.plan import parse_share, parse_time
 from engine.runlog.text import one_line
 from workbench.suspicions import Suspicion
 from workbench.tui.widgets.choice import Choice

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.timer import Timer
 
 from engine.errors import EngineError
-from engine.experiments.amounts import parse_share, parse_time
+from engine.experiments.plan import parse_share, parse_time
 from engine.runlog.folder import RunFolder
 from workbench.flips import folder_for, plan_of, without_seed
 from workbench.launch import check_flip
