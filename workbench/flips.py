@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import BadInput, RunLogError
+from engine.errors import RunLogError, UsageError
 from engine.experiments.judge import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
-from engine.experiments.plan import Plan, make_plan
+from engine.experiments.plan import Plan, make_plan, parse_share, parse_time
 from engine.experiments.record import find_flips, read_pairs, read_plan_of, read_verdict
 from engine.experiments.text import (
     ASCII,
@@ -30,7 +30,7 @@ from engine.experiments.text import (
 from engine.runlog.folder import RunFolder, find_runs
 from engine.runlog.follow import Follower
 from engine.runlog.read import writer_is_alive
-from workbench.launch import StartedFlip
+from workbench.launch import StartedFlip, check_flip, start_flip
 from workbench.listing import Listing, Row, Tone
 
 FLIPS = "flips"
@@ -75,6 +75,11 @@ class FlipSnapshot:
     error: str
     """Why it was refused, or what could not be read."""
     controls: tuple[ControlSnapshot, ...] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a verdict, and no more will come."""
+        return self.plan is not None and self.verdict is not None and not self.going_on
 
     @property
     def state(self) -> str:
@@ -164,21 +169,65 @@ def _controls(folder: Path) -> Iterator[ControlSnapshot]:
             yield ControlSnapshot(kind=path.name, plan=plan, pairs=pairs)
 
 
-def plan_of(
-    source: Path, assignment: str, hypothesis: str, budget_s: float, **choices: Any
-) -> list[str] | str:
-    """The plan that `engine flip` would register, in lines; or why there can be none. `choices` are
-    those of `make_plan`."""
-    try:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a form says of a flip that is to be started: the options of `engine flip`, as they are typed."""
+
+    assignment: str
+    hypothesis: str = ""
+    margin: str = "5%"
+    budget: str = "5m"
+    steps: str = "12"
+    controls: str = "auto"
+
+    def problem(self) -> str:
+        """What is wrong before anything is read; empty when nothing is."""
+        if not self.assignment:
+            return "name one setting and its other value; `engine spec` lists them"
+        try:
+            parse_time("budget", self.budget)
+            parse_share("margin", self.margin)
+        except UsageError as problem:
+            return str(problem)
+        if not self.steps.isdecimal():
+            return f"steps: expected a number, found {self.steps!r}"
+        return ""
+
+    def plan(self, source: Path) -> list[str]:
+        """The plan that `engine flip` would register, in lines, from a form without a problem. Raises
+        BadInput where there can be none."""
         plan = make_plan(
-            source, [assignment], order_seed=0, hypothesis=hypothesis, budget_s=budget_s, **choices
+            source,
+            [self.assignment],
+            order_seed=0,
+            hypothesis=self.hypothesis,
+            budget_s=parse_time("budget", self.budget),
+            margin=parse_share("margin", self.margin),
+            steps=int(self.steps),
         )
-    except BadInput as problem:
-        return str(problem)
-    return without_seed(plan_lines(plan))
+        return _without_seed(plan_lines(plan))
+
+    def check(self, source: Path, flips: Path) -> list[str]:
+        """The plan and what it takes, from the engine, which looks at both arms' inputs. Raises BadInput
+        or UsageError for a flip that would be refused."""
+        options = self._options()
+        return _without_seed(check_flip(source, self.assignment, self.folder(flips), **options))
+
+    def start(self, source: Path, folder: Path) -> StartedFlip:
+        """Start it in a new folder. Raises BadInput where that cannot be written."""
+        return start_flip(source, self.assignment, folder, **self._options())
+
+    def folder(self, flips: Path) -> Path:
+        """The folder of a flip that begins now."""
+        knob = self.assignment.partition("=")[0].replace(".", "-") or "flip"
+        return (flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
+
+    def _options(self) -> dict[str, Any]:
+        options = ["--margin", self.margin, "--steps", self.steps, "--controls", self.controls]
+        return {"hypothesis": self.hypothesis, "budget": self.budget, "options": options}
 
 
-def without_seed(lines: Sequence[str]) -> list[str]:
+def _without_seed(lines: Sequence[str]) -> list[str]:
     """A plan without its hash: the seed is drawn, and with it the hash made, when the flip starts."""
     return [line for line in lines if not line.startswith(("plan sha256", "source"))]
 
@@ -257,7 +306,7 @@ def _tone(snapshot: FlipSnapshot) -> Tone:
     return "unsure" if word == INCONCLUSIVE else "bad"
 
 
-def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool) -> list[str]:
+def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[str]:
     """All of a flip: its state, verdict with class and controls, plan and pairs."""
     drawn = ASCII if ascii_only else UNICODE
     lines = [f"{snapshot.folder.name}: {snapshot.state}"]
@@ -268,12 +317,6 @@ def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool) -> list[str]:
     if snapshot.error:
         lines += ["error", *_indented(snapshot.error.splitlines())]
     return [*lines, "folder", f"  {snapshot.folder}"]
-
-
-def folder_for(flips: Path, assignment: str) -> Path:
-    """The folder of a flip that begins now."""
-    knob = assignment.partition("=")[0].replace(".", "-") or "flip"
-    return (flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
 
 
 def _indented(lines: Sequence[str]) -> list[str]:
