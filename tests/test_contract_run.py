@@ -184,14 +184,24 @@ def test_a_change_of_other_code_makes_nothing_stale(sound: Path, tmp_path: Path)
     assert status_of(root).reached is Reached.PROVEN
 
 
-def test_a_helper_beside_a_test_is_part_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("helper", "imported"),
+    [
+        ("tests/helping.py", "import helping"),
+        ("tests/support/kit.py", "from tests.support.kit import x"),
+        ("tests/support/kit.py", "from tests.support import kit"),
+        ("tests/conftest.py", ""),
+    ],
+)
+def test_a_helper_of_a_test_is_part_of_it(tmp_path: Path, helper: str, imported: str) -> None:
     root = make_project(tmp_path)
-    append(root / "tests" / "test_thing.py", "import helping\n")
-    (root / "tests" / "helping.py").write_text("x = 1\n", encoding="utf-8")
+    append(root / "tests" / "test_thing.py", f"{imported}\n")
+    (root / helper).parent.mkdir(exist_ok=True)
+    (root / helper).write_text("x = 1\n", encoding="utf-8")
     (one,) = checked_contracts((), root)
     assert one.contract is not None
     before = code_hash(one.contract, Sources(root))
-    append(root / "tests" / "helping.py", "y = 2\n")
+    append(root / helper, "y = 2\n")
     assert code_hash(one.contract, Sources(root)) != before
 
 

@@ -83,7 +83,9 @@ def code_files(contract: Contract, sources: Sources) -> list[Path]:
         scheme, _, target = falsifier.test.partition(":")
         if scheme == "python":
             file = sources.root / split_node(target)[0]
-            files |= {file, *sources.helpers(file), file.parent / "conftest.py"}
+            folders = [folder for folder in file.parents if folder.is_relative_to(sources.root)]
+            files |= {file, *sources.helpers(file)}
+            files |= {folder / "conftest.py" for folder in folders if folder != sources.root}
     return sorted(files)
 
 

@@ -87,16 +87,23 @@ class Sources:
         return out
 
     def helpers(self, file: Path) -> list[Path]:
-        """Modules beside a file that it imports, by their own names or by those of the folder."""
-        names = set()
+        """Modules of the tests that a test file imports: those beside it, by their own names or by those
+        of the folder, and those of its top folder by their whole names, `tests.support.kit`."""
+        top = file.relative_to(self.root).parts[0] if file.is_relative_to(self.root) else ""
+        found = set()
         for node in ast.walk(_tree(self.text(file))):
+            names = []
             if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
+                names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module)
-        own = {name.removeprefix(f"{file.parent.name}.") for name in names}
-        beside = [file.parent / f"{name}.py" for name in sorted(own) if "." not in name]
-        return [path for path in beside if path.is_file()]
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                own = name.removeprefix(f"{file.parent.name}.")
+                if "." not in own:
+                    found.add(file.parent / f"{own}.py")
+                if name.startswith(f"{top}."):
+                    found.add(self.file_of(name))
+        return sorted(path for path in found if path.is_file())
 
 
 def _tree(text: str | None) -> ast.Module:

@@ -39,6 +39,8 @@ FROM_OUTSIDE = frozenset(
 )
 """States that say nothing about the arm: something else ended it, or nobody knows what."""
 _STEPS_COMPARED = 3
+POLL_S = 0.05
+STOP_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class Outcome:
     choices: dict[str, str] = field(default_factory=dict)
     """Every decision that was taken."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What it said of itself: `knobs.FACTS`."""
+    """What it said of itself: `proof.FACTS`."""
     kernels: dict[str, int] | None = None
     """Launches of each kernel; None where the run counted none."""
     slowed: float | None = None
@@ -243,7 +245,7 @@ def _launches(view: RunView) -> dict[str, int] | None:
 
 
 def _facts(view: RunView) -> dict[str, Any]:
-    """Those of `knobs.FACTS` that the run has said by now; one that hangs says few."""
+    """Those of `proof.FACTS` that the run has said by now; one that hangs says few."""
     started, data = view.started, view.data
     student, teacher = view.models.get("student"), view.models.get("teacher")
     found: dict[str, Any] = {}
@@ -269,18 +271,18 @@ def _facts(view: RunView) -> dict[str, Any]:
     return found
 
 
-POLL_S = 0.05
-STOP_GRACE_S = 10.0
-
-Watch = Callable[[RunView], object]
-
-
 class Stopped(Exception):
     """Whoever runs the experiment asked it to stop."""
 
 
 def run_arm(
-    plan: Plan, *, b: bool, pair: int, folder: Path, watch: Watch, stop: Callable[[], bool]
+    plan: Plan,
+    *,
+    b: bool,
+    pair: int,
+    folder: Path,
+    watch: Callable[[RunView], object],
+    stop: Callable[[], bool],
 ) -> Outcome:
     """Run one arm to its end in the new run folder `folder`.
 

@@ -12,13 +12,14 @@ that was going on and nothing else. One process writes: it holds the lock of pai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,32 +115,43 @@ def open_flip(path: Path) -> tuple[FlipFolder, Plan]:
     fd = _open_locked(log, create=False)
     try:
         plan = read_plan_of(path)
-        header, pairs, whole = _read(log)
-        os.ftruncate(fd, whole)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        os.close(fd)
-        raise RunLogError.expected("flip folder", path, "a header and pairs", str(error)) from error
-    except RunLogError:
+        with _expecting(path, "a header and pairs"):
+            header, pairs, whole = _read(log)
+            os.ftruncate(fd, whole)
+    except BaseException:
         os.close(fd)
         raise
     return FlipFolder(path, fd, header, pairs), plan
 
 
+_BROKEN: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+)
+
+
+@contextlib.contextmanager
+def _expecting(path: Path, what: str, *also: type[Exception]) -> Iterator[None]:
+    """Whatever another program's or a torn file makes of reading it is a RunLogError."""
+    try:
+        yield
+    except _BROKEN + also as error:
+        raise RunLogError.expected("flip folder", path, what, str(error)) from error
+
+
 def read_plan_of(path: Path) -> Plan:
     """The plan of a flip as it stands now. Raises RunLogError."""
-    try:
-        text = read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError)
-        return read_plan(text)
-    except (BadInput, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunLogError.expected("flip folder", path, "a plan", str(error)) from error
+    with _expecting(path, "a plan", BadInput):
+        return read_plan(read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError))
 
 
 def read_pairs(path: Path) -> list[Pair]:
     """The pairs of a flip, as a viewer reads them: while it goes on, too. Raises RunLogError."""
-    try:
+    with _expecting(path, "a header and pairs"):
         return _read(path / "pairs.jsonl")[1]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunLogError.expected("flip folder", path, "a header and pairs", str(error)) from error
 
 
 def find_flips(folder: Path) -> list[Path]:

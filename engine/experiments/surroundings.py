@@ -34,6 +34,10 @@ from engine.units import format_bytes, format_seconds
 from engine.version import VERSION
 
 CPU = "cpu"
+RUN_BYTES = 1 << 20
+"""Logs of one short run, without a checkpoint."""
+RESERVE_BYTES = 64 << 20
+SLACK = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +116,6 @@ def device_lock(device: str, holder: str, *, share: bool = False) -> Iterator[No
         yield
     finally:
         os.close(fd)
-
-
-RUN_BYTES = 1 << 20
-"""Logs of one short run, without a checkpoint."""
-RESERVE_BYTES = 64 << 20
-SLACK = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
