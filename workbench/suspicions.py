@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import BadInput
-from engine.experiments.proof import as_choice
-from engine.runlog.events import AlertRaised
-from engine.runlog.folder import RunFolder
-from engine.runlog.view import RunView
+from engine.flips.proof import as_choice
+from engine.log.events import AlertRaised
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from engine.spec import KEYS
 
 _SET = "--set "

@@ -164,7 +164,7 @@ def _print(statuses: Sequence[Status], *, as_json: bool) -> int:
 
 
 def _line(text: object) -> str:
-    from engine.runlog.text import one_line
+    from engine.log.text import one_line
 
     return one_line(str(text))
 

@@ -25,8 +25,8 @@ from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.experiments.plan import Plan
-    from engine.experiments.verdict import FlipVerdict
+    from engine.flips.plan import Plan
+    from engine.flips.verdict import FlipVerdict
 
 HELP = "test a setting: two arms in turn, and a verdict"
 
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.cli.flip_progress import Progress
-    from engine.experiments.flip import resume_flip, run_flip
+    from engine.flips.flip import resume_flip, run_flip
 
     if (arguments.source is None) == (arguments.resume is None):
         raise UsageError(
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     how: dict[str, Any] = {"use_controls": arguments.controls, "share": arguments.share}
     if arguments.resume is not None:
-        from engine.experiments.record import read_plan_of
+        from engine.flips.record import read_plan_of
 
         _refuse_with_resume(arguments)
         folder = arguments.resume
@@ -124,8 +124,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     """The plan that the command line asks for, its inputs checked for both arms."""
     import os
 
-    from engine.distill.inputs import check_inputs
-    from engine.experiments.plan import make_plan, parse_share, parse_time
+    from engine.flips.plan import make_plan, parse_share, parse_time
+    from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
 
     if not arguments.set:
@@ -153,7 +153,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:
     """Show the plan and what it will take, before anything starts; refuse what cannot fit. The plan
     with a limit that suits its source."""
-    from engine.experiments import controls, surroundings, text
+    from engine.flips import controls, surroundings, text
 
     found = surroundings.find_resources(plan, folder, surroundings.find_surroundings(plan))
     plan = surroundings.with_room(plan, found)
@@ -170,7 +170,7 @@ def _report(verdict: FlipVerdict, folder: Path, *, as_json: bool) -> int:
     import json
 
     from engine.errors import EXIT_INTERRUPTED
-    from engine.experiments.text import characters, verdict_lines
+    from engine.flips.text import characters, verdict_lines
 
     fields = json.loads(verdict.to_json())
     if as_json:

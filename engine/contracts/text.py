@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from engine.contracts.contract import Contract
 from engine.contracts.status import Check, Rank, Status
-from engine.runlog.text import one_line
+from engine.log.text import one_line
 from engine.units import format_seconds
 from engine.verdict import Level
 

@@ -15,7 +15,7 @@ from engine.contracts.receipt import FOLDER
 from engine.contracts.status import Status, overview
 from engine.contracts.text import contract_lines, summary
 from engine.errors import BadInput
-from engine.runlog.text import one_line
+from engine.log.text import one_line
 from engine.verdict import Verdict, lowest
 from workbench.notebook.outputs import show
 

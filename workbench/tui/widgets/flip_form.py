@@ -17,8 +17,8 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from engine.errors import EngineError
-from engine.runlog.folder import RunFolder
-from engine.runlog.text import one_line
+from engine.log.folder import RunFolder
+from engine.log.text import one_line
 from workbench.flips import Wanted
 from workbench.suspicions import Suspicion
 from workbench.tui.widgets.choice import Choice
