@@ -111,7 +111,7 @@ def conclude(
     """The verdict as it is written down."""
     proofs = proofs_of(flip.pairs)
     answers = {**controls, "manipulation": proofs.pop("flipped"), **proofs}
-    outcomes = [outcome for pair in flip.pairs for outcome in (pair.a, pair.b)]
+    outcomes = [outcome for pair in flip.pairs for outcome in pair.outcomes.values()]
     changed = [edited] if (edited := flip.edited()) else []
     if flip.began_with != surroundings:
         changed.append("it went on with another machine, device or engine than it began with")
@@ -198,7 +198,7 @@ def _diagnostics(
         "left_out": [
             f"pair {pair.number}: {o.arm} {o.in_words()}"
             for pair in flip.pairs
-            for o in (pair.a, pair.b)
+            for o in pair.outcomes.values()
             if o.ended_from_outside
         ],
         "neighbour_load": {
@@ -218,7 +218,7 @@ def _next(
     word = judgement.verdict
     sets = " ".join(f"--set {change.key}={change.b}" for change in plan.changes)
     again = f"engine flip {plan.source} {sets}"
-    failed = [o for pair in flip.pairs for o in (pair.a, pair.b) if not o.completed]
+    failed = [o for pair in flip.pairs for o in pair.outcomes.values() if not o.completed]
     out = []
     if interrupted:
         out.append(f"go on: engine flip --resume {flip.path}")
