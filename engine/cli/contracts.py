@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _validate(a: argparse.Namespace) -> int:
-    from engine.contracts.load import checked_contracts
+    from engine.contracts.contract import checked_contracts
     from engine.contracts.problems import UPSTREAM, counts
 
     loaded = checked_contracts(a.files, Path())
@@ -103,7 +103,7 @@ def _validate(a: argparse.Namespace) -> int:
 
 
 def _run(a: argparse.Namespace) -> int:
-    from engine.contracts.load import checked_contracts
+    from engine.contracts.contract import checked_contracts
     from engine.contracts.run import Runner
     from engine.contracts.status import overview
     from engine.errors import UsageError

@@ -1,4 +1,4 @@
-"""What running a contract left behind: facts, each bound to the contract and the code that it is of.
+"""Receipts: what running a contract measured, each bound to that contract and to the code it tests.
 
 A receipt holds no verdict. It says what was run with which arguments, under which versions, how it ended
 and what it counted; `status.answer_of` says what that means, each time anew, so a level cannot be written into
@@ -71,7 +71,7 @@ class Receipts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def code_files(contract: Contract, sources: Sources) -> list[Path]:
-    """The files of the code that a contract's receipts are of, whether they are there or not."""
+    """The files that a contract's receipts are bound to, whether they exist or not."""
     files: set[Path] = {sources.file_of(bound.partition(":")[0]) for bound in contract.binds}
     files |= {sources.file_of(planted.module) for planted in contract.planted}
     files |= {
@@ -90,7 +90,7 @@ def code_files(contract: Contract, sources: Sources) -> list[Path]:
 
 
 def code_hash(contract: Contract, sources: Sources) -> str:
-    """One hash of the code that a contract's receipts are of."""
+    """One hash of all code that a contract's receipts are bound to."""
     digest = hashlib.sha256()
     for file in code_files(contract, sources):
         name = (
@@ -103,7 +103,7 @@ def code_hash(contract: Contract, sources: Sources) -> str:
 
 
 def tools() -> dict[str, str | None]:
-    """Versions of what runs contracts; None for a package that is not here."""
+    """Versions of what runs contracts; None for a package that is not installed."""
     out: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

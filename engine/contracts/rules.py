@@ -2,8 +2,7 @@
 
 Upstream's semantics are those of `aprender-contracts` schema/validator.rs: which rules ask kernels only,
 and how often each answers. Text is compared without the white space around it, which upstream does for
-some fields only; a blank is empty here. `check_source` asks whether what a contract names is there:
-tests, harnesses, the text of planted bugs, bound code. It reads source; nothing is imported, nothing runs.
+some fields only; a blank is empty here.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from engine.contracts.contract import Contract
 from engine.contracts.problems import nearest
 from engine.contracts.schema import DIALECT, Path, Walk
-from engine.contracts.source import Sources, split_node
 
 Rows = list[tuple[Path, dict[str, Any]]]
 
@@ -224,59 +221,3 @@ def _named(rows: Rows, field: str) -> Iterator[tuple[Path, str | None]]:
             yield (*path, field), found
         else:
             yield from (((*path, field, i), id_) for i, id_ in enumerate(found))
-
-
-def check_source(contract: Contract, sources: Sources, walk: Walk) -> None:
-    """Whether the source has what a contract names. A bound function must say in a comment which
-    contract it is under, so that neither can be moved or deleted without the other."""
-    for i, falsifier in enumerate(contract.falsifiers):
-        scheme, _, target = falsifier.test.partition(":")
-        text = ""
-        if falsifier.demoted_by:
-            continue
-        if scheme == "python":
-            file, name = split_node(target)
-            if not (sources.root / file).is_file():
-                text = f"no file {file}"
-            elif name not in sources.names(sources.root / file):
-                text = f"no test {name} in {file}"
-        elif scheme not in ("bench", "flip") or not target.strip():
-            text = f"expected python:, bench: or flip: and what to run, found {falsifier.test!r}"
-        if text:
-            walk.add("W-TEST", ("falsification_tests", i, "test"), text)
-    for i, proof in enumerate(contract.proofs):
-        if proof.engine != "kani" and not sources.has(proof.harness):
-            text = f"no function {proof.harness}; expected module:function"
-            walk.add("W-TEST", ("proof_harnesses", i, "harness"), text)
-    for i, planted in enumerate(contract.planted):
-        field, text = _unplantable(planted.module, planted.replace, planted.by, sources)
-        if text:
-            walk.add("W-EDIT", ("qa_gate", "planted", i, "edit", field), text)
-    if not contract.binds:
-        walk.add("W-BIND", ("binds",), "none: of which code is this the contract?")
-    marked = {(m.file, m.name) for m in sources.markers if m.contract == contract.id}
-    for i, bound in enumerate(contract.binds):
-        if not sources.has(bound):
-            text = f"no function {bound}; expected module:function"
-            walk.add("W-BIND", ("binds", i), text)
-        elif sources.place_of(bound) not in marked:
-            text = f"{bound} has no `# contract: {contract.id}` on the line above it"
-            walk.add("W-BIND", ("binds", i), text)
-
-
-def _unplantable(module: str, replace: str, by: str, sources: Sources) -> tuple[str, str]:
-    """The field of a planted bug's edit that is wrong, and why; no words where it can be planted."""
-    text = sources.text(sources.file_of(module))
-    if text is None:
-        return "module", f"no module {module}"
-    count = text.count(replace) if replace else 0
-    if count != 1:
-        return "replace", f"expected once in {module}, found {count} times"
-    if by == replace:
-        return "with", "the same text: nothing is changed"
-    try:
-        compile(text.replace(replace, by), module, "exec")
-    except (SyntaxError, ValueError) as error:
-        # Any test is red over a file that does not compile: that catches nothing.
-        return "with", f"no Python any more: {error}"
-    return "", ""

@@ -1,10 +1,10 @@
-"""Source as text: which functions a file has, and which say that they are under a contract.
+"""Source read as text: the functions of a file, and the comments that name their contracts.
 
     # contract: kd-loss-v1
     def distillation_loss(...)
 
-The comment stands on the line above a function or class (above its decorators), names one contract or
-several, and costs nothing when the module is loaded. Nothing is imported to read it.
+The comment is on the line above a function or class (above its decorators), names one or several contracts,
+and costs nothing when the module is loaded. Nothing is imported to read it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sources:
         self._texts: dict[Path, str | None] = {}
 
     def file_of(self, module: str) -> Path:
-        """Where a module of the project lies, whether or not it is there."""
+        """The path of a module of the project, whether or not it exists."""
         base = self.root.joinpath(*module.split("."))
         return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
@@ -66,13 +66,13 @@ class Sources:
         return self.file_of(module), name
 
     def has(self, reference: str) -> bool:
-        """Whether `module:name` is there."""
+        """Whether `module:name` exists."""
         file, name = self.place_of(reference)
         return name in self.names(file)
 
     @functools.cached_property
     def markers(self) -> list[Marker]:
-        """Every comment of the form in the packages of the project: folders of its root that say so."""
+        """Every contract comment in the packages of the project, the folders of its root with `__init__.py`."""
         out = []
         for package in sorted(file.parent for file in self.root.glob("*/__init__.py")):
             for file in sorted(package.rglob("*.py")):
@@ -107,7 +107,7 @@ class Sources:
 
 
 def _tree(text: str | None) -> ast.Module:
-    """What a file says; an empty module where it cannot be read."""
+    """The syntax tree of a source; an empty module where it cannot be parsed."""
     try:
         with PARSING:  # Contracts are run, and their code read, in several threads.
             return ast.parse(text or "")
@@ -116,7 +116,7 @@ def _tree(text: str | None) -> ast.Module:
 
 
 def _comments(text: str) -> list[tuple[int, str]]:
-    """Line and text of each comment: a docstring that shows one has none."""
+    """Line and text of each comment; an example in a docstring is none."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):

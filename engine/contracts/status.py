@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from engine.contracts.contract import Contract
-from engine.contracts.load import Loaded, checked_contracts
+from engine.contracts.contract import Contract, Loaded, checked_contracts
 from engine.contracts.proving import ABSENT, PROVED, REFUTED
 from engine.contracts.receipt import (
     COMMAND,

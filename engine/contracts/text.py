@@ -14,7 +14,7 @@ SIGNS = {Level.PASS: "+", Level.FAIL: "!", Level.UNKNOWN: "?"}
 
 
 def summary(status: Status) -> str:
-    """`+ PASS kd-loss-v1: proven, 3h02m old`; what keeps one from passing is said."""
+    """`+ PASS kd-loss-v1: proven, 3h02m old`, with the reason where it does not pass."""
     level = status.answer.level
     why = "" if level is Level.PASS else f"; {one_line(str(status.answer))}"
     age = "never run" if status.age_s is None else f"{_age(status.age_s)} old"

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from engine.cli.main import main
-from engine.contracts.load import checked_contracts
+from engine.contracts.contract import checked_contracts
 from engine.contracts.receipt import Receipt, code_hash, read_receipts, write_receipts
 from engine.contracts.run import Runner, run_proof, start
 from engine.contracts.source import Sources

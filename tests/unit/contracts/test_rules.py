@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.cli.main import main
-from engine.contracts.load import checked_contracts, load_all, load_file
+from engine.contracts.contract import checked_contracts, load_all, load_file
 from engine.contracts.problems import OURS, UPSTREAM, WARNINGS, Problem
 from engine.contracts.schema import almost_a_block
 from tests.support.contract_files import (
@@ -186,7 +186,7 @@ def test_a_validator_that_says_nothing_fails_these_tests(
 ) -> None:
     """The control of the fixtures themselves: with the rules switched off, each of them is missed."""
     for name in ("check_upstream", "check_own"):
-        monkeypatch.setattr(f"engine.contracts.load.{name}", lambda *_: None)
+        monkeypatch.setattr(f"engine.contracts.contract.{name}", lambda *_: None)
     in_the_walk = {"SCHEMA-018", "SCHEMA-019", "W-FORM", "W-KEY"}
     for rule, change in OF_A_KERNEL.items():
         found = rules(load_file(write_contract(tmp_path / "a.yaml", KERNEL, change)).problems)
