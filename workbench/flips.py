@@ -45,21 +45,6 @@ better:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlSnapshot:
-    """A control that was run with a flip: A against A (`same`), or A made slower (`slow`)."""
-
-    kind: str
-    plan: Plan
-    pairs: tuple[Pair, ...]
-
-    def line(self) -> str:
-        """`control slow: 4 pairs, B/A 0.909 [0.900, 0.918]`."""
-        interval = interval_of(self.plan, self.pairs)
-        seen = "" if interval is None else f", B/A {interval_text(interval)}"
-        return f"control {self.kind}: {count_of(len(self.pairs))}{seen}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FlipSnapshot:
     """One flip as of one poll."""
 
@@ -74,7 +59,8 @@ class FlipSnapshot:
     """The fields of verdict.json; None before there is one."""
     error: str
     """Why it was refused, or what could not be read."""
-    controls: tuple[ControlSnapshot, ...] = ()
+    controls: tuple[str, ...] = ()
+    """What each control that was run with it says, in a line: A against A (`same`), A made slower (`slow`)."""
 
     @property
     def has_ended(self) -> bool:
@@ -98,7 +84,7 @@ class FlipSnapshot:
         for count, pair in enumerate(self.pairs, start=1):
             interval = interval_of(self.plan, self.pairs[:count])
             table += pair_line(self.plan, pair, interval).splitlines()
-        return [*plan_lines(self.plan), "", *table, *(control.line() for control in self.controls)]
+        return [*plan_lines(self.plan), "", *table, *self.controls]
 
 
 class FlipFeed:
@@ -112,7 +98,7 @@ class FlipFeed:
         """The flip as it is now."""
         plan, verdict, error = None, None, ""
         pairs: tuple[Pair, ...] = ()
-        controls: tuple[ControlSnapshot, ...] = ()
+        controls: tuple[str, ...] = ()
         # Asked first: what ends while it is read is seen as ended at the next look, with its verdict.
         going_on = self._goes_on()
         try:
@@ -162,11 +148,14 @@ class FlipFeed:
         return f"{what}pair {int(number)}, arm {arm[:1].upper()}: {steps}, {phase}"
 
 
-def _controls(folder: Path) -> Iterator[ControlSnapshot]:
+def _controls(folder: Path) -> Iterator[str]:
+    """`control slow: 4 pairs, B/A 0.909 [0.900, 0.918]`."""
     for path in sorted((folder / "controls").glob("*")):
         if (path / "pairs.jsonl").is_file():
-            plan, pairs = read_plan_of(path), tuple(read_pairs(path))
-            yield ControlSnapshot(kind=path.name, plan=plan, pairs=pairs)
+            plan, pairs = read_plan_of(path), read_pairs(path)
+            interval = interval_of(plan, pairs)
+            seen = "" if interval is None else f", B/A {interval_text(interval)}"
+            yield f"control {path.name}: {count_of(len(pairs))}{seen}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

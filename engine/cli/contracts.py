@@ -80,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _validate(a: argparse.Namespace) -> int:
     from engine.contracts.contract import checked_contracts
-    from engine.contracts.problems import UPSTREAM, counts
+    from engine.contracts.problems import PV, counts
 
     loaded = checked_contracts(a.files, Path())
     problems = sorted(problem for one in loaded for problem in one.problems)
     if a.rules == "pv":
-        problems = [p for p in problems if p.rule in UPSTREAM]
+        problems = [p for p in problems if p.rule in PV]
     errors, warnings = counts(problems)
     if a.format == "json":
         value = {

@@ -58,6 +58,8 @@ OURS = {
 }
 WARNINGS = frozenset({"SCHEMA-006", "SCHEMA-009", "SCHEMA-012", "SCHEMA-013", "W-LVL"})
 """All others are errors."""
+PV = frozenset({*UPSTREAM, "W-YAML", "W-FORM"})
+"""What `--rules pv` reports: upstream's rules, and what its parser refuses before any rule is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -288,6 +288,23 @@ def test_the_rules_of_upstream_alone_can_be_asked(
     assert capsys.readouterr().out.splitlines()[-1] == "0 error(s), 0 warning(s)"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "metadata: [1, 2\nequations: {}\n",
+        "",
+        text_of(KERNEL, drop("metadata")),
+        text_of(KERNEL, put("metadata", "description", value=3)),
+        text_of(KERNEL, put("proof_obligations", value="none")),
+        text_of(KERNEL, drop("falsification_tests")),
+    ],
+)
+def test_a_broken_file_is_refused_by_the_rules_of_upstream_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert main(["contracts", "validate", str(path), "--rules", "pv"]) == 1
+
+
 def test_problems_come_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_contract(tmp_path / "a.yaml", KERNEL, OF_A_KERNEL["SCHEMA-009"])
     assert main(["contracts", "validate", str(path), "--format", "json"]) == 0
