@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from engine.errors import RunLogError
-from engine.flips.outcome import sum_up
+from engine.flips.arms import sum_up
 from engine.flips.proof import equal
 from engine.log import write as write_module
 from engine.log.events import Note, StopForwarded

@@ -76,7 +76,7 @@ class FlipsScreen(BrowseScreen):
         if self.selected is None:
             return
         snapshot = FlipFeed(Path(self.selected.key)).poll()
-        if snapshot.verdict is None or snapshot.plan is None or snapshot.going_on:
+        if not snapshot.has_ended:
             self.notify("it has no verdict yet", severity="warning", markup=False)
             return
         self.app.push_screen(keep_form(snapshot), self._kept)

@@ -8,7 +8,7 @@ from pathlib import Path
 from textual import on
 
 from workbench.marks import Happening
-from workbench.suspicions import Suspicion, settings_of, suspicions
+from workbench.suspicions import Suspicion, of_alert, settings_of, suspicions
 from workbench.tui.screens.acting import Target
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.mark import MarkScreen
@@ -54,13 +54,9 @@ class SuspectingScreen(ReplayScreen):
             return
         found = suspicions(snapshot.view, settings_of(self.run))
         if mark is not None and mark.alert is not None:
-            wanted = mark.alert.flip.removeprefix("--set ")
-            alert = f"alert {mark.alert.id}: {mark.alert.title}"
-            words = f"{wanted} ends this: {mark.alert.title}"
-            found = (
-                Suspicion(wanted, words, alert),
-                *(other for other in found if other.assignment != wanted),
-            )
+            named = of_alert(mark.alert)
+            others = [one for one in found if one.assignment != named.assignment]
+            found = (named, *others)
         self._push_flip(found)
 
     def _push_flip(

@@ -56,7 +56,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def _outcome(report: pytest.TestReport) -> str | None:
     if report.failed:
-        return "failed" if report.when == "call" else "error"
+        return "failed" if report.when == "call" else "errors"
     if report.skipped:
         return "xfailed" if hasattr(report, "wasxfail") else "skipped"
     return "passed" if report.when == "call" else None
