@@ -26,7 +26,7 @@ from engine.models.config import ModelConfig, config_of
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.rope import RopeScaling
-from engine.publish import folder as folder_module
+from engine.publish import hf_folder as folder_module
 from engine.publish.convert import Converted, Progress, convert, format_of
 from engine.publish.mixture import tensor_types
 from engine.quant.tensor import QuantTensor

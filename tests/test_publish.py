@@ -25,10 +25,10 @@ from engine.evaluate.statistics import wilson
 from engine.formats.open import open_weights
 from engine.models.completions import end_ids
 from engine.models.generate import generate
-from engine.publish.bases import bases_of, inherited
+from engine.publish.licence import bases_of, inherited
 from engine.publish.manifest import MANIFEST, check_manifest
-from engine.publish.package import Published, Wanted, publish
 from engine.publish.proof import examine
+from engine.publish.publish import Published, Wanted, publish
 from engine.runlog.folder import RunFolder
 from engine.verdict import Level
 
@@ -257,7 +257,7 @@ def test_a_publication_that_fails_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.publish.package.write_manifest", full)
+    monkeypatch.setattr("engine.publish.publish.write_manifest", full)
     with pytest.raises(BadInput, match="No space left"):
         published(run, tmp_path / "tiny")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -13,9 +13,9 @@ from finished_runs import finish, results_file
 
 from engine.cli.main import main
 from engine.evaluate.model import weights_sha256
-from engine.publish.bases import Base, bases_of, inherited, licence_files
-from engine.publish.evaluations import read_evaluation
-from engine.publish.package import Wanted, publish
+from engine.publish.licence import Base, bases_of, inherited, licence_files
+from engine.publish.proof import read_evaluation
+from engine.publish.publish import Wanted, publish
 from engine.runlog.folder import RunFolder
 
 

@@ -21,9 +21,15 @@ from engine.cli.main import main
 from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
-from engine.publish.compare import FLOAT_TOLERANCE, divergence, first_difference, same_values
+from engine.publish.compare import (
+    FLOAT_TOLERANCE,
+    as_float,
+    divergence,
+    first_difference,
+    same_values,
+    within,
+)
 from engine.publish.convert import convert
-from engine.publish.outcomes import as_float, within
 from engine.publish.peers import Absent, Answered, Crashed, ask
 from engine.publish.verify import PROMPTS, verify
 from engine.quant.noise import NOISE_FLOORS
@@ -196,7 +202,7 @@ def test_a_peer_that_is_absent_says_so_with_an_exit_status_of_its_own(tmp_path: 
     """Whatever is installed here: an empty place where the library would be."""
     (tmp_path / "transformers.py").write_text("raise ImportError('not today')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "engine.publish.peer", "transformers"],
+        [sys.executable, "-m", "engine.publish.peers", "transformers"],
         input=json.dumps({"path": str(tmp_path)}),
         env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parent.parent}"},
         capture_output=True,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 GUESTS = {"engine/evaluate/guest_judge.py", "engine/evaluate/guest_program.py"}
 """Run inside a sandbox, where stdout is a pipe to the judge."""
 PROTOCOLS = {
-    "engine/publish/peer.py",
+    "engine/publish/peers.py",
     "engine/contracts/proving.py",
     "engine/device/cuda_driver.py",
     "engine/bench/kd_arm.py",

@@ -35,19 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.publish.describe import as_json, as_lines, describe
+    from engine.publish.describe import describe, description_lines
 
-    found = describe(arguments.path)
+    found = describe(arguments.path, tensors=arguments.tensors)
     problems = _read_values(arguments.path) if arguments.values else []
+    texts = [problem.text for problem in problems]
     if arguments.json:
-        record = as_json(found, tensors=arguments.tensors)
-        if arguments.values:
-            record["value_problems"] = [problem.text for problem in problems]
-        put_json(record)
+        put_json(found | ({"value_problems": texts} if arguments.values else {}))
     else:
-        put("\n".join(as_lines(found, tensors=arguments.tensors)))
+        put("\n".join(description_lines(found)))
         if arguments.values:
-            put("\n".join(f"  {problem.text}" for problem in problems) or "  values: sound")
+            put("\n".join(f"  {text}" for text in texts) or "  values: sound")
     return EXIT_PASS if all(problem.finite for problem in problems) else EXIT_FAIL
 
 

@@ -30,7 +30,7 @@ from engine.errors import EXIT_PASS, UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.publish.package import Published
+    from engine.publish.publish import Published
     from engine.publish.verify import Verification
 
 HELP = "publish a finished run's student, or verify a published folder"
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _publish(arguments: argparse.Namespace, name: str) -> int:
-    from engine.publish.package import Wanted, publish, verification_json
+    from engine.publish.publish import Wanted, publish
     from engine.runlog.folder import open_run
 
     done = publish(
@@ -126,7 +126,7 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
         Reporter(),
     )
     if arguments.json:
-        found = None if done.verification is None else verification_json(done.verification)
+        found = None if done.verification is None else done.verification.as_dict()
         put_json(
             {
                 "folder": str(done.folder),
@@ -156,12 +156,11 @@ def _summary(done: Published) -> list[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from engine.publish.package import verification_json
     from engine.publish.verify import verify
 
     found = verify(arguments.verify, _say)
     if arguments.json:
-        record: dict[str, Any] = {"folder": str(arguments.verify), **verification_json(found)}
+        record: dict[str, Any] = {"folder": str(arguments.verify), **found.as_dict()}
         put_json(record)
     else:
         put("\n".join(_lines(found)))

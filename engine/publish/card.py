@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.publish.bases import Base, Licence
-from engine.publish.evaluations import Evaluation, Metric
-from engine.publish.proof import Proof
+from engine.publish.licence import Base, Licence
+from engine.publish.proof import Evaluation, Metric, Proof
 from engine.publish.verify import Verification
 from engine.units import format_count
 from engine.verdict import Level
