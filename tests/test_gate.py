@@ -21,13 +21,11 @@ from engine.cli.main import main
 from engine.data.batches import Batch
 from engine.evaluate.statistics import wilson
 from engine.evidence.context import spec_hash, view_of
-from engine.gate.cache import cache_fidelity
-from engine.gate.gate import Gate, answered, does_not_apply, verdict_of
+from engine.gate.gate import Gate, Subject, answered, does_not_apply, verdict_of
 from engine.gate.results import eval_threshold, heldout_target
 from engine.gate.run import ask_gates
 from engine.gate.smoke import least_cross_entropy, smoke
-from engine.gate.subject import Subject
-from engine.gate.teacher import teacher_parity
+from engine.gate.teacher import cache_fidelity, teacher_parity
 from engine.models.load import save_decoder
 from engine.runlog.folder import RunFolder
 from engine.spec import load_spec, spec_from_dict

@@ -14,7 +14,7 @@ from test_fault_matrix import names_in
 from engine.checks.catalogue import ABOUT
 from engine.diagnose.registry import RULES
 from engine.drills.catalogue import drill
-from engine.gate.gate import IDS as GATES
+from engine.gate import IDS as GATES
 
 HERE = Path(__file__).resolve().parent
 

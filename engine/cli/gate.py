@@ -28,8 +28,7 @@ from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.gate.gate import Gate
-    from engine.gate.subject import Subject
+    from engine.gate.gate import Subject
 
 HELP = "say which gates of a distillation hold"
 
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.cli.generate import prepare_threads
-    from engine.gate.gate import IDS, verdict_of
+    from engine.gate import IDS
 
     only = [name.strip() for name in arguments.only.split(",") if name.strip()] or list(IDS)
     if unknown := [name for name in only if name not in IDS]:
@@ -63,17 +62,19 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
     subject = _subject(arguments)
 
+    from engine.gate.gate import verdict_of
     from engine.gate.run import ask_gates
 
     gates = []
     for gate in ask_gates(subject, only):
         gates.append(gate)
         if not arguments.json:
-            put(_line(gate), flush=True)
+            put(f"{gate.level:7} {gate.id:8} {gate.reason}", flush=True)
     verdict = verdict_of(gates)
     level = verdict.level.name.lower()
     if arguments.json:
-        put_json({"level": level, "subject": str(arguments.subject), "gates": _json(gates)})
+        found = [gate.as_dict() for gate in gates]
+        put_json({"level": level, "subject": str(arguments.subject), "gates": found})
     else:
         say(f"gates: {level}")
     return verdict.exit_code
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _subject(arguments: argparse.Namespace) -> Subject:
     from engine.evidence.context import view_of
-    from engine.gate.subject import Subject
+    from engine.gate.gate import Subject
     from engine.runlog.folder import open_run
     from engine.spec import build_spec, load_spec
     from engine.spec.environment import sets_from_environment
@@ -89,7 +90,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     path, evaluations = arguments.subject, tuple(arguments.eval)
     if not path.is_dir():
         spec, _ = load_spec(path, sets_from_environment(os.environ) + arguments.set)
-        return Subject(spec=spec, run=None, view=None, evaluations=evaluations, say=_say)
+        return Subject(spec=spec, run=None, view=None, evaluations=evaluations, say=say)
     found = open_run(path)
     others = [text for text in arguments.set if not text.startswith("gate.")]
     if others:
@@ -100,26 +101,4 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     spec = build_spec(
         tree, file="effective.json", base=Path("/"), sets=arguments.set, check_paths=False
     )
-    return Subject(spec=spec, run=found, view=view_of(found), evaluations=evaluations, say=_say)
-
-
-def _line(gate: Gate) -> str:
-    return f"{gate.level:7} {gate.id:8} {gate.reason}"
-
-
-def _json(gates: list[Gate]) -> list[dict[str, object]]:
-    return [
-        {"id": one.id, "level": one.level, "reason": one.reason, "numbers": _plain(one.numbers)}
-        for one in gates
-    ]
-
-
-def _plain(numbers: dict[str, float]) -> dict[str, float | str]:
-    """JSON has no NaN: such a number is its name."""
-    from math import isfinite
-
-    return {name: value if isfinite(value) else str(value) for name, value in numbers.items()}
-
-
-def _say(text: str) -> None:
-    say(text)
+    return Subject(spec=spec, run=found, view=view_of(found), evaluations=evaluations, say=say)

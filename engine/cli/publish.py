@@ -122,7 +122,7 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
             unevaluated=arguments.unevaluated,
             unverified=arguments.unverified,
         ),
-        _say,
+        say,
         Reporter(),
     )
     if arguments.json:
@@ -158,7 +158,7 @@ def _summary(done: Published) -> list[str]:
 def _verify(arguments: argparse.Namespace) -> int:
     from engine.publish.verify import verify
 
-    found = verify(arguments.verify, _say)
+    found = verify(arguments.verify, say)
     if arguments.json:
         record: dict[str, Any] = {"folder": str(arguments.verify), **found.as_dict()}
         put_json(record)
@@ -174,7 +174,3 @@ def _lines(found: Verification) -> list[str]:
         f"{one.verdict.level.name.lower():8} {one.id:{width}}  {one.verdict.reason}"
         for one in found.outcomes
     ]
-
-
-def _say(text: str) -> None:
-    say(text)

@@ -16,8 +16,7 @@ import shlex
 from engine.errors import BadInput
 from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
-from engine.gate.gate import Gate, answered, does_not_apply
-from engine.gate.subject import Subject
+from engine.gate.gate import Gate, Subject, answered, does_not_apply
 from engine.verdict import Level
 
 HELDOUT, EVAL = "heldout", "eval"

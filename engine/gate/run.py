@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 from engine.errors import BadInput, NoAnswer
-from engine.gate.cache import cache_fidelity
-from engine.gate.gate import IDS, Gate, answered
+from engine.gate import IDS
+from engine.gate.gate import Gate, Subject, answered
 from engine.gate.results import eval_threshold, heldout_target
 from engine.gate.smoke import smoke
-from engine.gate.subject import Subject
-from engine.gate.teacher import teacher_parity
+from engine.gate.teacher import cache_fidelity, teacher_parity
 from engine.verdict import Level
 
 GATES: dict[str, Callable[[Subject], Gate]] = dict(

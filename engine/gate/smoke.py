@@ -23,8 +23,7 @@ import torch
 from engine.data.batches import Batch, Batches, Int64Array
 from engine.distill.trainer import Trainer
 from engine.errors import TrainingFailed
-from engine.gate.gate import Gate, answered
-from engine.gate.subject import Subject
+from engine.gate.gate import Gate, Subject, answered
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder
 from engine.verdict import Level
