@@ -19,7 +19,7 @@ ALLOWED: dict[str, str] = {
         (
             "engine/bench/kd.py",
             "engine/bench/kd_shape.py",
-            "engine/cli/bench_kd.py",
+            "engine/cli/bench.py",
             "engine/cli/flip.py",
             "engine/contracts/hook.py",
             "engine/contracts/processes.py",

@@ -12,7 +12,7 @@ from typing import TextIO
 import pytest
 from terminals import STALE, set_size
 
-from engine.cli.convert import Reporter
+from engine.cli.weights import Reporter
 from engine.publish.convert import Progress
 from engine.terminal import columns_of
 from workbench.cli import believe_the_terminal

@@ -24,15 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.numbers import whole
+from engine.cli.arguments import add_json, whole
 from engine.errors import BadInput, UsageError
 from engine.signals import scratch_folder
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.drills.catalogue import Drill
-
-HELP = "plant a known defect, and see whether it is named"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the results in DIR")
     parser.add_argument("--keep", action="store_true", help="with --out: keep every run folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON value")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

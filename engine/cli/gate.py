@@ -24,36 +24,31 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.cli.arguments import add_json, add_repeated, prepare_threads
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.gate.gate import Subject
 
-HELP = "say which gates of a distillation hold"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "subject", type=Path, metavar="SPEC|RUN", help="a TOML file, or a run folder"
     )
-    parser.add_argument(
+    add_repeated(
+        parser,
         "--eval",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="results of `engine eval humaneval` or `mbpp`; repeatable",
+        "FILE",
+        "results of `engine eval humaneval` or `mbpp`; repeatable",
+        Path,
     )
     parser.add_argument("--only", default="", metavar="IDS", help="gates to ask, by commas")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one setting"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON value")
+    add_repeated(parser, "--set", "KEY=VALUE", "change one setting")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.cli.generate import prepare_threads
     from engine.gate import IDS
 
     only = [name.strip() for name in arguments.only.split(",") if name.strip()] or list(IDS)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
-from engine.cli.numbers import whole
+from engine.cli.arguments import add_json, add_set, prepare_threads, whole
 from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from engine.distill.prepare import Prepared
     from engine.distill.prepare_plan import Job, Wanted
     from engine.spec import RunSpec
-
-HELP = "run the teacher once and store what it says"
 
 _PLAIN_EVERY_S = 5.0
 
@@ -73,23 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="only the rows of the first N steps",
     )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one setting"
-    )
+    add_set(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON value")
+    add_json(parser, "print the result as one JSON value")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.device.threads import VARIABLE, choose_thread_wait
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
 
     sets = sets_from_environment(os.environ) + arguments.set
     spec, _ = load_spec(arguments.spec, sets)
     wanted = _wanted(arguments, spec)
-    # Before torch loads: OpenMP reads it once.
-    os.environ[VARIABLE] = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
+    prepare_threads(spec.compute.thread_wait)
 
     from engine.distill.prepare import prepare
     from engine.distill.prepare_plan import plan_job

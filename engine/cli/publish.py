@@ -24,16 +24,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.convert import Reporter
-from engine.cli.generate import prepare_threads
+from engine.cli.arguments import add_json, add_repeated, prepare_threads
+from engine.cli.weights import Reporter
 from engine.errors import EXIT_PASS, UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.publish.publish import Published
     from engine.publish.verify import Verification
-
-HELP = "publish a finished run's student, or verify a published folder"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -56,29 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--apr", choices=[*quants("apr"), "none"], help="(the student's own float type)"
     )
-    parser.add_argument(
-        "--eval",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="an evaluation of the student; repeatable",
-    )
+    add_repeated(parser, "--eval", "FILE", "an evaluation of the student; repeatable", Path)
     parser.add_argument("--license", metavar="ID", help="instead of the one that is inherited")
-    parser.add_argument(
-        "--base-model",
-        action="append",
-        default=[],
-        metavar="ID",
-        help="a base model's name on the Hub; repeatable",
-    )
+    add_repeated(parser, "--base-model", "ID", "a base model's name on the Hub; repeatable")
     parser.add_argument(
         "--unevaluated", action="store_true", help="publish without evidence; the card says so"
     )
     parser.add_argument(
         "--unverified", action="store_true", help="do not load it three ways; the card says so"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON value")
+    add_json(parser, "print the result as one JSON value")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.numbers import real
+from engine.cli.arguments import real
 from engine.cli.why_link import add_link_arguments, link_evidence
 from engine.terminal import put, put_json, say
 

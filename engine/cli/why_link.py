@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.numbers import real, whole
+from engine.cli.arguments import real, whole
 from engine.errors import UsageError
 from engine.terminal import say
 
