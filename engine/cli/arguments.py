@@ -14,7 +14,7 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine import limits
 from engine.terminal import clipped
@@ -37,14 +37,10 @@ def add_set(parser: argparse.ArgumentParser) -> None:
 
 
 def add_repeated(
-    parser: argparse.ArgumentParser,
-    option: str,
-    metavar: str,
-    what: str,
-    parse: Callable[[str], object] | None = None,
+    parser: argparse.ArgumentParser, option: str, metavar: str, what: str, **more: Any
 ) -> None:
     """An option that may be given several times: its value is a list."""
-    parser.add_argument(option, action="append", default=[], type=parse, metavar=metavar, help=what)
+    parser.add_argument(option, action="append", default=[], metavar=metavar, help=what, **more)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--eval",
         "FILE",
         "results of `engine eval humaneval` or `mbpp`; repeatable",
-        Path,
+        type=Path,
     )
     parser.add_argument("--only", default="", metavar="IDS", help="gates to ask, by commas")
     add_repeated(parser, "--set", "KEY=VALUE", "change one setting")

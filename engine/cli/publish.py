@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--apr", choices=[*quants("apr"), "none"], help="(the student's own float type)"
     )
-    add_repeated(parser, "--eval", "FILE", "an evaluation of the student; repeatable", Path)
+    add_repeated(parser, "--eval", "FILE", "an evaluation of the student; repeatable", type=Path)
     parser.add_argument("--license", metavar="ID", help="instead of the one that is inherited")
     add_repeated(parser, "--base-model", "ID", "a base model's name on the Hub; repeatable")
     parser.add_argument(

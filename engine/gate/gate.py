@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from engine.data.batches import Batch, Batches, heldout_rows
 from engine.data.corpus import open_corpus
@@ -21,9 +20,6 @@ from engine.device.facts import read_facts
 from engine.distill.inputs import Inputs, check_inputs
 from engine.distill.memory_plan import ITEM_BYTES
 from engine.models.config import count_parameters
-from engine.models.decoder import Decoder
-from engine.models.head import Head, project
-from engine.models.product import operand_dtype, sum_dtype
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
 from engine.runtime.device import choose_device, choose_precision
@@ -31,8 +27,6 @@ from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.teachers.choose import choose_backend, choose_teacher_precision
 from engine.verdict import Level, Verdict, lowest
-
-# Shapes: N tokens, V vocabulary, E width
 
 Say = Callable[[str], None]
 _WEIGHTS_SHARE = 0.8
@@ -85,10 +79,6 @@ class Subject:
     view: RunView | None
     evaluations: tuple[Path, ...] = ()
     say: Say = lambda text: None
-
-    @property
-    def name(self) -> str:
-        return "this spec" if self.run is None else str(self.run.path)
 
     @cached_property
     def inputs(self) -> Inputs:
@@ -175,16 +165,3 @@ class Subject:
             student_vocab=self.inputs.student.vocab_size,
             probe=self.rows.heldout,
         )
-
-
-def log_probabilities(hidden_NE: Tensor, head: Head, columns: int) -> Tensor:
-    """Over the first `columns` ids, renormalised (N, columns); fp32 or wider."""
-    dtype = operand_dtype(hidden_NE)
-    hidden_NE = hidden_NE.to(dtype)
-    logits_NV = hidden_NE.new_empty(len(hidden_NE), columns, dtype=sum_dtype(dtype))
-    project(logits_NV, hidden_NE, head.slices(columns, dtype))
-    return logits_NV.log_softmax(-1)
-
-
-def frozen(decoder: Decoder) -> Decoder:
-    return decoder.eval().requires_grad_(False)

@@ -29,8 +29,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.data.batches import Batch
+from engine.evaluate.perplexity import log_probabilities
 from engine.formats.safetensors import tensors_sha256
-from engine.gate.gate import Gate, Subject, answered, does_not_apply, frozen, log_probabilities
+from engine.gate.gate import Gate, Subject, answered, does_not_apply
+from engine.models.freeze import freeze
 from engine.models.head import Head
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
@@ -69,7 +71,7 @@ def teacher_parity(subject: Subject) -> Gate:
     teacher = subject.teacher.teacher
     columns = subject.inputs.student.vocab_size
     subject.say(f"loading the reference: {path} (fp32)")
-    reference = frozen(load_decoder(path, torch.float32, subject.device))
+    reference = freeze(load_decoder(path, torch.float32, subject.device))
     if reference.config.vocab_size < columns:
         text = f"{path} has {reference.config.vocab_size:,} ids, expected {columns:,} or more"
         return answered(TEACHER, Level.UNKNOWN, text)

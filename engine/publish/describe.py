@@ -48,7 +48,7 @@ def describe(path: str | Path, *, tensors: bool = False) -> Description:
                 warnings.append(str(error))
         infos = tuple(weights.tensors.values())
         architecture = (raw or {}).get("model_type")
-        found = {
+        found: Description = {
             "path": str(path),
             "format": weights.format,
             "convention": weights.convention,
