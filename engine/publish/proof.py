@@ -76,15 +76,12 @@ class Missing:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     run: RunFolder
-    view: RunView
     receipt: dict[str, Any] | None
     verdicts: dict[str, Verdict]
     """Of each line of the receipt; the unknown ones are said in the card."""
     evaluations: tuple[Evaluation, ...]
     missing: tuple[Missing, ...]
     weights_sha256: str
-    tensors_sha256: str | None
-    """Of the student as the log has it; None where the log has none."""
 
 
 # contract: publication-v1
@@ -129,13 +126,11 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
         )
     return Proof(
         run=run,
-        view=view,
         receipt=receipt,
         verdicts=verdicts,
         evaluations=tuple(evaluations),
         missing=tuple(missing),
         weights_sha256=weights,
-        tensors_sha256=None if view.student is None else view.student.sha256,
     )
 
 
