@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from engine.cli.main import EPILOG, build_parser
-from tests.conftest import Kit
-from tests.finished_runs import finish
-from tests.running import engine_here
+from tests.support.finished_runs import finish
+from tests.support.kit import Kit
+from tests.support.running import engine_here
 
 RECORD = Path(__file__).with_name("cli_surface.json")
 PROBES = ("x", "", "-1", "0", "1", "1.5", "nan", "1000000000000000000000000")

@@ -14,7 +14,7 @@ from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, UsageError
 from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
-    from engine.runlog.events import Checked
+    from engine.log.events import Checked
     from engine.verdict import Verdict
 
 WIDTH = 100
@@ -60,8 +60,8 @@ def _list_checks(as_json: bool) -> int:
 
 def _answers(path: Path, as_json: bool) -> int:
     from engine.checks.catalogue import CATALOGUE
-    from engine.runlog.folder import open_run
-    from engine.runlog.follow import Follower
+    from engine.log.folder import open_run
+    from engine.log.follow import Follower
     from engine.units import format_seconds
     from engine.verdict import lowest
 
@@ -102,7 +102,7 @@ def _answers(path: Path, as_json: bool) -> int:
 
 
 def _verdict(check: Checked | None) -> Verdict:
-    from engine.runlog.text import one_line
+    from engine.log.text import one_line
     from engine.verdict import Level, Verdict
 
     if check is None:
@@ -133,11 +133,11 @@ def diagnose(arguments: argparse.Namespace) -> int:
     if arguments.list:
         _list_rules(as_json=arguments.json)
         return EXIT_PASS
-    from engine.diagnose.replay import diagnose as replay
-    from engine.diagnose.settings import read_settings
     from engine.errors import RunLogError
-    from engine.runlog.folder import open_run
-    from engine.runlog.text import has_ended, status_text
+    from engine.log.folder import open_run
+    from engine.log.text import has_ended, status_text
+    from engine.watch.replay import diagnose as replay
+    from engine.watch.rules.settings import read_settings
 
     folder = open_run(arguments.run)
     found = replay(folder, read_settings(folder))
@@ -159,7 +159,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
 
 
 def _list_rules(*, as_json: bool) -> None:
-    from engine.diagnose.registry import RULES
+    from engine.watch.rules.registry import RULES
 
     if as_json:
         fields = ("id", "asks", "reads", "threshold")
@@ -172,7 +172,7 @@ def _list_rules(*, as_json: bool) -> None:
 
 
 def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
-    from engine.runlog.text import alert_lines, clock_text, one_line
+    from engine.log.text import alert_lines, clock_text, one_line
     from engine.units import format_seconds
 
     count, judged = len(found.raised), len(found.judged)

@@ -31,7 +31,7 @@ from engine.errors import EXIT_FAIL, EXIT_UNKNOWN, BadInput, UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.runlog.folder import RunFolder
+    from engine.log.folder import RunFolder
     from engine.spec import RunSpec
 
 
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         put(folder.path)
         return 0
     from engine.cli.progress import attend
-    from engine.supervise.launch import launch
+    from engine.watch.launch import launch
 
     launched = launch(
         folder,
@@ -117,8 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> RunFolder | None:
-    from engine.distill.inputs import check_inputs
-    from engine.runlog.folder import create_run
+    from engine.log.folder import create_run
+    from engine.plan.inputs import check_inputs
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
     from engine.version import VERSION
@@ -157,12 +157,12 @@ def _start(arguments: argparse.Namespace) -> RunFolder | None:
 
 
 def _resume(arguments: argparse.Namespace) -> RunFolder:
-    from engine.distill.going_on import check_promised, missing_newest
-    from engine.distill.inputs import check_inputs
-    from engine.runlog.folder import open_run
-    from engine.runlog.follow import Follower
-    from engine.runlog.read import BrokenLog
+    from engine.log.folder import open_run
+    from engine.log.follow import Follower
+    from engine.log.read import BrokenLog
+    from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
+    from engine.train.checkpoint.continuing import check_promised, missing_newest
 
     if arguments.out or arguments.gpus is not None or arguments.smoke is not None:
         raise UsageError("--gpus, --smoke and --out make a new run; --resume continues one")
@@ -237,11 +237,11 @@ def _differing(was: RunSpec, now: RunSpec) -> dict[str, tuple[Any, Any]]:
 
 def _write_changes(folder: RunFolder, effective: dict[str, Any], spec: RunSpec) -> None:
     """Put changed settings into effective.json: each with what the value was and with the hash of all
-    settings before it, by which a checkpoint of that time is known (`engine.distill.drift`).
+    settings before it, by which a checkpoint of that time is known (`engine.train.drift`).
 
     Raises DiskFull, RunLogError.
     """
-    from engine.runlog.folder import write_whole
+    from engine.log.folder import write_whole
     from engine.spec import spec_from_dict
 
     found = _differing(spec_from_dict(effective["spec"]), spec)
@@ -264,10 +264,10 @@ def _project(run: RunFolder, code: int, *, as_json: bool) -> int:
     of the verdict: 0 when the steps were made and every check passed, 1 when one failed, 2 when one is
     unknown.
     """
-    from engine.diagnose.projection import project, projection_lines
-    from engine.distill.going_on import resume_command
-    from engine.runlog.follow import Follower
+    from engine.log.follow import Follower
     from engine.spec import spec_from_dict
+    from engine.train.checkpoint.continuing import resume_command
+    from engine.watch.projection import project, projection_lines
 
     spec = spec_from_dict(run.read_effective()["spec"])
     found = project(Follower(run).read_all(), spec)

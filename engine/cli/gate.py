@@ -29,7 +29,7 @@ from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.gate.gate import Subject
+    from engine.export.gate.gate import Subject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.gate import IDS
+    from engine.export.gate import IDS
 
     only = [name.strip() for name in arguments.only.split(",") if name.strip()] or list(IDS)
     if unknown := [name for name in only if name not in IDS]:
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
     subject = _subject(arguments)
 
-    from engine.gate.gate import verdict_of
-    from engine.gate.run import ask_gates
+    from engine.export.gate.gate import verdict_of
+    from engine.export.gate.run import ask_gates
 
     gates = []
     for gate in ask_gates(subject, only):
@@ -76,9 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
-    from engine.evidence.context import view_of
-    from engine.gate.gate import Subject
-    from engine.runlog.folder import open_run
+    from engine.export.gate.gate import Subject
+    from engine.findings.context import view_of
+    from engine.log.folder import open_run
     from engine.spec import build_spec, load_spec
     from engine.spec.environment import sets_from_environment
 

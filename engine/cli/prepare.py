@@ -26,9 +26,9 @@ from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.distill.prepare import Prepared
-    from engine.distill.prepare_plan import Job, Wanted
     from engine.spec import RunSpec
+    from engine.train.prepare import Prepared
+    from engine.train.prepare_plan import Job, Wanted
 
 _PLAIN_EVERY_S = 5.0
 
@@ -85,9 +85,9 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = _wanted(arguments, spec)
     prepare_threads(spec.compute.thread_wait)
 
-    from engine.distill.prepare import prepare
-    from engine.distill.prepare_plan import plan_job
-    from engine.distill.stopping import StopRequest
+    from engine.train.prepare import prepare
+    from engine.train.prepare_plan import plan_job
+    from engine.train.stopping import StopRequest
 
     say("reading and hashing the rows")
     job = plan_job(spec, wanted)
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
-    from engine.distill.prepare_plan import Wanted
+    from engine.train.prepare_plan import Wanted
 
     out = arguments.out or (Path(spec.teacher.cache) if spec.teacher.cache else None)
     if out is None:

@@ -30,8 +30,8 @@ from engine.errors import EXIT_PASS, UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.publish.publish import Published
-    from engine.publish.verify import Verification
+    from engine.export.publish import Published
+    from engine.export.verify import Verification
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -39,7 +39,7 @@ _ON_HUB = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from engine.publish.mixture import QUANTS, TYPES_OF
+    from engine.export.mixture import QUANTS, TYPES_OF
 
     def quants(format_: str) -> list[str]:
         return [name for name, kind in QUANTS.items() if kind in TYPES_OF[format_]]
@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _publish(arguments: argparse.Namespace, name: str) -> int:
-    from engine.publish.publish import Wanted, publish
-    from engine.runlog.folder import open_run
+    from engine.export.publish import Wanted, publish
+    from engine.log.folder import open_run
 
     done = publish(
         open_run(arguments.run),
@@ -141,7 +141,7 @@ def _summary(done: Published) -> list[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from engine.publish.verify import verify
+    from engine.export.verify import verify
 
     found = verify(arguments.verify, say)
     if arguments.json:

@@ -32,9 +32,9 @@ def list_runs(arguments: argparse.Namespace) -> int:
     engine runs DIR --json     as one JSON list
     """
     from engine.errors import RunLogError
-    from engine.runlog.folder import RunFolder, find_runs
-    from engine.runlog.follow import Follower
-    from engine.runlog.text import status_text
+    from engine.log.folder import RunFolder, find_runs
+    from engine.log.follow import Follower
+    from engine.log.text import status_text
 
     rows: list[tuple[RunFolder, Follower | None, str]] = []
     for folder in find_runs(arguments.folder):
@@ -75,8 +75,8 @@ def stop_run(arguments: argparse.Namespace) -> int:
     engine stop RUN          finish the step, save, stop (exit code of the run: 143)
     engine stop RUN --now    kill the trainer without saving
     """
-    from engine.runlog.folder import open_run
-    from engine.supervise.launch import stop
+    from engine.log.folder import open_run
+    from engine.watch.launch import stop
 
     say(stop(open_run(arguments.run), now=arguments.now))
     return 0
@@ -110,9 +110,9 @@ def tail(arguments: argparse.Namespace) -> int:
     wrong; then the exit code is 65.
     """
     from engine.errors import RunLogError
-    from engine.runlog.folder import open_run
-    from engine.runlog.follow import Follower
-    from engine.runlog.text import has_ended, line_text, status_text
+    from engine.log.folder import open_run
+    from engine.log.follow import Follower
+    from engine.log.text import has_ended, line_text, status_text
 
     follower = Follower(open_run(arguments.run))
     fault: RunLogError | None = None
@@ -148,7 +148,7 @@ def tail(arguments: argparse.Namespace) -> int:
 
 def _print_all(follower: Any, log_lines: int) -> None:
     """What there is now, in words."""
-    from engine.runlog.text import (
+    from engine.log.text import (
         alert_lines,
         decision_lines,
         device_lines,
@@ -185,7 +185,7 @@ def plain(value: Any) -> Any:
     """A value of a log as JSON has it: events as objects, numbers that are not finite by name, long texts cut."""
     import msgspec
 
-    from engine.runlog.events import name_of_non_finite
+    from engine.log.events import name_of_non_finite
 
     if isinstance(value, msgspec.Struct):
         return plain(msgspec.structs.asdict(value))
@@ -200,7 +200,7 @@ def plain(value: Any) -> Any:
 
 def line_as_json(line: Any) -> dict[str, Any]:
     """A line of one of the logs as one JSON value."""
-    from engine.runlog.events import kind_of
+    from engine.log.events import kind_of
 
     fields = {"log": line.source, "unix_s": line.unix_s, **plain(line.event)}
     return fields | {"kind": plain(kind_of(line.event))}
@@ -208,7 +208,7 @@ def line_as_json(line: Any) -> dict[str, Any]:
 
 def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
     """A run as one JSON value; `fault` is what kept its logs from being read to their ends."""
-    from engine.runlog.text import share_of_peak
+    from engine.log.text import share_of_peak
 
     view = follower.view
     last = len(view.steps) - 1

@@ -12,7 +12,7 @@ from engine.errors import EXIT_FAIL, EXIT_PASS
 from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.publish.convert import Converted, Progress
+    from engine.export.convert import Converted, Progress
 
 _PLAIN_EVERY_S = 5.0
 
@@ -38,9 +38,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     engine inspect model.apr --json        as one JSON value
     engine inspect model.gguf --values     and read every value: NaN and infinity (exit 1), constants
     """
+    from engine.export.describe import describe, description_lines
     from engine.formats.open import open_weights
     from engine.formats.values import check_values
-    from engine.publish.describe import describe, description_lines
 
     found = describe(arguments.path, tensors=arguments.tensors)
     problems = []
@@ -58,7 +58,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    from engine.publish.mixture import QUANTS, TYPES_OF
+    from engine.export.mixture import QUANTS, TYPES_OF
 
     parser.add_argument("source", type=Path, metavar="SRC", help="weight file or model folder")
     parser.add_argument("target", type=Path, metavar="DST", help="what to write; must not exist")
@@ -101,7 +101,7 @@ def convert(arguments: argparse.Namespace) -> int:
     """
     prepare_threads()
 
-    from engine.publish.convert import convert as write
+    from engine.export.convert import convert as write
 
     done = write(
         arguments.source,
