@@ -1,7 +1,7 @@
 """The surface of `engine`, as it was recorded: commands, options, exit codes and the keys of --json.
 
 What scripts of users are written against does not change by itself. A change that is wanted is recorded
-anew with `RECORD_SURFACE=1 pytest tests/test_cli_surface.py`, and its difference is read before it is kept.
+anew with `RECORD_SURFACE=1 pytest tests/system/cli/test_surface.py`, and its difference is read before it is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.finished_runs import finish
 from tests.support.kit import Kit
 from tests.support.running import engine_here
 
-RECORD = Path(__file__).with_name("cli_surface.json")
+RECORD = Path(__file__).with_name("surface.json")
 PROBES = ("x", "", "-1", "0", "1", "1.5", "nan", "1000000000000000000000000")
 """What each option that reads a number is tried with."""
 VARYING = {"facts", "absent", "gpus", "host", "phases_s", "config", "spec", "numbers", "unjudged"}
