@@ -1,7 +1,7 @@
 """Arguments that several commands have, each declared once; and numbers of a command line: whole or real,
 finite, and in a range.
 
-    parser.add_argument("--jobs", type=whole(1024))
+    add_number(parser, "--jobs", limits.JOBS, "so many at once")
     parser.add_argument("--timeout", type=real(86400))
 
 A number beyond its range is a slip that costs the machine. What is below the lower end that a command has
@@ -12,76 +12,104 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from engine import limits
 from engine.terminal import clipped
 
+Parser: TypeAlias = argparse._ActionsContainer
+"""A parser, or a group of its arguments."""
 T = TypeVar("T", int, float)
 _SHOWN = 40
 
 
-def add_json(parser: argparse.ArgumentParser, what: str = "print one JSON value") -> None:
-    parser.add_argument("--json", action="store_true", help=what)
+def add_flag(parser: Parser, name: str, what: str) -> None:
+    parser.add_argument(name, action="store_true", help=what)
 
 
-def add_run(parser: argparse.ArgumentParser, *, or_nothing: bool = False) -> None:
-    nargs = "?" if or_nothing else None
-    parser.add_argument("run", type=Path, nargs=nargs, metavar="RUN", help="a run folder")
+def add_path(parser: Parser, name: str, metavar: str | None, what: str, **more: Any) -> None:
+    parser.add_argument(name, type=Path, metavar=metavar, help=what, **more)
 
 
-def add_set(parser: argparse.ArgumentParser) -> None:
+def add_choice(
+    parser: Parser, name: str, choices: Sequence[str], default: str, what: str | None = None
+) -> None:
+    parser.add_argument(name, choices=choices, default=default, help=what)
+
+
+def add_number(
+    parser: Parser,
+    name: str,
+    limit: limits.Limit,
+    what: str,
+    *,
+    least: int | None = None,
+    **more: Any,
+) -> None:
+    """An integer within `limit`, on either side of 0; with `least` 1 it is 1 or more."""
+    kind = whole if least is None else positive
+    parser.add_argument(name, type=kind(limit.most), help=what, **more)
+
+
+def add_repeated(parser: Parser, name: str, metavar: str, what: str, **more: Any) -> None:
+    """An option that may be given several times: its value is a list."""
+    parser.add_argument(name, action="append", default=[], metavar=metavar, help=what, **more)
+
+
+def add_json(parser: Parser, what: str = "print one JSON value") -> None:
+    add_flag(parser, "--json", what)
+
+
+def add_set(parser: Parser) -> None:
     add_repeated(parser, "--set", "KEY=VALUE", "change one setting; may be repeated")
 
 
-def add_repeated(
-    parser: argparse.ArgumentParser, option: str, metavar: str, what: str, **more: Any
-) -> None:
-    """An option that may be given several times: its value is a list."""
-    parser.add_argument(option, action="append", default=[], metavar=metavar, help=what, **more)
+def add_run(parser: Parser, *, or_nothing: bool = False) -> None:
+    add_path(parser, "run", "RUN", "a run folder", nargs="?" if or_nothing else None)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: Parser) -> None:
     """MODEL, and how it computes (`engine.cli.generate.open_asked`)."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="weight file, folder or run")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
-    parser.add_argument(
+    add_path(parser, "model", "MODEL", "weight file, folder or run")
+    add_choice(parser, "--device", ("auto", "cpu", "cuda"), "auto")
+    add_choice(parser, "--precision", ("auto", "fp32", "bf16"), "auto")
+    add_choice(
+        parser,
         "--weights",
-        choices=("dense", "packed"),
-        default="dense",
-        help="packed: matrices stay in the blocks of their file (dense)",
+        ("dense", "packed"),
+        "dense",
+        "packed: matrices stay in the blocks of their file (dense)",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="instead of the model's")
+    add_path(parser, "--tokenizer", "FILE", "instead of the model's")
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def add_sampling(parser: Parser) -> None:
+    add_number(
+        parser,
         "--max-tokens",
-        type=positive(limits.POSITIONS.most),
+        limits.POSITIONS,
+        "(512, or what the model has room for)",
         metavar="N",
-        help="(512, or what the model has room for)",
+        least=1,
     )
     parser.add_argument(
         "--temperature", type=real(1e6), default=0.0, help="0 takes the likeliest token (0)"
     )
-    parser.add_argument(
-        "--top-k",
-        type=whole(limits.VOCABULARY.most),
-        default=0,
-        help="draw among the K likeliest; 0: all",
+    add_number(
+        parser, "--top-k", limits.VOCABULARY, "draw among the K likeliest; 0: all", default=0
     )
     parser.add_argument(
         "--top-p", type=real(1e6), default=1.0, help="draw among those that reach P (1)"
     )
-    parser.add_argument("--seed", type=whole(limits.SEED.most), default=0, help="of the draws (0)")
-    parser.add_argument(
+    add_number(parser, "--seed", limits.SEED, "of the draws (0)", default=0)
+    add_choice(
+        parser,
         "--cuda-graph",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="replay the steps of a GPU as one graph; the same tokens, faster (auto)",
+        ("auto", "on", "off"),
+        "auto",
+        "replay the steps of a GPU as one graph; the same tokens, faster (auto)",
     )
 
 

@@ -17,11 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from pathlib import Path
 from typing import Any
 
 from engine import limits
-from engine.cli.arguments import add_json, real, whole
+from engine.cli.arguments import (
+    add_choice,
+    add_json,
+    add_number,
+    add_path,
+    real,
+)
 from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
 from engine.terminal import put, put_json, say
 
@@ -38,31 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="qwen2.5-7b (default on a GPU), qwen2.5-1.5b, qwen2.5-0.5b or tiny (default on a CPU)",
     )
-    parser.add_argument(
-        "--teacher",
-        type=Path,
-        metavar="FILE",
-        help="teacher: a GGUF or .apr file, not random blocks",
+    add_path(parser, "--teacher", "FILE", "teacher: a GGUF or .apr file, not random blocks")
+    add_number(
+        parser, "--rows", limits.BENCH_ROWS, "rows of activations, or of the batch", nargs="+"
     )
-    parser.add_argument(
-        "--rows",
-        type=whole(limits.BENCH_ROWS.most),
-        nargs="+",
-        help="rows of activations, or of the batch",
+    add_number(
+        parser, "--seq-len", limits.BENCH_ROWS, "teacher, kd: tokens in a row (1024)", default=1024
     )
-    parser.add_argument(
-        "--seq-len",
-        type=whole(limits.BENCH_ROWS.most),
-        default=1024,
-        help="teacher, kd: tokens in a row (1024)",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--rounds", type=whole(limits.ROUNDS.most), default=15, help="repetitions of each arm (15)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="also keep the result as JSON here"
-    )
+    add_choice(parser, "--device", ("auto", "cpu", "cuda"), "auto")
+    add_number(parser, "--rounds", limits.ROUNDS, "repetitions of each arm (15)", default=15)
+    add_path(parser, "--out", "FILE", "also keep the result as JSON here")
     add_json(parser)
     group = parser.add_argument_group("kd")
     group.add_argument(
@@ -71,12 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"rivals that run beside us where they are installed ({RIVALS}); empty for none",
     )
-    group.add_argument(
-        "--steps",
-        type=whole(limits.ROUNDS.most),
-        default=10,
-        help="measured steps of each arm (10)",
-    )
+    add_number(group, "--steps", limits.ROUNDS, "measured steps of each arm (10)", default=10)
     group.add_argument(
         "--alpha", type=real(1e6), default=0.5, help="weight of the cross entropy (0.5)"
     )

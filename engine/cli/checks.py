@@ -8,7 +8,11 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.arguments import add_json, add_run
+from engine.cli.arguments import (
+    add_flag,
+    add_json,
+    add_run,
+)
 from engine.cli.runs import plain
 from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, UsageError
 from engine.terminal import put, put_json
@@ -22,7 +26,7 @@ WIDTH = 100
 
 def add_checks_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, or_nothing=True)
-    parser.add_argument("--list", action="store_true", help="list the checks there are")
+    add_flag(parser, "--list", "list the checks there are")
     add_json(parser)
 
 
@@ -113,9 +117,9 @@ def _verdict(check: Checked | None) -> Verdict:
 
 def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, or_nothing=True)
-    parser.add_argument("--all", action="store_true", help="also the rules that found nothing")
+    add_flag(parser, "--all", "also the rules that found nothing")
     add_json(parser)
-    parser.add_argument("--list", action="store_true", help="list the rules")
+    add_flag(parser, "--list", "list the rules")
 
 
 def diagnose(arguments: argparse.Namespace) -> int:

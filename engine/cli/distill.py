@@ -26,7 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.arguments import add_json, add_repeated, add_set, whole
+from engine.cli.arguments import (
+    add_flag,
+    add_json,
+    add_number,
+    add_path,
+    add_repeated,
+    add_set,
+)
 from engine.errors import EXIT_FAIL, EXIT_UNKNOWN, BadInput, UsageError
 from engine.terminal import put, put_json, say
 
@@ -36,21 +43,17 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "spec", type=Path, nargs="?", help="the spec, a TOML file (`engine spec` prints one)"
-    )
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="continue this run folder instead"
-    )
-    parser.add_argument(
+    add_path(parser, "spec", None, "the spec, a TOML file (`engine spec` prints one)", nargs="?")
+    add_path(parser, "--resume", "RUN", "continue this run folder instead")
+    add_flag(
+        parser,
         "--allow-fallback",
-        action="store_true",
-        help="with --resume: when the newest checkpoint is damaged, continue from an older one",
+        "with --resume: when the newest checkpoint is damaged, continue from an older one",
     )
-    parser.add_argument(
+    add_flag(
+        parser,
         "--allow-restart",
-        action="store_true",
-        help="with --resume: when every checkpoint is gone, begin again from step 0",
+        "with --resume: when every checkpoint is gone, begin again from step 0",
     )
     add_repeated(
         parser,
@@ -59,30 +62,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with --resume: let --set or the environment change this setting of the run",
     )
     add_set(parser)
-    parser.add_argument(
+    add_number(
+        parser,
         "--smoke",
-        type=whole(limits.STEPS.most),
+        limits.STEPS,
+        "make N steps, then say what the whole run will take and what the checks found",
         metavar="N",
-        help="make N steps, then say what the whole run will take and what the checks found",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--gpus",
-        type=whole(limits.JOBS.most),
+        limits.JOBS,
+        "train on N GPUs of this machine; short for --set compute.gpus=N",
         metavar="N",
-        help="train on N GPUs of this machine; short for --set compute.gpus=N",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the new run folder (default: runs/SPEC-DATE-TIME)"
-    )
-    parser.add_argument(
-        "--detach", action="store_true", help="return when it is running; print the run folder"
-    )
-    parser.add_argument(
+    add_path(parser, "--out", "DIR", "the new run folder (default: runs/SPEC-DATE-TIME)")
+    add_flag(parser, "--detach", "return when it is running; print the run folder")
+    add_flag(
+        parser,
         "--create",
-        action="store_true",
-        help="make the run folder, print its path, start nothing: for torchrun on several machines",
+        "make the run folder, print its path, start nothing: for torchrun on several machines",
     )
-    parser.add_argument("--check", action="store_true", help="check spec and inputs, start nothing")
+    add_flag(parser, "--check", "check spec and inputs, start nothing")
     add_json(parser, "print the result as one JSON value on stdout")
 
 

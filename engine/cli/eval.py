@@ -25,9 +25,10 @@ from engine import limits
 from engine.cli.arguments import (
     add_json,
     add_model,
+    add_number,
+    add_path,
     add_repeated,
     add_sampling,
-    positive,
     prepare_threads,
 )
 from engine.cli.eval_text import (
@@ -64,33 +65,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = kinds.add_parser("ppl", help="held-out loss and perplexity")
     add_model(text)
     text.add_argument("--data", required=True, metavar="FILE|FOLDER", help="text to foretell")
-    text.add_argument("--against", type=Path, metavar="MODEL", help="a second model, the teacher")
-    text.add_argument(
+    add_path(text, "--against", "MODEL", "a second model, the teacher")
+    add_number(
+        text,
         "--length",
-        type=positive(limits.POSITIONS.most),
+        limits.POSITIONS,
+        "tokens of a row (1024)",
         default=1024,
         metavar="N",
-        help="tokens of a row (1024)",
+        least=1,
     )
     add_json(text)
     for name, what in (("humaneval", "HumanEval's format"), ("mbpp", "MBPP's format")):
         code = kinds.add_parser(name, help=f"programming problems in {what}")
         add_model(code)
-        code.add_argument(
-            "--data", type=Path, required=True, metavar="FILE", help=".jsonl or .json, or gzipped"
-        )
-        code.add_argument(
-            "--samples", type=positive(limits.SAMPLES.most), default=1, metavar="N", help="(1)"
-        )
+        add_path(code, "--data", "FILE", ".jsonl or .json, or gzipped", required=True)
+        add_number(code, "--samples", limits.SAMPLES, "(1)", default=1, metavar="N", least=1)
         add_sampling(code)
-        code.add_argument(
-            "--results", type=Path, metavar="FILE", help="where results go (MODEL-WHAT.jsonl here)"
-        )
-        code.add_argument(
+        add_path(code, "--results", "FILE", "where results go (MODEL-WHAT.jsonl here)")
+        add_path(
+            code,
             "--against",
-            type=Path,
-            metavar="MODEL|RESULTS",
-            help="a second model, or its file of results: McNemar's test",
+            "MODEL|RESULTS",
+            "a second model, or its file of results: McNemar's test",
         )
         add_repeated(code, "--without", "TASK_ID", "leave one out; repeatable")
         code.add_argument(

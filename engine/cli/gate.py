@@ -24,7 +24,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.arguments import add_json, add_repeated, prepare_threads
+from engine.cli.arguments import (
+    add_json,
+    add_path,
+    add_repeated,
+    prepare_threads,
+)
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
@@ -33,9 +38,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "subject", type=Path, metavar="SPEC|RUN", help="a TOML file, or a run folder"
-    )
+    add_path(parser, "subject", "SPEC|RUN", "a TOML file, or a run folder")
     add_repeated(
         parser,
         "--eval",

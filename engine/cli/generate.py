@@ -21,6 +21,7 @@ from engine import limits
 from engine.cli.arguments import (
     add_json,
     add_model,
+    add_path,
     add_repeated,
     add_sampling,
     prepare_threads,
@@ -41,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    text.add_argument(
-        "--prompt-file",
-        type=Path,
-        metavar="FILE",
-        help="a file that holds it; - reads standard input",
-    )
+    add_path(text, "--prompt-file", "FILE", "a file that holds it; - reads standard input")
     add_repeated(parser, "--stop", "TEXT", "end before this text; repeatable")
     add_sampling(parser)
     add_json(parser, "print one JSON value, at the end")

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
-from engine.cli.arguments import add_json, add_set, prepare_threads, whole
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_number,
+    add_path,
+    add_set,
+    prepare_threads,
+)
 from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
@@ -34,45 +42,36 @@ _PLAIN_EVERY_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", type=Path, help="the spec of the run, a TOML file")
-    parser.add_argument(
+    add_path(parser, "spec", None, "the spec of the run, a TOML file")
+    add_choice(
+        parser,
         "--form",
-        choices=("hidden", "top_k", "sampled"),
-        default="hidden",
-        help="hidden states, the likeliest ids with their tail, or ids drawn (hidden)",
+        ("hidden", "top_k", "sampled"),
+        "hidden",
+        "hidden states, the likeliest ids with their tail, or ids drawn (hidden)",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--top-k",
-        type=whole(limits.VOCABULARY.most),
+        limits.VOCABULARY,
+        "ids a token of --form top_k (64)",
         default=64,
         metavar="K",
-        help="ids a token of --form top_k (64)",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--draws",
-        type=whole(limits.VOCABULARY.most),
+        limits.VOCABULARY,
+        "ids a token of --form sampled (32)",
         default=32,
         metavar="M",
-        help="ids a token of --form sampled (32)",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the store (default: teacher.cache of the spec)"
-    )
+    add_path(parser, "--out", "DIR", "the store (default: teacher.cache of the spec)")
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument(
-        "--rows",
-        type=whole(limits.STEPS.most),
-        metavar="N",
-        help="only the first N rows of training",
-    )
-    amount.add_argument(
-        "--steps",
-        type=whole(limits.STEPS.most),
-        metavar="N",
-        help="only the rows of the first N steps",
-    )
+    add_number(amount, "--rows", limits.STEPS, "only the first N rows of training", metavar="N")
+    add_number(amount, "--steps", limits.STEPS, "only the rows of the first N steps", metavar="N")
     add_set(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    add_flag(parser, "--dry-run", "print the plan and write nothing")
     add_json(parser, "print the result as one JSON value")
 
 

@@ -24,7 +24,14 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.arguments import add_json, add_repeated, prepare_threads
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_path,
+    add_repeated,
+    prepare_threads,
+)
 from engine.cli.weights import Reporter
 from engine.errors import EXIT_PASS, UsageError
 from engine.terminal import put, put_json, say
@@ -44,25 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def quants(format_: str) -> list[str]:
         return [name for name, kind in QUANTS.items() if kind in TYPES_OF[format_]]
 
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="what to make")
-    parser.add_argument("--verify", type=Path, metavar="DIR", help="verify a folder instead")
+    add_path(parser, "run", "RUN", "folder of a finished run", nargs="?")
+    add_path(parser, "folder", "DIR", "what to make", nargs="?")
+    add_path(parser, "--verify", "DIR", "verify a folder instead")
     parser.add_argument("--name", help="of the model (the name of DIR)")
-    parser.add_argument(
-        "--gguf", choices=[*quants("gguf"), "none"], default="q4_k_m", help="(q4_k_m)"
-    )
+    add_choice(parser, "--gguf", [*quants("gguf"), "none"], "q4_k_m", "(q4_k_m)")
     parser.add_argument(
         "--apr", choices=[*quants("apr"), "none"], help="(the student's own float type)"
     )
     add_repeated(parser, "--eval", "FILE", "an evaluation of the student; repeatable", type=Path)
     parser.add_argument("--license", metavar="ID", help="instead of the one that is inherited")
     add_repeated(parser, "--base-model", "ID", "a base model's name on the Hub; repeatable")
-    parser.add_argument(
-        "--unevaluated", action="store_true", help="publish without evidence; the card says so"
-    )
-    parser.add_argument(
-        "--unverified", action="store_true", help="do not load it three ways; the card says so"
-    )
+    add_flag(parser, "--unevaluated", "publish without evidence; the card says so")
+    add_flag(parser, "--unverified", "do not load it three ways; the card says so")
     add_json(parser, "print the result as one JSON value")
 
 

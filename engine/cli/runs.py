@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from engine import limits
-from engine.cli.arguments import add_json, add_run, whole
+from engine.cli.arguments import (
+    add_flag,
+    add_json,
+    add_path,
+    add_run,
+    whole,
+)
 from engine.terminal import clipped, put, put_json, say
 
 POLL_S = 0.25
@@ -19,8 +25,8 @@ SECTION_LINES = 500
 
 
 def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run folders (runs)"
+    add_path(
+        parser, "folder", None, "folder of run folders (runs)", nargs="?", default=Path("runs")
     )
     add_json(parser, "print one JSON list")
 
@@ -66,7 +72,7 @@ def list_runs(arguments: argparse.Namespace) -> int:
 
 def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
-    parser.add_argument("--now", action="store_true", help="kill it without saving")
+    add_flag(parser, "--now", "kill it without saving")
 
 
 def stop_run(arguments: argparse.Namespace) -> int:

@@ -8,14 +8,17 @@ engine spec kd.toml --set loss.alpha=0.5
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from engine.cli.arguments import add_json, add_set
+from engine.cli.arguments import (
+    add_json,
+    add_path,
+    add_set,
+)
 from engine.terminal import put
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, nargs="?", help="a spec to complete")
+    add_path(parser, "file", None, "a spec to complete", nargs="?")
     add_set(parser)
     add_json(parser, "print as JSON")
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.cli.arguments import add_json, prepare_threads
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_path,
+    prepare_threads,
+)
 from engine.errors import EXIT_FAIL, EXIT_PASS
 from engine.terminal import StatusLine, put, put_json, say
 
@@ -18,15 +23,9 @@ _PLAIN_EVERY_S = 5.0
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", type=Path, metavar="FILE|FOLDER", help="weight file, or folder of one model"
-    )
-    parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument(
-        "--values",
-        action="store_true",
-        help="read every value too; exit 1 when one is NaN or infinite",
-    )
+    add_path(parser, "path", "FILE|FOLDER", "weight file, or folder of one model")
+    add_flag(parser, "--tensors", "list every tensor")
+    add_flag(parser, "--values", "read every value too; exit 1 when one is NaN or infinite")
     add_json(parser)
 
 
@@ -60,20 +59,16 @@ def inspect(arguments: argparse.Namespace) -> int:
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     from engine.export.mixture import QUANTS, TYPES_OF
 
-    parser.add_argument("source", type=Path, metavar="SRC", help="weight file or model folder")
-    parser.add_argument("target", type=Path, metavar="DST", help="what to write; must not exist")
+    add_path(parser, "source", "SRC", "weight file or model folder")
+    add_path(parser, "target", "DST", "what to write; must not exist")
     parser.add_argument(
         "--quant", required=True, choices=list(QUANTS), help="type of the weights to write"
     )
     parser.add_argument(
         "--format", choices=list(TYPES_OF), help="format of DST, instead of its suffix's"
     )
-    parser.add_argument(
-        "--no-tokenizer", action="store_true", help="leave the tokenizer out of DST"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="where to quantize (cpu)"
-    )
+    add_flag(parser, "--no-tokenizer", "leave the tokenizer out of DST")
+    add_choice(parser, "--device", ("cpu", "cuda"), "cpu", "where to quantize (cpu)")
     add_json(parser, "print the result as one JSON value")
 
 
