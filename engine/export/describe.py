@@ -19,6 +19,7 @@ from engine.formats.safetensors_header import TensorInfo
 from engine.formats.weights import WeightFile
 from engine.models.config import ModelConfig, config_of
 from engine.models.names import check_fits, embedding_and_head
+from engine.terminal import aligned
 from engine.units import format_bytes, format_count
 
 Description = dict[str, Any]
@@ -99,23 +100,16 @@ def description_lines(found: Description) -> list[str]:
         f"bos {vocabulary['bos_token_id']}, "
         f"eos {', '.join(map(str, vocabulary['eos_token_ids'])) or 'none'}"
     )
-    lines += _table(
-        [
-            (
-                dtype,
-                f"{of['tensors']} tensors",
-                format_count(of["weights"]),
-                format_bytes(of["bytes"]),
-            )
-            for dtype, of in found["dtypes"].items()
-        ]
-    )
-    lines += _table(
-        [
-            (one["name"], one["dtype"], str(one["shape"]), format_bytes(one["bytes"]))
-            for one in found.get("table", ())
-        ]
-    )
+    dtypes = [
+        (dtype, f"{of['tensors']} tensors", format_count(of["weights"]), format_bytes(of["bytes"]))
+        for dtype, of in found["dtypes"].items()
+    ]
+    tensors = [
+        (one["name"], one["dtype"], str(one["shape"]), format_bytes(one["bytes"]))
+        for one in found.get("table", ())
+    ]
+    for rows in (dtypes, tensors):
+        lines += [f"  {line}" for line in aligned(rows, right=(2, 3))]
     return lines + [f"warning: {text}" for text in found["warnings"]]
 
 
@@ -198,19 +192,3 @@ def _shape_text(config: Mapping[str, Any]) -> str:
     )
     said = [f"{config[key]:,} {word}" for key, word in words if isinstance(config.get(key), int)]
     return ", ".join([*said, "tied head" if config.get("tie_word_embeddings") else "own head"])
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns, the last two aligned to the right."""
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = len(widths) - 2
-    return [
-        "  "
-        + "  ".join(
-            f"{cell:<{width}}" if column < left else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
