@@ -99,11 +99,25 @@ def key_paths(value: Any, path: str = "") -> set[str]:
     return found or {path}
 
 
+def written(value: Any, depth: int = 0) -> str:
+    """JSON with one option, and one path of keys, on a line: a difference is then read at a glance."""
+    if depth == 4 or not value or not isinstance(value, dict | list):
+        return json.dumps(value, sort_keys=True)
+    rows = (
+        [written(one, depth + 1) for one in value]
+        if isinstance(value, list)
+        else [f"{json.dumps(key)}: {written(value[key], depth + 1)}" for key in sorted(value)]
+    )
+    begin, end = "[]" if isinstance(value, list) else "{}"
+    inside = ",\n".join(f"{' ' * (depth + 1)}{row}" for row in rows)
+    return f"{begin}\n{inside}\n{' ' * depth}{end}"
+
+
 def held(part: str, found: dict[str, Any]) -> None:
     found = json.loads(json.dumps(found))
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if os.environ.get("RECORD_SURFACE"):
-        RECORD.write_text(json.dumps(record | {part: found}, indent=1, sort_keys=True) + "\n")
+        RECORD.write_text(written(record | {part: found}) + "\n")
         return
     assert found.keys() == record[part].keys()
     for name, one in found.items():
