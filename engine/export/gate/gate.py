@@ -56,6 +56,10 @@ def answered(id_: str, level: Level, reason: str, **numbers: float) -> Gate:
     return Gate(id=id_, verdict=Verdict(level, reason), reason=reason, numbers=floats)
 
 
+def unknown(id_: str, reason: str, **numbers: float) -> Gate:
+    return answered(id_, Level.UNKNOWN, reason, **numbers)
+
+
 def does_not_apply(id_: str, reason: str) -> Gate:
     return Gate(id=id_, verdict=None, reason=reason)
 

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from engine.data.batches import Batch
 from engine.evaluate.perplexity import log_probabilities
-from engine.export.gate.gate import Gate, Subject, answered, does_not_apply
+from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, unknown
 from engine.formats.safetensors import tensors_sha256
 from engine.models.freeze import freeze
 from engine.models.head import Head
@@ -74,7 +74,7 @@ def teacher_parity(subject: Subject) -> Gate:
     reference = freeze(load_decoder(path, torch.float32, subject.device))
     if reference.config.vocab_size < columns:
         text = f"{path} has {reference.config.vocab_size:,} ids, expected {columns:,} or more"
-        return answered(TEACHER, Level.UNKNOWN, text)
+        return unknown(TEACHER, text)
     kl = agreed = 0.0
     count = 0
     for batch in parts:
@@ -90,7 +90,7 @@ def teacher_parity(subject: Subject) -> Gate:
             agreed += float((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
         count += len(kept)
     if not count:
-        return answered(TEACHER, Level.UNKNOWN, "the held-out rows have no label")
+        return unknown(TEACHER, "the held-out rows have no label")
     limit = spec.gate.teacher_kl or NOISE_FLOORS["q4_k_m"].kl
     mean = kl / count
     which = given or "the values in its blocks, in fp32"
@@ -112,7 +112,7 @@ def cache_fidelity(subject: Subject) -> Gate:
         return does_not_apply(CACHE, "the run reads no stored teacher outputs (teacher.cache)")
     folder = Path(spec.teacher.cache)
     if not (folder / MANIFEST).is_file():
-        return answered(CACHE, Level.UNKNOWN, f"{folder} is empty: fill it with `engine prepare`")
+        return unknown(CACHE, f"{folder} is empty: fill it with `engine prepare`")
     store = open_store(folder)
     identity = store.identity
     batches = subject.rows.batches
@@ -123,7 +123,7 @@ def cache_fidelity(subject: Subject) -> Gate:
         text = (
             f"none of {len(places):,} rows of the run is in {folder}: fill it with `engine prepare`"
         )
-        return answered(CACHE, Level.UNKNOWN, text)
+        return unknown(CACHE, text)
     chosen = np.unique(
         np.linspace(0, len(found) - 1, min(len(found), spec.gate.cache_rows)).astype(np.int64)
     )
