@@ -94,16 +94,21 @@ def add_sampling(parser: Parser) -> None:
         metavar="N",
         least=1,
     )
-    parser.add_argument(
-        "--temperature", type=real(1e6), default=0.0, help="0 takes the likeliest token (0)"
-    )
+    parser.add_argument("--temperature", type=real(1e6), default=0.0, help="0 is greedy (0)")
     add_number(
-        parser, "--top-k", limits.VOCABULARY, "draw among the K likeliest; 0: all", default=0
+        parser,
+        "--top-k",
+        limits.VOCABULARY,
+        "sample from the K most likely tokens; 0: all",
+        default=0,
     )
     parser.add_argument(
-        "--top-p", type=real(1e6), default=1.0, help="draw among those that reach P (1)"
+        "--top-p",
+        type=real(1e6),
+        default=1.0,
+        help="sample from the most likely tokens that reach P (1)",
     )
-    add_number(parser, "--seed", limits.SEED, "of the draws (0)", default=0)
+    add_number(parser, "--seed", limits.SEED, "of the sampling (0)", default=0)
     add_choice(
         parser,
         "--cuda-graph",

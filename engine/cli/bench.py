@@ -4,7 +4,7 @@ engine bench linear             a stack of linear layers: bf16, and from blocks,
 engine bench teacher            a whole teacher: dense, in blocks and in fp8, compiled and not
 engine bench few                one matrix at a time with 1 to 64 rows, as when text is generated (GPU)
 engine bench decode             generating text: one token of 1 and 8 sequences, dense and in blocks
-engine bench loss               the loss head: ours, the plain form, and the products alone
+engine bench loss               the loss head: ours, the plain form, and the matmuls alone
 engine bench kd --against trl,liger,transformers
                                 whole distillation steps: ours, and those of the rivals that are installed
 engine bench teacher --json     as one JSON value; --out FILE keeps it

@@ -1,8 +1,8 @@
-"""Judge a model: how well it foretells a text, how many programming problems it solves.
+"""Evaluate a model: perplexity on held-out text, programming problems solved.
 
 engine eval ppl MODEL --data texts/                      held-out loss and perplexity, file by file
 engine eval ppl STUDENT --data texts/ --against TEACHER  both, their difference, KL, top-1 agreement
-engine eval humaneval MODEL --data HumanEval.jsonl.gz    pass@1 of the likeliest programs
+engine eval humaneval MODEL --data HumanEval.jsonl.gz    pass@1, greedy
 engine eval mbpp MODEL --data mbpp.jsonl --samples 20 --temperature 0.8
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against TEACHER      both, McNemar's exact test
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      the teacher's results are there
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
     text = kinds.add_parser("ppl", help="held-out loss and perplexity")
     add_model(text)
-    text.add_argument("--data", required=True, metavar="FILE|FOLDER", help="text to foretell")
+    text.add_argument("--data", required=True, metavar="FILE|FOLDER", help="held-out text")
     add_path(text, "--against", "MODEL", "a second model, the teacher")
     add_number(
         text,

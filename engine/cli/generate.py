@@ -1,6 +1,6 @@
 """Continue a text, as it comes.
 
-engine generate models/qwen --prompt "def add(a, b):"           the likeliest continuation
+engine generate models/qwen --prompt "def add(a, b):"           greedy
 engine generate runs/demo --prompt "Once" --temperature 0.8 --seed 3
 engine generate model.gguf --prompt-file task.txt --stop $'\\n\\n' --json
 

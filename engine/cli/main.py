@@ -104,7 +104,7 @@ COMMANDS = (
     ),
     Command("generate", "continue a text with a model", generate.add_arguments, generate.run),
     Command(
-        "eval", "judge a model: perplexity, programming problems", eval.add_arguments, eval.run
+        "eval", "evaluate a model: perplexity, programming problems", eval.add_arguments, eval.run
     ),
     Command("gate", "say which gates of a distillation hold", gate.add_arguments, gate.run),
     Command(

@@ -48,13 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--form",
         ("hidden", "top_k", "sampled"),
         "hidden",
-        "hidden states, the likeliest ids with their tail, or ids drawn (hidden)",
+        "hidden states, the top-k tokens with the rest as one, or sampled tokens (hidden)",
     )
     add_number(
         parser,
         "--top-k",
         limits.VOCABULARY,
-        "ids a token of --form top_k (64)",
+        "tokens per position with --form top_k (64)",
         default=64,
         metavar="K",
     )
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--draws",
         limits.VOCABULARY,
-        "ids a token of --form sampled (32)",
+        "samples per position with --form sampled (32)",
         default=32,
         metavar="M",
     )

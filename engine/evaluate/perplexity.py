@@ -1,14 +1,14 @@
-"""How well a model foretells a text: cross entropy in nats a token, and perplexity, its exponential.
+"""Perplexity on held-out text: cross entropy in nats per token, and perplexity, its exponential.
 
 A document is cut into rows of `length` tokens, each with the end-of-text token of its document as the last
-label; rows overlap by one token, so that every token but a document's first is foretold once, from what
-stands before it in its row. Every document is read, whatever it is called: this is a text that the user
+label; rows overlap by one token, so that every token but a document's first is predicted once, from what
+is before it in its row. Every document is read, whatever it is called: this is a text that the user
 says is held out.
 
     loss     sum of -log p(token) / tokens, over all documents
     KL       mean over the same tokens of sum_v p(v) (log p(v) - log q(v)), p the model named by `against`:
              what a student that learns from it is to make small
-    top-1    the share of tokens where both think the same token likeliest
+    top-1    the share of tokens where both have the same top token
 
 The interval is a percentile bootstrap over documents (`engine.evaluate.statistics`), because the tokens of
 one document are not independent. Two models with one tokenizer are asked about the same tokens; the interval
@@ -41,7 +41,7 @@ from engine.models.head import Head, project
 from engine.models.packed import head_of
 from engine.models.product import operand_dtype, sum_dtype
 
-# Shapes: B rows, T tokens, N of them foretold, V vocabulary, D width
+# Shapes: B rows, T tokens, N of them predicted, V vocabulary, D width
 
 _CHUNK = 1024
 
@@ -71,7 +71,7 @@ class Perplexity:
     documents: tuple[DocumentLoss, ...]
     skipped: tuple[Skipped, ...]
     length: int
-    """Tokens of a row: the more stands before a token, the better it is foretold."""
+    """Tokens of a row: the longer the context, the better the prediction."""
     loss: Figure
     against: Figure | None
     difference: Figure | None
@@ -177,7 +177,7 @@ class _Sums:
         self.nats = [0.0] * models
         self.divergence, self.agreed, self.count = 0.0, 0, 0
         self.told = [False] * models
-        """Whether a model has given two ids different logits at any position."""
+        """Whether a model has given two tokens different logits at any position."""
 
     def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
         """Raises `NoAnswer` where one is not finite, or a model told no id from another."""
@@ -231,12 +231,12 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
 
 
 def _tells(log_NV: Tensor) -> bool:
-    """Whether two ids differ anywhere; NaN differs from itself, and is refused as what it is."""
+    """Whether two logits differ anywhere; NaN differs from itself, and is refused as what it is."""
     return bool((log_NV.amax(-1) != log_NV.amin(-1)).any())
 
 
 def log_probabilities(hidden_ND: Tensor, head: Head, columns: int) -> Tensor:
-    """Over the first `columns` ids, renormalised (N, columns); fp32 or wider."""
+    """Over the first `columns` tokens of the vocabulary, renormalised (N, columns); fp32 or wider."""
     dtype = operand_dtype(hidden_ND)
     hidden_ND = hidden_ND.to(dtype)
     logits_NV = hidden_ND.new_empty(len(hidden_ND), columns, dtype=sum_dtype(dtype))
@@ -245,7 +245,7 @@ def log_probabilities(hidden_ND: Tensor, head: Head, columns: int) -> Tensor:
 
 
 def _same_width(first_NV: Tensor, second_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Both over the ids that both have: embeddings are padded to different round numbers."""
+    """Both over the vocabulary that both have: embeddings are padded to different round numbers."""
     width = min(first_NV.shape[1], second_NV.shape[1])
     if first_NV.shape[1] == second_NV.shape[1]:
         return first_NV, second_NV.to(first_NV.device)

@@ -212,7 +212,7 @@ class Sandbox:
         )
         command = [
             self.bwrap,
-            *_walls(),
+            *_bwrap_arguments(),
             "--seccomp",
             str(number),
             _inner_python(),
@@ -232,7 +232,7 @@ class Sandbox:
         return process
 
 
-def _walls() -> list[str]:
+def _bwrap_arguments() -> list[str]:
     """bubblewrap's arguments, but for the filter and the command."""
     here = Path(__file__).parent
     arguments = [
@@ -284,7 +284,7 @@ def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
     said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False)
     try:
         plain = subprocess.run(
-            [bwrap, *_walls(), _inner_python(), "-I", "-S", "-c", "print(6 * 7)"],
+            [bwrap, *_bwrap_arguments(), _inner_python(), "-I", "-S", "-c", "print(6 * 7)"],
             capture_output=True,
             text=True,
             check=False,

@@ -2,14 +2,14 @@
 
     tokens        the first greedy token that differs; a tie, where both are equally good to rounding
     distance      the largest difference of two logits, against the root mean square of all
-    divergence    mean over positions from 1 on of KL(reference || other), and the share of equal top ids
+    divergence    mean over positions from 1 on of KL(reference || other), and how often the top token is the same
     values        every tensor of two files, bit for bit
 
 Position 0 is left out of KL: there every rotary embedding is the identity, and it hides errors of them.
 
 An answer is held against the reference's in one of two ways:
 
-    as_float    it computes in fp32 from the same weights: ids, tokens, text and logits are the same
+    as_float    it computes in fp32 from the same weights: token ids, greedy tokens, text and logits are the same
     within      its weights are in blocks: logits within the noise of the block type
 
 A way that is absent is unknown; one that is there and crashes, or answers otherwise, has failed.
@@ -36,7 +36,7 @@ from engine.verdict import Level, Verdict
 # Shapes: T tokens of a row, V vocabulary
 
 FLOAT_TOLERANCE = 1e-3
-"""Of the logits' root mean square. Sums of fp32 in another order are some 1e-6 apart after each product,
+"""Of the logits' root mean square. Sums of fp32 in another order are some 1e-6 apart after each matmul,
 and 1e-4 after a hundred layers; a wrong eps, mask or rotary pair moves logits by a tenth and more."""
 
 

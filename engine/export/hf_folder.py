@@ -8,7 +8,7 @@ is full, under a name for the time being. The folder is whole or absent.
 
 A run's student has weights, configuration and tokenizer.json alone. What else transformers reads is made:
 
-    generation_config.json    what ends a text: the same ids that end one in this engine
+    generation_config.json    what ends a text: the same tokens that end one in this engine
     tokenizer_config.json     that tokenizer.json is all there is, and what ends a document
 
 Both are taken from the student's base where it has them, which a run does not copy. A teacher's are not

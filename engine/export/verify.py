@@ -4,7 +4,7 @@
     engine         this engine on the safetensors: the reference; with and without a cache the same tokens
     apr            our reader finds in the .apr file the very values of the safetensors, bit for bit
     gguf           this engine on the GGUF: within the noise of its block type of the reference
-    transformers   the folder through AutoModel and AutoTokenizer: the same ids, tokens, text and logits
+    transformers   the folder through AutoModel and AutoTokenizer: the same token ids, greedy tokens, text and logits
     llama float    llama.cpp on the same weights in F32, in a file made for this alone: the same
     llama gguf     llama.cpp on the GGUF that is shipped: within the noise of its block type
 

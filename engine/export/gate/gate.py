@@ -94,7 +94,7 @@ class Subject:
 
     @cached_property
     def precision(self) -> str:
-        """Of the student's products."""
+        """Of the student's matmuls."""
         return choose_precision(
             "student.precision", self.spec.student.precision, self.device.type
         ).choice
@@ -155,7 +155,7 @@ class Subject:
 
     @cached_property
     def teacher(self) -> BuiltTeacher:
-        """As the run uses it, cut to the student's ids."""
+        """As the run uses it, cut to the student's vocabulary."""
         return self.teacher_of(self.teacher_backend, self.teacher_precision)
 
     def teacher_of(self, backend: str, precision: str) -> BuiltTeacher:

@@ -4,7 +4,7 @@ Teacher parity: a teacher whose matmuls are not exact, against the model it stan
 
     KL(reference || teacher)  <=  the published noise of 4-bit weights, or gate.teacher_kl
 
-as a mean over labelled tokens of held-out rows, at temperature 1, over the student's ids. The reference is
+as a mean over labelled tokens of held-out rows, at temperature 1, over the student's vocabulary. The reference is
 the model in gate.teacher_reference, the one that the blocks were made from; without it, the values that the
 blocks stand for, in fp32: then the arithmetic is judged and not the quantization. A teacher of dense weights
 in a float type has nothing that could be compared.
@@ -46,7 +46,8 @@ from engine.teachers.store.rows import HIDDEN
 from engine.teachers.store.teacher import CachedTeacher
 from engine.verdict import Level
 
-# Shapes: B rows, T tokens, N labelled tokens (of the cache: all of a row), K ids of a token, V vocabulary, E width
+# Shapes: B rows, T tokens, N labelled tokens (of the cache: all of a row), K stored tokens of a position,
+# V vocabulary, E width
 
 TEACHER, CACHE = "teacher", "cache"
 ROWS = 8
@@ -188,7 +189,7 @@ def _cosines(
 
 
 def _spread(outputs: SparseOutputs, vocabulary: int) -> Tensor:
-    """Probabilities over all ids, with what is left of them in one more column (N, V + 1)."""
+    """Probabilities over the vocabulary, with the rest of them in one more column (N, V + 1)."""
     ids_NK = outputs.ids_NK.long()
     if outputs.log_probs_NK is None:
         p_NK = torch.full(
