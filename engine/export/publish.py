@@ -7,47 +7,54 @@
     card        README.md with what was measured and what was verified; MANIFEST.json last
     rename      the folder appears under its name, whole
 
-Everything is written into `.NAME.publish` beside the folder. A publication that was killed leaves it there,
-and the next one begins it anew; two at once refuse each other. The same command again on a folder that was
-published from the same run says so and changes nothing.
+Everything is written into `.NAME.publish` beside the folder, which is locked for as long as its writer lives.
+The kernel drops the lock however that ends, so what a killed one left is known to be nobody's, and begun anew;
+two at once refuse each other. The same command again on a folder that was published from the same run says so
+and changes nothing.
 
 The run's receipt and spec are copied as they are, with the names of folders they have.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine import limits
-from engine.errors import BadInput, DiskFull, EngineError
-from engine.export.bases import bases_of, inherited, licence_files
+from engine.errors import BadInput, DiskFull, EngineError, write_error
 from engine.export.card import Card, card_text
-from engine.export.contents import RECEIPT, copy_evidence, copy_student, describe_added
 from engine.export.convert import Converted, Progress, convert
+from engine.export.hf_folder import complete_folder
+from engine.export.licence import bases_of, inherited, licence_files
 from engine.export.manifest import check_manifest, read_manifest, write_manifest
 from engine.export.mixture import QUANTS
 from engine.export.proof import Proof, examine, file_sha256, refuse_missing
-from engine.export.tokenizer_files import complete_folder
 from engine.export.verify import Verification, verify
-from engine.export.whole import whole_folder
-from engine.files import read_json_object
+from engine.files import open_regular, read_json_object
+from engine.formats.safetensors import fsync_folder
 from engine.log.folder import RunFolder
 from engine.models.config import count_parameters, read_config
+from engine.signals import partial_output
 from engine.units import format_bytes
 from engine.verdict import Level
 
 CARD = "README.md"
 VERIFICATION = "verification.json"
+RECEIPT = "receipt.json"
+DATA_RECEIPT = "data_receipt.json"
 NONE = "none"
 _ROOM = 4
 """Times the student's size: its copy, two conversions, and one in F32 to verify with."""
 
 Say = Callable[[str], None]
+Files = list[tuple[str, str]]
+"""Each file of the folder with what it is, for the card."""
 
 
 class VerificationFailed(EngineError):
@@ -106,36 +113,59 @@ def publish(
     )
 
 
+# contract: publication-v1
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write to, ours alone. It becomes `folder` when all of it is on the disk, and is
+    gone when anything fails. Raises `BadInput`, `DiskFull`.
+    """
+    partial = folder.with_name(f".{folder.name}.publish")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise write_error("publish", partial, "a folder to write to", error) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput.expected(
+                "publish", folder, "to be the only one", "another that is publishing to it"
+            ) from None
+        with partial_output(partial):
+            try:
+                for path in partial.iterdir():
+                    path.unlink()  # of one that was killed
+                yield partial
+                for path in partial.iterdir():
+                    with open_regular(path, "file") as file:
+                        os.fsync(file.fileno())
+                fsync_folder(partial)
+                partial.rename(folder)
+                fsync_folder(folder.parent)
+            except OSError as error:
+                raise write_error("publish", partial, "to write it", error) from error
+    finally:
+        os.close(lock)
+
+
 def _was_there(proof: Proof, wanted: Wanted) -> Published:
     """The folder exists: it is of this run and whole, or it is refused."""
-    receipt = wanted.folder / RECEIPT
+
+    def refused(expected: str, found: str, hint: str) -> BadInput:
+        return BadInput.expected("publish", wanted.folder, expected, found, hint=hint)
+
+    receipt, anew = wanted.folder / RECEIPT, "remove the folder to publish anew"
     same = receipt.is_file() and proof.run.receipt.is_file()
     if not same or file_sha256(receipt) != file_sha256(proof.run.receipt):
-        raise BadInput.expected(
-            "publish",
-            wanted.folder,
-            "a path where nothing is yet, or this run, published before",
-            "something else",
-            hint="choose another name, or remove it",
-        )
+        expected = "a path where nothing is yet, or this run, published before"
+        raise refused(expected, "something else", "choose another name, or remove it")
     whole = check_manifest(wanted.folder)
     if whole.level != Level.PASS:
-        raise BadInput.expected(
-            "publish",
-            wanted.folder,
-            "this run as it was published before",
-            whole.reason,
-            hint="remove the folder to publish anew",
-        )
+        raise refused("this run as it was published before", whole.reason, anew)
     there = {one["sha256"] for one in (read_manifest(wanted.folder) or {}).values()}
     if new := [path for path in wanted.evaluations if file_sha256(path) not in there]:
-        raise BadInput.expected(
-            "publish",
-            wanted.folder,
-            f"{new[0]} among what was published before",
-            "a card without it",
-            hint="remove the folder to publish anew",
-        )
+        raise refused(f"{new[0]} among what was published before", "a card without it", anew)
     return Published(
         folder=wanted.folder,
         proof=proof,
@@ -157,11 +187,13 @@ def _write(
     bases = bases_of(spec, receipt.get("model_sha256") or {})
     licence = inherited(bases, wanted.licence)
     say("copying the student")
-    files = copy_student(proof, partial)
+    files = _copy_student(proof, partial)
     started_from = (spec.get("student") or {}).get("path") or ""
     base = Path(started_from) if started_from and Path(started_from).is_dir() else None
     complete_folder(partial, base)
-    files += describe_added(partial, files)
+    known = {name for name, _ in files}
+    added = sorted({path.name for path in partial.iterdir()} - known)
+    files += [(name, "for transformers") for name in added]
     for name, one in licence_files(bases, licence).items():
         assert one.licence_file is not None
         shutil.copyfile(one.licence_file, partial / name)
@@ -182,7 +214,7 @@ def _write(
             partial, partial / file, quant, format_=format_, origin=origin, on_tensor=on_tensor
         )
         files.append((file, f"{format_} in {quant}: {_words(made)}"))
-    evaluations = copy_evidence(proof, partial, files)
+    evaluations = _copy_evidence(proof, partial, files)
     verification = None if wanted.unverified else _verified(partial, files, say)
     say("writing the card")
     config = read_config(partial)
@@ -205,6 +237,50 @@ def _write(
     return verification
 
 
+def _copy_student(proof: Proof, partial: Path) -> Files:
+    """Every file of the student, byte for byte; a copy that differs is refused."""
+    said = {"config.json": "shape of the model", "tokenizer.json": "tokenizer"}
+    hashes = (proof.receipt or {}).get("student_files") or {}
+    files = []
+    for path in sorted(proof.run.student.iterdir()):
+        shutil.copyfile(path, partial / path.name)
+        recorded = hashes.get(path.name)
+        if recorded is not None and file_sha256(partial / path.name) != recorded["sha256"]:
+            raise BadInput.expected(
+                "student", path, f"sha256 {recorded['sha256'][:16]}, as the receipt says", "others"
+            )
+        files.append((path.name, said.get(path.name, "weights")))
+    return files
+
+
+def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None]:
+    """Receipts, spec and evaluations; returns the file of each evaluation."""
+    for path, name, what in (
+        (proof.run.receipt, RECEIPT, "what the run really did"),
+        (proof.run.spec, "spec.toml", "what was asked for"),
+        (proof.run.effective, "effective.json", "every setting after defaults"),
+    ):
+        if path.is_file():
+            shutil.copyfile(path, partial / name)
+            files.append((name, what))
+    data = (proof.receipt or {}).get("data")
+    if data:
+        (partial / DATA_RECEIPT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        files.append((DATA_RECEIPT, "which text was trained on, and in which order"))
+    found: list[str | None] = []
+    for one in proof.evaluations:
+        if one.file is None:
+            found.append(None)
+            continue
+        name, number = f"evaluation_{one.benchmark}{one.file.suffix}", 2
+        while (partial / name).exists():
+            name, number = f"evaluation_{one.benchmark}_{number}{one.file.suffix}", number + 1
+        shutil.copyfile(one.file, partial / name)
+        files.append((name, f"results of {one.title}"))
+        found.append(name)
+    return found
+
+
 def _words(made: Converted) -> str:
     """The types of its tensors, and why a file may have none of the type that it is named for."""
     types = ", ".join(f"{count} {kind}" for kind, count in made.tensors.items())
@@ -213,7 +289,7 @@ def _words(made: Converted) -> str:
     return text if matrix in made.tensors else f"{text}; no row fills a block of {matrix}"
 
 
-def _verified(partial: Path, files: list[tuple[str, str]], say: Say) -> Verification:
+def _verified(partial: Path, files: Files, say: Say) -> Verification:
     # So that the first way has something to hold the files against.
     write_manifest(partial)
     found = verify(partial, say)
@@ -224,29 +300,10 @@ def _verified(partial: Path, files: list[tuple[str, str]], say: Say) -> Verifica
             + "".join(f"\n  {one}" for one in failed),
             hint="nothing was published; --gguf none or --apr none leave a file out",
         )
-    record = verification_json(found)
-    text = json.dumps(record, indent=2) + "\n"
+    text = json.dumps(found.as_dict(), indent=2) + "\n"
     (partial / VERIFICATION).write_text(text, encoding="utf-8")
     files.append((VERIFICATION, "how it was loaded and what came of it"))
     return found
-
-
-def verification_json(found: Verification) -> dict[str, Any]:
-    return {
-        "level": found.verdict.level.name.lower(),
-        "steps": found.steps,
-        "prompt": found.prompt,
-        "text": found.text,
-        "ways": [
-            {
-                "id": one.id,
-                "level": one.verdict.level.name.lower(),
-                "reason": one.verdict.reason,
-                "numbers": one.numbers,
-            }
-            for one in found.outcomes
-        ],
-    }
 
 
 def _refuse_without_room(run: RunFolder, folder: Path) -> None:
