@@ -179,20 +179,23 @@ class Checkpoint(Scenario):
 
     def prepare(self) -> None:
         from engine.distill.keep import Keeper
+        from engine.distill.record import logged
         from engine.spec import RunSpec
         from engine.spec.sections import CheckpointSection
 
         self.run = create_run(self.folder / "run", "", {})
         self.log = LogWriter(self.run.events, writer="trainer")
         spec = RunSpec(checkpoint=CheckpointSection(keep_last=2))
-        self.keeper = Keeper(self.log, self.run, spec)
+        self.keeper = Keeper(self.run, spec, sync_log=self.log.sync)
         first, second, self.trainer = trainers_at_steps_1_to_3()
-        self.keeper.save(first, None)
-        self.keeper.save(second, None)
+        logged(self.log, self.keeper.save(first, None))
+        logged(self.log, self.keeper.save(second, None))
 
     def act(self) -> None:
+        from engine.distill.record import logged
+
         try:
-            self.done.append(self.keeper.save(self.trainer, None).name)
+            self.done.append(logged(self.log, self.keeper.save(self.trainer, None)).name)
         except OSError:
             raise
         finally:
@@ -245,7 +248,9 @@ class Student(Scenario):
         from engine.distill.receipt import save_student
 
         try:
-            self.done.append(save_student(self.log, self.run, self.student, self.inputs, "fp32"))
+            saved = save_student(self.run, self.student, self.inputs, "fp32")
+            self.log.write(saved)
+            self.done.append(saved.sha256)
         finally:
             self.log.close()
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine.checks.catalogue import ABOUT
 from engine.distill.keep import Keeper
+from engine.distill.record import logged
 from engine.drills.defects_training import DEFECTS, defect
 from engine.drills.planting import Defect
 from engine.runlog.folder import RunFolder
@@ -83,7 +84,8 @@ def resumed(world: World, folder: Path) -> Run:
     first.save(run_folder.checkpoints)
     again = make_run(world)
     with LogWriter(run_folder.events, writer="trainer") as log:
-        Keeper(log, run_folder, again.spec).restore(again.trainer, RunView(), False)
+        keeper = Keeper(run_folder, again.spec, sync_log=log.sync)
+        logged(log, keeper.restore(again.trainer, RunView(), False))
     again.context = context(world, again.spec, again.trainer)
     return again
 

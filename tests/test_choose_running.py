@@ -13,6 +13,7 @@ from engine.device.reading import measured
 from engine.distill.arithmetic import Arithmetic
 from engine.distill.choose_running import Running, choose_running
 from engine.distill.inputs import Inputs
+from engine.distill.record import logged
 from engine.runlog.folder import RunFolder
 from engine.runlog.write import LogWriter
 from engine.runtime.managed import memory_scope
@@ -53,7 +54,8 @@ def running(
         available=measured(1 << 40, "a test"),
     )
     with LogWriter(RunFolder(folder).events, writer="trainer") as log:
-        return choose_running(log, spec_from_dict(spec), inputs, arithmetic, precision, **how)
+        choosing = choose_running(spec_from_dict(spec), inputs, arithmetic, precision, **how)
+        return logged(log, choosing)
 
 
 @pytest.fixture(autouse=True)

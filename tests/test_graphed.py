@@ -8,7 +8,6 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from engine.distill import graphed
 from engine.distill.checking import step_gradients
 from engine.distill.choices import choose_graphs
 from engine.distill.graphed import LEAST_ROOM, Graphs, NotCaptured, _capture
-from engine.distill.record import decide
+from engine.distill.record import logged, write
 from engine.distill.student import go_on_without_graphs, put_into_graphs
 from engine.distill.trainer import Trainer
 from engine.errors import BadInput, InternalError, TrainingFailed
@@ -131,8 +130,11 @@ def test_layers_that_cannot_be_captured_are_launched_one_by_one_and_the_log_says
 ) -> None:
     trainer, run = build(kit), RunFolder(tmp_path)
     with LogWriter(run.events, writer="trainer") as log:
-        decide(log, choose_graphs("on", **GPU))
-        given_up = partial(go_on_without_graphs, log, 7)
+        write(log, choose_graphs("on", **GPU))
+
+        def given_up(why: str) -> None:
+            logged(log, go_on_without_graphs(7, why))
+
         assert put_into_graphs(trainer, length=32, given_up=given_up) is None
     assert trainer.graphs is None and next(iter(trainer.steps())).updated
     follower = Follower(run)

@@ -27,6 +27,7 @@ from engine.distill.fitting import Fitted
 from engine.distill.inputs import Inputs
 from engine.distill.memory_decisions import plan_memory
 from engine.distill.memory_model import predict
+from engine.distill.record import logged
 from engine.errors import BadInput, InternalError
 from engine.models.load import save_decoder
 from engine.runlog.folder import RunFolder
@@ -229,7 +230,8 @@ def _planned(folder: Path, available_bytes: int, wanted: str = "auto") -> tuple[
     folder.mkdir()
     run = RunFolder(folder)
     with LogWriter(run.events, writer="trainer") as log:
-        fitted = plan_memory(log, spec, inputs, arithmetic, "fp32", running, fused_loss=False)
+        planning = plan_memory(spec, inputs, arithmetic, "fp32", running, fused_loss=False)
+        fitted = logged(log, planning)
     return fitted, Follower(run).read_all()
 
 

@@ -86,8 +86,8 @@ def test_a_broken_invariant_is_an_error_in_the_log(tmp_path: Path) -> None:
     sound = _steps()[0]
     broken = dataclasses.replace(sound, lowest_kl=2 * LOWEST_DIVERGENCE)
     with LogWriter(run.events, writer="trainer") as log:
-        record.step(log, sound, 1.0)
-        record.step(log, broken, 1.0)
+        for event in [*record.step(sound, 1.0), *record.step(broken, 1.0)]:
+            log.write(event)
     view = Follower(run).read_all()
     assert [note.level for note in view.notes] == ["error"]
     assert "divergence" in view.notes[0].text

@@ -2,13 +2,14 @@
 
     teacher -> student -> what loss and update launch -> trainer
 
-Models are logged by the hashes of what is in memory. The teacher comes first: a student that is the same
+Models are known in the log by the hashes of what is in memory. The teacher comes first: a student that is the same
 model is refused by comparing the two. Its kernels and layers are compiled here, so that no step waits for
 one (`engine.distill.compiles`); the layers of the student later, when a resume has put its weights there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,14 +25,14 @@ from engine.distill.drift import check_same_teacher
 from engine.distill.inputs import Inputs
 from engine.distill.plan import Plan
 from engine.distill.prepared import cached_teacher
+from engine.distill.record import Logged
 from engine.distill.stopping import StopRequest
 from engine.distill.trainer import Trainer
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder
 from engine.runlog.beats import BeatWriter
-from engine.runlog.events import Note
+from engine.runlog.events import Event, Note, Phase
 from engine.runlog.view import RunView
-from engine.runlog.write import LogWriter
 from engine.runtime.ranks import Ranks
 from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
@@ -56,7 +57,6 @@ class LoadedTeacher:
 class Builder:
     """What there is before the first weight."""
 
-    log: LogWriter
     spec: RunSpec
     inputs: Inputs
     arithmetic: Arithmetic
@@ -67,83 +67,89 @@ class Builder:
     ranks: Ranks
     beat: BeatWriter | None
     """Of this rank, where there are several."""
+    later: Callable[[Event], None]
+    """Told what a teacher says that is read from a store, when a row is not in it."""
 
-    def teacher(self, before: RunView | None) -> LoadedTeacher:
+    def teacher(self, before: RunView | None) -> Logged[LoadedTeacher]:
         """The teacher, ready to be asked. Raises CheckpointError where an earlier session, of which the log
         is `before`, had other weights out of the same file.
         """
-        spec, log, plan = self.spec.teacher, self.log, self.plan
+        spec, plan = self.spec.teacher, self.plan
         backend, precision = plan.fitted.backend, plan.precision
         if backend == "none":
             return LoadedTeacher()
         if plan.stored is not None:
-            cached = cached_teacher(
-                log,
+            cached = yield from cached_teacher(
                 self.spec,
                 plan.stored,
                 self.data.heldout,
                 student_vocab=self.inputs.student.vocab_size,
                 device=self.arithmetic.device,
                 load=self._build,
+                later=self.later,
             )
             return LoadedTeacher(teacher=cached, sha256=plan.stored.identity.teacher_sha256)
-        record.phase(log, "loading the teacher", spec.path)
+        yield Phase(name="loading the teacher", detail=spec.path)
         teacher, decoder = self._build(backend, precision)
-        self._warm_up_teacher(decoder)
-        sha256 = record.model(log, "teacher", spec.path, decoder, precision)
-        check_same_teacher(before, sha256, spec.path, backend, precision)
+        yield from self._warm_up_teacher(decoder)
+        model = record.model("teacher", spec.path, decoder.config, precision, decoder)
+        yield model
+        check_same_teacher(before, model.sha256, spec.path, backend, precision)
         if isinstance(teacher, TruncatingTeacher):
-            record.phase(log, "measuring what the cut of the vocabulary drops")
+            yield Phase(name="measuring what the cut of the vocabulary drops")
             dropped = teacher.dropped_mass(
                 self.data.heldout[:1],
                 self.arithmetic.device,
                 temperature=self.spec.loss.temperature,
             )
-            record.vocabulary_cut(log, teacher.inner.vocab_size, teacher.vocab_size, dropped)
+            yield record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped)
         if plan.running.teacher_compiled:
-            record.phase(log, "compiling the teacher's layers")
-            self.compiles.compile_teacher(
+            yield Phase(name="compiling the teacher's layers")
+            yield from self.compiles.compile_teacher(
                 teacher, decoder, self.data.heldout[0], self.spec.train.rows, precision
             )
         if plan.running.prefetches:
             teacher = PrefetchingTeacher(teacher, self.arithmetic.device)
-        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=sha256)
+        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
 
-    def student(self, teacher_decoder: Decoder | None) -> tuple[Decoder, str]:
+    def student(self, teacher_decoder: Decoder | None) -> Logged[tuple[Decoder, str]]:
         """The student as it begins, and the sha256 of its tensors. Raises WeightsError for one that is the
         teacher, unless teacher.allow_identical.
         """
         spec, seed, device = self.spec.student, self.spec.train.seed, self.arithmetic.device
         if spec.path:
-            record.phase(self.log, "loading the student", spec.path)
+            yield Phase(name="loading the student", detail=spec.path)
             student = load_decoder(Path(spec.path), dtype=torch.float32, device=device)
         else:
-            record.phase(self.log, "making the student", f"fresh weights, seed {seed}")
+            yield Phase(name="making the student", detail=f"fresh weights, seed {seed}")
             student = new_decoder(self.inputs.student, seed=seed).to(device)
         source = spec.path or f"fresh weights of {spec.config}"
-        sha256 = record.model(self.log, "student", source, student, self.arithmetic.precision)
+        precision = self.arithmetic.precision
+        model = record.model("student", source, student.config, precision, student)
+        yield model
         if teacher_decoder is not None:
             allowed = self.spec.teacher.allow_identical
             note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
             if note is not None:
-                self.log.write(Note(level="warning", text=note))
-        return student, sha256
+                yield Note(level="warning", text=note)
+        return student, model.sha256
 
-    def warm_up(self) -> str:
+    def warm_up(self) -> Logged[str]:
         """Compiles what the loss and the update launch; returns what makes an update of gradients."""
         spec = self.spec
         if spec.kernels.prewarm and self.plan.loss_kernel == "fused":
-            self.compiles.warm_up_loss(
+            yield from self.compiles.warm_up_loss(
                 self.inputs.student.vocab_size,
                 spec.loss,
                 self.arithmetic.precision,
                 teaching=spec.has_teacher and spec.loss.alpha < 1,
                 sparse=self.plan.sparse,
             )
-        update = updating(self.log, spec, self.arithmetic)
-        if spec.kernels.prewarm and update == "fused":
-            self.compiles.warm_up_update()
-        return update
+        update = updating(spec, self.arithmetic)
+        yield update
+        if spec.kernels.prewarm and update.choice == "fused":
+            yield from self.compiles.warm_up_update()
+        return update.choice
 
     def trainer(
         self, student: Decoder, teacher: Teacher | None, *, update: str, ranks: Ranks
@@ -192,9 +198,9 @@ class Builder:
         built.decoder.packed = self.plan.running.teacher_packed
         return built
 
-    def _warm_up_teacher(self, decoder: Decoder) -> None:
+    def _warm_up_teacher(self, decoder: Decoder) -> Iterator[Event]:
         """Every kernel that batches of training and of held-out rows launch in `decoder`."""
         if self.spec.kernels.prewarm:
             rows = {self.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
             tokens = {count * self.spec.data.seq_len for count in rows}
-            self.compiles.warm_up(decoder, tokens, self.arithmetic.device)
+            yield from self.compiles.warm_up(decoder, tokens, self.arithmetic.device)

@@ -15,8 +15,7 @@ from engine.distill import record
 from engine.distill.inputs import Inputs
 from engine.distill.memory_plan import EVAL_ROWS_AT_ONCE
 from engine.errors import CorpusError
-from engine.runlog.events import DataReady
-from engine.runlog.write import LogWriter
+from engine.runlog.events import DataReady, Phase
 from engine.spec import RunSpec
 
 
@@ -28,11 +27,11 @@ class Data:
     ready: DataReady
 
 
-def prepare_data(log: LogWriter, spec: RunSpec, inputs: Inputs, seen: DataReady | None) -> Data:
+def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None) -> record.Logged[Data]:
     """Corpus, split and tokens. `seen` is what the run began with, when it is resumed: other tokens
     are refused."""
     data = spec.data
-    record.phase(log, "reading the corpus", data.corpus)
+    yield Phase(name="reading the corpus", detail=data.corpus)
     corpus = open_corpus(
         data.corpus,
         heldout_fraction=data.heldout_fraction,
@@ -40,11 +39,12 @@ def prepare_data(log: LogWriter, spec: RunSpec, inputs: Inputs, seen: DataReady 
         max_bytes=data.max_bytes or None,
     )
     count = corpus.train.document_count + corpus.heldout.document_count
-    record.phase(log, "tokenizing", f"{count} documents")
+    yield Phase(name="tokenizing", detail=f"{count} documents")
     train = tokenize(corpus.train.documents, inputs.tokenizer)
     held = tokenize(corpus.heldout.documents, inputs.tokenizer)
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
-    ready = record.data(log, corpus, train, held, data.seq_len)
+    ready = record.data(corpus, train, held, data.seq_len)
+    yield ready
     if seen is not None and seen.train_sha256 != ready.train_sha256:
         raise CorpusError(
             f"corpus: {data.corpus} — expected the tokens this run began with "

@@ -7,6 +7,7 @@ exist only once it is safe, and what it replaces is deleted only after that.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,21 +18,27 @@ from engine.distill.drift import changes_since, written_sha256
 from engine.distill.going_on import check_promised, missing_newest, promised_step
 from engine.distill.manifest import newest, published
 from engine.distill.parts import Parts
+from engine.distill.record import Logged
 from engine.distill.trainer import Trainer
 from engine.errors import CheckpointError
 from engine.runlog.events import CheckpointSaved, Note
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
-from engine.runlog.write import LogWriter
 from engine.runtime.ranks import Ranks, whole
 from engine.spec import RunSpec
 
 
 class Keeper:
     def __init__(
-        self, log: LogWriter, folder: RunFolder, spec: RunSpec, ranks: Ranks | None = None
+        self,
+        folder: RunFolder,
+        spec: RunSpec,
+        ranks: Ranks | None = None,
+        *,
+        sync_log: Callable[[], None],
     ) -> None:
-        self.log, self.folder, self.spec = log, folder, spec
+        """`sync_log` returns when every line that was yielded is on the disk."""
+        self.folder, self.spec, self.sync_log = folder, spec, sync_log
         self.ranks = ranks or Ranks()
         self.sharded = False
         """Whether every rank writes its own part of a checkpoint."""
@@ -39,7 +46,7 @@ class Keeper:
         self.best_loss: float | None = None
         self.best_step: int | None = None
 
-    def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
+    def save(self, trainer: Trainer, heldout_loss: float | None) -> Logged[Path]:
         """Publish a checkpoint, say so once it is safe, then delete what is no longer kept; returns
         where it is. Of several ranks the first writes, and the others give it their parts, or write
         them themselves.
@@ -48,7 +55,7 @@ class Keeper:
         with torch.no_grad():
             norm = float(whole(nn.utils.get_total_norm(trainer.parameters)))
         if not math.isfinite(norm):
-            record.fail_at(self.log, trainer.step, "weight_norm", norm)
+            yield from record.unusable(trainer.step, "weight_norm", norm)
         best = heldout_loss is not None and (
             self.best_loss is None or heldout_loss < self.best_loss
         )
@@ -73,24 +80,22 @@ class Keeper:
             self.ranks.wait_for_all()
             return next(published(self.folder.checkpoints))
         # A run goes on from a checkpoint: the log must not have lost the steps that led to it.
-        self.log.sync()
+        self.sync_log()
         try:
             saved = checkpoint.save(self.folder.checkpoints, trainer.step, files, parts=parts)
         finally:
             if parts is not None:
                 parts.give_up()
         self.ranks.wait_for_all()
-        self.log.write(
-            CheckpointSaved(
-                step=trainer.step,
-                path=str(saved.path),
-                size_bytes=saved.bytes,
-                save_s=saved.seconds,
-                manifest_sha256=saved.manifest_sha256,
-                best=best,
-            )
+        yield CheckpointSaved(
+            step=trainer.step,
+            path=str(saved.path),
+            size_bytes=saved.bytes,
+            save_s=saved.seconds,
+            manifest_sha256=saved.manifest_sha256,
+            best=best,
         )
-        self.log.sync()
+        self.sync_log()
         kept = {self.best_step} if self.best_step is not None else set()
         retention.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
         return saved.path
@@ -101,7 +106,7 @@ class Keeper:
         before: RunView,
         allow_fallback: bool,
         allow_restart: bool = False,
-    ) -> dict[str, float]:
+    ) -> Logged[dict[str, float]]:
         """Continue from the newest checkpoint; the trainer stays at step 0 when the run died before
         its first. `before` is what the log says of the earlier sessions; returns the held-out losses
         it knows up to the step restored.
@@ -121,19 +126,19 @@ class Keeper:
                 if promised is None
                 else f"the checkpoint of step {promised} is gone, and a restart was allowed"
             )
-            self.log.write(Note(level="warning", text=f"{why}: starting again from step 0"))
+            yield Note(level="warning", text=f"{why}: starting again from step 0")
             return {}
         if missing := missing_newest(self.folder, before):
-            self.log.write(Note(level="warning", text=missing))
+            yield Note(level="warning", text=missing)
         for path, reason in last.refused:
             aside = retention.set_aside(path)
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
-            self.log.write(Note(level="error", text=text))
+            yield Note(level="error", text=text)
         found = state_files.unpack(last)
         changes = changes_since(self.folder, found.spec_sha256)
         if changes is not None:
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
-            self.log.write(Note(level="warning", text=text))
+            yield Note(level="warning", text=text)
         elif found.spec_sha256 not in (self.spec.sha256, written_sha256(self.folder)):
             raise CheckpointError(
                 f"checkpoint: {last.path} — expected spec {self.spec.sha256[:12]}, "

@@ -5,7 +5,7 @@ fit.
                    ->  its backend, activations made again, chunks     `engine.distill.fitting`
                    ->  gathered layers kept, or given back             several GPUs
                    ->  layers captured as CUDA graphs                  what that needs on top
-                   ->  the budget, logged, and enforced
+                   ->  the budget, enforced once it is logged
 
 `need` is the budget that the run has with some choices (`engine.distill.memory_model`); each decision is
 the one that this arithmetic allows.
@@ -13,11 +13,12 @@ the one that this arithmetic allows.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from engine.distill import record
+from engine.decision import Decision
 from engine.distill.arithmetic import Arithmetic
 from engine.distill.budget import MemoryBudget
 from engine.distill.choices import choose_graphs
@@ -30,7 +31,6 @@ from engine.distill.loss_job import LossKernel
 from engine.distill.memory_model import predict
 from engine.distill.memory_plan import ITEM_BYTES
 from engine.distill.prepared import Stored
-from engine.runlog.write import LogWriter
 from engine.spec import RunSpec
 
 
@@ -50,7 +50,6 @@ class _Need(Protocol):
 
 
 def plan_memory(
-    log: LogWriter,
     spec: RunSpec,
     inputs: Inputs,
     arithmetic: Arithmetic,
@@ -59,7 +58,7 @@ def plan_memory(
     stored: Stored | None = None,
     *,
     fused_loss: bool,
-) -> Fitted:
+) -> Generator[Decision | MemoryBudget, None, Fitted]:
     """The teacher's backend, whether activations are made again, how many tokens a chunk of the loss
     has, and what the run will need so. `precision` is the teacher's, `stored` what there is of its
     outputs. Raises BadInput for a run that does not fit, unless memory.budget says to report it only.
@@ -94,14 +93,14 @@ def plan_memory(
             available_bytes=available_bytes,
             stored=stored is not None,
         )
-        if record.decide(log, choice) == "on":
+        yield choice
+        if choice.choice == "on":
             fitted = replace(shared, teacher_shard=True)
-    for decision in fitted.decisions:
-        record.decide(log, decision)
+    yield from fitted.decisions
     if spec.compute.gpus > 1:
-        fitted = _gathered(log, spec, need, fitted, available_bytes)
-    fitted = _captured(log, spec, inputs, arithmetic, running, need, fitted)
-    record.memory_plan(log, fitted.budget)
+        fitted = yield from _gathered(spec, need, fitted, available_bytes)
+    fitted = yield from _captured(spec, inputs, arithmetic, running, need, fitted)
+    yield fitted.budget
     if spec.memory.budget == "enforce":
         fitted.budget.refuse_if_too_big()
     return fitted
@@ -162,8 +161,8 @@ def _need_of(
 
 
 def _gathered(
-    log: LogWriter, spec: RunSpec, need: _Need, fitted: Fitted, available_bytes: int | None
-) -> Fitted:
+    spec: RunSpec, need: _Need, fitted: Fitted, available_bytes: int | None
+) -> Generator[Decision, None, Fitted]:
     """Whether ranks keep a layer's gathered weights from its forward to its backward pass."""
     chosen = (fitted.backend, fitted.checkpointing, fitted.chunk_rows)
     kept = need(*chosen, reshard=False, shard=fitted.teacher_shard)
@@ -173,20 +172,20 @@ def _gathered(
         given_bytes=fitted.budget.total_bytes,
         available_bytes=available_bytes,
     )
-    if record.decide(log, choice) == "off":
+    yield choice
+    if choice.choice == "off":
         return replace(fitted, budget=kept, reshard=False)
     return fitted
 
 
 def _captured(
-    log: LogWriter,
     spec: RunSpec,
     inputs: Inputs,
     arithmetic: Arithmetic,
     running: Running,
     need: _Need,
     fitted: Fitted,
-) -> Fitted:
+) -> Generator[Decision, None, Fitted]:
     """Whether the student's layers are launched as CUDA graphs, whose memory is theirs for the whole run."""
     captured = need(fitted.backend, fitted.checkpointing, fitted.chunk_rows, graphs=True)
     choice = choose_graphs(
@@ -201,6 +200,7 @@ def _captured(
         needed_bytes=captured.total_bytes,
         given_bytes=fitted.budget.total_bytes,
     )
-    if record.decide(log, choice) == "on":
+    yield choice
+    if choice.choice == "on":
         return replace(fitted, budget=captured, graphs=True)
     return fitted

@@ -111,9 +111,9 @@ def _prepare(
             say(text)
             log.write(Note(level="warning", text=text))
 
-        arithmetic = choose_arithmetic(log, job.spec)
+        arithmetic = record.logged(log, choose_arithmetic(job.spec))
         with arithmetic.memory.use():
-            built, identity = _load_teacher(log, job, arithmetic, say)
+            built, identity = record.logged(log, _load_teacher(job, arithmetic, say))
         if (out / MANIFEST).exists():
             store = open_store(out)
             same_identity(store, identity)
@@ -137,11 +137,12 @@ def _prepare(
 
 
 def _load_teacher(
-    log: LogWriter, job: Job, arithmetic: Arithmetic, say: Say
-) -> tuple[BuiltTeacher, Identity]:
+    job: Job, arithmetic: Arithmetic, say: Say
+) -> record.Logged[tuple[BuiltTeacher, Identity]]:
     spec, config = job.spec, job.inputs.teacher
     assert config is not None
-    precision = record.decide(log, job.precision)
+    yield job.precision
+    precision = job.precision.choice
     each = ITEM_BYTES[precision]
     size = job.inputs.teacher_size
     packed = size.weight_bytes(each) if size is not None and size.matrices else None
@@ -160,7 +161,8 @@ def _load_teacher(
     if job.identity.backend and spec.teacher.backend in ("auto", "cached"):
         why = "the store was begun with it"
         choice = dataclasses.replace(choice, reason=why, overridden=False)
-    backend = record.decide(log, choice)
+    yield choice
+    backend = choice.choice
     say("\n".join(choice.lines()))
     needed = packed if backend == "quantized" else dense
     if room is not None and needed is not None and needed > room:
@@ -173,8 +175,8 @@ def _load_teacher(
         )
     if backend == "quantized":
         tokens = spec.train.rows * spec.data.seq_len
-        record.decide(log, kernel_for(spec.teacher.kernel, config, tokens, arithmetic.capability))
-    running = choose_running(log, spec, job.inputs, arithmetic, precision)
+        yield kernel_for(spec.teacher.kernel, config, tokens, arithmetic.capability)
+    running = yield from choose_running(spec, job.inputs, arithmetic, precision)
     say(f"loading the teacher: {spec.teacher.path}")
     built = build_teacher(
         spec.teacher.path,
@@ -186,18 +188,20 @@ def _load_teacher(
         probe=job.heldout[0],
     )
     built.decoder.packed = running.teacher_packed
-    sha256 = record.model(log, "teacher", spec.teacher.path, built.decoder, precision)
-    compiles = Compiles(log)
+    decoder = built.decoder
+    model = record.model("teacher", spec.teacher.path, decoder.config, precision, decoder)
+    yield model
+    compiles = Compiles()
     rows = {spec.train.rows} | {len(batch.tokens_BT) for batch in job.heldout}
-    compiles.warm_up(
+    yield from compiles.warm_up(
         built.decoder, {count * spec.data.seq_len for count in rows}, arithmetic.device
     )
     if running.teacher_compiled:
         say("compiling the teacher's layers")
-        compiles.compile_teacher(
+        yield from compiles.compile_teacher(
             built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision
         )
-    return built, dataclasses.replace(job.identity, backend=backend, teacher_sha256=sha256)
+    return built, dataclasses.replace(job.identity, backend=backend, teacher_sha256=model.sha256)
 
 
 def _manifest(job: Job, built: BuiltTeacher, identity: Identity, device: torch.device) -> Manifest:

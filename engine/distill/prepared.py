@@ -9,7 +9,7 @@ where no hidden states are stored, its held-out loss.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,11 +22,10 @@ from engine.distill import record
 from engine.distill.inputs import Inputs
 from engine.distill.prepare_plan import rows_of_run
 from engine.formats.safetensors import tensors_sha256
-from engine.models.config import ModelConfig, count_parameters
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.head import Head
-from engine.runlog.events import Evaluated, ModelReady, Note
-from engine.runlog.write import LogWriter
+from engine.runlog.events import Evaluated, Event, Note, Phase
 from engine.spec import RunSpec
 from engine.teachers.build import DTYPES, BuiltTeacher
 from engine.teachers.cache_fit import fitting_manifest, uses_cache
@@ -107,7 +106,6 @@ def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | 
 
 
 def cached_teacher(
-    log: LogWriter,
     spec: RunSpec,
     stored: Stored,
     heldout: Sequence[Batch],
@@ -115,31 +113,24 @@ def cached_teacher(
     student_vocab: int,
     device: torch.device,
     load: Callable[[str, str], BuiltTeacher],
-) -> CachedTeacher:
+    later: Callable[[Event], None],
+) -> record.Logged[CachedTeacher]:
     """The teacher of a run out of its store, logged as a loaded one is; cut to `student_vocab` ids.
 
-    `load` builds the teacher itself, of a backend and a precision, for the first miss. Raises
-    WeightsError and, at a miss, CacheError.
+    `load` builds the teacher itself, of a backend and a precision, for the first miss. `later` is told what
+    happens then, and of rows that turn out to be damaged. Raises WeightsError and, at a miss, CacheError.
     """
     store, identity, config = stored.store, stored.identity, stored.config
     for text in store.refusals:
-        log.write(Note(level="warning", text=f"{text}; its rows are not used"))
-    log.write(Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}"))
-    log.write(
-        ModelReady(
-            role="teacher",
-            source=spec.teacher.path,
-            parameters=count_parameters(config),
-            layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            precision=identity.precision,
-            sha256=identity.teacher_sha256,
-        )
+        yield Note(level="warning", text=f"{text}; its rows are not used")
+    yield Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}")
+    yield record.model(
+        "teacher", spec.teacher.path, config, identity.precision, identity.teacher_sha256
     )
 
     def online() -> Teacher:
-        record.phase(log, "loading the teacher", f"{spec.teacher.path}: for what is not stored")
+        detail = f"{spec.teacher.path}: for what is not stored"
+        later(Phase(name="loading the teacher", detail=detail))
         built = load(identity.backend, identity.precision)
         found = _hash_of(built.decoder)
         if found != identity.teacher_sha256:
@@ -149,7 +140,8 @@ def cached_teacher(
                 f"the teacher it was made with, {identity.teacher_sha256}",
                 f"{spec.teacher.path} with {found}",
             )
-        record.phase(log, "training", "with the teacher itself where nothing is stored")
+        detail = "with the teacher itself where nothing is stored"
+        later(Phase(name="training", detail=detail))
         return built.teacher
 
     def teacher(head: Head | None, ids: int) -> CachedTeacher:
@@ -159,13 +151,13 @@ def cached_teacher(
             vocab_size=ids,
             head=head,
             online=online if spec.teacher.cache_miss == "online" else None,
-            say=lambda text: log.write(Note(level="warning", text=text)),
+            say=lambda text: later(Note(level="warning", text=text)),
         )
 
     if identity.form != "hidden":
-        _log_cut(log, stored, student_vocab)
+        yield from _measured_cut(stored, student_vocab)
         return teacher(None, student_vocab)
-    record.phase(log, "loading the teacher's head", spec.teacher.path)
+    yield Phase(name="loading the teacher's head", detail=spec.teacher.path)
     head = load_head(
         spec.teacher.path,
         packed=identity.backend == "quantized",
@@ -178,11 +170,11 @@ def cached_teacher(
     cut = TruncatingTeacher(whole, student_vocab)
     with contextlib.closing(whole):
         if all(whole.holds(batch) for batch in heldout[:1]):
-            record.phase(log, "measuring what the cut of the vocabulary drops")
+            yield Phase(name="measuring what the cut of the vocabulary drops")
             dropped = cut.dropped_mass(heldout[:1], device, temperature=spec.loss.temperature)
-            record.vocabulary_cut(log, config.vocab_size, student_vocab, dropped)
+            yield record.vocabulary_cut(config.vocab_size, student_vocab, dropped)
         else:
-            _log_cut(log, stored, student_vocab)
+            yield from _measured_cut(stored, student_vocab)
     return teacher(cut.head(), student_vocab)
 
 
@@ -191,34 +183,28 @@ def holds_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> bool:
     return teacher.gives_hidden and all(teacher.holds(batch) for batch in heldout)
 
 
-def recall_heldout(
-    log: LogWriter, teacher: CachedTeacher, heldout: Sequence[Batch]
-) -> float | None:
-    """Logs the teacher's held-out loss as it was when the store was made; where that was of other rows,
+def recall_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> Evaluated | Note:
+    """The teacher's held-out loss as it was when the store was made; where that was of other rows,
     that it is not known: a teacher is not loaded for this alone.
     """
     measured = teacher.store.manifest.measured
     if measured.heldout_sha256 != contents_sha256(heldout):
         text = "the teacher's held-out loss is not known: its outputs on these rows are not stored"
-        log.write(Note(level="warning", text=f"{teacher.store.path}: {text}"))
-        return None
-    log.write(
-        Evaluated(
-            step=0,
-            subject="teacher",
-            loss=measured.loss,
-            labelled=measured.labelled,
-            eval_s=None,
-        )
+        return Note(level="warning", text=f"{teacher.store.path}: {text}")
+    return Evaluated(
+        step=0,
+        subject="teacher",
+        loss=measured.loss,
+        labelled=measured.labelled,
+        eval_s=None,
     )
-    return measured.loss
 
 
 def _hash_of(decoder: Decoder) -> str:
     return tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
 
 
-def _log_cut(log: LogWriter, stored: Stored, student_vocab: int) -> None:
+def _measured_cut(stored: Stored, student_vocab: int) -> Iterator[Event]:
     """What the cut of the vocabulary drops, as it was measured when the store was made."""
     measured, ids = stored.store.manifest.measured, stored.config.vocab_size
     if measured.dropped_mean is None or measured.dropped_max is None:
@@ -226,4 +212,4 @@ def _log_cut(log: LogWriter, stored: Stored, student_vocab: int) -> None:
     dropped = DroppedMass(
         mean=measured.dropped_mean, largest=measured.dropped_max, tokens=measured.dropped_tokens
     )
-    record.vocabulary_cut(log, ids, student_vocab, dropped)
+    yield record.vocabulary_cut(ids, student_vocab, dropped)

@@ -3,7 +3,8 @@
     settings -> device -> data -> plan -> teacher -> student -> (resume) -> steps, each logged ->
     held-out losses -> student, receipt
 
-Everything below this module returns values, and has them written into the log by `engine.distill.record`.
+Everything below this module returns values or yields them while it works, and this module logs them
+(`engine.distill.record.logged`); the loop of steps, `engine.distill.session`, is part of it.
 What the log says was read back from the built objects: the learning rate from the optimizer, the rows
 from the batches, the hashes from the tensors.
 """
@@ -13,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -29,19 +30,20 @@ from engine.distill.data import Data, prepare_data
 from engine.distill.drift import versions_changed
 from engine.distill.inputs import Inputs, check_inputs
 from engine.distill.keep import Keeper
-from engine.distill.plan import plan_run
+from engine.distill.plan import Plan, plan_run
 from engine.distill.prepared import holds_heldout, recall_heldout
 from engine.distill.receipt import Outcome, save_student, write_receipt
+from engine.distill.record import Logged
 from engine.distill.roofline import Bound, flops_per_token, peak_flops
 from engine.distill.session import Session
 from engine.distill.sharding import least_available, shard_trainer, whole_student
 from engine.distill.stopping import StopRequest
-from engine.distill.student import put_layers_to_run
+from engine.distill.student import go_on_without_graphs, put_layers_to_run
 from engine.distill.trainer import Trainer
 from engine.errors import EXIT_FAIL, DiskFull, EngineError
 from engine.models.head import DenseHead
 from engine.runlog.beats import BeatWriter, log_of
-from engine.runlog.events import Note, RunFinished
+from engine.runlog.events import Evaluated, Note, Phase, RunFinished
 from engine.runlog.folder import RunFolder, open_run
 from engine.runlog.follow import Follower
 from engine.runlog.view import RunView
@@ -51,6 +53,8 @@ from engine.signals import Stopped
 from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.cached import CachedTeacher
 from engine.terminal import say
+
+_T = TypeVar("_T")
 
 
 def run(
@@ -128,9 +132,9 @@ class _Job:
         self.before = before
         """What the log of a resumed run says of its earlier sessions."""
         self.begun_s = time.monotonic()
-        self.keeper = Keeper(log, folder, spec, ranks)
+        self.keeper = Keeper(folder, spec, ranks, sync_log=log.sync)
         self.beat = BeatWriter(folder, ranks.rank) if ranks.many else None
-        self.compiles = Compiles(log)
+        self.compiles = Compiles()
         self.checks = Checks(spec)
         self.session: Session | None = None
         """None until there is something to train."""
@@ -157,11 +161,11 @@ class _Job:
         for note in inputs.notes:
             log.write(Note(level="warning", text=note))
         arithmetic = self._meet()
-        data = prepare_data(log, spec, inputs, self.before.data if self.before else None)
+        seen = self.before.data if self.before else None
+        data = self._logged(prepare_data(spec, inputs, seen))
         with arithmetic.memory.use():
-            plan = plan_run(log, spec, inputs, arithmetic, data.stream)
+            plan = self._logged(plan_run(spec, inputs, arithmetic, data.stream))
             builder = Builder(
-                log=log,
                 spec=spec,
                 inputs=inputs,
                 arithmetic=arithmetic,
@@ -171,10 +175,11 @@ class _Job:
                 stop=self.stop,
                 ranks=ranks,
                 beat=self.beat,
+                later=log.write,
             )
-            taught = builder.teacher(self.before)
-            student, student_sha256 = builder.student(taught.decoder)
-            update = builder.warm_up()
+            taught = self._logged(builder.teacher(self.before))
+            student, student_sha256 = self._logged(builder.student(taught.decoder))
+            update = self._logged(builder.warm_up())
             trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
         self.session = session = Session(
             log,
@@ -190,12 +195,10 @@ class _Job:
         )
         resumed_from = self._resume(trainer, session, allow_fallback, allow_restart)
         # Sharded layers are others to a compiler, and are compiled when they are sharded.
-        put_to_run = partial(
-            put_layers_to_run, log, self.compiles, plan=plan, length=spec.data.seq_len
-        )
-        put_to_run(trainer, compiled=plan.running.compiled and not ranks.many)
+        self._put_to_run(trainer, plan, compiled=plan.running.compiled and not ranks.many)
         bound = self._bound(trainer, inputs)
-        begun = record.start(log, self.folder.name, spec, trainer, resumed_from, bound)
+        begun = record.start(self.folder.name, spec, trainer, resumed_from, bound)
+        log.write(begun)
         if changed := versions_changed(self.before, begun):
             log.write(Note(level="warning", text=changed))
         if trainer.step == 0:
@@ -205,10 +208,11 @@ class _Job:
             trainer = self._shard(trainer, builder)
             session.look_at(trainer)
             # Once nothing holds what every rank had alone.
-            put_to_run(trainer, compiled=plan.running.compiled)
+            self._put_to_run(trainer, plan, compiled=plan.running.compiled)
         with arithmetic.memory.use():  # AdamW makes its moments in the first step
             ended_early = session.train(trainer)
-        self.compiles.write_counts(session.step)
+        for counts in self.compiles.counts(session.step):
+            log.write(counts)
         if isinstance(taught.teacher, CachedTeacher):
             log.write(Note(level="info", text=taught.teacher.summary))
         if ended_early is not None:
@@ -222,13 +226,32 @@ class _Job:
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
 
+    def _logged(self, work: Logged[_T]) -> _T:
+        return record.logged(self.log, work)
+
+    def _put_to_run(self, trainer: Trainer, plan: Plan, *, compiled: bool) -> None:
+        def given_up(why: str) -> None:
+            self._logged(go_on_without_graphs(trainer.step + 1, why))
+
+        self._logged(
+            put_layers_to_run(
+                trainer,
+                compiles=self.compiles,
+                plan=plan,
+                length=self.spec.data.seq_len,
+                compiled=compiled,
+                graphs_given_up=given_up,
+            )
+        )
+
     def _meet(self) -> Arithmetic:
         """What this rank computes with, once all ranks are there and plan with the same memory."""
         use_own_gpu(self.ranks)
-        arithmetic = choose_arithmetic(self.log, self.spec)
+        arithmetic = self._logged(choose_arithmetic(self.spec))
         device = arithmetic.device
         if self.ranks.many:
-            record.phase(self.log, "meeting the other ranks", f"{self.ranks.world} of them")
+            world = f"{self.ranks.world} of them"
+            self.log.write(Phase(name="meeting the other ranks", detail=world))
             join(self.ranks, device, timeout_s=self.spec.compute.collective_timeout_s)
             # Ranks that chose for themselves would not do the same collectives.
             available = least_available(self.ranks, arithmetic.available, device)
@@ -248,9 +271,8 @@ class _Job:
             self.ranks.wait_for_all()
         # Of a run that cannot be restored, too, the log says where it stands.
         session.step = self.before.last_step
-        session.heldout_losses |= self.keeper.restore(
-            trainer, self.before, allow_fallback, allow_restart
-        )
+        restoring = self.keeper.restore(trainer, self.before, allow_fallback, allow_restart)
+        session.heldout_losses |= self._logged(restoring)
         session.step = trainer.step
         if self.ranks.first:
             self.ranks.wait_for_all()
@@ -272,15 +294,18 @@ class _Job:
         """What the student is to come close to, and where it begins."""
         teacher, student = trainer.teacher, trainer.student
         if isinstance(teacher, CachedTeacher) and not holds_heldout(teacher, data.heldout):
-            loss = recall_heldout(self.log, teacher, data.heldout)
-            session.heldout_losses |= {} if loss is None else {"teacher": loss}
+            known = recall_heldout(teacher, data.heldout)
+            self.log.write(known)
+            if isinstance(known, Evaluated) and known.loss is not None:
+                session.heldout_losses["teacher"] = known.loss
         elif teacher is not None:
             session.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
         session.evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """The same trainer with its student shared out over the ranks."""
-        record.phase(self.log, "sharding the student", f"over {self.ranks.world} ranks")
+        over = f"over {self.ranks.world} ranks"
+        self.log.write(Phase(name="sharding the student", detail=over))
         trainer = shard_trainer(
             alone,
             self.spec,
@@ -294,7 +319,8 @@ class _Job:
         # Weights and two moments, in fp32.
         size = 12 * sum(p.numel() for p in trainer.parameters)
         choice = choose_sharded(self.spec.checkpoint.sharded, whole_bytes=size)
-        self.keeper.sharded = record.decide(self.log, choice) == "on"
+        record.write(self.log, choice)
+        self.keeper.sharded = choice.choice == "on"
         return trainer
 
     def _leave_results(
@@ -306,15 +332,16 @@ class _Job:
         hashes: dict[str, str],
     ) -> None:
         """The student and the receipt; `hashes` are those of the models that the run began with."""
-        record.phase(self.log, "saving the student", str(self.folder.student))
+        self.log.write(Phase(name="saving the student", detail=str(self.folder.student)))
         student = whole_student(trainer.student)
         if not self.ranks.first:
             return
-        saved = save_student(self.log, self.folder, student, inputs, self.spec.student.save_as)
+        saved = save_student(self.folder, student, inputs, self.spec.student.save_as)
+        self.log.write(saved)
         outcome = Outcome(
             spec=self.spec,
             data=data.ready,
-            model_sha256=hashes | {"student": saved},
+            model_sha256=hashes | {"student": saved.sha256},
             heldout_losses=session.heldout_losses,
             best_step=self.keeper.best_step,
             steps=trainer.step,

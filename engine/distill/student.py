@@ -18,17 +18,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from engine.distill import record
 from engine.distill.choices import give_up_graphs
 from engine.distill.compiles import Compiles
 from engine.distill.graphed import Graphs
 from engine.distill.plan import Plan
+from engine.distill.record import Logged
 from engine.distill.trainer import Trainer
 from engine.errors import TrainingFailed
 from engine.models.attention import remember
 from engine.models.running import CompiledLayers, set_running
-from engine.runlog.events import Note
-from engine.runlog.write import LogWriter
+from engine.runlog.events import Note, Phase
 from engine.runtime.ranks import own_part
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
@@ -58,13 +57,20 @@ class Agreement:
 
 
 def put_layers_to_run(
-    log: LogWriter, compiles: Compiles, trainer: Trainer, plan: Plan, *, length: int, compiled: bool
-) -> None:
-    """Has the student's layers run as was planned, for rows of `length` tokens, and logs how far what they
-    answer is from the layers as written. `compiled`: whether they are compiled now. Raises TrainingFailed.
+    trainer: Trainer,
+    *,
+    compiles: Compiles,
+    plan: Plan,
+    length: int,
+    compiled: bool,
+    graphs_given_up: Callable[[str], None],
+) -> Logged[None]:
+    """Has the student's layers run as was planned, for rows of `length` tokens; yields how far what they
+    answer is from the layers as written. `compiled`: whether they are compiled now. `graphs_given_up` is
+    told why, when layers that were to be captured are not: now, or in a later step. Raises TrainingFailed.
     """
     if compiled:
-        record.phase(log, "compiling the student's layers")
+        yield Phase(name="compiling the student's layers")
     agreement = put_to_run(
         trainer,
         length=length,
@@ -72,28 +78,24 @@ def put_layers_to_run(
         packed=plan.running.packed,
         checkpointing=plan.fitted.checkpointing,
     )
-    compiles.write()
+    yield from compiles.done()
     if agreement is not None:
         text = f"compiled layers are as far from the layers as written as rounding takes them: {agreement}"
-        log.write(Note(level="info", text=text))
+        yield Note(level="info", text=text)
     if plan.fitted.graphs:
-        record.phase(log, "capturing the student's layers")
-        captured = put_into_graphs(
-            trainer,
-            length=length,
-            given_up=lambda why: go_on_without_graphs(log, trainer.step + 1, why),
-        )
+        yield Phase(name="capturing the student's layers")
+        captured = put_into_graphs(trainer, length=length, given_up=graphs_given_up)
         if captured is not None:
             text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
-            log.write(Note(level="info", text=text))
+            yield Note(level="info", text=text)
 
 
-def go_on_without_graphs(log: LogWriter, step: int, why: str) -> None:
-    """Logs that the layers are launched one by one from `step` on."""
+def go_on_without_graphs(step: int, why: str) -> Logged[None]:
+    """That the layers are launched one by one from `step` on."""
     given_up = give_up_graphs(step, why)
-    record.decide(log, given_up)
+    yield given_up
     text = f"{given_up.knob}: {given_up.reason}: {given_up.rejected[0][1]}"
-    log.write(Note(level="warning", text=text))
+    yield Note(level="warning", text=text)
 
 
 def put_to_run(

@@ -172,18 +172,18 @@ def stored(*form: object) -> Callable[[Path, Kit], None]:
 
 
 def resume(checkout: Path, kit: Kit) -> None:
-    """A run whose machine lost power two steps after the checkpoint of step 4."""
+    """A run whose machine lost power two steps after the checkpoint of step 8."""
     train(checkout, kit)
     folder = kit.now / "run"
     shutil.copytree(folder / "student", kit.now / "unbroken")
     lines = (folder / "events.jsonl").read_text().splitlines(keepends=True)
-    last = max(i for i, line in enumerate(lines) if json.loads(line).get("step") == 6)
+    last = max(i for i, line in enumerate(lines) if json.loads(line).get("step") == 10)
     (folder / "events.jsonl").write_text("".join(lines[: last + 1]))
     lines = (folder / "watch.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["kind"] in ("log_opened", "trainer_started")]
     (folder / "watch.jsonl").write_text("".join(kept))
     for path in (folder / "student", *(folder / "checkpoints").iterdir()):
-        if path.name != "step-00000004":
+        if path.name != "step-00000008":
             shutil.rmtree(path)
     (folder / "receipt.json").unlink()
     shutil.rmtree(folder / "columns", ignore_errors=True)
