@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.checks.weights import names, whole
 from engine.device.reading import measured
-from engine.distill.memory_model import predict
+from engine.distill.memory import MemoryPlan
 from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.models.config import ModelConfig
@@ -76,8 +76,8 @@ def predicted_bytes(folder: Path, kind: str) -> int:
     with open_weights(path) as weights:
         size = packed_size(config, weights)
     each = 2 if PRECISION[kind] in ("bf16", "fp8") else 4
-    budget = predict(
-        spec_from_dict(
+    budget = MemoryPlan(
+        spec=spec_from_dict(
             {
                 "teacher": {"path": "t"},
                 "student": {"config": "s.json"},
@@ -94,7 +94,7 @@ def predicted_bytes(folder: Path, kind: str) -> int:
         student=make_config(),
         device="cpu",
         available=measured(1 << 60, "a test"),
-    )
+    ).budget()
     sizes = {item.name: item.bytes for item in budget.items}
     return sizes["teacher weights"] + sizes["teacher layers put together"]
 

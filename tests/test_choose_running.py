@@ -11,8 +11,8 @@ from packed_models import make_config
 
 from engine.device.reading import measured
 from engine.distill.arithmetic import Arithmetic
-from engine.distill.choose_running import Running, choose_running
 from engine.distill.inputs import Inputs
+from engine.distill.plan import RunFacts, Running, choose_running
 from engine.distill.record import logged
 from engine.runlog.folder import RunFolder
 from engine.runlog.write import LogWriter
@@ -29,7 +29,7 @@ PLAIN = {
 
 
 def running(
-    folder: Path, settings: dict[str, str], *, precision: str = "bf16", **how: bool
+    folder: Path, settings: dict[str, str], *, precision: str = "bf16", store: Any = None
 ) -> Running:
     spec: dict[str, Any] = {
         "teacher": {"path": "teacher"},
@@ -54,14 +54,20 @@ def running(
         available=measured(1 << 40, "a test"),
     )
     with LogWriter(RunFolder(folder).events, writer="trainer") as log:
-        choosing = choose_running(spec_from_dict(spec), inputs, arithmetic, precision, **how)
-        return logged(log, choosing)
+        facts = RunFacts(
+            spec=spec_from_dict(spec),
+            inputs=inputs,
+            arithmetic=arithmetic,
+            teacher_precision=precision,
+            store=store,
+        )
+        return logged(log, choose_running(facts))
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr("engine.distill.choose_running.has_compiler", lambda _device: True)
+    monkeypatch.setattr("engine.distill.plan.has_compiler", lambda _device: True)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +96,7 @@ def test_of_a_teacher_whose_answers_are_stored_nothing_is_compiled_or_begun_ahea
     tmp_path: Path,
 ) -> None:
     wanted = PLAIN | {"teacher.compile": "on", "teacher.prefetch": "on"}
-    found = running(tmp_path, wanted, asks_teacher=False)
+    found = running(tmp_path, wanted, store=object())
     assert not found.teacher_compiled and not found.prefetches
 
 

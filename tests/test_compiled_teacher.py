@@ -11,6 +11,7 @@ import torch
 from packed_models import lively, make_batch, make_config, random_tokens, write
 from torch import Tensor
 
+from engine.distill.knobs import choose_teacher_compile
 from engine.errors import BadInput, InternalError, TrainingFailed
 from engine.kernels.inductor import CompileWatch
 from engine.models.attention import remember
@@ -20,7 +21,6 @@ from engine.models.fp8 import round_layer
 from engine.models.freeze import freeze
 from engine.models.joined import JoinedLinear, join
 from engine.models.load_packed import load_packed_decoder
-from engine.teachers.choose import choose_teacher_compile
 from engine.teachers.compiled import CompiledForward, compile_layers, warm_up
 from engine.teachers.frozen import FrozenDecoder
 from engine.teachers.opaque import OpaqueLinear, make_opaque

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distill.choose_loss import FUSED_DIVERGENCES, choose_loss_kernel
+from engine.distill.knobs import FUSED_DIVERGENCES, choose_loss_kernel
 from engine.distill.loss import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,

@@ -18,6 +18,7 @@ from engine.data.batches import Batch, gather_rows
 from engine.data.corpus import Document
 from engine.data.tokens import tokenize
 from engine.decision import Decision
+from engine.distill.knobs import choose_backend, choose_teacher_precision
 from engine.errors import BadInput, InternalError
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.decoder import Decoder
@@ -28,7 +29,6 @@ from engine.models.load import load_decoder, save_decoder
 from engine.models.packed import head_of
 from engine.spec import RunSpec
 from engine.teachers.build import build_teacher
-from engine.teachers.choose import choose_backend, choose_teacher_precision
 from engine.teachers.fp8 import (
     NOISE_FLOOR_KL,
     Fp8Teacher,

@@ -22,8 +22,8 @@ from engine.data.batches import Batches
 from engine.data.tokens import TokenStream
 from engine.distill import graphed
 from engine.distill.checking import step_gradients
-from engine.distill.choices import choose_graphs
 from engine.distill.graphed import LEAST_ROOM, Graphs, NotCaptured, _capture
+from engine.distill.knobs import choose_graphs
 from engine.distill.record import logged, write
 from engine.distill.student import go_on_without_graphs, put_into_graphs
 from engine.distill.trainer import Trainer

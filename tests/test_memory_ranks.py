@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.distill.budget import PHASES, MemoryBudget
+from engine.distill.memory import PHASES, MemoryBudget
 from engine.models.config import count_parameters
 from tests.test_memory_budget import SEVEN_B, SMALL, budget_of, spec_of
 

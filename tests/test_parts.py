@@ -14,8 +14,8 @@ from torch import Tensor
 
 from engine.device.reading import Reading, absent, measured
 from engine.distill import checkpoint, parts
-from engine.distill.choose_ranks import SHARDED_FROM_BYTES, choose_reshard, choose_sharded
 from engine.distill.file_calls import FileCalls
+from engine.distill.knobs import SHARDED_FROM_BYTES, choose_reshard, choose_sharded
 from engine.distill.manifest import verify
 from engine.distill.parts import Parts
 from engine.distill.sharding import least_available

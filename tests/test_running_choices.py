@@ -9,7 +9,7 @@ import pytest
 from engine.bench.teacher import config_named
 from engine.decision import Decision
 from engine.distill.activations import linear_weights
-from engine.distill.choices import choose_attention, choose_checkpointing, choose_compile
+from engine.distill.knobs import choose_attention, choose_checkpointing, choose_compile
 from engine.errors import BadInput
 from tests.test_memory_budget import config
 

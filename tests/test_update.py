@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine.data.batches import Batches
 from engine.distill import state
-from engine.distill.optimizer import AdamW, FusedAdamW, Looked, choose_update, update_if_finite
+from engine.distill.knobs import choose_update
+from engine.distill.optimizer import AdamW, FusedAdamW, Looked, update_if_finite
 from engine.distill.trainer import Trainer
 from engine.errors import BadInput
 from engine.models.load import new_decoder

@@ -11,9 +11,9 @@ from engine.contracts.proving import Proved, enumerated
 from engine.device.allocator import choose_allocator
 from engine.device.cuda_facts import NO, YES
 from engine.device.reading import absent, measured
+from engine.distill.knobs import choose_backend
 from engine.errors import BadInput
 from engine.models.config import ModelConfig
-from engine.teachers.choose import choose_backend
 
 ANSWERS = (YES, NO, None)
 WORDS = ("auto", "native", "managed", "", "1", "unified")

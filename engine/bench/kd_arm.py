@@ -30,8 +30,7 @@ from engine.bench.kd_shape import (
     products_dtype,
     weights_of,
 )
-from engine.distill.choices import choose_attention
-from engine.distill.choose_loss import choose_loss_kernel
+from engine.distill.knobs import choose_attention, choose_loss_kernel
 from engine.distill.student import put_to_run
 from engine.distill.trainer import Trainer
 from engine.kernels.dequantize import has_triton

@@ -28,10 +28,10 @@ from torch.nn import functional as F
 from engine.bench.random_weights import random_blocks
 from engine.bench.rows import BenchRow
 from engine.bench.timing import Timing, time_arms
-from engine.distill.choose_loss import choose_loss_kernel
+from engine.distill.knobs import choose_loss_kernel
 from engine.distill.loss import default_chunk_rows, distillation_loss
 from engine.distill.loss_job import LossKernel
-from engine.distill.memory_plan import FUSED_HELD
+from engine.distill.memory import FUSED_HELD
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
 from engine.models.head import Head

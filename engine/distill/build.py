@@ -17,13 +17,11 @@ import torch
 
 from engine.data.batches import Batches
 from engine.distill import record
-from engine.distill.arithmetic import Arithmetic
-from engine.distill.choose_running import updating
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data
 from engine.distill.drift import check_same_teacher
-from engine.distill.inputs import Inputs
-from engine.distill.plan import Plan
+from engine.distill.knobs import KNOBS
+from engine.distill.plan import Plan, RunFacts
 from engine.distill.prepared import cached_teacher
 from engine.distill.record import Logged
 from engine.distill.stopping import StopRequest
@@ -34,7 +32,6 @@ from engine.runlog.beats import BeatWriter
 from engine.runlog.events import Event, Note, Phase
 from engine.runlog.view import RunView
 from engine.runtime.ranks import Ranks
-from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
@@ -57,11 +54,8 @@ class LoadedTeacher:
 class Builder:
     """What there is before the first weight."""
 
-    spec: RunSpec
-    inputs: Inputs
-    arithmetic: Arithmetic
-    data: Data
     plan: Plan
+    data: Data
     compiles: Compiles
     stop: StopRequest
     ranks: Ranks
@@ -70,25 +64,29 @@ class Builder:
     later: Callable[[Event], None]
     """Told what a teacher says that is read from a store, when a row is not in it."""
 
+    @property
+    def facts(self) -> RunFacts:
+        return self.plan.facts
+
     def teacher(self, before: RunView | None) -> Logged[LoadedTeacher]:
         """The teacher, ready to be asked. Raises CheckpointError where an earlier session, of which the log
         is `before`, had other weights out of the same file.
         """
-        spec, plan = self.spec.teacher, self.plan
-        backend, precision = plan.fitted.backend, plan.precision
+        spec, plan = self.facts.spec.teacher, self.plan
+        backend, precision = plan.memory.backend, plan.facts.teacher_precision
         if backend == "none":
             return LoadedTeacher()
-        if plan.stored is not None:
+        if (store := plan.facts.store) is not None:
             cached = yield from cached_teacher(
-                self.spec,
-                plan.stored,
+                self.facts.spec,
+                store,
                 self.data.heldout,
-                student_vocab=self.inputs.student.vocab_size,
-                device=self.arithmetic.device,
+                student_vocab=self.facts.inputs.student.vocab_size,
+                device=self.facts.arithmetic.device,
                 load=self._build,
                 later=self.later,
             )
-            return LoadedTeacher(teacher=cached, sha256=plan.stored.identity.teacher_sha256)
+            return LoadedTeacher(teacher=cached, sha256=store.identity.teacher_sha256)
         yield Phase(name="loading the teacher", detail=spec.path)
         teacher, decoder = self._build(backend, precision)
         yield from self._warm_up_teacher(decoder)
@@ -99,36 +97,40 @@ class Builder:
             yield Phase(name="measuring what the cut of the vocabulary drops")
             dropped = teacher.dropped_mass(
                 self.data.heldout[:1],
-                self.arithmetic.device,
-                temperature=self.spec.loss.temperature,
+                self.facts.arithmetic.device,
+                temperature=self.facts.spec.loss.temperature,
             )
             yield record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped)
         if plan.running.teacher_compiled:
             yield Phase(name="compiling the teacher's layers")
             yield from self.compiles.compile_teacher(
-                teacher, decoder, self.data.heldout[0], self.spec.train.rows, precision
+                teacher, decoder, self.data.heldout[0], self.facts.spec.train.rows, precision
             )
         if plan.running.prefetches:
-            teacher = PrefetchingTeacher(teacher, self.arithmetic.device)
+            teacher = PrefetchingTeacher(teacher, self.facts.arithmetic.device)
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
 
     def student(self, teacher_decoder: Decoder | None) -> Logged[tuple[Decoder, str]]:
         """The student as it begins, and the sha256 of its tensors. Raises WeightsError for one that is the
         teacher, unless teacher.allow_identical.
         """
-        spec, seed, device = self.spec.student, self.spec.train.seed, self.arithmetic.device
+        spec, seed, device = (
+            self.facts.spec.student,
+            self.facts.spec.train.seed,
+            self.facts.arithmetic.device,
+        )
         if spec.path:
             yield Phase(name="loading the student", detail=spec.path)
             student = load_decoder(Path(spec.path), dtype=torch.float32, device=device)
         else:
             yield Phase(name="making the student", detail=f"fresh weights, seed {seed}")
-            student = new_decoder(self.inputs.student, seed=seed).to(device)
+            student = new_decoder(self.facts.inputs.student, seed=seed).to(device)
         source = spec.path or f"fresh weights of {spec.config}"
-        precision = self.arithmetic.precision
+        precision = self.facts.arithmetic.precision
         model = record.model("student", source, student.config, precision, student)
         yield model
         if teacher_decoder is not None:
-            allowed = self.spec.teacher.allow_identical
+            allowed = self.facts.spec.teacher.allow_identical
             note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
             if note is not None:
                 yield Note(level="warning", text=note)
@@ -136,16 +138,16 @@ class Builder:
 
     def warm_up(self) -> Logged[str]:
         """Compiles what the loss and the update launch; returns what makes an update of gradients."""
-        spec = self.spec
+        spec = self.facts.spec
         if spec.kernels.prewarm and self.plan.loss_kernel == "fused":
             yield from self.compiles.warm_up_loss(
-                self.inputs.student.vocab_size,
+                self.facts.inputs.student.vocab_size,
                 spec.loss,
-                self.arithmetic.precision,
+                self.facts.arithmetic.precision,
                 teaching=spec.has_teacher and spec.loss.alpha < 1,
                 sparse=self.plan.sparse,
             )
-        update = updating(spec, self.arithmetic)
+        update = KNOBS["train.update"].decide(self.facts)
         yield update
         if spec.kernels.prewarm and update.choice == "fused":
             yield from self.compiles.warm_up_update()
@@ -155,7 +157,7 @@ class Builder:
         self, student: Decoder, teacher: Teacher | None, *, update: str, ranks: Ranks
     ) -> Trainer:
         """A trainer at step 0. `ranks` are those that share `student`: of one that is whole, this alone."""
-        spec, plan = self.spec, self.plan
+        spec, plan = self.facts.spec, self.plan
         return Trainer(
             student=student,
             teacher=teacher,
@@ -166,9 +168,9 @@ class Builder:
                 seed=spec.train.seed,
             ),
             train=replace(spec.train, update=update),
-            loss=replace(spec.loss, kernel=plan.loss_kernel, chunk_rows=plan.fitted.chunk_rows),
-            device=self.arithmetic.device,
-            precision=self.arithmetic.precision,
+            loss=replace(plan.memory.spec.loss, kernel=plan.loss_kernel),
+            device=self.facts.arithmetic.device,
+            precision=self.facts.arithmetic.precision,
             slow_by=spec.compute.slow_by,
             ranks=ranks,
             stop_asked=lambda: self.stop.reason is not None,
@@ -182,15 +184,15 @@ class Builder:
 
     def _build(self, backend: str, precision: str) -> BuiltTeacher:
         shards = None
-        if self.plan.fitted.teacher_shard:
-            shards = ShardedLayers(self.ranks, self.arithmetic.device, self.entering)
+        if self.plan.memory.teacher_shard:
+            shards = ShardedLayers(self.ranks, self.facts.arithmetic.device, self.entering)
         built = build_teacher(
-            self.spec.teacher.path,
+            self.facts.spec.teacher.path,
             backend=backend,
             precision=precision,
-            kernel=self.spec.teacher.kernel,
-            device=self.arithmetic.device,
-            student_vocab=self.inputs.student.vocab_size,
+            kernel=self.facts.spec.teacher.kernel,
+            device=self.facts.arithmetic.device,
+            student_vocab=self.facts.inputs.student.vocab_size,
             probe=self.data.heldout[0],
             shards=shards,
             joined=self.plan.running.teacher_compiled,
@@ -200,7 +202,7 @@ class Builder:
 
     def _warm_up_teacher(self, decoder: Decoder) -> Iterator[Event]:
         """Every kernel that batches of training and of held-out rows launch in `decoder`."""
-        if self.spec.kernels.prewarm:
-            rows = {self.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
-            tokens = {count * self.spec.data.seq_len for count in rows}
-            yield from self.compiles.warm_up(decoder, tokens, self.arithmetic.device)
+        if self.facts.spec.kernels.prewarm:
+            rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
+            tokens = {count * self.facts.spec.data.seq_len for count in rows}
+            yield from self.compiles.warm_up(decoder, tokens, self.facts.arithmetic.device)

@@ -13,7 +13,7 @@ from engine.data.corpus import open_corpus
 from engine.data.tokens import TokenStream, tokenize
 from engine.distill import record
 from engine.distill.inputs import Inputs
-from engine.distill.memory_plan import EVAL_ROWS_AT_ONCE
+from engine.distill.memory import EVAL_ROWS_AT_ONCE
 from engine.errors import CorpusError
 from engine.runlog.events import DataReady, Phase
 from engine.spec import RunSpec

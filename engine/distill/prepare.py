@@ -27,10 +27,11 @@ from torch import Tensor
 from engine.data.batches import Batch
 from engine.distill import record
 from engine.distill.arithmetic import Arithmetic, choose_arithmetic
-from engine.distill.choose_running import choose_running, kernel_for
 from engine.distill.compiles import Compiles
 from engine.distill.heldout import heldout_loss
-from engine.distill.memory_plan import ITEM_BYTES
+from engine.distill.knobs import KNOBS, choose_backend
+from engine.distill.memory import ITEM_BYTES
+from engine.distill.plan import RunFacts, choose_running
 from engine.distill.prepare_plan import Job, Plan, same_identity
 from engine.distill.stopping import StopRequest
 from engine.errors import BadInput, InternalError, TrainingFailed
@@ -50,7 +51,6 @@ from engine.teachers.cache_outputs import TORCH_DTYPES, sparse_parts
 from engine.teachers.cache_rows import HIDDEN, Identity
 from engine.teachers.cache_store import Store, open_store
 from engine.teachers.cache_write import ShardWriter, only_writer, remove_shard
-from engine.teachers.choose import choose_backend
 from engine.teachers.protocol import Teacher
 from engine.teachers.truncating import TruncatingTeacher
 from engine.units import format_bytes
@@ -143,6 +143,9 @@ def _load_teacher(
     assert config is not None
     yield job.precision
     precision = job.precision.choice
+    facts = RunFacts(
+        spec=spec, inputs=job.inputs, arithmetic=arithmetic, teacher_precision=precision
+    )
     each = ITEM_BYTES[precision]
     size = job.inputs.teacher_size
     packed = size.weight_bytes(each) if size is not None and size.matrices else None
@@ -174,9 +177,8 @@ def _load_teacher(
             hint="teacher.precision=bf16 needs half of fp32, and blocks need less again",
         )
     if backend == "quantized":
-        tokens = spec.train.rows * spec.data.seq_len
-        yield kernel_for(spec.teacher.kernel, config, tokens, arithmetic.capability)
-    running = yield from choose_running(spec, job.inputs, arithmetic, precision)
+        yield KNOBS["teacher.kernel"].decide(facts)
+    running = yield from choose_running(facts)
     say(f"loading the teacher: {spec.teacher.path}")
     built = build_teacher(
         spec.teacher.path,

@@ -22,15 +22,15 @@ from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
 from engine.decision import Decision
 from engine.distill.inputs import Inputs, check_inputs
-from engine.distill.memory_plan import EVAL_ROWS_AT_ONCE
+from engine.distill.knobs import choose_teacher_precision
+from engine.distill.memory import EVAL_ROWS_AT_ONCE
 from engine.errors import BadInput, DiskFull
-from engine.runtime.device import choose_device, choose_precision
+from engine.runtime.device import choose_device
 from engine.spec import RunSpec
 from engine.teachers.cache_manifest import MANIFEST, check_teacher_files
 from engine.teachers.cache_rows import HIDDEN, SAMPLED, CacheError, Identity
 from engine.teachers.cache_store import Store, open_store
 from engine.teachers.cache_write import SHARD_BYTES, disk_bytes, rows_per_shard
-from engine.teachers.choose import choose_teacher_precision
 from engine.units import format_bytes
 
 ROOM = 64 * 2**20
@@ -249,10 +249,7 @@ def _precision(spec: RunSpec) -> Decision:
         import torch
 
         capability = torch.cuda.get_device_capability()
-    wanted = spec.teacher.precision
-    return choose_teacher_precision(
-        wanted, device=device, capability=capability
-    ) or choose_precision("teacher.precision", wanted, device)
+    return choose_teacher_precision(spec.teacher.precision, device=device, capability=capability)
 
 
 def _identity(spec: RunSpec, wanted: Wanted, inputs: Inputs, precision: str) -> Identity:

@@ -25,7 +25,7 @@ from engine.data.corpus import Corpus
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
 from engine.device.host import Host
-from engine.distill.budget import MemoryBudget
+from engine.distill.memory import MemoryBudget
 from engine.distill.roofline import Bound
 from engine.distill.trainer import Step, Trainer
 from engine.errors import TrainingFailed
@@ -80,7 +80,7 @@ def write(log: LogWriter, found: Loggable) -> None:
         case Decision():
             log.write(_decision(found))
         case MemoryBudget():
-            log.write(_memory_plan(found))
+            log.write(memory_plan(found))
         case CompiledLibrary():
             log.write(_compiled_library(found))
         case Result():
@@ -131,7 +131,7 @@ def model(
     )
 
 
-def _memory_plan(budget: MemoryBudget) -> MemoryPlanned:
+def memory_plan(budget: MemoryBudget) -> MemoryPlanned:
     available = budget.available
     return MemoryPlanned(
         predicted_bytes=budget.total_bytes,

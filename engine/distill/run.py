@@ -24,12 +24,12 @@ from engine.crash import trace_of
 from engine.distill import record
 from engine.distill.arithmetic import Arithmetic, choose_arithmetic
 from engine.distill.build import Builder
-from engine.distill.choose_ranks import choose_sharded
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data, prepare_data
 from engine.distill.drift import versions_changed
 from engine.distill.inputs import Inputs, check_inputs
 from engine.distill.keep import Keeper
+from engine.distill.knobs import choose_sharded
 from engine.distill.plan import Plan, plan_run
 from engine.distill.prepared import holds_heldout, recall_heldout
 from engine.distill.receipt import Outcome, save_student, write_receipt
@@ -166,11 +166,8 @@ class _Job:
         with arithmetic.memory.use():
             plan = self._logged(plan_run(spec, inputs, arithmetic, data.stream))
             builder = Builder(
-                spec=spec,
-                inputs=inputs,
-                arithmetic=arithmetic,
-                data=data,
                 plan=plan,
+                data=data,
                 compiles=self.compiles,
                 stop=self.stop,
                 ranks=ranks,
@@ -186,7 +183,7 @@ class _Job:
             spec,
             inputs,
             data,
-            budget=plan.fitted.budget,
+            budget=plan.budget,
             teacher_decoder=taught.decoder,
             keeper=self.keeper,
             checks=self.checks,
@@ -313,7 +310,7 @@ class _Job:
             build=lambda student: builder.trainer(
                 student, alone.teacher, update=alone.train.update, ranks=self.ranks
             ),
-            reshard=builder.plan.fitted.reshard,
+            reshard=builder.plan.memory.reshard,
             entering=builder.entering,
         )
         # Weights and two moments, in fp32.

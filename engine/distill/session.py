@@ -23,7 +23,6 @@ from engine.checks.check import Result
 from engine.checks.context import Context, Memory
 from engine.checks.runner import Checks
 from engine.distill import record
-from engine.distill.budget import MemoryBudget
 from engine.distill.checking import context_of
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data
@@ -32,6 +31,7 @@ from engine.distill.heldout import heldout_loss
 from engine.distill.inputs import Inputs
 from engine.distill.keep import Keeper
 from engine.distill.manifest import published
+from engine.distill.memory import MemoryBudget
 from engine.distill.sharding import whole_student
 from engine.distill.stopping import StopRequest
 from engine.distill.trainer import Trainer

@@ -18,9 +18,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from engine.distill.choices import give_up_graphs
 from engine.distill.compiles import Compiles
 from engine.distill.graphed import Graphs
+from engine.distill.knobs import give_up_graphs
 from engine.distill.plan import Plan
 from engine.distill.record import Logged
 from engine.distill.trainer import Trainer
@@ -76,13 +76,13 @@ def put_layers_to_run(
         length=length,
         compiled=compiled,
         packed=plan.running.packed,
-        checkpointing=plan.fitted.checkpointing,
+        checkpointing=plan.memory.checkpointing,
     )
     yield from compiles.done()
     if agreement is not None:
         text = f"compiled layers are as far from the layers as written as rounding takes them: {agreement}"
         yield Note(level="info", text=text)
-    if plan.fitted.graphs:
+    if plan.memory.graphs:
         yield Phase(name="capturing the student's layers")
         captured = put_into_graphs(trainer, length=length, given_up=graphs_given_up)
         if captured is not None:

@@ -17,7 +17,8 @@ from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
 from engine.device.facts import read_facts
 from engine.distill.inputs import Inputs, check_inputs
-from engine.distill.memory_plan import ITEM_BYTES
+from engine.distill.knobs import choose_backend, choose_teacher_precision
+from engine.distill.memory import ITEM_BYTES
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
 from engine.models.head import Head, project
@@ -27,7 +28,6 @@ from engine.runlog.view import RunView
 from engine.runtime.device import choose_device, choose_precision
 from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
-from engine.teachers.choose import choose_backend, choose_teacher_precision
 
 # Shapes: N tokens, V vocabulary, E width
 
@@ -72,8 +72,9 @@ class Subject:
     def teacher_precision(self) -> str:
         wanted, cuda = self.spec.teacher.precision, self.device.type == "cuda"
         capability = torch.cuda.get_device_capability(self.device) if cuda else None
-        chosen = choose_teacher_precision(wanted, device=self.device.type, capability=capability)
-        return (chosen or choose_precision("teacher.precision", wanted, self.device.type)).choice
+        return choose_teacher_precision(
+            wanted, device=self.device.type, capability=capability
+        ).choice
 
     @cached_property
     def teacher_backend(self) -> str:
