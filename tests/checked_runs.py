@@ -18,7 +18,7 @@ from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
 from engine.data.corpus import open_corpus
 from engine.data.tokens import TokenStream, tokenize
-from engine.distill import checkpoint, state, state_files
+from engine.distill import checkpoint, state
 from engine.distill.checking import context_of
 from engine.distill.trainer import Step, Trainer
 from engine.formats.tokenizer import open_tokenizer
@@ -137,7 +137,7 @@ class Run:
             position={"rows": self.trainer.position},
             best_held_out_loss=None,
         )
-        saved = checkpoint.save(folder, self.trainer.step, state_files.pack(captured))
+        saved = checkpoint.save(folder, self.trainer.step, state.pack(captured))
         self.answer(self.checks.at_checkpoint(saved.path, self.trainer.step))
         return saved.path
 

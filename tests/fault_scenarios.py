@@ -202,7 +202,7 @@ class Checkpoint(Scenario):
             self.log.close()
 
     def check(self, failed: bool, persistent: bool) -> None:
-        from engine.distill import state_files
+        from engine.distill import state
         from engine.distill.checkpoint import save
         from engine.distill.manifest import newest
         from engine.runlog.events import CheckpointSaved
@@ -212,7 +212,7 @@ class Checkpoint(Scenario):
         assert said[:2] == [1, 2]
         found = newest(self.run.checkpoints)
         assert found is not None and found.step >= said[-1] and not found.refused
-        assert state_files.unpack(found).step == found.step
+        assert state.unpack(found).step == found.step
         assert not self.done or said[-1] == 3
         names = sorted(entry.name for entry in self.run.checkpoints.iterdir())
         if not persistent:

@@ -22,8 +22,7 @@ from engine.spec import load_spec
 
 def make_store(spec: Path, out: Path, *sets: str, **wanted: Any) -> Any:
     """The `Prepared` of a store in `out`; a `stop` among the keywords ends it early."""
-    from engine.distill.prepare import prepare
-    from engine.distill.prepare_plan import Wanted, plan_job
+    from engine.distill.prepare import Wanted, plan_job, prepare
     from engine.distill.stopping import StopRequest
 
     stop = wanted.pop("stop", None) or StopRequest()

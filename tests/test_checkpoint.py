@@ -19,10 +19,8 @@ from typing import Any
 
 import pytest
 
-from engine.distill.checkpoint import Sink, save
-from engine.distill.file_calls import FileCalls
+from engine.distill.checkpoint import FileCalls, Sink, prune, save, set_aside
 from engine.distill.manifest import MANIFEST, newest, verify
-from engine.distill.retention import prune, set_aside
 from engine.errors import CheckpointError, DiskFull
 
 OPERATIONS = {name for name, _ in inspect.getmembers(FileCalls, inspect.isfunction)}

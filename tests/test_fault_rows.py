@@ -31,7 +31,7 @@ from engine.device.host import Host
 from engine.device.kill_counters import read_kill_counters
 from engine.distill import run as trainer_module
 from engine.distill.checkpoint import save
-from engine.distill.drift import versions_changed
+from engine.distill.going_on import versions_changed
 from engine.distill.manifest import newest
 from engine.distill.trainer import Trainer
 from engine.errors import RunLogError

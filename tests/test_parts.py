@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from engine.device.reading import Reading, absent, measured
-from engine.distill import checkpoint, parts
-from engine.distill.file_calls import FileCalls
+from engine.distill import checkpoint, keep
+from engine.distill.checkpoint import FileCalls
+from engine.distill.keep import Parts
 from engine.distill.knobs import SHARDED_FROM_BYTES, choose_reshard, choose_sharded
 from engine.distill.manifest import verify
-from engine.distill.parts import Parts
 from engine.distill.sharding import least_available
 from engine.errors import CheckpointError, DiskFull
 from engine.runtime.parts import is_part, part_name, read_parts
@@ -62,7 +62,7 @@ def test_a_part_that_could_not_be_written_publishes_nothing(
     def refuse(tensors: object, folder: object) -> None:
         raise OSError(errno.ENOSPC, "rank 1: No space left on device")
 
-    monkeypatch.setattr(parts, "write_parts", refuse)
+    monkeypatch.setattr(keep, "write_parts", refuse)
     with pytest.raises(DiskFull, match="rank 1"):
         _save(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == []

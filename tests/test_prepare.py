@@ -16,7 +16,7 @@ import faults
 import pytest
 
 from engine.cli.main import main
-from engine.distill.prepare_plan import Plan, Wanted, plan_job
+from engine.distill.prepare import Plan, Wanted, plan_job
 from engine.distill.stopping import StopRequest
 from engine.errors import DiskFull
 from engine.spec import load_spec

@@ -75,8 +75,8 @@ ALLOWED: dict[str, str] = {
     **dict.fromkeys(
         (
             "engine/crash.py",
-            "engine/distill/file_calls.py",
-            "engine/distill/parts.py",
+            "engine/distill/checkpoint.py",
+            "engine/distill/keep.py",
             "engine/evidence/bundle.py",
             "engine/experiments/controls.py",
             "engine/experiments/record.py",

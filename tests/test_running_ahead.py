@@ -18,8 +18,8 @@ from engine.data.batches import Batch
 from engine.distill import optimizer as optimizer_module
 from engine.distill import trainer as subject
 from engine.distill.checking import step_gradients
-from engine.distill.ledger import PHASES, Ledger
 from engine.distill.optimizer import build_optimizer
+from engine.distill.step import PHASES, Ledger
 from engine.distill.trainer import Step, Trainer
 from engine.models.load import new_decoder
 from engine.models.running import set_running
@@ -252,9 +252,9 @@ def test_one_asked_to_stop_is_told_when_nothing_more_is_under_way(kit: Kit) -> N
     trainer.stop_asked = lambda: asked[0]
     seen = []
     for step in trainer.steps(lambda step: not asked[0]):
-        seen.append((step.step, trainer.step, step.stop_asked))
+        seen.append((step.step, trainer.step, trainer.stops_here))
         asked[0] = step.step >= 2
-        if step.stop_asked:
+        if trainer.stops_here:
             break
     assert seen == [(1, 2, False), (2, 3, False), (3, 3, True)]
 
@@ -279,7 +279,7 @@ def test_the_phases_of_a_step_add_up_to_it(kit: Kit) -> None:
 
 def test_a_ledger_adds_up_the_parts_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 6.0, 10.0, 17.0, 18.0])
-    monkeypatch.setattr("engine.distill.ledger.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("engine.distill.step.time.perf_counter", lambda: next(clock))
     first = Ledger(torch.device("cpu"), None)
     for phase in ("data", "student", "data", "student"):
         first.mark(phase)

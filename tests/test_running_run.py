@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from running import engine
 
-from engine.distill.ledger import PHASES
+from engine.distill.step import PHASES
 from engine.runlog.folder import RunFolder
 from engine.runlog.follow import Follower
 from engine.runlog.view import RunView

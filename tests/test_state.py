@@ -15,14 +15,16 @@ from torch.nn import functional as F
 
 from engine.distill.checkpoint import save
 from engine.distill.manifest import newest
-from engine.distill.state import TrainingState, capture, restore
-from engine.distill.state_files import (
+from engine.distill.state import (
     OPTIMIZER_FILE,
     RNG_FILE,
     STATE_FILE,
     STUDENT_FILE,
     TensorWriter,
+    TrainingState,
+    capture,
     pack,
+    restore,
     unpack,
 )
 from engine.errors import CheckpointError

@@ -1,7 +1,7 @@
 """Settings of a run that are changed when it is resumed: only those named, and written down.
 
 effective.json keeps each change with what the value was and with the hash of all settings before it, by
-which a checkpoint of that time is known (`engine.distill.drift`).
+which a checkpoint of that time is known (`engine.distill.going_on`).
 """
 
 from __future__ import annotations

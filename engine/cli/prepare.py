@@ -26,8 +26,7 @@ from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.distill.prepare import Prepared
-    from engine.distill.prepare_plan import Job, Wanted
+    from engine.distill.prepare import Job, Prepared, Wanted
     from engine.spec import RunSpec
 
 HELP = "run the teacher once and store what it says"
@@ -91,8 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Before torch loads: OpenMP reads it once.
     os.environ[VARIABLE] = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
 
-    from engine.distill.prepare import prepare
-    from engine.distill.prepare_plan import plan_job
+    from engine.distill.prepare import plan_job, prepare
     from engine.distill.stopping import StopRequest
 
     say("reading and hashing the rows")
@@ -115,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
-    from engine.distill.prepare_plan import Wanted
+    from engine.distill.prepare import Wanted
 
     out = arguments.out or (Path(spec.teacher.cache) if spec.teacher.cache else None)
     if out is None:

@@ -19,7 +19,7 @@ from engine.data.batches import Batches
 from engine.distill import record
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data
-from engine.distill.drift import check_same_teacher
+from engine.distill.going_on import check_same_teacher
 from engine.distill.knobs import KNOBS
 from engine.distill.plan import Plan, RunFacts
 from engine.distill.prepared import cached_teacher

@@ -23,7 +23,7 @@ from engine.distill.heldout import heldout_loss
 from engine.distill.loss import distillation_loss
 from engine.distill.loss_job import Divergence
 from engine.distill.optimizer import Uncompiled
-from engine.distill.schedule import ScheduleKind, learning_rate
+from engine.distill.schedule import learning_rate
 from engine.distill.trainer import Trainer
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decoder import Decoder
@@ -77,17 +77,6 @@ def context_of(
     ) -> float:
         return heldout_loss(hidden, head, batches, trainer.device, trainer.autocast)[0]
 
-    def rate(step: int) -> float:
-        train = spec.train
-        return learning_rate(
-            step,
-            peak=train.lr,
-            warmup_steps=train.warmup_steps,
-            total_steps=train.steps,
-            kind=cast(ScheduleKind, train.schedule),
-            final_ratio=train.final_lr_ratio,
-        )
-
     return Context(
         spec=spec,
         device=trainer.device,
@@ -105,7 +94,7 @@ def context_of(
         objective=objective,
         gradients=lambda batches: step_gradients(trainer, batches),
         evaluate=evaluate,
-        learning_rate=rate,
+        learning_rate=lambda step: learning_rate(step, spec.train),
         autocast=trainer.autocast,
         whole_rows=isinstance(trainer.teacher, KnowsRows),
         memory=memory,

@@ -2,30 +2,105 @@
 
 The newest `checkpoint.keep_last` and the best by held-out loss are kept. A checkpoint is said to
 exist only once it is safe, and what it replaces is deleted only after that.
+
+Every rank may write its own part of one: the first leads, the others follow.
+
+    first     checkpoint.save makes the partial folder ── tells ──> every rank writes its part,
+              <── size and sha256 of each ──                        fsyncs it and hashes it
+              manifest, fsync, rename, as of any other checkpoint
+
+No rank has more than its own part in memory. What fails on one fails on all, before anything is
+published.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from engine.distill import checkpoint, record, retention, state, state_files
-from engine.distill.drift import changes_since, written_sha256
-from engine.distill.going_on import check_promised, missing_newest, promised_step
-from engine.distill.manifest import newest, published
-from engine.distill.parts import Parts
+from engine.distill import checkpoint, record, state
+from engine.distill.going_on import (
+    changes_since,
+    check_promised,
+    missing_newest,
+    promised_step,
+    written_sha256,
+)
+from engine.distill.manifest import FileRecord, digest_of, newest, published
 from engine.distill.record import Logged
 from engine.distill.trainer import Trainer
 from engine.errors import CheckpointError
 from engine.runlog.events import CheckpointSaved, Note
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
+from engine.runtime.parts import own_folder, part_name, write_parts
 from engine.runtime.ranks import Ranks, whole
 from engine.spec import RunSpec
+
+
+class Parts:
+    """The parts of one checkpoint: `write_into` for `checkpoint.save` on the first rank, `follow` on
+    every other.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks, device: torch.device) -> None:
+        self._tensors, self._ranks, self._device = tensors, ranks, device
+        self._told = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all ranks together, without the headers of the files."""
+        return sum(t.numel() * t.element_size() for t in self._tensors.values())
+
+    def write_into(self, folder: Path) -> Mapping[str, FileRecord]:
+        """The files of all ranks in `folder`, on disk in full. OSError or CheckpointError."""
+        self._told = True
+        self._ranks.tell(str(folder))
+        return self._write(folder)
+
+    def give_up(self) -> None:
+        """Let the others go, when there was no folder to write into."""
+        if not self._told:
+            self._ranks.tell(None)
+
+    def follow(self) -> None:
+        """Write this rank's part where the first says. CheckpointError when that could not begin."""
+        told = self._ranks.tell(None)
+        if told is None:
+            raise CheckpointError("checkpoint: the first rank could not begin to write it")
+        self._write(Path(str(told)))
+
+    def _write(self, folder: Path) -> Mapping[str, FileRecord]:
+        own_folder(self._ranks, folder, self._device)
+        write_parts(self._tensors, folder)
+        path, own, problem = folder / part_name(self._ranks.rank), None, None
+        if path.exists():
+            try:
+                own = _synced(path)
+            except OSError as error:
+                problem = error
+        records: dict[str, FileRecord] = {}
+        for rank, (file, trouble) in enumerate(self._ranks.collect((own, problem))):
+            if trouble is not None:
+                raise OSError(trouble.errno, f"rank {rank}: {trouble.strerror}")
+            if file is not None:
+                records[part_name(rank)] = file
+        return records
+
+
+def _synced(path: Path) -> FileRecord:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    size, digest = digest_of(path)
+    return FileRecord(sha256=digest, size=size)
 
 
 class Keeper:
@@ -70,13 +145,13 @@ class Keeper:
             position={"rows": trainer.position},
             best_held_out_loss=self.best_loss,
         )
-        files = state_files.pack(captured, sharded=self.sharded)
+        files = state.pack(captured, sharded=self.sharded)
         parts = None
         if self.sharded:
-            parts = Parts(state_files.sharded_tensors(captured), self.ranks, trainer.device)
+            parts = Parts(state.sharded_tensors(captured), self.ranks, trainer.device)
         self.saved_step = trainer.step
         if not self.ranks.first:
-            state_files.take_part(files) if parts is None else parts.follow()
+            state.take_part(files) if parts is None else parts.follow()
             self.ranks.wait_for_all()
             return next(published(self.folder.checkpoints))
         # A run goes on from a checkpoint: the log must not have lost the steps that led to it.
@@ -97,7 +172,7 @@ class Keeper:
         )
         self.sync_log()
         kept = {self.best_step} if self.best_step is not None else set()
-        retention.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
+        checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
         return saved.path
 
     def restore(
@@ -131,10 +206,10 @@ class Keeper:
         if missing := missing_newest(self.folder, before):
             yield Note(level="warning", text=missing)
         for path, reason in last.refused:
-            aside = retention.set_aside(path)
+            aside = checkpoint.set_aside(path)
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
             yield Note(level="error", text=text)
-        found = state_files.unpack(last)
+        found = state.unpack(last)
         changes = changes_since(self.folder, found.spec_sha256)
         if changes is not None:
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"

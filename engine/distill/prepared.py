@@ -20,7 +20,6 @@ from engine.data.tokens import TokenStream
 from engine.decision import Decision
 from engine.distill import record
 from engine.distill.inputs import Inputs
-from engine.distill.prepare_plan import rows_of_run
 from engine.formats.safetensors import tensors_sha256
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
@@ -72,6 +71,12 @@ class Stored:
         identity, each = self.identity, self.identity.token_bytes
         where = f"{self.found:,} of {self.rows:,} rows looked for are there"
         return f"{len(self.store):,} rows are stored: {identity.words}, {each:,.0f} bytes per token; {where}"
+
+
+def rows_of_run(spec: RunSpec) -> int:
+    """Rows that a run takes, over all of its epochs."""
+    train = spec.train
+    return train.steps * train.rows * train.accumulation * spec.compute.gpus
 
 
 def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | None:

@@ -45,7 +45,6 @@ from engine.runlog.events import (
     NonFinite,
     Note,
     RunStarted,
-    StepDone,
     VocabularyCut,
     name_of_non_finite,
 )
@@ -242,25 +241,7 @@ def step(done: Step, temperature: float) -> Iterator[Event]:
         yield NonFinite(step=done.step, field=name, value=name_of_non_finite(value))
     for text in done.broken_invariants(temperature):
         yield Note(level="error", text=text)
-    yield StepDone(
-        step=done.step,
-        loss=done.loss,
-        ce=done.ce,
-        kd=done.kd,
-        agreement=done.agreement,
-        lr=done.lr,
-        grad_norm=done.grad_norm,
-        rows=done.rows,
-        tokens=done.tokens,
-        labelled=done.labelled,
-        step_s=done.step_s,
-        data_s=done.data_s,
-        teacher_s=done.teacher_s,
-        position=done.position,
-        lowest_kl=done.lowest_kl,
-        largest_dz_sum=done.largest_dz_sum,
-        phases=dict(done.phases),
-    )
+    yield done
 
 
 def unusable(step: int, name: str, value: float) -> Logged[NoReturn]:

@@ -26,7 +26,7 @@ from engine.distill.arithmetic import Arithmetic, choose_arithmetic
 from engine.distill.build import Builder
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data, prepare_data
-from engine.distill.drift import versions_changed
+from engine.distill.going_on import versions_changed
 from engine.distill.inputs import Inputs, check_inputs
 from engine.distill.keep import Keeper
 from engine.distill.knobs import choose_sharded

@@ -170,7 +170,7 @@ class Session:
                 self._save(trainer, student)
             if pause and not last:
                 self.log.write(Phase(name=TRAINING))
-            if step.stop_asked and not last:
+            if trainer.stops_here and not last:
                 return self._stop_as_asked(trainer)
             if step.step == self._paused_at(begun_at) and not last:
                 return self._pause(trainer)

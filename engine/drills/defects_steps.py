@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.data import batches as batches_module
 from engine.data.batches import IGNORED, Batch
-from engine.distill import checking, keep, state, state_files, trainer
+from engine.distill import checking, keep, state, trainer
 from engine.distill.loss import LossTerms
 from engine.distill.trainer import Trainer
 from engine.drills.planting import replaced
@@ -218,7 +218,7 @@ def small_checkpoint() -> AbstractContextManager[None]:
 
         return spoilt
 
-    return replaced(state_files, "pack", make)
+    return replaced(state, "pack", make)
 
 
 def optimizer_lost() -> AbstractContextManager[None]:

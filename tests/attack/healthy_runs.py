@@ -20,7 +20,7 @@ from engine.checks.check import Result
 from engine.checks.context import Context
 from engine.checks.runner import Checks
 from engine.data.batches import Batches, heldout_rows
-from engine.distill import checkpoint, state, state_files
+from engine.distill import checkpoint, state
 from engine.distill import run as trainer_module
 from engine.distill.checking import context_of
 from engine.distill.keep import Keeper
@@ -151,7 +151,7 @@ class Drawn:
     def resume(self, path: Path) -> Run:
         """The run as it goes on from a checkpoint, before its first check."""
         run = self.make()
-        found = state_files.unpack(verify(path))
+        found = state.unpack(verify(path))
         state.restore(found, run.trainer.student, run.trainer.optimizer)
         run.trainer.step, run.trainer.position = found.step, found.position["rows"]
         return dataclasses.replace(run, context=self.context(run.spec, run.trainer))
@@ -167,7 +167,7 @@ def _save(run: Run, folder: Path) -> Path:
         position={"rows": run.trainer.position},
         best_held_out_loss=None,
     )
-    return checkpoint.save(folder, run.trainer.step, state_files.pack(captured)).path
+    return checkpoint.save(folder, run.trainer.step, state.pack(captured)).path
 
 
 def asked(run: Run) -> list[Result]:
