@@ -2,42 +2,52 @@
 
     teacher -> student -> what loss and update launch -> trainer
 
-Models are known in the log by the hashes of what is in memory. The teacher comes first: a student that is the same
-model is refused by comparing the two. Its kernels and layers are compiled here, so that no step waits for
+Models are known in the log by the hashes of what is in memory. The teacher comes first: a student that is
+the same model is refused by comparing the two. Its kernels and layers are compiled here, so that no step waits for
 one (`engine.distill.compiles`); the layers of the student later, when a resume has put its weights there.
+
+A teacher may be read from stored outputs. What a run otherwise learns from the loaded teacher then comes from
+the store's manifest: the hash of its weights, vouched for by the files they came from; the mass that the cut
+of the vocabulary drops; and, where no hidden states are stored, its held-out loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from engine.data.batches import Batches
+from engine.data.batches import Batch, Batches
 from engine.distill import record
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data
 from engine.distill.going_on import check_same_teacher
 from engine.distill.knobs import KNOBS
-from engine.distill.plan import Plan, RunFacts
-from engine.distill.prepared import cached_teacher
+from engine.distill.plan import Plan, RunFacts, Stored
 from engine.distill.record import Logged
 from engine.distill.stopping import StopRequest
 from engine.distill.trainer import Trainer
+from engine.formats.safetensors import tensors_sha256
 from engine.models.decoder import Decoder
+from engine.models.head import Head
 from engine.models.load import load_decoder, new_decoder
 from engine.runlog.beats import BeatWriter
-from engine.runlog.events import Event, Note, Phase
+from engine.runlog.events import Evaluated, Event, Note, Phase
 from engine.runlog.view import RunView
 from engine.runtime.ranks import Ranks
-from engine.teachers.build import BuiltTeacher, build_teacher
+from engine.teachers.build import DTYPES, BuiltTeacher, build_teacher
+from engine.teachers.cache_head import load_head
+from engine.teachers.cache_manifest import contents_sha256
+from engine.teachers.cache_rows import CacheError
+from engine.teachers.cached import CachedTeacher
 from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.sharded import ShardedLayers
-from engine.teachers.truncating import TruncatingTeacher
+from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +87,7 @@ class Builder:
         if backend == "none":
             return LoadedTeacher()
         if (store := plan.facts.store) is not None:
-            cached = yield from cached_teacher(
-                self.facts.spec,
-                store,
-                self.data.heldout,
-                student_vocab=self.facts.inputs.student.vocab_size,
-                device=self.facts.arithmetic.device,
-                load=self._build,
-                later=self.later,
-            )
+            cached = yield from self._stored_teacher(store)
             return LoadedTeacher(teacher=cached, sha256=store.identity.teacher_sha256)
         yield Phase(name="loading the teacher", detail=spec.path)
         teacher, decoder = self._build(backend, precision)
@@ -182,6 +184,71 @@ class Builder:
         if self.beat is not None:
             self.beat.entering()
 
+    def _stored_teacher(self, stored: Stored) -> Logged[CachedTeacher]:
+        """The teacher out of its store, logged as a loaded one is; cut to the student's ids. At the first miss
+        the teacher itself is built. Raises WeightsError and, at a miss, CacheError.
+        """
+        spec, device = self.facts.spec.teacher, self.facts.arithmetic.device
+        ids = self.facts.inputs.student.vocab_size
+        store, identity, config = stored.store, stored.identity, stored.config
+        for text in store.refusals:
+            yield Note(level="warning", text=f"{text}; its rows are not used")
+        yield Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}")
+        yield record.model(
+            "teacher", spec.path, config, identity.precision, identity.teacher_sha256
+        )
+
+        def online() -> Teacher:
+            detail = f"{spec.path}: for what is not stored"
+            self.later(Phase(name="loading the teacher", detail=detail))
+            built = self._build(identity.backend, identity.precision)
+            found = _hash_of(built.decoder)
+            if found != identity.teacher_sha256:
+                raise CacheError.expected(
+                    "teacher.cache",
+                    store.path,
+                    f"the teacher it was made with, {identity.teacher_sha256}",
+                    f"{spec.path} with {found}",
+                )
+            detail = "with the teacher itself where nothing is stored"
+            self.later(Phase(name="training", detail=detail))
+            return built.teacher
+
+        def teacher(head: Head | None, width: int) -> CachedTeacher:
+            return CachedTeacher(
+                store,
+                device=device,
+                vocab_size=width,
+                head=head,
+                online=online if spec.cache_miss == "online" else None,
+                say=lambda text: self.later(Note(level="warning", text=text)),
+            )
+
+        if identity.form != "hidden":
+            yield from _measured_cut(stored, ids)
+            return teacher(None, ids)
+        yield Phase(name="loading the teacher's head", detail=spec.path)
+        head = load_head(
+            spec.path,
+            packed=identity.backend == "quantized",
+            dtype=DTYPES[identity.precision],
+            device=device,
+        )
+        whole = teacher(head, config.vocab_size)
+        if config.vocab_size == ids:
+            return whole
+        cut = TruncatingTeacher(whole, ids)
+        with contextlib.closing(whole):
+            if all(whole.holds(batch) for batch in self.data.heldout[:1]):
+                yield Phase(name="measuring what the cut of the vocabulary drops")
+                dropped = cut.dropped_mass(
+                    self.data.heldout[:1], device, temperature=self.facts.spec.loss.temperature
+                )
+                yield record.vocabulary_cut(config.vocab_size, ids, dropped)
+            else:
+                yield from _measured_cut(stored, ids)
+        return teacher(cut.head(), ids)
+
     def _build(self, backend: str, precision: str) -> BuiltTeacher:
         shards = None
         if self.plan.memory.teacher_shard:
@@ -206,3 +273,40 @@ class Builder:
             rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
             tokens = {count * self.facts.spec.data.seq_len for count in rows}
             yield from self.compiles.warm_up(decoder, tokens, self.facts.arithmetic.device)
+
+
+def holds_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> bool:
+    """Whether the teacher can be evaluated on held-out rows out of its store."""
+    return teacher.gives_hidden and all(teacher.holds(batch) for batch in heldout)
+
+
+def recall_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> Evaluated | Note:
+    """The teacher's held-out loss as it was when the store was made; where that was of other rows,
+    that it is not known: a teacher is not loaded for this alone.
+    """
+    measured = teacher.store.manifest.measured
+    if measured.heldout_sha256 != contents_sha256(heldout):
+        text = "the teacher's held-out loss is not known: its outputs on these rows are not stored"
+        return Note(level="warning", text=f"{teacher.store.path}: {text}")
+    return Evaluated(
+        step=0,
+        subject="teacher",
+        loss=measured.loss,
+        labelled=measured.labelled,
+        eval_s=None,
+    )
+
+
+def _hash_of(decoder: Decoder) -> str:
+    return tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
+
+
+def _measured_cut(stored: Stored, student_vocab: int) -> Iterator[Event]:
+    """What the cut of the vocabulary drops, as it was measured when the store was made."""
+    measured, ids = stored.store.manifest.measured, stored.config.vocab_size
+    if measured.dropped_mean is None or measured.dropped_max is None:
+        return
+    dropped = DroppedMass(
+        mean=measured.dropped_mean, largest=measured.dropped_max, tokens=measured.dropped_tokens
+    )
+    yield record.vocabulary_cut(ids, student_vocab, dropped)

@@ -26,6 +26,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
+from engine.data.batches import Batches
 from engine.data.tokens import TokenStream
 from engine.decision import Decision
 from engine.distill.activations import linear_weights
@@ -35,18 +38,92 @@ from engine.distill.knobs import KNOBS
 from engine.distill.loss import default_chunk_rows
 from engine.distill.loss_job import LossKernel
 from engine.distill.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
-from engine.distill.prepared import Stored, find_stored
 from engine.kernels.dequantize import has_triton
 from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
 from engine.models.config import ModelConfig
 from engine.models.running import has_compiler
 from engine.quant.blocks import BLOCK_TYPES
 from engine.spec import RunSpec
-from engine.teachers.cache_rows import HIDDEN
+from engine.teachers.cache_fit import fitting_manifest, uses_cache
+from engine.teachers.cache_manifest import check_teacher_files
+from engine.teachers.cache_rows import HIDDEN, Identity
+from engine.teachers.cache_store import Store, open_store
 
 FEWER_CHUNK_ROWS = (1024, 512)
 """Tokens whose logits are held at a time where memory is short, most first; products of fewer rows are
 slower, and a head in blocks is made floats for each chunk."""
+LOOKED_AT = 1024
+"""Rows of the run that are looked for before it begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The store that a run reads."""
+
+    store: Store
+    config: ModelConfig
+    """Of the teacher."""
+    teacher_known: str
+    """How it is known that the store is this teacher's, in words."""
+    rows: int
+    """Looked for."""
+    found: int
+
+    @property
+    def identity(self) -> Identity:
+        return self.store.identity
+
+    @property
+    def precision(self) -> Decision:
+        return Decision(
+            knob="teacher.precision",
+            choice=self.identity.precision,
+            reason="the outputs in teacher.cache were made in it",
+        )
+
+    @property
+    def words(self) -> str:
+        """The reason for reading it, with its arithmetic."""
+        identity, each = self.identity, self.identity.token_bytes
+        where = f"{self.found:,} of {self.rows:,} rows looked for are there"
+        return f"{len(self.store):,} rows are stored: {identity.words}, {each:,.0f} bytes per token; {where}"
+
+
+def rows_of_run(spec: RunSpec) -> int:
+    """Rows that a run takes, over all of its epochs."""
+    train = spec.train
+    return train.steps * train.rows * train.accumulation * spec.compute.gpus
+
+
+def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | None:
+    """The store that `spec` names, opened; None where it names none. Raises CacheError for one that is
+    not this run's.
+    """
+    if not uses_cache(spec):
+        return None
+    assert inputs.teacher is not None
+    fitting_manifest(spec, inputs.teacher, inputs.student)
+    store = open_store(spec.teacher.cache)
+    known = check_teacher_files(spec.teacher.path, store.manifest, store.path)
+    batches = Batches(
+        stream,
+        seq_len=spec.data.seq_len,
+        rows_per_batch=spec.train.rows,
+        seed=spec.train.seed,
+    )
+    # Evenly over what the run takes, at most an epoch: one row each.
+    rows = min(rows_of_run(spec), batches.rows_per_epoch)
+    positions = np.unique(np.linspace(0, rows - 1, min(rows, LOOKED_AT)).astype(np.int64))
+    found = sum(
+        key in store for at in positions for key in store.identity.keys(batches.take(int(at), 1))
+    )
+    return Stored(
+        store=store,
+        config=inputs.teacher,
+        teacher_known=known,
+        rows=len(positions),
+        found=found,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,8 +47,7 @@ from engine.distill.heldout import heldout_loss
 from engine.distill.inputs import Inputs, check_inputs
 from engine.distill.knobs import KNOBS, choose_backend, choose_teacher_precision
 from engine.distill.memory import EVAL_ROWS_AT_ONCE, ITEM_BYTES
-from engine.distill.plan import RunFacts, choose_running
-from engine.distill.prepared import rows_of_run
+from engine.distill.plan import RunFacts, choose_running, rows_of_run
 from engine.distill.stopping import StopRequest
 from engine.errors import BadInput, DiskFull, InternalError, TrainingFailed
 from engine.models.config import count_parameters

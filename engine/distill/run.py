@@ -23,7 +23,7 @@ from engine.checks.runner import Checks
 from engine.crash import trace_of
 from engine.distill import record
 from engine.distill.arithmetic import Arithmetic, choose_arithmetic
-from engine.distill.build import Builder
+from engine.distill.build import Builder, holds_heldout, recall_heldout
 from engine.distill.compiles import Compiles
 from engine.distill.data import Data, prepare_data
 from engine.distill.going_on import versions_changed
@@ -31,7 +31,6 @@ from engine.distill.inputs import Inputs, check_inputs
 from engine.distill.keep import Keeper
 from engine.distill.knobs import choose_sharded
 from engine.distill.plan import Plan, plan_run
-from engine.distill.prepared import holds_heldout, recall_heldout
 from engine.distill.receipt import Outcome, save_student, write_receipt
 from engine.distill.record import Logged
 from engine.distill.roofline import Bound, flops_per_token, peak_flops

@@ -517,6 +517,12 @@ class Option:
     default: Any
     doc: str
     allowed: tuple[str, ...] | None
+    low: float | None
+    high: float | None
+    above: float | None
+    most: float | None
+    path: bool
+    """Whether it names a file or folder that is there before the run."""
 
 
 def options() -> Iterator[Option]:
@@ -529,8 +535,7 @@ def options() -> Iterator[Option]:
                 key=f"{section.name}.{item.name}",
                 type_name=types_by_name[item.name].__name__,
                 default=item.default,
-                doc=item.metadata["doc"],
-                allowed=item.metadata["allowed"],
+                **item.metadata,
             )
 
 
