@@ -120,16 +120,13 @@ def put_to_run(
     written = _answers(trainer)
     layers = CompiledLayers(trainer.train.rows, length, backend)
     set_running(student, compiled=layers, packed=packed, checkpointing=checkpointing)
-    agreement = _distance(trainer, _answers(trainer), written)
-    limit = TOLERANCE[trainer.dtype]
-    # Written so that NaN fails.
-    if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
-        raise TrainingFailed(
-            f"student.compile: compiled layers answer otherwise than the layers as written: {agreement}; "
-            f"expected at most {limit:g}",
-            hint="--set student.compile=off trains with the layers as written",
-        )
-    return agreement
+    return _agreement(
+        trainer,
+        _answers(trainer),
+        written,
+        "student.compile: compiled layers answer otherwise than the layers as written",
+        hint="--set student.compile=off trains with the layers as written",
+    )
 
 
 def put_into_graphs(
@@ -145,15 +142,13 @@ def put_into_graphs(
     found = _answers(trainer)
     if trainer.graphs is None:
         return None
-    agreement = _distance(trainer, found, launched)
-    limit = TOLERANCE[trainer.dtype]
-    if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
-        raise TrainingFailed(
-            f"student.graphs: captured layers answer otherwise than layers launched one by one: {agreement}; "
-            f"expected at most {limit:g}",
-            hint="--set student.graphs=off launches them one by one",
-        )
-    return agreement
+    return _agreement(
+        trainer,
+        found,
+        launched,
+        "student.graphs: captured layers answer otherwise than layers launched one by one",
+        hint="--set student.graphs=off launches them one by one",
+    )
 
 
 def _answers(trainer: Trainer) -> _Answers:
@@ -183,7 +178,12 @@ def _inside(trainer: Trainer) -> list[Tensor]:
     return [p for p in trainer.parameters if p is not trainer.student.head_weight]
 
 
-def _distance(trainer: Trainer, found: _Answers, expected: _Answers) -> Agreement:
+def _agreement(
+    trainer: Trainer, found: _Answers, expected: _Answers, otherwise: str, *, hint: str
+) -> Agreement:
+    """How far two answers to one batch are apart. Raises TrainingFailed, that they are `otherwise`, when it is
+    more than rounding.
+    """
     gaps = _norms(
         trainer, [a.float() - b.float() for a, b in zip(found[1], expected[1], strict=True)]
     )
@@ -192,12 +192,17 @@ def _distance(trainer: Trainer, found: _Answers, expected: _Answers) -> Agreemen
     each = gaps / sizes.clamp(min=SMALL * sizes.norm())
     worst = int(each.argmax())
     names = {id(p): name for name, p in trainer.student.named_parameters()}
-    return Agreement(
+    agreement = Agreement(
         hidden=float(hidden / whole),
         gradient=float(gaps.norm() / sizes.norm()),
         worst=float(each[worst]),
         worst_name=names[id(_inside(trainer)[worst])],
     )
+    limit = TOLERANCE[trainer.dtype]
+    # Written so that NaN fails.
+    if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
+        raise TrainingFailed(f"{otherwise}: {agreement}; expected at most {limit:g}", hint=hint)
+    return agreement
 
 
 def _norms(trainer: Trainer, tensors: list[Tensor]) -> Tensor:
