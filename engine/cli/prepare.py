@@ -26,8 +26,8 @@ from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.distill.prepare import Job, Prepared, Wanted
     from engine.spec import RunSpec
+    from engine.train.prepare import Job, Prepared, Wanted
 
 HELP = "run the teacher once and store what it says"
 
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.device.threads import VARIABLE, choose_thread_wait
+    from engine.machine.threads import VARIABLE, choose_thread_wait
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
 
@@ -90,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Before torch loads: OpenMP reads it once.
     os.environ[VARIABLE] = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
 
-    from engine.distill.prepare import plan_job, prepare
-    from engine.distill.stopping import StopRequest
+    from engine.train.prepare import plan_job, prepare
+    from engine.train.stopping import StopRequest
 
     say("reading and hashing the rows")
     job = plan_job(spec, wanted)
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
-    from engine.distill.prepare import Wanted
+    from engine.train.prepare import Wanted
 
     out = arguments.out or (Path(spec.teacher.cache) if spec.teacher.cache else None)
     if out is None:

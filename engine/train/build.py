@@ -1,0 +1,312 @@
+"""The teacher, the student and the trainer of a run, built as the plan says.
+
+    teacher -> student -> what loss and update launch -> trainer
+
+Models are known in the log by the hashes of what is in memory. The teacher comes first: a student that is
+the same model is refused by comparing the two. Its kernels and layers are compiled here, so that no step waits for
+one (`engine.train.compiles`); the layers of the student later, when a resume has put its weights there.
+
+A teacher may be read from stored outputs. What a run otherwise learns from the loaded teacher then comes from
+the store's manifest: the hash of its weights, vouched for by the files they came from; the mass that the cut
+of the vocabulary drops; and, where no hidden states are stored, its held-out loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from engine.data.batches import Batch, Batches
+from engine.formats.safetensors import tensors_sha256
+from engine.log.beats import BeatWriter
+from engine.log.events import Evaluated, Event, Note, Phase
+from engine.log.view import RunView
+from engine.models.decoder import Decoder
+from engine.models.head import Head
+from engine.models.load import load_decoder, new_decoder
+from engine.plan.knobs import KNOBS
+from engine.plan.run_plan import Plan, RunFacts, Stored
+from engine.runtime.ranks import Ranks
+from engine.teachers.build import DTYPES, BuiltTeacher, build_teacher
+from engine.teachers.identity import check_not_identical
+from engine.teachers.prefetching import PrefetchingTeacher
+from engine.teachers.protocol import Teacher
+from engine.teachers.sharded import ShardedLayers
+from engine.teachers.store.head import load_head
+from engine.teachers.store.manifest import contents_sha256
+from engine.teachers.store.rows import CacheError
+from engine.teachers.store.teacher import CachedTeacher
+from engine.teachers.truncating import DroppedMass, TruncatingTeacher
+from engine.train import record
+from engine.train.checkpoint.continuing import check_same_teacher
+from engine.train.compiles import Compiles
+from engine.train.data import Data
+from engine.train.record import Logged
+from engine.train.stopping import StopRequest
+from engine.train.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTeacher:
+    teacher: Teacher | None = None
+    """None for a run without one."""
+    decoder: Decoder | None = None
+    """What computes inside it; None where its outputs are stored too."""
+    sha256: str | None = None
+    """Of its tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builder:
+    """What there is before the first weight."""
+
+    plan: Plan
+    data: Data
+    compiles: Compiles
+    stop: StopRequest
+    ranks: Ranks
+    beat: BeatWriter | None
+    """Of this rank, where there are several."""
+    later: Callable[[Event], None]
+    """Told what a teacher says that is read from a store, when a row is not in it."""
+
+    @property
+    def facts(self) -> RunFacts:
+        return self.plan.facts
+
+    def teacher(self, before: RunView | None) -> Logged[LoadedTeacher]:
+        """The teacher, ready to be asked. Raises CheckpointError where an earlier session, of which the log
+        is `before`, had other weights out of the same file.
+        """
+        spec, plan = self.facts.spec.teacher, self.plan
+        backend, precision = plan.memory.backend, plan.facts.teacher_precision
+        if backend == "none":
+            return LoadedTeacher()
+        if (store := plan.facts.store) is not None:
+            cached = yield from self._stored_teacher(store)
+            return LoadedTeacher(teacher=cached, sha256=store.identity.teacher_sha256)
+        yield Phase(name="loading the teacher", detail=spec.path)
+        teacher, decoder = self._build(backend, precision)
+        yield from self._warm_up_teacher(decoder)
+        model = record.model("teacher", spec.path, decoder.config, precision, decoder)
+        yield model
+        check_same_teacher(before, model.sha256, spec.path, backend, precision)
+        if isinstance(teacher, TruncatingTeacher):
+            yield Phase(name="measuring what the cut of the vocabulary drops")
+            dropped = teacher.dropped_mass(
+                self.data.heldout[:1],
+                self.facts.arithmetic.device,
+                temperature=self.facts.spec.loss.temperature,
+            )
+            yield record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped)
+        if plan.running.teacher_compiled:
+            yield Phase(name="compiling the teacher's layers")
+            yield from self.compiles.compile_teacher(
+                teacher, decoder, self.data.heldout[0], self.facts.spec.train.rows, precision
+            )
+        if plan.running.prefetches:
+            teacher = PrefetchingTeacher(teacher, self.facts.arithmetic.device)
+        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
+
+    def student(self, teacher_decoder: Decoder | None) -> Logged[tuple[Decoder, str]]:
+        """The student as it begins, and the sha256 of its tensors. Raises WeightsError for one that is the
+        teacher, unless teacher.allow_identical.
+        """
+        spec, seed, device = (
+            self.facts.spec.student,
+            self.facts.spec.train.seed,
+            self.facts.arithmetic.device,
+        )
+        if spec.path:
+            yield Phase(name="loading the student", detail=spec.path)
+            student = load_decoder(Path(spec.path), dtype=torch.float32, device=device)
+        else:
+            yield Phase(name="making the student", detail=f"fresh weights, seed {seed}")
+            student = new_decoder(self.facts.inputs.student, seed=seed).to(device)
+        source = spec.path or f"fresh weights of {spec.config}"
+        precision = self.facts.arithmetic.precision
+        model = record.model("student", source, student.config, precision, student)
+        yield model
+        if teacher_decoder is not None:
+            allowed = self.facts.spec.teacher.allow_identical
+            note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
+            if note is not None:
+                yield Note(level="warning", text=note)
+        return student, model.sha256
+
+    def warm_up(self) -> Logged[str]:
+        """Compiles what the loss and the update launch; returns what makes an update of gradients."""
+        spec = self.facts.spec
+        if spec.kernels.prewarm and self.plan.loss_kernel == "fused":
+            yield from self.compiles.warm_up_loss(
+                self.facts.inputs.student.vocab_size,
+                spec.loss,
+                self.facts.arithmetic.precision,
+                teaching=spec.has_teacher and spec.loss.alpha < 1,
+                sparse=self.plan.sparse,
+            )
+        update = KNOBS["train.update"].decide(self.facts)
+        yield update
+        if spec.kernels.prewarm and update.choice == "fused":
+            yield from self.compiles.warm_up_update()
+        return update.choice
+
+    def trainer(
+        self, student: Decoder, teacher: Teacher | None, *, update: str, ranks: Ranks
+    ) -> Trainer:
+        """A trainer at step 0. `ranks` are those that share `student`: of one that is whole, this alone."""
+        spec, plan = self.facts.spec, self.plan
+        return Trainer(
+            student=student,
+            teacher=teacher,
+            batches=Batches(
+                self.data.stream,
+                seq_len=spec.data.seq_len,
+                rows_per_batch=spec.train.rows,
+                seed=spec.train.seed,
+            ),
+            train=replace(spec.train, update=update),
+            loss=replace(plan.memory.spec.loss, kernel=plan.loss_kernel),
+            device=self.facts.arithmetic.device,
+            precision=self.facts.arithmetic.precision,
+            slow_by=spec.compute.slow_by,
+            ranks=ranks,
+            stop_asked=lambda: self.stop.reason is not None,
+            arrived=self.beat.write if self.beat else lambda step: None,
+        )
+
+    def entering(self) -> None:
+        """This rank enters a collective."""
+        if self.beat is not None:
+            self.beat.entering()
+
+    def _stored_teacher(self, stored: Stored) -> Logged[CachedTeacher]:
+        """The teacher out of its store, logged as a loaded one is; cut to the student's ids. At the first miss
+        the teacher itself is built. Raises WeightsError and, at a miss, CacheError.
+        """
+        spec, device = self.facts.spec.teacher, self.facts.arithmetic.device
+        ids = self.facts.inputs.student.vocab_size
+        store, identity, config = stored.store, stored.identity, stored.config
+        for text in store.refusals:
+            yield Note(level="warning", text=f"{text}; its rows are not used")
+        yield Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}")
+        yield record.model(
+            "teacher", spec.path, config, identity.precision, identity.teacher_sha256
+        )
+
+        def online() -> Teacher:
+            detail = f"{spec.path}: for what is not stored"
+            self.later(Phase(name="loading the teacher", detail=detail))
+            built = self._build(identity.backend, identity.precision)
+            found = _hash_of(built.decoder)
+            if found != identity.teacher_sha256:
+                raise CacheError.expected(
+                    "teacher.cache",
+                    store.path,
+                    f"the teacher it was made with, {identity.teacher_sha256}",
+                    f"{spec.path} with {found}",
+                )
+            detail = "with the teacher itself where nothing is stored"
+            self.later(Phase(name="training", detail=detail))
+            return built.teacher
+
+        def teacher(head: Head | None, width: int) -> CachedTeacher:
+            return CachedTeacher(
+                store,
+                device=device,
+                vocab_size=width,
+                head=head,
+                online=online if spec.cache_miss == "online" else None,
+                say=lambda text: self.later(Note(level="warning", text=text)),
+            )
+
+        if identity.form != "hidden":
+            yield from _measured_cut(stored, ids)
+            return teacher(None, ids)
+        yield Phase(name="loading the teacher's head", detail=spec.path)
+        head = load_head(
+            spec.path,
+            packed=identity.backend == "quantized",
+            dtype=DTYPES[identity.precision],
+            device=device,
+        )
+        whole = teacher(head, config.vocab_size)
+        if config.vocab_size == ids:
+            return whole
+        cut = TruncatingTeacher(whole, ids)
+        with contextlib.closing(whole):
+            if all(whole.holds(batch) for batch in self.data.heldout[:1]):
+                yield Phase(name="measuring what the cut of the vocabulary drops")
+                dropped = cut.dropped_mass(
+                    self.data.heldout[:1], device, temperature=self.facts.spec.loss.temperature
+                )
+                yield record.vocabulary_cut(config.vocab_size, ids, dropped)
+            else:
+                yield from _measured_cut(stored, ids)
+        return teacher(cut.head(), ids)
+
+    def _build(self, backend: str, precision: str) -> BuiltTeacher:
+        shards = None
+        if self.plan.memory.teacher_shard:
+            shards = ShardedLayers(self.ranks, self.facts.arithmetic.device, self.entering)
+        built = build_teacher(
+            self.facts.spec.teacher.path,
+            backend=backend,
+            precision=precision,
+            kernel=self.facts.spec.teacher.kernel,
+            device=self.facts.arithmetic.device,
+            student_vocab=self.facts.inputs.student.vocab_size,
+            probe=self.data.heldout[0],
+            shards=shards,
+            joined=self.plan.running.teacher_compiled,
+        )
+        built.decoder.packed = self.plan.running.teacher_packed
+        return built
+
+    def _warm_up_teacher(self, decoder: Decoder) -> Iterator[Event]:
+        """Every kernel that batches of training and of held-out rows launch in `decoder`."""
+        if self.facts.spec.kernels.prewarm:
+            rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
+            tokens = {count * self.facts.spec.data.seq_len for count in rows}
+            yield from self.compiles.warm_up(decoder, tokens, self.facts.arithmetic.device)
+
+
+def holds_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> bool:
+    """Whether the teacher can be evaluated on held-out rows out of its store."""
+    return teacher.gives_hidden and all(teacher.holds(batch) for batch in heldout)
+
+
+def recall_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> Evaluated | Note:
+    """The teacher's held-out loss as it was when the store was made; where that was of other rows,
+    that it is not known: a teacher is not loaded for this alone.
+    """
+    measured = teacher.store.manifest.measured
+    if measured.heldout_sha256 != contents_sha256(heldout):
+        text = "the teacher's held-out loss is not known: its outputs on these rows are not stored"
+        return Note(level="warning", text=f"{teacher.store.path}: {text}")
+    return Evaluated(
+        step=0,
+        subject="teacher",
+        loss=measured.loss,
+        labelled=measured.labelled,
+        eval_s=None,
+    )
+
+
+def _hash_of(decoder: Decoder) -> str:
+    return tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
+
+
+def _measured_cut(stored: Stored, student_vocab: int) -> Iterator[Event]:
+    """What the cut of the vocabulary drops, as it was measured when the store was made."""
+    measured, ids = stored.store.manifest.measured, stored.config.vocab_size
+    if measured.dropped_mean is None or measured.dropped_max is None:
+        return
+    dropped = DroppedMass(
+        mean=measured.dropped_mean, largest=measured.dropped_max, tokens=measured.dropped_tokens
+    )
+    yield record.vocabulary_cut(ids, student_vocab, dropped)

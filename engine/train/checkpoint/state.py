@@ -1,0 +1,390 @@
+"""What the next optimizer step of a run depends on, taken out of a live model and put back into one.
+
+Student, AdamW's moments, random number generators, the step, and where the data continues. The learning
+rate and the other settings of the optimizer are not state: they follow from the spec and the step. So on
+the same machine a restored run takes bit for bit the steps that the saved one would.
+
+Restoring compares every name, shape and dtype first and lists all that differ; only then is anything
+written into the live model and optimizer. On disk there is no pickle, safetensors and JSON only:
+
+    student.safetensors     parameters and persistent buffers by name; a tied tensor once, under its
+                            first name
+    optimizer.safetensors   AdamW: "exp_avg/<parameter>", "exp_avg_sq/<parameter>", "step/<parameter>"
+    rng.safetensors         "cpu" and "cuda/<i>" for the i-th CUDA device that the model lives on
+    state.json              step, seed, data position, best held-out loss, spec hash, tied names,
+                            parameters that AdamW has not moved
+
+A student that is sharded over several GPUs is written whole, as any other: its tensors are gathered
+one at a time, by every rank in the same order. Or every rank writes what it has (`checkpoint.sharded`);
+`shard-*.safetensors` then stand in the place of the first two files, with the student's names behind
+"student/". Either is read as whole tensors, by any number of processes.
+
+safetensors layout (little-endian): u64 header length, JSON header padded with spaces to 8 bytes, tensor
+bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from engine import limits
+from engine.errors import CheckpointError
+from engine.files import read_json
+from engine.runtime.parts import is_part, read_parts
+from engine.runtime.ranks import put, whole
+from engine.train.checkpoint.manifest import VerifiedCheckpoint
+from engine.train.checkpoint.write import Sink, Writer
+
+STUDENT_FILE = "student.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+RNG_FILE = "rng.safetensors"
+STATE_FILE = "state.json"
+STUDENT_PREFIX = "student/"
+SCHEMA = 1
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+assert sys.byteorder == "little", (
+    "tensors are written as they lie in memory, and the format is little-endian"
+)
+
+
+def pack(state: TrainingState, *, sharded: bool = False) -> dict[str, bytes | Writer]:
+    """The files of a checkpoint, for `checkpoint.save`; without those tensors that are `sharded` over
+    ranks, which write them themselves. Tensors are copied to the host one at a time while they are
+    written.
+    """
+    scalars = {
+        "schema": SCHEMA,
+        "step": state.step,
+        "seed": state.seed,
+        "spec_sha256": state.spec_sha256,
+        "position": dict(state.position),
+        "best_held_out_loss": state.best_held_out_loss,
+        "tied": dict(state.tied),
+        "unmoved": list(state.unmoved),
+    }
+    tensors = {STUDENT_FILE: state.student, OPTIMIZER_FILE: state.optimizer}
+    return {
+        **{name: TensorWriter(held) for name, held in tensors.items() if not sharded},
+        RNG_FILE: TensorWriter(state.rng),
+        STATE_FILE: json.dumps(scalars, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n",
+    }
+
+
+def sharded_tensors(state: TrainingState) -> dict[str, Tensor]:
+    """What `pack` leaves to the ranks, by the names in their files."""
+    return {STUDENT_PREFIX + name: tensor for name, tensor in state.student.items()} | dict(
+        state.optimizer
+    )
+
+
+def take_part(files: Mapping[str, bytes | Writer]) -> None:
+    """Give the first rank this one's parts of what it writes: a collective for every sharded tensor,
+    in the order of the files. Nothing is kept.
+    """
+    for content in files.values():
+        if not isinstance(content, bytes):
+            content.write_to(_Nowhere())
+
+
+class _Nowhere:
+    def write(self, data: bytes | memoryview, /) -> int:
+        return len(data)
+
+
+def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
+    """Read a verified checkpoint back, tensors on the CPU. Raises CheckpointError when it is not a
+    training state.
+    """
+    wanted = {STUDENT_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE}
+    names = {name for name in checkpoint.files if not is_part(name)}
+    sharded = names != checkpoint.files.keys()
+    if names != (wanted - {STUDENT_FILE, OPTIMIZER_FILE} if sharded else wanted):
+        raise _mismatch(checkpoint.path, str(sorted(wanted)), str(sorted(checkpoint.files)))
+    where = checkpoint.path / STATE_FILE
+    scalars = read_json(where, "checkpoint", limits.CHECKPOINT_STATE, error=CheckpointError)
+    fields = {
+        "schema",
+        "step",
+        "seed",
+        "spec_sha256",
+        "position",
+        "best_held_out_loss",
+        "tied",
+        "unmoved",
+    }
+    if not isinstance(scalars, dict) or scalars.keys() != fields or scalars["schema"] != SCHEMA:
+        raise _mismatch(where, f"schema {SCHEMA} with {sorted(fields)}", "other content")
+    if scalars["step"] != checkpoint.step:
+        raise _mismatch(where, f"step {checkpoint.step}, as the checkpoint", str(scalars["step"]))
+    student, optimizer = _read_sharded(checkpoint) if sharded else _read_whole(checkpoint)
+    return TrainingState(
+        step=scalars["step"],
+        seed=scalars["seed"],
+        spec_sha256=scalars["spec_sha256"],
+        position=scalars["position"],
+        best_held_out_loss=scalars["best_held_out_loss"],
+        student=student,
+        tied=scalars["tied"],
+        optimizer=optimizer,
+        unmoved=tuple(scalars["unmoved"]),
+        rng=load_file(checkpoint.path / RNG_FILE),
+    )
+
+
+_Tensors: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def _read_whole(checkpoint: VerifiedCheckpoint) -> _Tensors:
+    return load_file(checkpoint.path / STUDENT_FILE), load_file(checkpoint.path / OPTIMIZER_FILE)
+
+
+def _read_sharded(checkpoint: VerifiedCheckpoint) -> _Tensors:
+    student = read_parts(checkpoint.path, lambda name: name.startswith(STUDENT_PREFIX))
+    optimizer = read_parts(checkpoint.path, lambda name: name.partition("/")[0] in ADAMW_KEYS)
+    return {name.removeprefix(STUDENT_PREFIX): t for name, t in student.items()}, optimizer
+
+
+class TensorWriter:
+    """Named tensors as one safetensors file, in host memory one tensor at a time."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # Wide elements first, so that every tensor starts at a multiple of its own element size.
+        self._tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        header: dict[str, object] = {}
+        end = 0
+        for name, tensor in self._tensors:
+            if tensor.dtype not in _DTYPE_NAMES:
+                raise ValueError(
+                    f"tensor {name}: expected one of {list(_DTYPE_NAMES)}, found {tensor.dtype}"
+                )
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self.size_bytes = len(self._header) + end
+
+    def write_to(self, sink: Sink) -> None:
+        sink.write(self._header)
+        for _, tensor in self._tensors:
+            host = whole(tensor.detach()).to("cpu").contiguous().reshape(-1)
+            if host.numel():
+                sink.write(memoryview(host.view(torch.uint8).numpy().data))
+
+
+def _mismatch(where: Path, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint: {where} — expected {expected}, found {found}")
+
+
+ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
+"""What AdamW keeps for each parameter it has moved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """What the next optimizer step depends on. From `capture` the tensors are the live ones: write
+    them before the next step.
+    """
+
+    step: int
+    """Optimizer steps taken."""
+    seed: int
+    spec_sha256: str
+    position: Mapping[str, int]
+    """Where the data source continues, in its own words."""
+    best_held_out_loss: float | None
+    """Nats; None before the first evaluation."""
+    student: Mapping[str, Tensor]
+    tied: Mapping[str, str]
+    """Second name of a tied tensor -> the name under which `student` holds it."""
+    optimizer: Mapping[str, Tensor]
+    unmoved: tuple[str, ...]
+    """Parameters the optimizer holds without state: frozen ones, and all of them before the first
+    step.
+    """
+    rng: Mapping[str, Tensor]
+
+
+def capture(
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    *,
+    step: int,
+    seed: int,
+    spec_sha256: str,
+    position: Mapping[str, int],
+    best_held_out_loss: float | None,
+) -> TrainingState:
+    """The state as it is now, without copying any tensor.
+
+    Raises ValueError for an optimizer whose state is not exp_avg, exp_avg_sq and step (amsgrad),
+    for one that holds a parameter the model does not name, and for a best loss that is not finite.
+    """
+    if best_held_out_loss is not None and not math.isfinite(best_held_out_loss):
+        raise ValueError(
+            f"best held-out loss: expected a finite number, found {best_held_out_loss}"
+        )
+    student, tied = _named_tensors(model)
+    moments: dict[str, Tensor] = {}
+    unmoved = []
+    for name, parameter in _optimized(model, optimizer).items():
+        state = optimizer.state.get(parameter, {})
+        if not state:
+            unmoved.append(name)
+            continue
+        if set(state) != set(ADAMW_KEYS):
+            raise ValueError(f"optimizer: {name} — expected {ADAMW_KEYS}, found {sorted(state)}")
+        moments |= {f"{key}/{name}": state[key] for key in ADAMW_KEYS}
+    rng = {"cpu": torch.get_rng_state()}
+    for index, device in enumerate(_cuda_devices(model)):
+        rng[f"cuda/{index}"] = torch.cuda.get_rng_state(device)
+    return TrainingState(
+        step=step,
+        seed=seed,
+        spec_sha256=spec_sha256,
+        position=dict(position),
+        best_held_out_loss=best_held_out_loss,
+        student=student,
+        tied=tied,
+        optimizer=moments,
+        unmoved=tuple(unmoved),
+        rng=rng,
+    )
+
+
+# contract: checkpoint-protocol-v1
+def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+    """Put a state into a live model and its optimizer, and set the random number generators.
+
+    Raises CheckpointError that lists every missing, unexpected or misshapen name, with nothing
+    changed yet.
+    """
+    student, tied = _named_tensors(model)
+    problems = _differences("student tensor", state.student, student)
+    if dict(state.tied) != tied:
+        problems.append(f"tied names: expected {tied}, found {dict(state.tied)}")
+    parameters = _optimized(model, optimizer)
+    problems += [
+        f"optimizer parameter {name}: expected no state, because the optimizer does not hold it"
+        for name in state.unmoved
+        if name not in parameters
+    ]
+    moments = {
+        f"{key}/{name}": parameter.new_empty(()).float() if key == "step" else parameter
+        for name, parameter in parameters.items()
+        if name not in state.unmoved
+        for key in ADAMW_KEYS
+    }
+    problems += _differences("optimizer tensor", state.optimizer, moments)
+    generators: dict[str, torch.device] = {"cpu": torch.device("cpu")}
+    generators |= {f"cuda/{index}": device for index, device in enumerate(_cuda_devices(model))}
+    if state.rng.keys() != generators.keys():
+        problems.append(
+            f"random generators: expected {sorted(generators)}, found {sorted(state.rng)}"
+        )
+    if problems:
+        raise CheckpointError("checkpoint does not fit the run:\n" + "\n".join(problems))
+
+    with torch.no_grad():
+        for name, tensor in student.items():
+            put(tensor, state.student[name])
+    on_device = {
+        id(parameter): group.get("fused") or group.get("capturable")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    optimizer.state.clear()
+    for name, parameter in parameters.items():
+        if name in state.unmoved:
+            continue
+        # AdamW counts steps on the host unless the whole update runs on the device
+        counter = parameter.device if on_device[id(parameter)] else torch.device("cpu")
+        optimizer.state[parameter] = {
+            "step": state.optimizer[f"step/{name}"].to(counter, copy=True),
+            "exp_avg": _like(parameter, state.optimizer[f"exp_avg/{name}"]),
+            "exp_avg_sq": _like(parameter, state.optimizer[f"exp_avg_sq/{name}"]),
+        }
+    for key, device in generators.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state.rng[key])
+        else:
+            torch.cuda.set_rng_state(state.rng[key], device)
+
+
+def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by their first name, and second names -> first name."""
+    tensors: dict[str, Tensor] = {}
+    tied: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first = first_names.setdefault(id(tensor), name)
+        if first == name:
+            tensors[name] = tensor
+        else:
+            tied[name] = first
+    return tensors, tied
+
+
+def _optimized(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by name, in the model's order."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {
+        name: parameter for name, parameter in model.named_parameters() if id(parameter) in held
+    }
+    if len(named) != len(held):
+        raise ValueError(
+            "optimizer: expected only parameters of the model,"
+            f" found {len(held) - len(named)} others"
+        )
+    return named
+
+
+def _cuda_devices(model: nn.Module) -> list[torch.device]:
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    return sorted(devices, key=lambda device: device.index)
+
+
+def _differences(what: str, found: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> list[str]:
+    problems = [
+        f"{what} {name}: missing from the checkpoint" for name in live.keys() - found.keys()
+    ]
+    problems += [f"{what} {name}: not in this run" for name in found.keys() - live.keys()]
+    for name in live.keys() & found.keys():
+        expected, there = live[name], found[name]
+        if expected.shape != there.shape or expected.dtype != there.dtype:
+            problems.append(
+                f"{what} {name}: expected {list(expected.shape)} {expected.dtype},"
+                f" found {list(there.shape)} {there.dtype}"
+            )
+    return sorted(problems)
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A copy with the parameter's device, memory layout and sharding, as AdamW allocates its moments."""
+    like = torch.empty_like(parameter, memory_format=torch.preserve_format)
+    put(like, value)
+    return like

@@ -1,0 +1,254 @@
+"""What the engine's values look like in the run log: one function for each thing that is logged.
+
+Lower layers return Decisions, Steps and models, or yield them while they work: a phase has to be in the
+log before what may hang in it begins. Only the composition root (`engine.train.run` and its loop of steps,
+`engine.train.session`; `engine.train.prepare` for its own command) holds a log and writes.
+
+    def load() -> Logged[Teacher]:          yields what is to be logged, returns the teacher
+        yield Phase(name="loading the teacher")
+        ...
+    teacher = record.logged(log, load())    each line is in the log before the work goes on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+from collections.abc import Generator, Iterator
+from typing import NoReturn, TypeAlias, TypeVar
+
+import torch
+
+from engine.checks.check import Result
+from engine.data.corpus import Corpus
+from engine.data.tokens import TokenStream
+from engine.decision import Decision
+from engine.errors import TrainingFailed
+from engine.formats.safetensors import tensors_sha256
+from engine.log.events import (
+    Checked,
+    Compiled,
+    DataReady,
+    DecisionMade,
+    Event,
+    MemoryMeasured,
+    MemoryPlanned,
+    ModelReady,
+    NonFinite,
+    Note,
+    RunStarted,
+    VocabularyCut,
+    name_of_non_finite,
+)
+from engine.log.held import ALLOCATOR, PROCESS, Held
+from engine.log.write import LogWriter
+from engine.machine.host import Host
+from engine.models.config import ModelConfig, count_parameters
+from engine.models.decoder import Decoder
+from engine.models.tensors import Tensors
+from engine.plan.memory import MemoryBudget
+from engine.runtime.c_library import CompiledLibrary
+from engine.spec import RunSpec
+from engine.teachers.truncating import DroppedMass
+from engine.train.roofline import Bound
+from engine.train.trainer import Step, Trainer
+from engine.version import VERSION
+
+Loggable: TypeAlias = Event | Decision | MemoryBudget | CompiledLibrary | Result
+_T = TypeVar("_T")
+Logged: TypeAlias = Generator[Loggable, None, _T]
+"""Work that yields what is to be logged as it goes on, and returns its result."""
+
+
+def logged(log: LogWriter, work: Generator[Loggable, None, _T]) -> _T:
+    """Do `work`; what it yields is in the log before it goes on. Returns its result."""
+    with contextlib.closing(work):
+        while True:
+            try:
+                found = next(work)
+            except StopIteration as done:
+                result: _T = done.value
+                return result
+            write(log, found)
+
+
+def write(log: LogWriter, found: Loggable) -> None:
+    """One line."""
+    match found:
+        case Decision():
+            log.write(_decision(found))
+        case MemoryBudget():
+            log.write(memory_plan(found))
+        case CompiledLibrary():
+            log.write(_compiled_library(found))
+        case Result():
+            log.write(_checked(found))
+        case _:
+            log.write(found)
+
+
+def _decision(decision: Decision) -> DecisionMade:
+    return DecisionMade(
+        knob=decision.knob,
+        choice=decision.choice,
+        reason=decision.reason,
+        rejected=list(decision.rejected),
+        override=decision.override,
+        overridden=decision.overridden,
+    )
+
+
+def data(corpus: Corpus, train: TokenStream, held: TokenStream, seq_len: int) -> DataReady:
+    return DataReady(
+        source=corpus.source,
+        train_files=corpus.train.document_count,
+        train_tokens=len(train),
+        train_sha256=train.sha256,
+        heldout_files=corpus.heldout.document_count,
+        heldout_tokens=len(held),
+        heldout_sha256=held.sha256,
+        skipped_files=len(corpus.skipped),
+        epoch_rows=len(train) // seq_len,
+    )
+
+
+def model(
+    role: str, source: str, config: ModelConfig, precision: str, tensors: Decoder | str
+) -> ModelReady:
+    """A model with the sha256 of its `tensors`: as they are in memory, of weights in blocks those of the
+    blocks; or the hash itself, of a model that is not loaded."""
+    return ModelReady(
+        role=role,
+        source=source,
+        parameters=count_parameters(config),
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        precision=precision,
+        sha256=tensors if isinstance(tensors, str) else tensors_sha256(Tensors(tensors)),
+    )
+
+
+def memory_plan(budget: MemoryBudget) -> MemoryPlanned:
+    available = budget.available
+    return MemoryPlanned(
+        predicted_bytes=budget.total_bytes,
+        available_bytes=available.number,
+        available_source=available.absent or available.source,
+        peak_phase=budget.peak_phase,
+        items=[(item.name, float(item.bytes), item.how) for item in budget.items],
+    )
+
+
+def peak_of(device: torch.device) -> tuple[float | None, str]:
+    """The allocator's peak so far in bytes, and who says so; torch keeps none for a CPU."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device)), "torch.cuda.max_memory_allocated"
+    return None, "torch keeps no peak of CPU memory"
+
+
+def held_by(device: torch.device) -> Held:
+    """What this process holds now; on a GPU from the allocator's own counts, which waits for nothing."""
+    if device.type == "cuda":
+        counts = torch.cuda.memory_stats_as_nested_dict(device)
+        tensors, kept = counts["allocated_bytes"]["all"], counts["reserved_bytes"]["all"]
+        return Held(
+            source=ALLOCATOR,
+            held_bytes=float(tensors["current"]),
+            reserved_bytes=float(kept["current"]),
+            peak_bytes=float(tensors["peak"]),
+        )
+    own = Host().own_memory()
+    return Held(
+        source=PROCESS,
+        held_bytes=own[0].number or math.nan,
+        reserved_bytes=None,
+        peak_bytes=own[1].number or math.nan,
+    )
+
+
+def memory_peak(step: int, budget: MemoryBudget, device: torch.device) -> MemoryMeasured:
+    """The allocator's peak so far."""
+    measured, source = peak_of(device)
+    return MemoryMeasured(
+        step=step,
+        measured_bytes=measured,
+        predicted_bytes=budget.total_bytes,
+        source=source,
+    )
+
+
+def _compiled_library(library: CompiledLibrary) -> Compiled:
+    return Compiled(
+        compiler=library.compiler,
+        kernel=library.name,
+        key=str(library.path),
+        digest="",
+        compile_s=library.seconds,
+        disk_hit=library.cached,
+    )
+
+
+def vocabulary_cut(teacher_ids: int, student_ids: int, dropped: DroppedMass) -> VocabularyCut:
+    return VocabularyCut(
+        teacher_ids=teacher_ids,
+        student_ids=student_ids,
+        dropped_mass_mean=dropped.mean,
+        dropped_mass_max=dropped.largest,
+        tokens=dropped.tokens,
+    )
+
+
+def _checked(result: Result) -> Checked:
+    return Checked(
+        id=result.id,
+        level=result.verdict.level.name.lower(),
+        reason=result.verdict.reason,
+        numbers=result.numbers,
+        cost_s=result.cost_s,
+        step=result.step,
+    )
+
+
+def start(
+    name: str, spec: RunSpec, trainer: Trainer, resumed_from: int | None, bound: Bound
+) -> RunStarted:
+    return RunStarted(
+        name=name,
+        device=str(trainer.device),
+        steps=trainer.train.steps,
+        resumed_from=resumed_from,
+        alpha=trainer.loss.alpha,
+        temperature=trainer.loss.temperature,
+        peak_lr=trainer.train.lr,
+        rows_per_step=spec.compute.gpus * trainer.train.rows * trainer.train.accumulation,
+        seq_len=spec.data.seq_len,
+        trainable_parameters=sum(p.numel() for p in trainer.parameters),
+        spec_sha256=spec.sha256,
+        engine=VERSION,
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        flops_per_token=bound.flops_per_token,
+        peak_flops_per_s=bound.peak.number,
+        peak_source=bound.peak.absent or bound.peak.source,
+    )
+
+
+def step(done: Step, temperature: float) -> Iterator[Event]:
+    """A step; what is not finite, or cannot be true, first, as events of their own."""
+    for name, value in done.non_finite():
+        yield NonFinite(step=done.step, field=name, value=name_of_non_finite(value))
+    for text in done.broken_invariants(temperature):
+        yield Note(level="error", text=text)
+    yield done
+
+
+def unusable(step: int, name: str, value: float) -> Logged[NoReturn]:
+    """Ends a run whose weights give NaN or infinity, before a checkpoint could hold them."""
+    found = name_of_non_finite(value)
+    yield NonFinite(step=step, field=name, value=found)
+    raise TrainingFailed(
+        f"{name} is {found} at step {step}: the weights are no longer usable, and no checkpoint holds them",
+        hint="resume from the last checkpoint with a lower learning rate in a new run",
+    )
