@@ -20,7 +20,7 @@ import pytest
 
 from engine.errors import CheckpointError, DiskFull
 from engine.train.checkpoint.manifest import MANIFEST, newest, verify
-from engine.train.checkpoint.write import Sink, prune, save, set_aside
+from engine.train.checkpoint.write import FileCalls, Sink, prune, save, set_aside
 from tests.support.paths import ROOT
 from tests.support.watched_calls import Halves, WatchedCalls, files
 

@@ -7,8 +7,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-TRAINER_SIDE = ("distill", "teachers", "models", "data", "formats", "quant", "runtime", "checks")
+from tests.support.paths import ROOT
+
+TRAINER_SIDE = (
+    *("plan", "train", "loss", "teachers", "models", "data"),
+    *("formats", "quant", "runtime", "kernels", "checks"),
+)
 HOLDERS = {
     "engine/train/run.py": "puts a run together",
     "engine/train/session.py": "its loop: what a step shows decides what comes next",
