@@ -40,7 +40,7 @@ from engine.teachers.dequantized import DequantizedTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.truncating import TruncatingTeacher
-from engine.train.student import put_to_run
+from engine.train.compile_student import compile_student
 from engine.train.trainer import Trainer
 
 OURS = ("engine", "engine packed")
@@ -134,7 +134,7 @@ def _ours(arm: str, device: torch.device, shape: KdShape) -> Iterator[float]:
         device=device,
         precision=precision,
     )
-    put_to_run(
+    compile_student(
         trainer,
         length=shape.seq_len,
         compiled=cuda and has_compiler("cuda"),

@@ -32,7 +32,7 @@ DEVICE_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
+class ComputeDevice:
     device: torch.device
     precision: str
     """Of the student's products."""
@@ -47,9 +47,9 @@ class Arithmetic:
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
 
 
-def choose_arithmetic(
+def set_up_device(
     spec: RunSpec,
-) -> Generator[Decision | CompiledLibrary, None, Arithmetic]:
+) -> Generator[Decision | CompiledLibrary, None, ComputeDevice]:
     """Device, allocator, precision and threads, set up; yields each decision as it is made."""
     chosen = choose_device(spec.compute.device)
     yield chosen
@@ -75,7 +75,7 @@ def choose_arithmetic(
     if spec.compute.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(spec.compute.deterministic)
     torch.manual_seed(spec.train.seed)
-    return Arithmetic(
+    return ComputeDevice(
         device=device,
         precision=precision.choice,
         memory=memory,

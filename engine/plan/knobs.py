@@ -197,7 +197,7 @@ def choose_graphs(
     needed_bytes: int,
     given_bytes: int,
 ) -> Decision:
-    """Whether the student's layers are launched as CUDA graphs (`engine.train.graphed`).
+    """Whether the student's layers are launched as CUDA graphs (`engine.train.cuda_graphs`).
     `needed_bytes` is what the run needs then, `given_bytes` what it needs without. Raises BadInput for
     `on` where it cannot be.
     """

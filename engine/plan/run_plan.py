@@ -38,7 +38,7 @@ from engine.loss.types import LossKernel
 from engine.models.config import ModelConfig
 from engine.models.running import has_compiler
 from engine.plan.activations import linear_weights
-from engine.plan.device import Arithmetic
+from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
@@ -132,18 +132,18 @@ class RunFacts:
 
     spec: RunSpec
     inputs: Inputs
-    arithmetic: Arithmetic
+    compute: ComputeDevice
     teacher_precision: str = "fp32"
     store: Stored | None = None
     """What stands in for the teacher, where the run reads its outputs."""
 
     @property
     def device(self) -> str:
-        return self.arithmetic.device.type
+        return self.compute.device.type
 
     @property
     def capability(self) -> tuple[int, int] | None:
-        return self.arithmetic.capability
+        return self.compute.capability
 
     @property
     def has_triton(self) -> bool:
@@ -163,15 +163,15 @@ class RunFacts:
 
     @property
     def student_precision(self) -> str:
-        return self.arithmetic.precision
+        return self.compute.precision
 
     @property
     def allocator(self) -> str:
-        return self.arithmetic.memory.choice
+        return self.compute.memory.choice
 
     @property
     def available_bytes(self) -> int | None:
-        number = self.arithmetic.available.number
+        number = self.compute.available.number
         return None if number is None else int(number)
 
     @property
@@ -252,14 +252,14 @@ class Plan:
 
 
 def plan_run(
-    spec: RunSpec, inputs: Inputs, arithmetic: Arithmetic, stream: TokenStream
+    spec: RunSpec, inputs: Inputs, compute: ComputeDevice, stream: TokenStream
 ) -> Generator[Decision | MemoryBudget, None, Plan]:
     """`stream` are the tokens of training, whose rows a store must have. Raises CacheError for a store that
     is not this run's, BadInput for a run that does not fit into memory, unless memory.budget says to report
     it only.
     """
     store = find_stored(spec, inputs, stream)
-    facts = RunFacts(spec=spec, inputs=inputs, arithmetic=arithmetic, store=store)
+    facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store)
     if spec.has_teacher:
         precision = store.precision if store else KNOBS["teacher.precision"].decide(facts)
         yield precision
@@ -309,7 +309,7 @@ def plan_memory(
     """The teacher's backend, whether activations are made again, how many tokens a chunk of the loss
     has, what several ranks share, whether layers are captured: what the run will need so.
     """
-    spec, arithmetic = facts.spec, facts.arithmetic
+    spec, compute = facts.spec, facts.compute
     size = facts.inputs.teacher_size if facts.teacher is not None else None
     packed = size if size is not None and size.matrices else None
     each = ITEM_BYTES[facts.teacher_precision]
@@ -321,7 +321,7 @@ def plan_memory(
         student_precision=facts.student_precision,
         student=facts.student,
         device=facts.device,
-        available=arithmetic.available,
+        available=compute.available,
         teacher_packed_bytes=packed.weight_bytes(each) if packed else None,
         teacher_packed_layers=packed.layer_bytes(each) if packed else (),
         shares_heads=(facts.capability or (0, 0))[0] == 9,
@@ -333,7 +333,7 @@ def plan_memory(
         fused_loss=fused_loss,
     )
     usual = default_chunk_rows(
-        arithmetic.device, facts.student.vocab_size, "fused" if fused_loss else "eager"
+        compute.device, facts.student.vocab_size, "fused" if fused_loss else "eager"
     )
     usual = min(usual, facts.tokens)
     plan, decisions = fit(whole, usual_chunk_rows=usual, stored=facts.stored)

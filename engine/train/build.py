@@ -99,7 +99,7 @@ class Builder:
             yield Phase(name="measuring what the cut of the vocabulary drops")
             dropped = teacher.dropped_mass(
                 self.data.heldout[:1],
-                self.facts.arithmetic.device,
+                self.facts.compute.device,
                 temperature=self.facts.spec.loss.temperature,
             )
             yield record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped)
@@ -109,7 +109,7 @@ class Builder:
                 teacher, decoder, self.data.heldout[0], self.facts.spec.train.rows, precision
             )
         if plan.running.prefetches:
-            teacher = PrefetchingTeacher(teacher, self.facts.arithmetic.device)
+            teacher = PrefetchingTeacher(teacher, self.facts.compute.device)
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
 
     def student(self, teacher_decoder: Decoder | None) -> Logged[tuple[Decoder, str]]:
@@ -119,7 +119,7 @@ class Builder:
         spec, seed, device = (
             self.facts.spec.student,
             self.facts.spec.train.seed,
-            self.facts.arithmetic.device,
+            self.facts.compute.device,
         )
         if spec.path:
             yield Phase(name="loading the student", detail=spec.path)
@@ -128,7 +128,7 @@ class Builder:
             yield Phase(name="making the student", detail=f"fresh weights, seed {seed}")
             student = new_decoder(self.facts.inputs.student, seed=seed).to(device)
         source = spec.path or f"fresh weights of {spec.config}"
-        precision = self.facts.arithmetic.precision
+        precision = self.facts.compute.precision
         model = record.model("student", source, student.config, precision, student)
         yield model
         if teacher_decoder is not None:
@@ -145,7 +145,7 @@ class Builder:
             yield from self.compiles.warm_up_loss(
                 self.facts.inputs.student.vocab_size,
                 spec.loss,
-                self.facts.arithmetic.precision,
+                self.facts.compute.precision,
                 teaching=spec.has_teacher and spec.loss.alpha < 1,
                 sparse=self.plan.sparse,
             )
@@ -171,8 +171,8 @@ class Builder:
             ),
             train=replace(spec.train, update=update),
             loss=replace(plan.memory.spec.loss, kernel=plan.loss_kernel),
-            device=self.facts.arithmetic.device,
-            precision=self.facts.arithmetic.precision,
+            device=self.facts.compute.device,
+            precision=self.facts.compute.precision,
             slow_by=spec.compute.slow_by,
             ranks=ranks,
             stop_asked=lambda: self.stop.reason is not None,
@@ -188,7 +188,7 @@ class Builder:
         """The teacher out of its store, logged as a loaded one is; cut to the student's ids. At the first miss
         the teacher itself is built. Raises WeightsError and, at a miss, CacheError.
         """
-        spec, device = self.facts.spec.teacher, self.facts.arithmetic.device
+        spec, device = self.facts.spec.teacher, self.facts.compute.device
         ids = self.facts.inputs.student.vocab_size
         store, identity, config = stored.store, stored.identity, stored.config
         for text in store.refusals:
@@ -252,13 +252,13 @@ class Builder:
     def _build(self, backend: str, precision: str) -> BuiltTeacher:
         shards = None
         if self.plan.memory.teacher_shard:
-            shards = ShardedLayers(self.ranks, self.facts.arithmetic.device, self.entering)
+            shards = ShardedLayers(self.ranks, self.facts.compute.device, self.entering)
         built = build_teacher(
             self.facts.spec.teacher.path,
             backend=backend,
             precision=precision,
             kernel=self.facts.spec.teacher.kernel,
-            device=self.facts.arithmetic.device,
+            device=self.facts.compute.device,
             student_vocab=self.facts.inputs.student.vocab_size,
             probe=self.data.heldout[0],
             shards=shards,
@@ -272,7 +272,7 @@ class Builder:
         if self.facts.spec.kernels.prewarm:
             rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
             tokens = {count * self.facts.spec.data.seq_len for count in rows}
-            yield from self.compiles.warm_up(decoder, tokens, self.facts.arithmetic.device)
+            yield from self.compiles.warm_up(decoder, tokens, self.facts.compute.device)
 
 
 def holds_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> bool:

@@ -44,7 +44,7 @@ from engine.errors import BadInput, DiskFull, InternalError, TrainingFailed
 from engine.log.events import Note
 from engine.log.write import LogWriter
 from engine.models.config import count_parameters
-from engine.plan.device import Arithmetic, choose_arithmetic
+from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import KNOBS, choose_backend, choose_teacher_precision
 from engine.plan.memory import EVAL_ROWS_AT_ONCE, ITEM_BYTES
@@ -377,22 +377,22 @@ def _prepare(
             say(text)
             log.write(Note(level="warning", text=text))
 
-        arithmetic = record.logged(log, choose_arithmetic(job.spec))
-        with arithmetic.memory.use():
-            built, identity = record.logged(log, _load_teacher(job, arithmetic, say))
+        compute = record.logged(log, set_up_device(job.spec))
+        with compute.memory.use():
+            built, identity = record.logged(log, _load_teacher(job, compute, say))
         if (out / MANIFEST).exists():
             store = open_store(out)
             same_identity(store, identity)
         else:
             say("measuring the teacher on held-out rows")
-            write_manifest(out, _manifest(job, built, identity, arithmetic.device))
+            write_manifest(out, _manifest(job, built, identity, compute.device))
             store = open_store(out)
         if _drop_damaged(store, say, note):
             store = open_store(out)
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
         begun = time.monotonic()
         stop.steps_begin()
-        _fill(_Fill(built.teacher, arithmetic.device, store, writer), job, stop, progress)
+        _fill(_Fill(built.teacher, compute.device, store, writer), job, stop, progress)
     return Prepared(
         plan=job.plan,
         rows=writer.rows,
@@ -403,20 +403,18 @@ def _prepare(
 
 
 def _load_teacher(
-    job: Job, arithmetic: Arithmetic, say: Say
+    job: Job, compute: ComputeDevice, say: Say
 ) -> record.Logged[tuple[BuiltTeacher, Identity]]:
     spec, config = job.spec, job.inputs.teacher
     assert config is not None
     yield job.precision
     precision = job.precision.choice
-    facts = RunFacts(
-        spec=spec, inputs=job.inputs, arithmetic=arithmetic, teacher_precision=precision
-    )
+    facts = RunFacts(spec=spec, inputs=job.inputs, compute=compute, teacher_precision=precision)
     each = ITEM_BYTES[precision]
     size = job.inputs.teacher_size
     packed = size.weight_bytes(each) if size is not None and size.matrices else None
     dense = each * count_parameters(config)
-    there = arithmetic.available.number
+    there = compute.available.number
     room = None if there is None else int(WEIGHTS_SHARE * there)
     choice = choose_backend(
         job.identity.backend or "auto",
@@ -437,7 +435,7 @@ def _load_teacher(
     if room is not None and needed is not None and needed > room:
         raise BadInput.expected(
             "memory",
-            arithmetic.device,
+            compute.device,
             f"a teacher of at most {format_bytes(room)}",
             format_bytes(needed),
             hint="teacher.precision=bf16 needs half of fp32, and blocks need less again",
@@ -451,7 +449,7 @@ def _load_teacher(
         backend=backend,
         precision=precision,
         kernel=spec.teacher.kernel,
-        device=arithmetic.device,
+        device=compute.device,
         student_vocab=job.inputs.student.vocab_size,
         probe=job.heldout[0],
     )
@@ -462,7 +460,7 @@ def _load_teacher(
     compiles = Compiles()
     rows = {spec.train.rows} | {len(batch.tokens_BT) for batch in job.heldout}
     yield from compiles.warm_up(
-        built.decoder, {count * spec.data.seq_len for count in rows}, arithmetic.device
+        built.decoder, {count * spec.data.seq_len for count in rows}, compute.device
     )
     if running.teacher_compiled:
         say("compiling the teacher's layers")

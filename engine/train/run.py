@@ -29,7 +29,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.models.head import DenseHead
-from engine.plan.device import Arithmetic, choose_arithmetic
+from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import choose_sharded
 from engine.plan.run_plan import Plan, plan_run
@@ -42,6 +42,7 @@ from engine.train import record
 from engine.train.build import Builder, holds_heldout, recall_heldout
 from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.keeper import Keeper
+from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
 from engine.train.ranks.sharding import least_available, shard_trainer, whole_student
@@ -50,7 +51,6 @@ from engine.train.record import Logged
 from engine.train.roofline import Bound, flops_per_token, peak_flops
 from engine.train.session import Session
 from engine.train.stopping import StopRequest
-from engine.train.student import go_on_without_graphs, put_layers_to_run
 from engine.train.trainer import Trainer
 
 _T = TypeVar("_T")
@@ -159,11 +159,11 @@ class _Job:
         inputs = check_inputs(spec, self.folder.path)
         for note in inputs.notes:
             log.write(Note(level="warning", text=note))
-        arithmetic = self._meet()
+        compute = self._meet()
         seen = self.before.data if self.before else None
         data = self._logged(prepare_data(spec, inputs, seen))
-        with arithmetic.memory.use():
-            plan = self._logged(plan_run(spec, inputs, arithmetic, data.stream))
+        with compute.memory.use():
+            plan = self._logged(plan_run(spec, inputs, compute, data.stream))
             builder = Builder(
                 plan=plan,
                 data=data,
@@ -205,7 +205,7 @@ class _Job:
             session.look_at(trainer)
             # Once nothing holds what every rank had alone.
             self._put_to_run(trainer, plan, compiled=plan.running.compiled)
-        with arithmetic.memory.use():  # AdamW makes its moments in the first step
+        with compute.memory.use():  # AdamW makes its moments in the first step
             ended_early = session.train(trainer)
         for counts in self.compiles.counts(session.step):
             log.write(counts)
@@ -230,7 +230,7 @@ class _Job:
             self._logged(go_on_without_graphs(trainer.step + 1, why))
 
         self._logged(
-            put_layers_to_run(
+            configure_student(
                 trainer,
                 compiles=self.compiles,
                 plan=plan,
@@ -240,21 +240,21 @@ class _Job:
             )
         )
 
-    def _meet(self) -> Arithmetic:
+    def _meet(self) -> ComputeDevice:
         """What this rank computes with, once all ranks are there and plan with the same memory."""
         use_own_gpu(self.ranks)
-        arithmetic = self._logged(choose_arithmetic(self.spec))
-        device = arithmetic.device
+        compute = self._logged(set_up_device(self.spec))
+        device = compute.device
         if self.ranks.many:
             world = f"{self.ranks.world} of them"
             self.log.write(Phase(name="meeting the other ranks", detail=world))
             join(self.ranks, device, timeout_s=self.spec.compute.collective_timeout_s)
             # Ranks that chose for themselves would not do the same collectives.
-            available = least_available(self.ranks, arithmetic.available, device)
-            arithmetic = replace(arithmetic, available=available)
+            available = least_available(self.ranks, compute.available, device)
+            compute = replace(compute, available=available)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        return arithmetic
+        return compute
 
     def _resume(
         self, trainer: Trainer, session: Session, allow_fallback: bool, allow_restart: bool

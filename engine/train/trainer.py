@@ -42,7 +42,7 @@ from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, gather_early, own_part
 from engine.spec import LossSection, TrainSection
 from engine.teachers.protocol import GivesTargets, KnowsRows, Teacher
-from engine.train.graphed import Graphs
+from engine.train.cuda_graphs import Graphs
 from engine.train.optimizer import Looked, build_optimizer, total_norm, update_if_finite
 from engine.train.schedule import learning_rate
 from engine.train.step import Given, Ledger, UnderWay

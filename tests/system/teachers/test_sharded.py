@@ -22,7 +22,7 @@ from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.machine.reading import measured
 from engine.models.load import save_decoder
-from engine.plan.device import Arithmetic
+from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import choose_teacher_shard
 from engine.plan.memory import MemoryPlan
@@ -216,7 +216,7 @@ def _planned(
         tokenizers={},
         notes=(),
     )
-    arithmetic = Arithmetic(
+    compute = ComputeDevice(
         device=device,
         precision="fp32",
         memory=memory_scope("native", device),
@@ -228,7 +228,7 @@ def _planned(
     folder.mkdir()
     run = RunFolder(folder)
     with LogWriter(run.events, writer="trainer") as log:
-        facts = RunFacts(spec=spec, inputs=inputs, arithmetic=arithmetic)
+        facts = RunFacts(spec=spec, inputs=inputs, compute=compute)
         fitted = logged(log, plan_memory(facts, running, fused_loss=False))
         record.write(log, fitted.budget())
     return fitted, Follower(run).read_all()

@@ -11,7 +11,7 @@ import torch
 from engine.log.folder import RunFolder
 from engine.log.write import LogWriter
 from engine.machine.reading import measured
-from engine.plan.device import Arithmetic
+from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
 from engine.plan.run_plan import RunFacts, Running, choose_running
 from engine.runtime.managed import memory_scope
@@ -47,7 +47,7 @@ def running(
         tokenizers={},
         notes=(),
     )
-    arithmetic = Arithmetic(
+    compute = ComputeDevice(
         device=torch.device("cuda"),
         precision="bf16",
         memory=memory_scope("native", torch.device("cpu")),
@@ -57,7 +57,7 @@ def running(
         facts = RunFacts(
             spec=spec_from_dict(spec),
             inputs=inputs,
-            arithmetic=arithmetic,
+            compute=compute,
             teacher_precision=precision,
             store=store,
         )

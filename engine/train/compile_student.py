@@ -26,7 +26,7 @@ from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
 from engine.train.compiles import Compiles
-from engine.train.graphed import Graphs
+from engine.train.cuda_graphs import Graphs
 from engine.train.record import Logged
 from engine.train.trainer import Trainer
 
@@ -56,7 +56,7 @@ class Agreement:
         )
 
 
-def put_layers_to_run(
+def configure_student(
     trainer: Trainer,
     *,
     compiles: Compiles,
@@ -71,7 +71,7 @@ def put_layers_to_run(
     """
     if compiled:
         yield Phase(name="compiling the student's layers")
-    agreement = put_to_run(
+    agreement = compile_student(
         trainer,
         length=length,
         compiled=compiled,
@@ -84,7 +84,7 @@ def put_layers_to_run(
         yield Note(level="info", text=text)
     if plan.memory.graphs:
         yield Phase(name="capturing the student's layers")
-        captured = put_into_graphs(trainer, length=length, given_up=graphs_given_up)
+        captured = capture_student(trainer, length=length, given_up=graphs_given_up)
         if captured is not None:
             text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
             yield Note(level="info", text=text)
@@ -98,7 +98,7 @@ def go_on_without_graphs(step: int, why: str) -> Logged[None]:
     yield Note(level="warning", text=text)
 
 
-def put_to_run(
+def compile_student(
     trainer: Trainer,
     *,
     length: int,
@@ -129,7 +129,7 @@ def put_to_run(
     )
 
 
-def put_into_graphs(
+def capture_student(
     trainer: Trainer, *, length: int, given_up: Callable[[str], None] = lambda why: None
 ) -> Agreement | None:
     """Has the layers launched as CUDA graphs from now on, captured on the next batch; then their distance
