@@ -11,9 +11,9 @@ threads) are further down, in `engine.runtime.device` and `engine.machine`.
 To add one: the setting in its section, a chooser and its row here, and whoever acts on the choice.
 
 The sums behind them: what compiling a student saves was measured for Qwen2.5-0.5B's shape, 8 x 1024 tokens, on
-one H200: forward and backward take 47 ms compiled and 63 ms as written, both packed. That is memory traffic,
+one H200: forward and backward take 47 ms compiled and 63 ms eager, both packed. That is memory traffic,
 which grows with tokens and weights, so the saving is scaled by their product; a slower GPU saves more. For a
-teacher of Qwen2.5-7B's shape in bf16 it is 178.1 ms as written and 156.6 ms compiled, scaled by tokens,
+teacher of Qwen2.5-7B's shape in bf16 it is 178.1 ms eager and 156.6 ms compiled, scaled by tokens,
 layers and their columns (model and feed-forward width).
 """
 
@@ -347,7 +347,7 @@ def _fused_or(
     unwanted: str,
 ) -> Decision:
     """Our kernel, which is `fused`, or the one `plain` form, which runs `anywhere`. `lacks` is what the kernel
-    needs and what there is instead; `unwanted` is said where it could run and the user set the other."""
+    needs and what there is instead; `unwanted`: why not, where it could run and the user set the other."""
     (name,) = plain
     reasons, against, refused = {"fused": fused, **plain}, {"fused": unwanted, **plain}, {}
     if lacks is not None:
@@ -365,7 +365,7 @@ def choose_kernel(
 
     `fused_up_to` is the measured number of rows up to which multiplying out of the blocks is faster
     than making them dense first; `most` is what the fused kernels can take at all. Each product goes
-    by its own shape; this is said of the largest. Raises BadInput for `fused` where it cannot run.
+    by its own shape; the reason is of the largest. Raises BadInput for `fused` where it cannot run.
     """
     knob, refused = "teacher.kernel", {}
     why = f"{tokens} rows in a forward pass, and fused products are faster up to {fused_up_to}"
@@ -530,7 +530,7 @@ def choose_backend(
 def choose_checkpointing(
     wanted: str, *, without_bytes: int, with_bytes: int, available_bytes: int | None
 ) -> Decision:
-    """Whether activations are made again in the backward pass, by what the run needs either way."""
+    """Whether activations are recomputed in the backward pass (gradient checkpointing), by what the run needs either way."""
     without = f"without it the run needs {_of(without_bytes, available_bytes)}"
     within = f"with it {format_bytes(with_bytes)}"
     helps, neither = _helps(without_bytes, with_bytes, available_bytes)

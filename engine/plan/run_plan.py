@@ -12,11 +12,11 @@ What a run gives up so that it fits in the memory it may take, what costs least 
 
     loss.chunk_rows         logits of fewer tokens at a time: 1 ms or two of a step of 8192 tokens
     teacher.backend         weights that stay in their blocks: 3 to 5 % of a step
-    student.checkpointing   activations made again in the backward pass: a third more of its forward
+    student.checkpointing   activations recomputed in the backward pass: a third more of its forward
     teacher.shard           layers gathered from the other ranks when they compute, where all of that is not
                             enough; then the others are asked anew
 
-Each is given up for the whole run, before it begins, and said. What the settings name is kept as it is;
+Each is given up for the whole run, before it begins, and logged. What the settings name is kept as it is;
 a run that fits is left as it is, and one that fits in no way is refused by its budget.
 """
 
@@ -306,7 +306,7 @@ def choose_running(facts: RunFacts) -> Generator[Decision, None, Running]:
 def plan_memory(
     facts: RunFacts, running: Running, *, fused_loss: bool
 ) -> Generator[Decision, None, MemoryPlan]:
-    """The teacher's backend, whether activations are made again, how many tokens a chunk of the loss
+    """The teacher's backend, whether activations are recomputed, how many tokens a chunk of the loss
     has, what several ranks share, whether layers are captured: what the run will need so.
     """
     spec, compute = facts.spec, facts.compute

@@ -1,7 +1,7 @@
-"""The student's layers put to run as was chosen, and proved equal to the layers as written.
+"""Compile or capture the student as configured, and prove its layers equal to the eager ones.
 
 A compiler is a second author of the forward and the backward pass. So before the first step both go
-over the first batch of the run, and what they answer is compared: the hidden states, and the gradient of
+over the first batch of the run, and their outputs are compared: the hidden states, and the gradient of
 every weight under one random upstream gradient. That is also the warm-up, after which no step compiles.
 
 Both round bf16 products, each in its own places, and are then some percent apart; a wrong term is far
@@ -42,7 +42,7 @@ _Answers: TypeAlias = tuple[Tensor, list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far compiled layers are from the layers as written, relative."""
+    """How far compiled layers are from the eager layers, relative."""
 
     hidden: float
     gradient: float
@@ -65,8 +65,8 @@ def configure_student(
     compiled: bool,
     graphs_given_up: Callable[[str], None],
 ) -> Logged[None]:
-    """Has the student's layers run as was planned, for rows of `length` tokens; yields how far what they
-    answer is from the layers as written. `compiled`: whether they are compiled now. `graphs_given_up` is
+    """Configures the student's layers as planned, for rows of `length` tokens; yields how far their output is
+    from the eager layers'. `compiled`: whether they are compiled now. `graphs_given_up` is
     told why, when layers that were to be captured are not: now, or in a later step. Raises TrainingFailed.
     """
     if compiled:
@@ -108,14 +108,14 @@ def compile_student(
     backend: str = "inductor",
 ) -> Agreement | None:
     """Sets how the student's layers are run, and compiles them now where they are compiled; then
-    their distance from the layers as written. Weights, gradients and random numbers stay as they
+    their distance from the eager layers. Weights, gradients and random numbers stay as they
     were. Raises TrainingFailed when the distance is more than rounding.
     """
     student = trainer.student
     if not compiled:
         set_running(student, compiled=None, packed=packed, checkpointing=checkpointing)
         return None
-    # As written they keep more; made again, they need no more memory than the steps will.
+    # Eager layers keep more; recomputed, they need no more memory than the steps will.
     set_running(student, compiled=None, packed=packed, checkpointing=True)
     written = _answers(trainer)
     layers = CompiledLayers(trainer.train.rows, length, backend)
