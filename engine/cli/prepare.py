@@ -135,8 +135,8 @@ class _Progress:
 
     def __init__(self, job: Job) -> None:
         self.rows = job.plan.missing
-        self.seq_len = job.identity.seq_len
-        self.token_bytes = job.identity.token_bytes
+        self.seq_len = job.plan.identity.seq_len
+        self.token_bytes = job.plan.identity.token_bytes
         self.line = StatusLine(plain_every_s=_PLAIN_EVERY_S)
 
     def __call__(self, rows: int, seconds: float) -> None:
@@ -156,7 +156,7 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
 
     out, left = job.wanted.out, done.plan.missing - done.rows
     code = 0 if done.stopped is None else stop_code
-    rate = done.rows * job.identity.seq_len / max(done.seconds, 1e-9)
+    rate = done.rows * job.plan.identity.seq_len / max(done.seconds, 1e-9)
     say(
         f"{done.rows:,} rows, {format_bytes(done.bytes)}, in {format_seconds(done.seconds)} "
         f"({rate:,.0f} tok/s)"

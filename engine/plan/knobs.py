@@ -530,7 +530,7 @@ def choose_backend(
 def choose_checkpointing(
     wanted: str, *, without_bytes: int, with_bytes: int, available_bytes: int | None
 ) -> Decision:
-    """Whether activations are recomputed in the backward pass (gradient checkpointing), by what the run needs either way."""
+    """Whether activations are recomputed in the backward pass, by what the run needs either way."""
     without = f"without it the run needs {_of(without_bytes, available_bytes)}"
     within = f"with it {format_bytes(with_bytes)}"
     helps, neither = _helps(without_bytes, with_bytes, available_bytes)

@@ -89,6 +89,16 @@ class Stored:
         return f"{len(self.store):,} rows are stored: {identity.words}, {each:,.0f} bytes per token; {where}"
 
 
+def batches_of(spec: RunSpec, stream: TokenStream) -> Batches:
+    """The rows of `stream` as training takes them."""
+    return Batches(
+        stream,
+        seq_len=spec.data.seq_len,
+        rows_per_batch=spec.train.rows,
+        seed=spec.train.seed,
+    )
+
+
 def rows_of_run(spec: RunSpec) -> int:
     """Rows that a run takes, over all of its epochs."""
     train = spec.train
@@ -105,12 +115,7 @@ def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | 
     fitting_manifest(spec, inputs.teacher, inputs.student)
     store = open_store(spec.teacher.cache)
     known = check_teacher_files(spec.teacher.path, store.manifest, store.path)
-    batches = Batches(
-        stream,
-        seq_len=spec.data.seq_len,
-        rows_per_batch=spec.train.rows,
-        seed=spec.train.seed,
-    )
+    batches = batches_of(spec, stream)
     # Evenly over what the run takes, at most an epoch: one row each.
     rows = min(rows_of_run(spec), batches.rows_per_epoch)
     positions = np.unique(np.linspace(0, rows - 1, min(rows, LOOKED_AT)).astype(np.int64))

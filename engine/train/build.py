@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from engine.data.batches import Batch, Batches
+from engine.data.batches import Batch
 from engine.formats.safetensors import tensors_sha256
 from engine.log.beats import BeatWriter
 from engine.log.events import Evaluated, Event, Note, Phase
@@ -29,7 +29,7 @@ from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.load import load_decoder, new_decoder
 from engine.plan.knobs import KNOBS
-from engine.plan.run_plan import Plan, RunFacts, Stored
+from engine.plan.run_plan import Plan, RunFacts, Stored, batches_of
 from engine.runtime.ranks import Ranks
 from engine.teachers.build import DTYPES, BuiltTeacher, build_teacher
 from engine.teachers.identity import check_not_identical
@@ -163,12 +163,7 @@ class Builder:
         return Trainer(
             student=student,
             teacher=teacher,
-            batches=Batches(
-                self.data.stream,
-                seq_len=spec.data.seq_len,
-                rows_per_batch=spec.train.rows,
-                seed=spec.train.seed,
-            ),
+            batches=batches_of(spec, self.data.stream),
             train=replace(spec.train, update=update),
             loss=replace(plan.memory.spec.loss, kernel=plan.loss_kernel),
             device=self.facts.compute.device,

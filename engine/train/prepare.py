@@ -36,9 +36,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.data.batches import Batch, Batches, heldout_rows
-from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
+from engine.data.batches import Batch, Batches
 from engine.decision import Decision
 from engine.errors import BadInput, DiskFull, InternalError, TrainingFailed
 from engine.log.events import Note
@@ -47,8 +45,8 @@ from engine.models.config import count_parameters
 from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
 from engine.plan.knobs import KNOBS, choose_backend, choose_teacher_precision
-from engine.plan.memory import EVAL_ROWS_AT_ONCE, ITEM_BYTES
-from engine.plan.run_plan import RunFacts, choose_running, rows_of_run
+from engine.plan.memory import ITEM_BYTES
+from engine.plan.run_plan import RunFacts, batches_of, choose_running, rows_of_run
 from engine.runtime.device import choose_device
 from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
@@ -76,6 +74,7 @@ from engine.teachers.store.write import (
 from engine.teachers.truncating import TruncatingTeacher
 from engine.train import record
 from engine.train.compiles import Compiles
+from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
 from engine.train.stopping import StopRequest
 from engine.units import format_bytes
@@ -118,7 +117,8 @@ class Walk:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     identity: Identity
-    """Without the teacher's hash where the teacher was not loaded yet."""
+    """Of the rows, of a teacher that was not loaded yet: without its hash, and without a backend where
+    none is set and no store is there."""
     rows: int
     """Of the walk."""
     repeated: int
@@ -193,9 +193,6 @@ class Job:
     walk: Walk
     precision: Decision
     """Of the teacher."""
-    identity: Identity
-    """Of the rows, of a teacher that was not loaded yet: without its hash, and without a backend where
-    none is set and no store is there."""
     plan: Plan
 
 
@@ -204,24 +201,11 @@ def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
     if not spec.has_teacher:
         raise BadInput("teacher.path: expected a teacher to ask, found none")
     inputs = check_inputs(spec)
-    data = spec.data
-    corpus = open_corpus(
-        data.corpus,
-        heldout_fraction=data.heldout_fraction,
-        include_tests=data.include_tests,
-        max_bytes=data.max_bytes or None,
-    )
-    batches = Batches(
-        tokenize(corpus.train.documents, inputs.tokenizer),
-        seq_len=data.seq_len,
-        rows_per_batch=spec.train.rows,
-        seed=spec.train.seed,
-    )
-    held = tokenize(corpus.heldout.documents, inputs.tokenizer)
-    heldout = list(heldout_rows(held, data.seq_len, spec.eval.rows).split(EVAL_ROWS_AT_ONCE))
+    data = record.logged(None, prepare_data(spec, inputs, None))
+    batches = batches_of(spec, data.stream)
     walk = Walk(
         batches=batches,
-        heldout=tuple(heldout) if wanted.form == HIDDEN else (),
+        heldout=tuple(data.heldout) if wanted.form == HIDDEN else (),
         rows=min(wanted.rows or rows_of_run(spec), batches.rows_per_epoch),
     )
     precision = _precision(spec)
@@ -235,10 +219,9 @@ def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
         spec=spec,
         wanted=wanted,
         inputs=inputs,
-        heldout=heldout,
+        heldout=data.heldout,
         walk=walk,
         precision=precision,
-        identity=identity,
         plan=make_plan(walk, identity, wanted.out, each, store),
     )
 
@@ -417,7 +400,7 @@ def _load_teacher(
     there = compute.available.number
     room = None if there is None else int(WEIGHTS_SHARE * there)
     choice = choose_backend(
-        job.identity.backend or "auto",
+        job.plan.identity.backend or "auto",
         config=config,
         quantised_blocks=packed is not None,
         dense_bytes=dense,
@@ -425,7 +408,7 @@ def _load_teacher(
         available_bytes=room,
         precision=precision,
     )
-    if job.identity.backend and spec.teacher.backend in ("auto", "cached"):
+    if job.plan.identity.backend and spec.teacher.backend in ("auto", "cached"):
         why = "the store was begun with it"
         choice = dataclasses.replace(choice, reason=why, overridden=False)
     yield choice
@@ -467,7 +450,9 @@ def _load_teacher(
         yield from compiles.compile_teacher(
             built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision
         )
-    return built, dataclasses.replace(job.identity, backend=backend, teacher_sha256=model.sha256)
+    return built, dataclasses.replace(
+        job.plan.identity, backend=backend, teacher_sha256=model.sha256
+    )
 
 
 def _manifest(job: Job, built: BuiltTeacher, identity: Identity, device: torch.device) -> Manifest:

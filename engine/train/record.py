@@ -61,8 +61,8 @@ Logged: TypeAlias = Generator[Loggable, None, _T]
 """Work that yields what is to be logged as it goes on, and returns its result."""
 
 
-def logged(log: LogWriter, work: Generator[Loggable, None, _T]) -> _T:
-    """Do `work`; what it yields is in the log before it goes on. Returns its result."""
+def logged(log: LogWriter | None, work: Generator[Loggable, None, _T]) -> _T:
+    """Do `work`; what it yields is in the log, where there is one, before it goes on. Returns its result."""
     with contextlib.closing(work):
         while True:
             try:
@@ -70,7 +70,8 @@ def logged(log: LogWriter, work: Generator[Loggable, None, _T]) -> _T:
             except StopIteration as done:
                 result: _T = done.value
                 return result
-            write(log, found)
+            if log is not None:
+                write(log, found)
 
 
 def write(log: LogWriter, found: Loggable) -> None:
