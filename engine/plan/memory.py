@@ -103,7 +103,7 @@ _TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION = PHASES
 _STEP = (_TEACHER, _LOSS, _BACKWARD)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BudgetItem:
     name: str
     bytes: int
@@ -375,9 +375,9 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         sizes = linear_sizes(config)
         largest = max(sizes["q"] + sizes["k"] + sizes["v"], sizes["gate"] + sizes["up"])
         yield BudgetItem(
-            name="dequantisation scratch",
-            bytes=min(each * max(largest, sizes["down"]), SCRATCH_LIMIT_BYTES),
-            how=f"gate and up of a layer, {format_count(largest)} x {each} bytes, at most "
+            "dequantisation scratch",
+            min(each * max(largest, sizes["down"]), SCRATCH_LIMIT_BYTES),
+            f"gate and up of a layer, {format_count(largest)} x {each} bytes, at most "
             f"{format_bytes(SCRATCH_LIMIT_BYTES)}",
             lasting=True,
         )
@@ -385,9 +385,9 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         return
     forward = plan.teacher_pass(config, plan.spec.train.rows)
     yield BudgetItem(
-        name="teacher temporaries",
-        bytes=forward.passing(),
-        how=f"the widest moment of a layer, {format_count(plan.tokens)} tokens"
+        "teacher temporaries",
+        forward.passing(),
+        f"the widest moment of a layer, {format_count(plan.tokens)} tokens"
         + (", on a stream of its own" if plan.prefetches else ""),
         phases=PHASES[1:] if plan.prefetches else (_TEACHER,),
         # What one stream has freed, no other is given.
@@ -395,15 +395,15 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     if plan.prefetches:
         yield BudgetItem(
-            name="prefetched hidden states",
-            bytes=each * plan.tokens * config.hidden_size,
-            how="of the next batch, beside those of this one",
+            "prefetched hidden states",
+            each * plan.tokens * config.hidden_size,
+            "of the next batch, beside those of this one",
             phases=(_LAST, _EVALUATION),
         )
     yield BudgetItem(
-        name="teacher hidden states",
-        bytes=each * plan.tokens * config.hidden_size,
-        how=f"{format_count(plan.tokens)} tokens x {config.hidden_size} x {each} bytes",
+        "teacher hidden states",
+        each * plan.tokens * config.hidden_size,
+        f"{format_count(plan.tokens)} tokens x {config.hidden_size} x {each} bytes",
         phases=(_LOSS, _BACKWARD, _LAST),
     )
 
@@ -412,18 +412,18 @@ def _teacher_weights(plan: MemoryPlan, config: ModelConfig) -> BudgetItem:
     if plan.quantized:
         assert plan.teacher_packed_bytes is not None
         return BudgetItem(
-            name="teacher weights",
-            bytes=plan.teacher_packed_bytes,
-            how="blocks as they are in the file, and the rest as floats",
+            "teacher weights",
+            plan.teacher_packed_bytes,
+            "blocks as they are in the file, and the rest as floats",
             lasting=True,
         )
     if plan.teacher_precision == "fp8":
         return _fp8_weights(config, plan.teacher_each)
     parameters = count_parameters(config)
     return BudgetItem(
-        name="teacher weights",
-        bytes=plan.teacher_each * parameters,
-        how=f"{format_count(parameters)} x {plan.teacher_each} bytes",
+        "teacher weights",
+        plan.teacher_each * parameters,
+        f"{format_count(parameters)} x {plan.teacher_each} bytes",
         lasting=True,
     )
 
@@ -435,9 +435,9 @@ def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
     query, shared = query_width(config), shared_width(config)
     rows = query + 2 * shared + 2 * config.hidden_size + 2 * config.intermediate_size
     return BudgetItem(
-        name="teacher weights",
-        bytes=matrices + 4 * config.num_hidden_layers * rows + each * rest,
-        how=f"{format_count(matrices)} x 1 byte in the layers, with a scale a row, "
+        "teacher weights",
+        matrices + 4 * config.num_hidden_layers * rows + each * rest,
+        f"{format_count(matrices)} x 1 byte in the layers, with a scale a row, "
         f"{format_count(rest)} x {each} bytes beside them",
         lasting=True,
     )
@@ -448,16 +448,16 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
     head = config.vocab_size * config.hidden_size
     if stored.form == HIDDEN:
         yield BudgetItem(
-            name="teacher head",
-            bytes=plan.teacher_each * head,
-            how=f"{format_count(head)} x {plan.teacher_each} bytes; in blocks, less",
+            "teacher head",
+            plan.teacher_each * head,
+            f"{format_count(head)} x {plan.teacher_each} bytes; in blocks, less",
             lasting=True,
         )
     # On a GPU those of the next batch arrive meanwhile, in memory that nothing else is given.
     yield BudgetItem(
-        name="teacher outputs",
-        bytes=round(stored.token_bytes * plan.tokens) * (2 if plan.on_gpu else 1),
-        how=f"{format_count(plan.tokens)} tokens x {stored.token_bytes:,.0f} bytes: {stored.words}"
+        "teacher outputs",
+        round(stored.token_bytes * plan.tokens) * (2 if plan.on_gpu else 1),
+        f"{format_count(plan.tokens)} tokens x {stored.token_bytes:,.0f} bytes: {stored.words}"
         + (", and the next batch's" if plan.on_gpu else ""),
         phases=PHASES[1:] if plan.on_gpu else (_LOSS, _BACKWARD, _LAST),
         lasting=plan.on_gpu,
@@ -469,23 +469,23 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     count, tokens = format_count(parameters), plan.tokens
     of_all = f", shared by {plan.ranks} GPUs" if plan.ranks > 1 else ""
     yield BudgetItem(
-        name="student weights",
-        bytes=plan.share(4 * parameters),
-        how=f"{count} x 4 bytes{of_all}",
+        "student weights",
+        plan.share(4 * parameters),
+        f"{count} x 4 bytes{of_all}",
         lasting=True,
     )
     yield BudgetItem(
-        name="AdamW moments",
-        bytes=plan.share(8 * parameters),
-        how=f"{count} x 2 x 4 bytes{of_all}, from the first step on",
+        "AdamW moments",
+        plan.share(8 * parameters),
+        f"{count} x 2 x 4 bytes{of_all}, from the first step on",
         phases=PHASES[1:],
         lasting=True,
     )
     accumulated = plan.spec.train.accumulation > 1
     yield BudgetItem(
-        name="gradients",
-        bytes=plan.share(4 * parameters),
-        how=f"{count} x 4 bytes{of_all}, "
+        "gradients",
+        plan.share(4 * parameters),
+        f"{count} x 4 bytes{of_all}, "
         + ("kept between passes" if accumulated else "from the backward pass on"),
         phases=(*_STEP, _LAST, _EVALUATION) if accumulated else (_LAST, _EVALUATION),
     )
@@ -493,9 +493,9 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     largest = sorted(kept.items(), key=lambda term: -term[1])[:3]
     words = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
     yield BudgetItem(
-        name="student activations",
-        bytes=sum(kept.values()),
-        how=f"{format_count(tokens)} tokens, {layers} layers: {words}, ...",
+        "student activations",
+        sum(kept.values()),
+        f"{format_count(tokens)} tokens, {layers} layers: {words}, ...",
         phases=PHASES[1:] if plan.graphs else (_LOSS, _BACKWARD),
         lasting=plan.graphs,
     )
@@ -503,22 +503,22 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         ends = 1 if plan.student.tie_word_embeddings else 2
         inside = parameters - ends * plan.student.vocab_size * plan.student.hidden_size
         yield BudgetItem(
-            name="gradients in the graph",
-            bytes=4 * inside,
-            how=f"{format_count(inside)} x 4 bytes, kept from step to step",
+            "gradients in the graph",
+            4 * inside,
+            f"{format_count(inside)} x 4 bytes, kept from step to step",
             phases=_STEP,
         )
     yield BudgetItem(
-        name="tokens of a pass",
-        bytes=3 * 8 * tokens,
-        how=f"ids, documents and labels of {format_count(tokens)} tokens, 8 bytes each",
+        "tokens of a pass",
+        3 * 8 * tokens,
+        f"ids, documents and labels of {format_count(tokens)} tokens, 8 bytes each",
         phases=(*_STEP, _LAST),
     )
     if plan.on_gpu:
         yield BudgetItem(
-            name="cuBLAS workspaces",
-            bytes=2 * CUBLAS_WORKSPACE_BYTES,
-            how=f"{format_bytes(CUBLAS_WORKSPACE_BYTES)} for each of the two threads",
+            "cuBLAS workspaces",
+            2 * CUBLAS_WORKSPACE_BYTES,
+            f"{format_bytes(CUBLAS_WORKSPACE_BYTES)} for each of the two threads",
             lasting=True,
         )
 
@@ -531,28 +531,28 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     narrow = plan.each if plan.fused_loss or (plan.on_gpu and plan.each == 2) else 0
     held = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
     yield BudgetItem(
-        name="loss workspace",
-        bytes=student.vocab_size * (4 * buffers * chunk + narrow * held),
-        how=f"{buffers} x {format_count(chunk)} rows x {student.vocab_size} x 4 bytes"
+        "loss workspace",
+        student.vocab_size * (4 * buffers * chunk + narrow * held),
+        f"{buffers} x {format_count(chunk)} rows x {student.vocab_size} x 4 bytes"
         + (f", and {format_count(held)} rows x {narrow} bytes" if narrow else ""),
         phases=(_LOSS,),
     )
     yield BudgetItem(
-        name="operands of the loss",
-        bytes=_operands(plan),
-        how="labelled hidden states and heads in the dtype of the products",
+        "operands of the loss",
+        _operands(plan),
+        "labelled hidden states and heads in the dtype of the products",
         phases=(_LOSS,),
     )
     yield BudgetItem(
-        name="student hidden states",
-        bytes=4 * tokens * width,
-        how=f"{format_count(tokens)} tokens x {width} x 4 bytes",
+        "student hidden states",
+        4 * tokens * width,
+        f"{format_count(tokens)} tokens x {width} x 4 bytes",
         phases=(_LOSS, _BACKWARD, _LAST),
     )
     yield BudgetItem(
-        name="gradients of the loss",
-        bytes=4 * (head + tokens * width),
-        how=f"4 bytes x (head {format_count(head)} + hidden {format_count(tokens * width)})",
+        "gradients of the loss",
+        4 * (head + tokens * width),
+        f"4 bytes x (head {format_count(head)} + hidden {format_count(tokens * width)})",
         phases=(_LOSS, _BACKWARD),
     )
     narrow_each = plan.each if plan.each < 4 else 0
@@ -563,9 +563,9 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     forward = plan.student_pass(plan.spec.train.rows)
     inside = 2 * plan.each * tokens * student.intermediate_size + matrix + forward.again()
     yield BudgetItem(
-        name="backward temporaries",
-        bytes=max(scaled, inside + plan.each * tokens * width),
-        how="the larger of a second gradient of the hidden states and a layer's gradients",
+        "backward temporaries",
+        max(scaled, inside + plan.each * tokens * width),
+        "the larger of a second gradient of the hidden states and a layer's gradients",
         phases=(_BACKWARD,),
     )
     # Tied: the head's and the lookup's, beside their sum, which is the gradient or is added to it.
@@ -573,9 +573,9 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     kept = sum(forward.kept().values())
     first = inside + (4 + plan.each) * tokens * width + kept // student.num_hidden_layers
     yield BudgetItem(
-        name="end of backward",
-        bytes=max(4 * head * again + 4 * tokens * width, first),
-        how="the larger of the embedding's gradients not yet summed and the first layer's",
+        "end of backward",
+        max(4 * head * again + 4 * tokens * width, first),
+        "the larger of the embedding's gradients not yet summed and the first layer's",
         phases=(_LAST,),
     )
 
@@ -617,25 +617,25 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     # Autocast keeps no copies when there is nothing to differentiate: one weight at a time.
     cast = plan.each * max(linear_sizes(plan.student).values()) if plan.each < 4 else 0
     yield BudgetItem(
-        name="evaluation workspace",
-        bytes=_workspace(plan, plan.student_pass(rows)) + cast,
-        how=how,
+        "evaluation workspace",
+        _workspace(plan, plan.student_pass(rows)) + cast,
+        how,
         phases=(_EVALUATION,),
     )
     if plan.teacher is None or plan.stored is not None:
         return
     yield BudgetItem(
-        name="teacher evaluation workspace",
-        bytes=_workspace(plan, plan.teacher_pass(plan.teacher, rows)),
-        how=how,
+        "teacher evaluation workspace",
+        _workspace(plan, plan.teacher_pass(plan.teacher, rows)),
+        how,
         phases=(_TEACHER_EVALUATION,),
     )
     if plan.teacher_each < 4 and not plan.on_gpu and not plan.quantized:
         head = plan.teacher.vocab_size * plan.teacher.hidden_size
         yield BudgetItem(
-            name="teacher head in fp32",
-            bytes=4 * head,
-            how=f"{format_count(head)} x 4 bytes: a CPU has no product of bf16 with fp32 sums",
+            "teacher head in fp32",
+            4 * head,
+            f"{format_count(head)} x 4 bytes: a CPU has no product of bf16 with fp32 sums",
             phases=(_TEACHER_EVALUATION,),
         )
 
@@ -661,33 +661,33 @@ def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     layer = (parameters - outside) // plan.student.num_hidden_layers
     layers = "every layer" if not plan.reshard else "two layers, and what arrives for them"
     yield BudgetItem(
-        name="gathered weights",
-        bytes=4 * outside,
-        how=f"embedding and head, {format_count(outside)} x 4 bytes",
+        "gathered weights",
+        4 * outside,
+        f"embedding and head, {format_count(outside)} x 4 bytes",
         phases=(_TEACHER, _LOSS, _BACKWARD, _LAST),
     )
     yield BudgetItem(
-        name="gathered layers",
-        bytes=_gathered(plan, parameters - outside, layer),
-        how=f"{layers}, {format_count(layer)} x 4 bytes each",
+        "gathered layers",
+        _gathered(plan, parameters - outside, layer),
+        f"{layers}, {format_count(layer)} x 4 bytes each",
         phases=(_LOSS, _BACKWARD) if plan.reshard else (_TEACHER, _LOSS, _BACKWARD),
     )
     yield BudgetItem(
-        name="gradients being reduced",
-        bytes=4 * 2 * layer,
-        how=f"of a layer, twice {format_count(layer)} x 4 bytes",
+        "gradients being reduced",
+        4 * 2 * layer,
+        f"of a layer, twice {format_count(layer)} x 4 bytes",
         phases=(_BACKWARD,),
     )
     yield BudgetItem(
-        name="embedding's gradient",
-        bytes=4 * outside,
-        how=f"{format_count(outside)} x 4 bytes, until it is reduced",
+        "embedding's gradient",
+        4 * outside,
+        f"{format_count(outside)} x 4 bytes, until it is reduced",
         phases=(_LAST,),
     )
     yield BudgetItem(
-        name="whole student",
-        bytes=4 * parameters,
-        how=f"{format_count(parameters)} x 4 bytes, for evaluations and files",
+        "whole student",
+        4 * parameters,
+        f"{format_count(parameters)} x 4 bytes, for evaluations and files",
         phases=(_TEACHER_EVALUATION, _EVALUATION),
     )
     yield from _before_the_first_step(plan, parameters, outside, layer)
@@ -718,9 +718,9 @@ def _shared_teacher(
     )
     rooms = min(2, count)
     yield BudgetItem(
-        name="teacher layers put together",
-        bytes=rooms * max(layers),
-        how=f"{rooms} of at most {format_bytes(max(layers))}: one computes, the next arrives",
+        "teacher layers put together",
+        rooms * max(layers),
+        f"{rooms} of at most {format_bytes(max(layers))}: one computes, the next arrives",
         lasting=True,
     )
 
@@ -745,9 +745,9 @@ def _before_the_first_step(
     for phase, size in more.items():
         if size > 0:
             yield BudgetItem(
-                name=f"whole student, {phase}",
-                bytes=size,
-                how="what the checks before the first step need beyond what steps do",
+                f"whole student, {phase}",
+                size,
+                "what the checks before the first step need beyond what steps do",
                 phases=(phase,),
             )
 

@@ -7,6 +7,12 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.decision import Decision
+from engine.log.events import Phase
+from engine.log.folder import create_run
+from engine.log.follow import Follower
+from engine.log.write import LogWriter
+from engine.train.record import Logged, logged
 from tests.support.paths import ROOT
 
 TRAINER_SIDE = (
@@ -37,3 +43,24 @@ def test_no_module_of_the_trainer_but_its_composition_root_has_a_log_writer() ->
     assert len(paths) > 50
     found = {str(p.relative_to(ROOT)) for p in paths if "LogWriter" in names(p)}
     assert found == HOLDERS.keys()
+
+
+def test_what_work_yields_is_in_the_log_before_the_work_goes_on(tmp_path: Path) -> None:
+    """A silent run is stuck in the phase that its log names last."""
+    run = create_run(tmp_path / "run", "", {})
+    closed = []
+
+    def work() -> Logged[int]:
+        try:
+            for name in ("reading", "loading"):
+                yield Phase(name=name)
+                assert Follower(run).read_all().phase.name == name
+            yield Decision(knob="student.compile", choice="off", reason="it is short")
+            return len(Follower(run).read_all().decisions)
+        finally:
+            closed.append(True)
+
+    with LogWriter(run.events, writer="trainer") as log:
+        assert logged(log, work()) == 1
+        assert logged(None, (event for event in ())) is None
+    assert closed == [True]
