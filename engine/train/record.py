@@ -52,7 +52,8 @@ from engine.runtime.c_library import CompiledLibrary
 from engine.spec import RunSpec
 from engine.teachers.truncating import DroppedMass
 from engine.train.roofline import Bound
-from engine.train.trainer import Step, Trainer
+from engine.train.step import Step
+from engine.train.trainer import Trainer
 from engine.version import VERSION
 
 Loggable: TypeAlias = Event | Decision | MemoryBudget | CompiledLibrary | Result

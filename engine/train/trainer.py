@@ -45,8 +45,7 @@ from engine.teachers.protocol import GivesTargets, KnowsRows, Teacher
 from engine.train.cuda_graphs import Graphs
 from engine.train.optimizer import Looked, build_optimizer, total_norm, update_if_finite
 from engine.train.schedule import learning_rate
-from engine.train.step import Given, Ledger, UnderWay
-from engine.train.step import Step as Step
+from engine.train.step import Given, Ledger, Step, UnderWay
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width
 

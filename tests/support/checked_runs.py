@@ -26,7 +26,8 @@ from engine.teachers.dequantized import DequantizedTeacher
 from engine.train.checking import context_of
 from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
-from engine.train.trainer import Step, Trainer
+from engine.train.step import Step
+from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
 

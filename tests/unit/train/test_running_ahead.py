@@ -22,8 +22,8 @@ from engine.train import optimizer as optimizer_module
 from engine.train import trainer as subject
 from engine.train.checking import step_gradients
 from engine.train.optimizer import build_optimizer
-from engine.train.step import PHASES, Ledger
-from engine.train.trainer import Step, Trainer
+from engine.train.step import PHASES, Ledger, Step
+from engine.train.trainer import Trainer
 from tests.support.budgets import config, stream_of
 from tests.support.kit import Kit
 from tests.support.trainers import LOSS, TRAIN, build
