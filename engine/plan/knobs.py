@@ -33,7 +33,7 @@ from engine.models.attention import LEAST_CAPABILITY, MOST_HEAD_DIM
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import without_blocks
 from engine.runtime.device import choose_device, choose_precision, choose_threads
-from engine.spec import Option, RunSpec, options
+from engine.spec import Option, options
 from engine.units import format_bytes, format_count, format_seconds
 
 Capability = tuple[int, int] | None
@@ -78,10 +78,6 @@ class Knob:
         """Its values, its default and what it means."""
         return next(option for option in options() if option.key == self.key)
 
-    def wanted(self, spec: RunSpec) -> Any:
-        section, name = self.key.split(".")
-        return getattr(getattr(spec, section), name)
-
     def decide(self, known: Any, **computed: Any) -> Decision:
         """The choice for a run of which `known` has a `spec` and the facts, as attributes; those that are
         `computed` for this decision go before."""
@@ -90,7 +86,7 @@ class Knob:
             fact: computed[fact] if fact in computed else getattr(known, names.get(fact, fact))
             for fact in self.facts
         }
-        return self.choose(self.wanted(known.spec), **found)
+        return self.choose(known.spec.value(self.key), **found)
 
 
 # How layers are run

@@ -65,8 +65,7 @@ def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
 
 def _path_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
     for option in options():
-        section, name = option.key.split(".")
-        value = getattr(getattr(spec, section), name)
+        value = spec.value(option.key)
         # `engine prepare` makes the cache; a run finds out what is in it when it checks its inputs.
         if option.path and value and option.key != "teacher.cache" and not os.path.exists(value):
             add(option.key, f"expected a file or folder at {value}, found nothing there")
@@ -206,7 +205,7 @@ def spec_to_toml(spec: RunSpec) -> str:
         choices = f" One of: {', '.join(option.allowed)}." if option.allowed else ""
         out += [
             f"# {option.doc}{choices}",
-            f"{field} = {_toml_value(getattr(getattr(spec, name), field))}",
+            f"{field} = {_toml_value(spec.value(option.key))}",
         ]
     return "\n".join(out) + "\n"
 

@@ -487,6 +487,11 @@ class RunSpec:
     watch: WatchSection = dataclasses.field(default_factory=WatchSection)
     gate: GateSection = dataclasses.field(default_factory=GateSection)
 
+    def value(self, key: str) -> Any:
+        """Of a setting by its dotted key."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)
 
