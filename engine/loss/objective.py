@@ -111,7 +111,7 @@ def distillation_loss(
     dW is summed over chunks in fp32. float64 stays float64.
 
     `kernel="fused"` has one kernel of ours do everything between the products, on a GPU
-    (`engine.plan.choose_loss`); it has no `jsd` and no float64. `targets` stand in the place of the
+    (`engine.plan.knobs`); it has no `jsd` and no float64. `targets` stand in the place of the
     teacher's hidden states and head, for `forward_kl`.
 
     `undivided` promises that backward begins at this call's `loss` itself, with a gradient of 1: no

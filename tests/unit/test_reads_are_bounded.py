@@ -70,8 +70,8 @@ ALLOWED: dict[str, str] = {
     **dict.fromkeys(
         (
             "engine/crash.py",
-            "engine/train/checkpoint/file_calls.py",
-            "engine/train/checkpoint/parts.py",
+            "engine/train/checkpoint/write.py",
+            "engine/train/checkpoint/keeper.py",
             "engine/findings/bundle.py",
             "engine/flips/controls.py",
             "engine/flips/record.py",

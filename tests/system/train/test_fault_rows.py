@@ -38,9 +38,9 @@ from engine.models.load import new_decoder, save_decoder
 from engine.spec import RunSpec, load_spec
 from engine.teachers.build import build_teacher
 from engine.train import run as trainer_module
+from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.manifest import newest
 from engine.train.checkpoint.write import save
-from engine.train.drift import versions_changed
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from engine.watch.attribution import ExitState, attribute_exit

@@ -21,7 +21,7 @@ from engine.loss.objective import (
     reference_loss,
 )
 from engine.loss.types import Divergence
-from engine.plan.choose_loss import FUSED_DIVERGENCES, choose_loss_kernel
+from engine.plan.knobs import FUSED_DIVERGENCES, choose_loss_kernel
 
 # Shapes: N tokens, V vocabulary, W teacher vocabulary, D student width, E teacher width
 

@@ -19,7 +19,7 @@ from engine.models.fp8 import round_layer
 from engine.models.freeze import freeze
 from engine.models.joined import JoinedLinear, join
 from engine.models.load_packed import load_packed_decoder
-from engine.teachers.choose import choose_teacher_compile
+from engine.plan.knobs import choose_teacher_compile
 from engine.teachers.compiled import CompiledForward, compile_layers, warm_up
 from engine.teachers.frozen import FrozenDecoder
 from engine.teachers.opaque import OpaqueLinear, make_opaque

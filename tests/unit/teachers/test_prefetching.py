@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.models.load_packed import load_packed_decoder
-from engine.teachers.choose import choose_prefetch
+from engine.plan.knobs import choose_prefetch
 from engine.teachers.dequantized import DequantizedTeacher
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Prefetches

@@ -1,7 +1,7 @@
-"""The student's layers put to run as was chosen, and proved equal to the layers as written.
+"""Compile or capture the student as configured, and prove its layers equal to the eager ones.
 
 A compiler is a second author of the forward and the backward pass. So before the first step both go
-over the first batch of the run, and what they answer is compared: the hidden states, and the gradient of
+over the first batch of the run, and their outputs are compared: the hidden states, and the gradient of
 every weight under one random upstream gradient. That is also the warm-up, after which no step compiles.
 
 Both round bf16 products, each in its own places, and are then some percent apart; a wrong term is far
@@ -19,16 +19,15 @@ import torch
 from torch import Tensor
 
 from engine.errors import TrainingFailed
-from engine.log.events import Note
-from engine.log.write import LogWriter
+from engine.log.events import Note, Phase
 from engine.models.attention import remember
 from engine.models.running import CompiledLayers, set_running
-from engine.plan.choices import give_up_graphs
+from engine.plan.knobs import give_up_graphs
 from engine.plan.run_plan import Plan
 from engine.runtime.ranks import own_part
-from engine.train import record
 from engine.train.compiles import Compiles
-from engine.train.graphed import Graphs
+from engine.train.cuda_graphs import Graphs
+from engine.train.record import Logged
 from engine.train.trainer import Trainer
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
@@ -43,7 +42,7 @@ _Answers: TypeAlias = tuple[Tensor, list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far compiled layers are from the layers as written, relative."""
+    """How far compiled layers are from the eager layers, relative."""
 
     hidden: float
     gradient: float
@@ -57,46 +56,49 @@ class Agreement:
         )
 
 
-def put_layers_to_run(
-    log: LogWriter, compiles: Compiles, trainer: Trainer, plan: Plan, *, length: int, compiled: bool
-) -> None:
-    """Has the student's layers run as was planned, for rows of `length` tokens, and logs how far what they
-    answer is from the layers as written. `compiled`: whether they are compiled now. Raises TrainingFailed.
+def configure_student(
+    trainer: Trainer,
+    *,
+    compiles: Compiles,
+    plan: Plan,
+    length: int,
+    compiled: bool,
+    graphs_given_up: Callable[[str], None],
+) -> Logged[None]:
+    """Configures the student's layers as planned, for rows of `length` tokens; yields how far their output is
+    from the eager layers'. `compiled`: whether they are compiled now. `graphs_given_up` is
+    told why, when layers that were to be captured are not: now, or in a later step. Raises TrainingFailed.
     """
     if compiled:
-        record.phase(log, "compiling the student's layers")
-    agreement = put_to_run(
+        yield Phase(name="compiling the student's layers")
+    agreement = compile_student(
         trainer,
         length=length,
         compiled=compiled,
         packed=plan.running.packed,
-        checkpointing=plan.fitted.checkpointing,
+        checkpointing=plan.memory.checkpointing,
     )
-    compiles.write()
+    yield from compiles.done()
     if agreement is not None:
         text = f"compiled layers are as far from the layers as written as rounding takes them: {agreement}"
-        log.write(Note(level="info", text=text))
-    if plan.fitted.graphs:
-        record.phase(log, "capturing the student's layers")
-        captured = put_into_graphs(
-            trainer,
-            length=length,
-            given_up=lambda why: go_on_without_graphs(log, trainer.step + 1, why),
-        )
+        yield Note(level="info", text=text)
+    if plan.memory.graphs:
+        yield Phase(name="capturing the student's layers")
+        captured = capture_student(trainer, length=length, given_up=graphs_given_up)
         if captured is not None:
             text = f"captured layers are as far from layers launched one by one as rounding takes them: {captured}"
-            log.write(Note(level="info", text=text))
+            yield Note(level="info", text=text)
 
 
-def go_on_without_graphs(log: LogWriter, step: int, why: str) -> None:
-    """Logs that the layers are launched one by one from `step` on."""
+def go_on_without_graphs(step: int, why: str) -> Logged[None]:
+    """That the layers are launched one by one from `step` on."""
     given_up = give_up_graphs(step, why)
-    record.decide(log, given_up)
+    yield given_up
     text = f"{given_up.knob}: {given_up.reason}: {given_up.rejected[0][1]}"
-    log.write(Note(level="warning", text=text))
+    yield Note(level="warning", text=text)
 
 
-def put_to_run(
+def compile_student(
     trainer: Trainer,
     *,
     length: int,
@@ -106,31 +108,28 @@ def put_to_run(
     backend: str = "inductor",
 ) -> Agreement | None:
     """Sets how the student's layers are run, and compiles them now where they are compiled; then
-    their distance from the layers as written. Weights, gradients and random numbers stay as they
+    their distance from the eager layers. Weights, gradients and random numbers stay as they
     were. Raises TrainingFailed when the distance is more than rounding.
     """
     student = trainer.student
     if not compiled:
         set_running(student, compiled=None, packed=packed, checkpointing=checkpointing)
         return None
-    # As written they keep more; made again, they need no more memory than the steps will.
+    # Eager layers keep more; recomputed, they need no more memory than the steps will.
     set_running(student, compiled=None, packed=packed, checkpointing=True)
     written = _answers(trainer)
     layers = CompiledLayers(trainer.train.rows, length, backend)
     set_running(student, compiled=layers, packed=packed, checkpointing=checkpointing)
-    agreement = _distance(trainer, _answers(trainer), written)
-    limit = TOLERANCE[trainer.dtype]
-    # Written so that NaN fails.
-    if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
-        raise TrainingFailed(
-            f"student.compile: compiled layers answer otherwise than the layers as written: {agreement}; "
-            f"expected at most {limit:g}",
-            hint="--set student.compile=off trains with the layers as written",
-        )
-    return agreement
+    return _agreement(
+        trainer,
+        _answers(trainer),
+        written,
+        "student.compile: compiled layers answer otherwise than the layers as written",
+        hint="--set student.compile=off trains with the layers as written",
+    )
 
 
-def put_into_graphs(
+def capture_student(
     trainer: Trainer, *, length: int, given_up: Callable[[str], None] = lambda why: None
 ) -> Agreement | None:
     """Has the layers launched as CUDA graphs from now on, captured on the next batch; then their distance
@@ -143,15 +142,13 @@ def put_into_graphs(
     found = _answers(trainer)
     if trainer.graphs is None:
         return None
-    agreement = _distance(trainer, found, launched)
-    limit = TOLERANCE[trainer.dtype]
-    if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
-        raise TrainingFailed(
-            f"student.graphs: captured layers answer otherwise than layers launched one by one: {agreement}; "
-            f"expected at most {limit:g}",
-            hint="--set student.graphs=off launches them one by one",
-        )
-    return agreement
+    return _agreement(
+        trainer,
+        found,
+        launched,
+        "student.graphs: captured layers answer otherwise than layers launched one by one",
+        hint="--set student.graphs=off launches them one by one",
+    )
 
 
 def _answers(trainer: Trainer) -> _Answers:
@@ -181,7 +178,12 @@ def _inside(trainer: Trainer) -> list[Tensor]:
     return [p for p in trainer.parameters if p is not trainer.student.head_weight]
 
 
-def _distance(trainer: Trainer, found: _Answers, expected: _Answers) -> Agreement:
+def _agreement(
+    trainer: Trainer, found: _Answers, expected: _Answers, otherwise: str, *, hint: str
+) -> Agreement:
+    """How far two answers to one batch are apart. Raises TrainingFailed, that they are `otherwise`, when it is
+    more than rounding.
+    """
     gaps = _norms(
         trainer, [a.float() - b.float() for a, b in zip(found[1], expected[1], strict=True)]
     )
@@ -190,12 +192,17 @@ def _distance(trainer: Trainer, found: _Answers, expected: _Answers) -> Agreemen
     each = gaps / sizes.clamp(min=SMALL * sizes.norm())
     worst = int(each.argmax())
     names = {id(p): name for name, p in trainer.student.named_parameters()}
-    return Agreement(
+    agreement = Agreement(
         hidden=float(hidden / whole),
         gradient=float(gaps.norm() / sizes.norm()),
         worst=float(each[worst]),
         worst_name=names[id(_inside(trainer)[worst])],
     )
+    limit = TOLERANCE[trainer.dtype]
+    # Written so that NaN fails.
+    if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
+        raise TrainingFailed(f"{otherwise}: {agreement}; expected at most {limit:g}", hint=hint)
+    return agreement
 
 
 def _norms(trainer: Trainer, tensors: list[Tensor]) -> Tensor:

@@ -8,7 +8,6 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ from engine.log.text import decision_lines
 from engine.log.write import LogWriter
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.plan.choices import choose_graphs
-from engine.train import graphed
+from engine.plan.knobs import choose_graphs
+from engine.train import cuda_graphs
 from engine.train.checking import step_gradients
-from engine.train.graphed import LEAST_ROOM, Graphs, NotCaptured, _capture
-from engine.train.record import decide
-from engine.train.student import go_on_without_graphs, put_into_graphs
+from engine.train.compile_student import capture_student, go_on_without_graphs
+from engine.train.cuda_graphs import LEAST_ROOM, Graphs, NotCaptured, _capture
+from engine.train.record import logged, write
 from engine.train.trainer import Trainer
 from tests.support.budgets import budget_of, config, item, spec_of
 from tests.support.gpu_trainers import gpu_trainer
@@ -132,9 +131,12 @@ def test_layers_that_cannot_be_captured_are_launched_one_by_one_and_the_log_says
 ) -> None:
     trainer, run = build(kit), RunFolder(tmp_path)
     with LogWriter(run.events, writer="trainer") as log:
-        decide(log, choose_graphs("on", **GPU))
-        given_up = partial(go_on_without_graphs, log, 7)
-        assert put_into_graphs(trainer, length=32, given_up=given_up) is None
+        write(log, choose_graphs("on", **GPU))
+
+        def given_up(why: str) -> None:
+            logged(log, go_on_without_graphs(7, why))
+
+        assert capture_student(trainer, length=32, given_up=given_up) is None
     assert trainer.graphs is None and next(iter(trainer.steps())).updated
     follower = Follower(run)
     follower.read_all()
@@ -201,7 +203,7 @@ def test_a_run_goes_on_only_after_a_capture_that_ended_whole(
 def test_memory_that_runs_out_before_a_capture_leaves_a_run_that_goes_on(
     kit: Kit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphed, "_Captured", lambda *_: _out_of_memory())
+    monkeypatch.setattr(cuda_graphs, "_Captured", lambda *_: _out_of_memory())
     trainer, said = build(kit), list[str]()
     trainer.graphs = Graphs(trainer.student, 4, 32, torch.float32, said.append)
     assert next(iter(trainer.steps())).updated and trainer.graphs is None
@@ -229,7 +231,7 @@ def test_steps_of_captured_layers_are_those_of_layers_launched_one_by_one(
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     plain, captured = gpu_trainer(update, tied=tied), gpu_trainer(update, tied=tied)
-    agreement = put_into_graphs(captured, length=256)
+    agreement = capture_student(captured, length=256)
     assert agreement.hidden == 0 and agreement.worst < 0.02
     assert captured.graphs is not None and captured.graphs.captures == 1
     for one, other in zip(
@@ -244,7 +246,7 @@ def test_a_batch_of_more_documents_than_there_is_room_for_is_captured_anew() -> 
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     trainer = with_documents(gpu_trainer("fused"), 200)
-    put_into_graphs(trainer, length=256)
+    capture_student(trainer, length=256)
     assert trainer.graphs is not None
     for every, captures in ((40, 1), (1024 // (2 * LEAST_ROOM), 2), (200, 2)):
         with_documents(trainer, every)
@@ -263,7 +265,7 @@ def test_what_a_graph_cannot_do_is_refused_or_done_by_the_layers_themselves() ->
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     trainer = gpu_trainer("fused")
-    put_into_graphs(trainer, length=256)
+    capture_student(trainer, length=256)
     kept = trainer.graphs
     assert kept is not None
     # Another shape, and no gradient.
@@ -317,7 +319,7 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
     other.student.layers[1] = greedy = _Greedy(other.student.layers[1])
     said: list[str] = []
     stream, random = torch.cuda.current_stream(), torch.cuda.get_rng_state()
-    agreement = put_into_graphs(other, length=256, given_up=said.append)
+    agreement = capture_student(other, length=256, given_up=said.append)
     assert agreement is not None and other.graphs is not None and not said
     # The next batch is captured anew, and now there is no memory for it.
     other.graphs._room = 0
@@ -331,14 +333,14 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
     # Nothing of the failed capture holds memory, and another one can be made.
     greedy.told = False
     other.optimizer.zero_grad(set_to_none=True)
-    again = put_into_graphs(other, length=256)
+    again = capture_student(other, length=256)
     assert again is not None and again.hidden == 0
 
 
 ASKS = """
 import torch
 from tests.support.gpu_trainers import gpu_trainer
-from engine.train.student import put_into_graphs
+from engine.train.compile_student import capture_student
 from engine.errors import TrainingFailed
 
 class Asks(torch.nn.Module):
@@ -353,7 +355,7 @@ class Asks(torch.nn.Module):
 trainer = gpu_trainer("torch")
 trainer.student.layers[1] = Asks(trainer.student.layers[1])
 try:
-    put_into_graphs(trainer, length=256)
+    capture_student(trainer, length=256)
 except TrainingFailed as failed:
     print(failed, flush=True)
 """

@@ -13,7 +13,7 @@ from engine.data.batches import Batches
 from engine.kernels.inductor import CompileWatch
 from engine.models.load import new_decoder
 from engine.spec import LossSection, TrainSection
-from engine.train.student import put_to_run
+from engine.train.compile_student import compile_student
 from engine.train.trainer import Trainer
 from tests.support.budgets import config, stream_of
 
@@ -51,7 +51,7 @@ def test_steps_run_what_was_compiled_before_them(
         )
         with CompileWatch() as watch:
             watch.drain()  # what this process compiled before
-            agreement = put_to_run(
+            agreement = compile_student(
                 trainer,
                 length=256,
                 compiled=compiled,

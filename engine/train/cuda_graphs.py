@@ -16,7 +16,7 @@ documents of no tokens at the end; a batch with more has it captured again, with
 autograd sees one function between embedded tokens and hidden states. Its backward pass puts the
 gradients into `.grad` itself: they lie in the graph, and a copy would cost what it saves. So they are
 valid until the next backward pass, and there is no accumulating. The oracle are the layers launched one
-by one (`engine.train.student` compares before the first step).
+by one (`engine.train.compile_student` compares before the first step).
 
 A capture can fail in the middle of a run, when a batch needs more room than the GPU has left. It is made
 before anything of the step depends on it: it writes into tensors of its own, accumulates no gradient and
