@@ -23,8 +23,7 @@ from engine.models.load_packed import load_packed_decoder
 from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 from engine.models.packed_size import packed_size
 from engine.publish.convert import convert
-from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
 from engine.quant.quantize import quantize
 from engine.teachers.quantized import QuantizedTeacher
 

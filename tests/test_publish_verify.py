@@ -26,7 +26,7 @@ from engine.publish.convert import convert
 from engine.publish.outcomes import as_float, within
 from engine.publish.peers import Absent, Answered, Crashed, ask
 from engine.publish.verify import PROMPTS, verify
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import NOISE_FLOORS
 from engine.verdict import Level
 from tests.conftest import tiny_config
 

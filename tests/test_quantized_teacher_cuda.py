@@ -28,8 +28,7 @@ from engine.models.names import expected_tensors, names_for
 from engine.models.packed import PackedHead, PackedLinear
 from engine.models.product import multiply
 from engine.publish.convert import convert
-from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import BLOCK_TYPES, NOISE_FLOORS
 from engine.quant.planes import pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor

@@ -16,7 +16,7 @@ from engine.gate.gate import Gate, answered, does_not_apply
 from engine.gate.subject import Subject, frozen, log_probabilities
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import NOISE_FLOORS
 from engine.verdict import Level
 
 # Shapes: B rows, T tokens, N labelled tokens, V vocabulary, E width

@@ -34,7 +34,7 @@ from engine.models.load_layers import Loaded, announcing
 from engine.models.names import TOGETHER, check_fits
 from engine.models.packed import PackedEmbedding, PackedLinear, reserve
 from engine.models.packed_size import packed_size, without_blocks
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import LAYOUTS
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
 

@@ -44,8 +44,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BlockType, QuantError, group_rows, row_bytes
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import LAYOUTS, BlockType, QuantError, group_rows, row_bytes
 from engine.quant.reference import chunk_rows
 from engine.quant.tensor import QuantTensor
 
