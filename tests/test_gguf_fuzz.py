@@ -24,11 +24,9 @@ from hypothesis import strategies as st
 from test_gguf_header import BAD
 
 from engine.errors import WeightsError
-from engine.formats.gguf import open_gguf
-from engine.formats.gguf_header import GgufHeader, parse_header
-from engine.formats.gguf_meta import read_config
+from engine.formats.gguf import GgufHeader, open_gguf, parse_header
+from engine.formats.gguf_metadata import check_vocabulary, read_config
 from engine.formats.gguf_tokenizer import build_tokenizer_json
-from engine.formats.gguf_vocabulary import check_vocabulary
 
 EXAMPLES = 2_500
 MANY = 100_000

@@ -35,8 +35,7 @@ from gguf_files import (
 )
 
 from engine.errors import WeightsError
-from engine.formats.gguf import open_gguf
-from engine.formats.gguf_header import parse_header, read_gguf_header
+from engine.formats.gguf import open_gguf, parse_header, read_gguf_header
 
 ONE = [tensor("t", [4])]
 

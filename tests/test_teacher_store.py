@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from engine.data.batches import Batch
 from engine.errors import DiskFull
-from engine.formats.safetensors_header import read_header
+from engine.formats.safetensors import read_header
 from engine.teachers import cache_write
 from engine.teachers.cache_manifest import Manifest, Measured, write_manifest
 from engine.teachers.cache_rows import CacheError, Identity, canonical, uniforms

@@ -28,9 +28,10 @@ from engine.formats.safetensors import (
     SafetensorsFolder,
     escapes,
     open_index,
+    read_header,
+    refuse,
 )
-from engine.formats.safetensors_header import open_regular, read_header, refuse
-from engine.formats.weights import WeightFile
+from engine.formats.weights import WeightFile, open_regular
 
 _EXPECTED = "a safetensors, GGUF or .apr file"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from engine.errors import InternalError, WeightsError
 from engine.formats.open import open_weights
-from engine.formats.safetensors import SINGLE_FILE, fsync_folder, unwritable, write_safetensors
+from engine.formats.safetensors import SINGLE_FILE, write_safetensors
 from engine.formats.weights import WeightFile
+from engine.formats.writing import fsync_folder, unwritable
 from engine.models.config import CONFIG_FILE, ModelConfig, config_of
 from engine.models.decoder import Decoder
 from engine.models.names import (

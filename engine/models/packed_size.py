@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import WeightsError
-from engine.formats.safetensors_header import TensorInfo
-from engine.formats.weights import WeightFile
+from engine.formats.weights import TensorInfo, WeightFile
 from engine.models.config import ModelConfig
 from engine.models.names import TOGETHER, embedding_and_head, names_for
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows

@@ -18,8 +18,7 @@ from typing import Any
 from engine import limits
 from engine.errors import WeightsError
 from engine.files import read_text
-from engine.formats.safetensors_header import read_json_object
-from engine.formats.weights import WeightFile
+from engine.formats.weights import WeightFile, read_json_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

@@ -32,7 +32,8 @@ from engine.formats.apr_write import write_apr
 from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
 from engine.formats.weights import WeightFile
-from engine.models.config import ROPE_DIVISORS, ModelConfig, config_of
+from engine.models.config import ModelConfig, config_of
+from engine.models.families import ROPE_DIVISORS
 from engine.models.load import check_tied
 from engine.models.names import (
     APR_HALVES,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.errors import BadInput, write_error
 from engine.files import open_regular
-from engine.formats.safetensors import fsync_folder
+from engine.formats.writing import fsync_folder
 from engine.signals import partial_output
 
 

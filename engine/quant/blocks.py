@@ -298,14 +298,27 @@ NOISE_FLOORS: dict[str, Floor] = dict(row.mixture for row in _ROWS if row.mixtur
 """By the name that `engine convert --quant` has for it."""
 
 
-def by_ggml_id(ggml_id: int) -> BlockType:
-    """The type with this id in a GGUF file; `QuantError` for one that is not read here."""
-    for type_ in BLOCK_TYPES.values():
-        if type_.ggml_id == ggml_id:
-            return type_
-    known = ", ".join(f"{t.ggml_id} {t.name}" for t in BLOCK_TYPES.values())
-    raise QuantError.expected("block type", "ggml id", f"one of {known}", str(ggml_id))
-
+GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
+    3: "Q4_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+}
+"""The ids of GGUF files; of the types that exist and are not read too, so that a message can name them."""
 
 GROUP_ROWS = 16
 """Of a K-quant, that lie together on a device (`engine.quant.planes`)."""
