@@ -358,7 +358,13 @@ def read_header(path: str | Path) -> Header:
         file.seek(8)
         text = file.read(header_bytes)
     raw = parse_object(
-        text, "safetensors header", path, first_byte=8, code="ST05", twice_code="ST07"
+        text,
+        "safetensors header",
+        path,
+        first_byte=8,
+        code="ST05",
+        twice_code="ST07",
+        no_minus_zero=True,
     )
     metadata = raw.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

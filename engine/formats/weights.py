@@ -278,6 +278,12 @@ def _constant(text: str) -> NoReturn:
     raise _JsonRefused(f"the value {text}")
 
 
+def _integer(text: str) -> int:
+    if text == "-0":
+        raise _JsonRefused("the value -0")
+    return int(text)
+
+
 def parse_object(
     raw: bytes,
     what: str,
@@ -287,11 +293,13 @@ def parse_object(
     code: str = "",
     twice_code: str = "",
     twice: list[str] | None = None,
+    no_minus_zero: bool = False,
 ) -> dict[str, Any]:
     """The JSON object in `raw`, which starts at `first_byte` of the file. Raises `WeightsError`.
 
     A key that comes twice is refused under `twice_code`; or, where a list is given as `twice`,
-    noted there, and the last value counts. NaN and infinity are refused.
+    noted there, and the last value counts. NaN and infinity are refused, and with
+    `no_minus_zero` the integer -0, which is a real number to other readers.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -308,7 +316,11 @@ def parse_object(
     coded = f"{code} {what}".lstrip()
     try:
         text = raw.decode()
-        found = json.loads(text, object_pairs_hook=unique, parse_constant=_constant)
+        # A function for each integer costs time, so only where it could find something.
+        integer = _integer if no_minus_zero and b"-0" in raw else None
+        found = json.loads(
+            text, object_pairs_hook=unique, parse_constant=_constant, parse_int=integer
+        )
     except UnicodeDecodeError as error:
         at = first_byte + error.start
         raise WeightsError.expected(coded, path, "UTF-8", f"another byte at byte {at}") from error
