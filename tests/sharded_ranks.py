@@ -20,8 +20,8 @@ from engine.distill.memory_model import predict
 from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.models.config import ModelConfig
+from engine.models.decoder import Tensors
 from engine.models.packed_size import packed_size
-from engine.models.tensors import Tensors
 from engine.runtime.ranks import Ranks, join, leave, ranks_here
 from engine.spec import spec_from_dict
 from engine.teachers.build import BuiltTeacher, build_teacher

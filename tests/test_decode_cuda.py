@@ -14,7 +14,7 @@ from engine.errors import NoAnswer
 from engine.models.decode import DecodeSteps, choose_cuda_graph, coverage
 from engine.models.decoder import Decoder
 from engine.models.generate import Sampling, generate
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_packed_decoder
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,7 @@ from engine.evaluate.guest_judge import Judged, judge
 from engine.evaluate.problems import read_problems
 from engine.evaluate.sandbox import TRIES, Exam, Sandbox, open_sandbox
 from engine.limits import ANSWER_BITS, ANSWER_BYTES, ANSWER_DEPTH
-from engine.models.completions import Piece
+from engine.models.generate import Piece
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from engine.device.reading import measured
 from engine.distill.budget import PHASES, BudgetItem, MemoryBudget
 from engine.distill.memory_model import predict
 from engine.models.fp8 import round_layer
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.spec import spec_from_dict
 
 PLENTY = measured(1 << 60, "a test")

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from packed_models import lively, make_config, write
 
 from engine.errors import BadInput, NoAnswer
-from engine.models.completions import StopText
 from engine.models.decode import HISTORY, choose_cuda_graph, draw
 from engine.models.decoder import Decoder
-from engine.models.generate import GREEDY, Sampling, generate, next_token
-from engine.models.load import load_decoder, save_decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.generate import GREEDY, Sampling, StopText, generate, next_token
+from engine.models.load import load_decoder, load_packed_decoder, save_decoder
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8], [9, 7, 9, 3, 2], [7] * 20]
 

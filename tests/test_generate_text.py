@@ -17,9 +17,8 @@ from packed_models import lively, make_config
 
 from engine.errors import BadInput
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
-from engine.models import completions
-from engine.models.completions import complete
-from engine.models.generate import Generated, Sampling, generate, next_token
+from engine.models import generate as completions
+from engine.models.generate import Generated, Sampling, complete, generate, next_token
 
 DRAWS = 64
 

@@ -10,8 +10,7 @@ from packed_models import lively, make_config, write
 
 from engine.errors import BadInput
 from engine.models.decoder import Decoder
-from engine.models.load import load_decoder, new_decoder, save_decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_decoder, load_packed_decoder, new_decoder, save_decoder
 from engine.publish.convert import convert
 from engine.quant.blocks import LAYOUTS
 from engine.teachers import identity

@@ -12,7 +12,7 @@ from packed_models import lively, make_config, random_tokens, write
 from running import engine
 from torch import Tensor
 
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_packed_decoder
 from engine.teachers.choose import choose_prefetch
 from engine.teachers.dequantized import DequantizedTeacher
 from engine.teachers.prefetching import PrefetchingTeacher

@@ -23,8 +23,7 @@ from engine.errors import BadInput
 from engine.evaluate.model import open_model
 from engine.evaluate.statistics import wilson
 from engine.formats.open import open_weights
-from engine.models.completions import end_ids
-from engine.models.generate import generate
+from engine.models.generate import end_ids, generate
 from engine.publish.bases import bases_of, inherited
 from engine.publish.manifest import MANIFEST, check_manifest
 from engine.publish.package import Published, Wanted, publish

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.distill.loss import distillation_loss
 from engine.errors import BadInput
 from engine.models.decoder import Decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_packed_decoder
 from engine.teachers import truncating
 from engine.teachers.build import build_teacher
 from engine.teachers.dequantized import DequantizedTeacher

@@ -31,10 +31,9 @@ from engine.bench.timing import time_arms
 from engine.models.config import ModelConfig
 from engine.models.decode import DecodeSteps, coverage
 from engine.models.decoder import Decoder
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.models.generate import Cache
-from engine.models.load import decoder_of
-from engine.models.load_packed import packed_decoder_of
+from engine.models.load import decoder_of, packed_decoder_of
 from engine.models.packed import PackedEmbedding
 
 ROW_COUNTS = (1, 8)

@@ -35,7 +35,7 @@ from engine.distill.choose_loss import choose_loss_kernel
 from engine.distill.student import put_to_run
 from engine.distill.trainer import Trainer
 from engine.kernels.dequantize import has_triton
-from engine.models.load_packed import packed_decoder_of
+from engine.models.load import packed_decoder_of
 from engine.models.running import has_compiler
 from engine.spec import LossSection, TrainSection
 from engine.teachers.compiled import compile_layers, warm_up

@@ -34,9 +34,8 @@ from engine.distill.loss_job import LossKernel
 from engine.distill.memory_plan import FUSED_HELD
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
-from engine.models.head import Head
+from engine.models.head import Head, multiply
 from engine.models.packed import PackedHead, reserve
-from engine.models.product import multiply
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack
 

@@ -106,8 +106,7 @@ def prepare_threads() -> None:
 def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
 
-    from engine.models.completions import complete
-    from engine.models.generate import Sampling
+    from engine.models.generate import Sampling, complete
 
     sampling = Sampling(
         temperature=arguments.temperature,

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from engine.distill.eager_chunks import EagerChunks
 from engine.distill.loss_job import Chunks, Job, SparseTargets, Totals
 from engine.distill.sparse_targets import SparseChunks
-from engine.models.product import multiply, operand_dtype, sum_dtype
+from engine.models.head import multiply, operand_dtype, sum_dtype
 
 
 class ChunkedLoss(torch.autograd.Function):

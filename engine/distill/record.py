@@ -22,8 +22,7 @@ from engine.distill.trainer import Step, Trainer
 from engine.errors import TrainingFailed
 from engine.formats.safetensors import tensors_sha256
 from engine.models.config import count_parameters
-from engine.models.decoder import Decoder
-from engine.models.tensors import Tensors
+from engine.models.decoder import Decoder, Tensors
 from engine.runlog.events import (
     Checked,
     Compiled,

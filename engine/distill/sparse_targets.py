@@ -29,7 +29,7 @@ from torch import Tensor
 from engine.distill.eager_chunks import cross_entropy_at_one, log_sum_exp, minus_label
 from engine.distill.loss_job import Job, Tally, Totals
 from engine.distill.loss_job import SparseTargets as SparseTargets
-from engine.models.product import multiply, sum_dtype
+from engine.models.head import multiply, sum_dtype
 
 # Shapes: N tokens, M labelled tokens, C tokens of one chunk, V student vocabulary, D student width,
 # K ids of a token

@@ -20,8 +20,7 @@ from engine.distill.inputs import Inputs, check_inputs
 from engine.distill.memory_plan import ITEM_BYTES
 from engine.models.config import count_parameters
 from engine.models.decoder import Decoder
-from engine.models.head import Head, project
-from engine.models.product import operand_dtype, sum_dtype
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.runlog.folder import RunFolder
 from engine.runlog.view import RunView
 from engine.runtime.device import choose_device, choose_precision

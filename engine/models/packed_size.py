@@ -1,6 +1,6 @@
 """How much of a weight file stays in blocks, read from its header alone, without torch.
 
-`engine.models.load_packed` does what this says: matrices in blocks stay in them, everything else
+`engine.models.load` does what this says: matrices in blocks stay in them, everything else
 becomes floats, and one scratch holds the largest matrices of a layer that have one input as floats.
 """
 

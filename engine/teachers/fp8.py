@@ -28,9 +28,8 @@ from engine.data.batches import Batch
 from engine.errors import InternalError
 from engine.models.decoder import Decoder, Sight, product_dtype, see
 from engine.models.fp8 import Fp8Linear
-from engine.models.head import Head, project
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.models.packed import head_of
-from engine.models.product import operand_dtype, sum_dtype
 from engine.quant.blocks import NOISE_FLOORS
 from engine.teachers.frozen import FrozenDecoder
 from engine.teachers.protocol import Teacher

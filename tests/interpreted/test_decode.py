@@ -22,7 +22,7 @@ from engine.kernels.key import Variant
 from engine.kernels.registry import REGISTRY
 from engine.models.decode import DecodeSteps
 from engine.models.decoder import Decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_packed_decoder
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5] * 16, [8]]
 """The second fills a chunk of the cache, so that its next tokens are in another."""
