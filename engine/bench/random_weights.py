@@ -19,7 +19,7 @@ from engine.formats.weights import OpenFile, TensorInfo, WeightFile
 from engine.models.config import ModelConfig
 from engine.models.names import expected_tensors, names_for
 from engine.publish.mixture import tensor_types
-from engine.quant.blocks import LAYOUTS, BlockType, row_bytes
+from engine.quant.blocks import BlockType, row_bytes
 from engine.quant.reference import dequantize
 from engine.quant.tensor import QuantTensor
 
@@ -69,7 +69,7 @@ def random_blocks(
     type_: BlockType, shape: tuple[int, ...], generator: torch.Generator
 ) -> QuantTensor:
     """Random blocks on the generator's device, with values of deviation `STD`."""
-    layout = LAYOUTS[type_.name]
+    layout = type_.in_blocks
     blocks = torch.randint(
         0,
         256,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from engine.quant.tensor import QuantTensor
 
-_BITS = {"Q4_K": 4, "Q6_K": 6}
+_BLOCKS = {name: kind for name, kind in BLOCK_TYPES.items() if kind.in_apr and kind.layout}
 
 
 def write_apr(
@@ -106,8 +106,8 @@ def _raw(where: str, tensor: Tensor | QuantTensor) -> tuple[str, memoryview]:
     from engine.quant.tensor import QuantTensor
 
     if isinstance(tensor, QuantTensor):
-        if tensor.type.name not in _BITS:
-            expected = f"blocks of {', '.join(_BITS)}, the types that an .apr file has"
+        if tensor.type.name not in _BLOCKS:
+            expected = f"blocks of {', '.join(_BLOCKS)}, the types that an .apr file has"
             raise WeightsError.expected(
                 "apr to write", where, expected, tensor.type.name, hint="a .gguf file has it"
             )
@@ -123,16 +123,16 @@ def _quantization(written: Mapping[str, Placed]) -> dict[str, Any] | None:
     """What the metadata says of the blocks that most of the quantized bytes are in."""
     blocks: Counter[str] = Counter()
     for one in written.values():
-        if one.dtype in _BITS:
+        if one.dtype in _BLOCKS:
             blocks[one.dtype] += one.bytes
     if not blocks:
         return None
-    name = blocks.most_common(1)[0][0]
+    kind = _BLOCKS[blocks.most_common(1)[0][0]]
     return {
-        "quant_type": name.lower(),
-        "bits": _BITS[name],
-        "block_size": BLOCK_TYPES[name].block_size,
-        "symmetric": name == "Q6_K",  # Q4_K has a minimum beside its scale
+        "quant_type": kind.name.lower(),
+        "bits": int(kind.bits_per_weight),
+        "block_size": kind.block_size,
+        "symmetric": kind.in_blocks.second is None,
     }
 
 
@@ -145,7 +145,7 @@ def _head(metadata: bytes, written: Mapping[str, Placed], has_tokenizer: bool) -
     index_start = HEADER_BYTES + align(len(metadata))
     flags = ROW_MAJOR
     flags |= HAS_VOCAB if has_tokenizer else 0
-    flags |= QUANTIZED if any(one.dtype in _BITS for one in written.values()) else 0
+    flags |= QUANTIZED if any(one.dtype in _BLOCKS for one in written.values()) else 0
     fields = (
         *(MAGIC, 2, 0, flags, len(written), HEADER_BYTES, len(metadata)),
         *(index_start, index_start + align(len(index))),

@@ -64,7 +64,6 @@ from engine.models.names import (
 )
 from engine.models.packed import PackedEmbedding, PackedLinear, reserve
 from engine.models.packed_size import packed_size, without_blocks
-from engine.quant.blocks import LAYOUTS
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
 from engine.signals import partial_output
@@ -278,7 +277,7 @@ def _non_finite_blocks(name: str, weight: QuantTensor) -> list[str]:
     Codes and the scales of sub-blocks are integers, so a value is NaN or infinite where a half of
     its block is.
     """
-    layout = LAYOUTS[weight.type.name]
+    layout = weight.type.in_blocks
     blocks_NB = weight.blocks.reshape(-1, weight.type.block_bytes)
     starts = [layout.d] if layout.second is None else [layout.d, layout.second]
     halves: list[Tensor] = [

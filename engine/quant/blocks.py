@@ -134,6 +134,12 @@ class BlockType:
     """The name that `engine convert --quant` has for a file of mostly this type, and its noise."""
 
     @property
+    def in_blocks(self) -> Layout:
+        """The layout of a type that is no float."""
+        assert self.layout is not None
+        return self.layout
+
+    @property
     def bits_per_weight(self) -> float:
         return 8 * self.block_bytes / self.block_size
 

@@ -115,8 +115,7 @@ def _refuse_unfit(x_RL: Tensor, type_: BlockType, where: str, first_row: int) ->
 
 
 def _quantize_blocks(x_NE: Tensor, type_: BlockType, level: int) -> Parts:
-    layout, effort = type_.layout, EFFORTS[level]
-    assert layout is not None
+    layout, effort = type_.in_blocks, EFFORTS[level]
     if layout.scales is None and level == 0:
         return _plain(x_NE, layout)
     extra = effort.extra_steps(*layout.steps)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, Bits, BlockType, QuantError
+from engine.quant.blocks import BLOCK_TYPES, Bits, BlockType, QuantError
 
 # Shapes: R rows, C bytes of a row, L values of a row, N blocks, B bytes of a block or of a part of it,
 # E values of a block, S sub-blocks of a block, K values of a sub-block
@@ -63,8 +63,8 @@ class Parts:
 
 # contract: block-formats-v1
 def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
-    """Takes apart blocks of one of the types in `LAYOUTS`; uint8 of shape (N, block_bytes)."""
-    layout = LAYOUTS[type_.name]
+    """Takes apart blocks of a type that is no float; uint8 of shape (N, block_bytes)."""
+    layout = type_.in_blocks
     code_NE = _read(blocks_NB, layout.low)
     if layout.high is not None:
         code_NE |= _read(blocks_NB, layout.high) << 4
@@ -88,7 +88,7 @@ def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
 # contract: block-formats-v1
 def pack(parts: Parts, type_: BlockType) -> Tensor:
     """The blocks that `unpack` takes apart: uint8 of shape (N, block_bytes)."""
-    layout = LAYOUTS[type_.name]
+    layout = type_.in_blocks
     code_NE = parts.code_NE.view(torch.uint8)
     blocks_NB = torch.empty(
         len(code_NE), type_.block_bytes, dtype=torch.uint8, device=code_NE.device
@@ -201,7 +201,7 @@ def dequantize(
 
 
 def _dequantize_blocks(blocks_NB: Tensor, type_: BlockType) -> Tensor:
-    layout = LAYOUTS[type_.name]
+    layout = type_.in_blocks
     parts = unpack(blocks_NB, type_)
     value_NE = parts.code_NE.to(torch.float32)
     if layout.zero:
