@@ -51,6 +51,7 @@ from typing import Any, NoReturn
 from engine import limits
 from engine.errors import TokenizerError, WeightsError
 from engine.formats.gguf_metadata import TokenType, shortest_decimal
+from engine.formats.gguf_tokenizer import added_token, pre_tokenizer
 from engine.formats.gguf_values import LARGEST_REAL
 from engine.formats.tokenizer import PRE_TOKENIZERS
 from engine.formats.weights import TensorInfo, parse_object
@@ -94,7 +95,6 @@ VOCABULARY, MERGES, TOKEN_TYPES = (
 )
 PRE_TYPE = "tokenizer.pre_type"
 _LIMIT_BYTES = limits.TOKENIZER_FILE.most
-_ADDED_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def refuse(
@@ -327,23 +327,14 @@ def extract(metadata: Mapping[str, Any], path: Path) -> bytes | None:
         return None
     vocab, added = _tokens(metadata, path)
     row = PRE_TOKENIZERS[_pre_type(metadata)]
-    cuts: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-        for split in row.splits
-    ]
-    spell = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
+    cutter = pre_tokenizer(row.splits, trim_offsets=False)
     found = {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": None if row.normalizer == "none" else {"type": row.normalizer},
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, spell]},
+        "pre_tokenizer": cutter,
         "post_processor": None,
-        "decoder": spell,
+        "decoder": cutter["pretokenizers"][-1],
         "model": {
             "type": "BPE",
             "ignore_merges": row.ignore_merges,
@@ -414,8 +405,7 @@ def _tokens(metadata: Mapping[str, Any], path: Path) -> tuple[dict[str, int], li
             refuse("AP09", where, "a text of its own", json.dumps(text) if text else "none")
         vocab[text] = i
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
-            flags = dict.fromkeys(_ADDED_FLAGS, False)
-            added.append({"id": i, "content": text, **flags, "special": kind == TokenType.CONTROL})
+            added.append(added_token(text, i, special=kind == TokenType.CONTROL))
     return vocab, added
 
 

@@ -105,7 +105,7 @@ MAX_NAME_BYTES = 63
 LARGEST = 2**63 - 1
 """Of counts and sizes: what a signed 64-bit integer of torch or of the system can hold."""
 
-_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class GgufFile(WeightFile):
@@ -174,7 +174,7 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 def _open_parts(path: Path, opened: GgufHeader, count: int) -> list[GgufHeader]:
     """The headers of all parts, in order."""
-    match = _PART.fullmatch(path.name)
+    match = PART.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         expected = f"a name that ends in -00001-of-{count:05}.gguf, part {count} being the last"
         refuse("GG19", path, expected, quoted(path.name), "give the parts their names back")

@@ -82,7 +82,7 @@ def build_tokenizer_json(metadata: GgufMetadata) -> bytes | None:
         "padding": None,
         "added_tokens": added,
         "normalizer": None if normalizer == "none" else {"type": normalizer},
-        "pre_tokenizer": _pre_tokenizer(pre.splits),
+        "pre_tokenizer": pre_tokenizer(pre.splits, trim_offsets=True),
         "post_processor": _post_processor(metadata, pre),
         "decoder": {
             "type": "ByteLevel",
@@ -126,7 +126,7 @@ def _read_tokens(metadata: GgufMetadata) -> tuple[dict[str, int], list[dict[str,
             wrong("a text of its own", f"that of {vocab[text]}, {quoted(text)}" if text else "none")
         vocab[text] = number
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
-            added.append(_added_token(text, number, special=kind == TokenType.CONTROL))
+            added.append(added_token(text, number, special=kind == TokenType.CONTROL))
     return vocab, added
 
 
@@ -143,12 +143,14 @@ def _read_merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[list[
     return merges
 
 
-def _added_token(text: str, number: int, *, special: bool) -> dict[str, Any]:
+def added_token(text: str, number: int, *, special: bool) -> dict[str, Any]:
+    """A token that is looked for in text before it is cut, as a tokenizer.json has it."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **flags, "special": special}
 
 
-def _pre_tokenizer(splits: tuple[str, ...]) -> dict[str, Any]:
+def pre_tokenizer(splits: tuple[str, ...], *, trim_offsets: bool) -> dict[str, Any]:
+    """Cuts text by each expression in turn, and then spells bytes, as a tokenizer.json has it."""
     cuts: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
         for split in splits
@@ -156,7 +158,7 @@ def _pre_tokenizer(splits: tuple[str, ...]) -> dict[str, Any]:
     spell = {
         "type": "ByteLevel",
         "add_prefix_space": False,
-        "trim_offsets": True,
+        "trim_offsets": trim_offsets,
         "use_regex": False,
     }
     return {"type": "Sequence", "pretokenizers": [*cuts, spell]}

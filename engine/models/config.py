@@ -409,7 +409,11 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
         problems.append(
             f"hidden_size: expected a multiple of {heads} heads, found {good['hidden_size']}"
         )
-    problems.extend(_impossible_scaling(values.get("rope_scaling"), name))
+    scaling = values.get("rope_scaling")
+    if isinstance(scaling, Mapping) and (family is None or not family.stretches):
+        problems.append(f"rope_scaling: expected None for {name}, found {dict(scaling)!r:.80}")
+    elif isinstance(scaling, Mapping):
+        problems.extend(_impossible_scaling(scaling))
     bos = values.get("bos_token_id")
     ids = [bos] if isinstance(bos, int) else []
     eos = values.get("eos_token_ids", ())
@@ -422,12 +426,7 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
     return problems
 
 
-def _impossible_scaling(scaling: object, family: object) -> list[str]:
-    if not isinstance(scaling, Mapping):
-        return []
-    row = FAMILIES.get(family) if isinstance(family, str) else None
-    if row is None or not row.stretches:
-        return [f"rope_scaling: expected None for {family}, found {dict(scaling)!r:.80}"]
+def _impossible_scaling(scaling: Mapping[str, float]) -> list[str]:
     problems = [
         f"rope_scaling.{key}: expected a positive finite number, found {scaling[key]!r:.80}"
         for key in _SCALING
