@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_models import lively, make_config, random_tokens, write
 
 from engine.errors import WeightsError
 from engine.formats.gguf_metadata import config_metadata
@@ -18,6 +17,7 @@ from engine.models.names import names_for
 from engine.quant.blocks import BLOCK_TYPES, GGML_NAMES, Bits, BlockType, Layout
 from engine.quant.planes import pack, unpack
 from engine.quant.quantize import quantize
+from tests.support.packed_models import lively, make_config, random_tokens, write
 
 TOY_FAMILY = Family(
     name="toy",

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.export.mixture import tensor_types
 from engine.formats.weights import OpenFile, TensorInfo, WeightFile
 from engine.models.config import ModelConfig
 from engine.models.names import expected_tensors, names_for
-from engine.publish.mixture import tensor_types
 from engine.quant.blocks import BlockType, row_bytes
 from engine.quant.reference import dequantize
 from engine.quant.tensor import QuantTensor

@@ -1,5 +1,5 @@
 """The families of models and the names of their tensors: adding a family is a row here, and a parity
-test (`tests/test_decoder.py` compares with transformers).
+test (`tests/unit/models/test_decoder.py` compares with transformers).
 
 A family is what `model_type` says in a `config.json`, and `general.architecture` in a GGUF file. All
 families are one decoder (`engine.models.decoder`): RMS norms, rotary positions on halves of a head,

@@ -4,7 +4,7 @@ A row of a quantized matrix is a sequence of whole blocks; a block holds `block_
 values of the row and is decoded without looking at any other. A row of the table is all there is to
 a type; everything else reads it:
 
-    its number in a GGUF file, whether an .apr has it, its sizes    readers, writers, `engine.publish`
+    its number in a GGUF file, whether an .apr has it, its sizes    readers, writers, `engine.export`
     what lies at which byte (`Layout`)                              `reference.py`: bytes to values
                                                                     `planes.py`: order on a device
     candidate ranges, largest value                                 `quantize.py`: values to bytes
