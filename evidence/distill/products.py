@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from engine.models.product import multiply
 from torch import Tensor
 
 from engine.bench.teacher import config_named
 from engine.bench.timing import time_arms
 from engine.kernels.kd_loss import LossRows, row_buffer
+from engine.models.head import multiply
 from engine.models.load import new_decoder
 
 N, V, W, D, E = 8192, 151936, 152064, 896, 3584

@@ -25,8 +25,8 @@ from engine.errors import WeightsError
 from engine.formats.gguf import GgufHeader, open_gguf, parse_header
 from engine.formats.gguf_metadata import check_vocabulary, read_config
 from engine.formats.gguf_tokenizer import build_tokenizer_json
+from tests.support.bad_gguf import BAD
 from tests.support.gguf_files import ARCH, F32, UINT32, build, model, pair, tensor, u32
-from tests.unit.formats.test_gguf_header import BAD
 
 EXAMPLES = 2_500
 MANY = 100_000
