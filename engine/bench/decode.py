@@ -29,7 +29,7 @@ from engine.bench.random_weights import RandomWeights
 from engine.bench.rows import BenchRow
 from engine.bench.timing import time_arms
 from engine.models.config import ModelConfig
-from engine.models.decode import DecodeSteps, coverage
+from engine.models.decode import coverage
 from engine.models.decoder import Decoder
 from engine.models.frozen import freeze
 from engine.models.generate import Cache
@@ -127,6 +127,8 @@ def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> 
         return arms
 
     def of(graph: bool) -> _Arm:
+        from engine.models.decode_step import DecodeSteps  # which needs triton
+
         steps = DecodeSteps(decoder, rows, capacity, graph=graph)
         for row, prompt in enumerate(prompts.tolist()):
             steps.start(row, prompt)

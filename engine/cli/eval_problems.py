@@ -176,7 +176,8 @@ def _judge(
     from engine.evaluate.problems import STOPS
     from engine.evaluate.results import open_results, read_results, refuse_other
     from engine.evaluate.sandbox import RULES
-    from engine.models.generate import TILE, Sampling
+    from engine.models.decode import Sampling
+    from engine.models.generate import TILE
 
     sampling = Sampling(
         temperature=arguments.temperature,

@@ -106,7 +106,8 @@ def prepare_threads() -> None:
 def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
 
-    from engine.models.generate import Sampling, complete
+    from engine.models.decode import Sampling
+    from engine.models.generate import complete
 
     sampling = Sampling(
         temperature=arguments.temperature,

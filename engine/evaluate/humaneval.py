@@ -26,8 +26,8 @@ from engine.evaluate.model import Model
 from engine.evaluate.problems import STOPS, Problem, Problems
 from engine.evaluate.results import Result, Results
 from engine.evaluate.sandbox import Sandbox, Trial
-from engine.models.decode import GraphSetting
-from engine.models.generate import Sampling, complete
+from engine.models.decode import GraphSetting, Sampling
+from engine.models.generate import complete
 
 _LISTED = 5
 MOST_TOKENS = 512

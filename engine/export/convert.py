@@ -207,7 +207,7 @@ def _converted(
 
 def _neighbours(config: ModelConfig, convention: str) -> bool:
     """Whether the readers of a format turn neighbours: those of .apr do as those of GGUF."""
-    return config.family == "llama" and convention != "hf"
+    return config.kind.turns_neighbours and convention != "hf"
 
 
 def _as_type(

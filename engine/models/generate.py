@@ -38,7 +38,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,14 +46,18 @@ from torch import Tensor
 from engine.errors import BadInput, NoAnswer
 from engine.formats.tokenizer import Tokenizer
 from engine.models.decode import (
+    GREEDY,
     HISTORY,
     Chosen,
-    DecodeSteps,
     GraphSetting,
+    Sampling,
     choose_cuda_graph,
     coverage,
 )
 from engine.models.decoder import Decoder, Past
+
+if TYPE_CHECKING:
+    from engine.models.decode_step import DecodeSteps
 
 # Shapes: B rows of a tile, T tokens, V vocabulary, S slots for tokens, K key/value heads, E their width
 
@@ -66,30 +70,6 @@ _HALF = "\ufffd"
 """What half a character decodes to."""
 
 Ended = Literal["end_of_text", "stop", "length"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen; as it stands, the likeliest."""
-
-    temperature: float = 0.0
-    """0 takes the likeliest."""
-    top_k: int = 0
-    """0 for all."""
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, holds, wanted in (
-            ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not holds:
-                raise BadInput.expected("sampling", name, wanted, str(getattr(self, name)))
-
-
-GREEDY = Sampling()
 
 
 class Generated(NamedTuple):
@@ -170,6 +150,8 @@ def generate(
         return Generated(sequence.index, token, ended)
 
     if coverage(decoder, tile) is None:
+        from engine.models.decode_step import DecodeSteps  # which needs triton
+
         graph = choose_cuda_graph(decoder, tile, cuda_graph).choice == "on"
         steps = DecodeSteps(decoder, tile, capacity, graph=graph, sampling=sampling)
         yield from _ahead(steps, prompts, waiting, running, begin, take, max_tokens)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from engine.kernels.key import Variant
 from engine.kernels.registry import REGISTRY
-from engine.models.decode import DecodeSteps
+from engine.models.decode_step import DecodeSteps
 from engine.models.decoder import Decoder
 from engine.models.load import load_packed_decoder
 from tests.support.packed_models import lively, make_config, write
