@@ -31,7 +31,7 @@ from engine.bench.kd_shape import (
     weights_of,
 )
 from engine.kernels.dequantize import has_triton
-from engine.models.load_packed import packed_decoder_of
+from engine.models.load import packed_decoder_of
 from engine.models.running import has_compiler
 from engine.plan.knobs import choose_attention, choose_loss_kernel
 from engine.spec import LossSection, TrainSection

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
 
-    from engine.models.completions import complete
+    from engine.models.generate import complete
 
     prompt = _prompt(arguments)
     model = open_asked(arguments, arguments.model)

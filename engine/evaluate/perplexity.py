@@ -39,7 +39,6 @@ from engine.evaluate.model import Model
 from engine.evaluate.statistics import Interval, bootstrap
 from engine.models.head import Head, project
 from engine.models.packed import head_of
-from engine.models.product import operand_dtype, sum_dtype
 
 # Shapes: B rows, T tokens, N of them predicted, V vocabulary, D width
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from engine.loss.dense import EagerChunks
 from engine.loss.sparse import SparseChunks
 from engine.loss.types import Chunks, Job, SparseTargets, Totals
-from engine.models.product import multiply, operand_dtype, sum_dtype
+from engine.models.head import multiply, operand_dtype, sum_dtype
 
 
 class ChunkedLoss(torch.autograd.Function):

@@ -15,7 +15,7 @@ from engine.kernels.kd_loss import row_buffer
 from engine.kernels.sparse_loss import differentiate_rest
 from engine.loss.fused import HELD
 from engine.loss.types import Job, SparseTargets, Tally, Totals
-from engine.models.product import multiply
+from engine.models.head import multiply
 
 # Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
 # D student width, K ids of a token

@@ -59,8 +59,7 @@ from engine.loss.chunks import ChunkedLoss
 from engine.loss.reference import reference_loss as reference_loss
 from engine.loss.types import Divergence, Job, LossKernel, SparseTargets, Teaching
 from engine.loss.types import LossTerms as LossTerms
-from engine.models.head import DenseHead, Head
-from engine.models.product import operand_dtype
+from engine.models.head import DenseHead, Head, operand_dtype
 
 # One buffer of fp32 logits per chunk. On a CPU it should stay in the cache between the dozen passes
 # over it; on a GPU the chunk must be long enough (about a thousand rows at V = 152k) for the matrix

@@ -29,7 +29,7 @@ from torch import Tensor
 from engine.loss.dense import cross_entropy_at_one, log_sum_exp, minus_label
 from engine.loss.types import Job, Tally, Totals
 from engine.loss.types import SparseTargets as SparseTargets
-from engine.models.product import multiply, sum_dtype
+from engine.models.head import multiply, sum_dtype
 
 # Shapes: N tokens, M labelled tokens, C tokens of one chunk, V student vocabulary, D student width,
 # K ids of a token

@@ -27,7 +27,7 @@ from engine.data.batches import Batch
 from engine.errors import TrainingFailed
 from engine.models.attention import remember
 from engine.models.decoder import Decoder, Sight, run_layer
-from engine.models.joined import join
+from engine.models.frozen import join
 from engine.teachers.opaque import make_opaque
 from engine.teachers.protocol import Teacher
 

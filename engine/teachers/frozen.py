@@ -1,6 +1,6 @@
 """A decoder that teaches: what both backends share.
 
-It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.freeze`), so there is
+It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.frozen`), so there is
 nothing that an optimizer could be given, and hidden states are made in inference mode, where
 autograd does not exist.
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.models.decoder import Decoder
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.models.head import Head
 from engine.models.packed import head_of
 

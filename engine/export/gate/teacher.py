@@ -32,11 +32,11 @@ from engine.data.batches import Batch
 from engine.evaluate.perplexity import log_probabilities
 from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, unknown
 from engine.formats.safetensors import tensors_sha256
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.models.head import Head
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import NOISE_FLOORS
 from engine.teachers.build import BuiltTeacher
 from engine.teachers.store.fit import uses_cache
 from engine.teachers.store.folder import Store, open_store

@@ -40,7 +40,7 @@ from typing import Any
 from engine import limits
 from engine.errors import EngineError
 from engine.files import read_json
-from engine.formats.safetensors_header import read_header
+from engine.formats.safetensors import read_header
 from engine.teachers.store.manifest import Manifest, read_manifest
 from engine.teachers.store.rows import CacheError, Field, Identity
 

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import InternalError
-from engine.models.head import Head, project
-from engine.models.product import operand_dtype, sum_dtype
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.teachers.store.rows import SAMPLED, TOP_K, Identity, uniforms
 
 CHUNK_BYTES = 256 * 2**20

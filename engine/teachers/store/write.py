@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import NO_ROOM, DiskFull
-from engine.formats.safetensors import fsync_folder
+from engine.formats.writing import fsync_folder
 from engine.signals import partial_output
 from engine.teachers.store.folder import VERSION, row_digest, shard_path
 from engine.teachers.store.rows import CacheError, Field, Identity

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from engine.data.batches import Batch
 from engine.errors import DiskFull
-from engine.formats.safetensors_header import read_header
+from engine.formats.safetensors import read_header
 from engine.teachers.store import write as cache_write
 from engine.teachers.store.folder import Store, open_store, shard_path
 from engine.teachers.store.manifest import Manifest, Measured, write_manifest

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_packed_decoder
 from engine.plan.knobs import choose_prefetch
 from engine.teachers.dequantized import DequantizedTeacher
 from engine.teachers.prefetching import PrefetchingTeacher

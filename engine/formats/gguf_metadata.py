@@ -20,31 +20,39 @@ there are (the rows of `token_embd.weight`). Llama 3.1's scaled rotary positions
 GGUF stores reals as fp32. 1e-6 comes back as 9.99999997e-07; `read_config` answers with the
 shortest decimal that is the same fp32 number, so a configuration survives the way there and back.
 
-The architectures here are also Hugging Face's names for them. Another one is refused by name
-(GG17), and so is a mixture of experts under the name `llama`.
+An architecture is a row of `engine.models.families`. Another one is refused by name (GG17), and so is
+a mixture of experts under the name `llama`.
+
+**The vocabulary**: whether the arrays of tokens fit each other and the embedding. Only types and counts are
+looked at, which takes no time; texts are read by `engine.formats.gguf_tokenizer`.
+
+    tokenizer.ggml.tokens         STRING    one text for each row of `token_embd.weight`
+    tokenizer.ggml.token_type     INT32     one for each token: see `TokenType`
+    tokenizer.ggml.scores         FLOAT32   one for each token
+    tokenizer.ggml.merges         STRING    "left right", in order of rank
+    tokenizer.ggml.*_token_id     UINT32    the id of a token with a role
+
+No torch.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any, NoReturn
 
 from engine.errors import WeightsError
-from engine.formats.gguf_header import GgufMetadata
-from engine.formats.gguf_values import GgufValue, ValueType, quoted, refuse
-from engine.formats.gguf_vocabulary import EMBEDDING, ENDS, TOKENS, token_id
-from engine.formats.safetensors_header import TensorInfo
-
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
-HEAD = "output.weight"
-ROPE_FREQS = "rope_freqs.weight"
-LARGEST_REAL = 1e38
-"""Rounded up in any digit, a smaller number is still an fp32 number."""
+from engine.formats.gguf_values import (
+    LARGEST_REAL,
+    GgufMetadata,
+    GgufValue,
+    ValueType,
+    quoted,
+    refuse,
+)
+from engine.formats.weights import TensorInfo
+from engine.models.families import ACTIVATION, EMBEDDING, FAMILIES, HEAD, Family
 
 _COUNTS = {
     "block_count": "num_hidden_layers",
@@ -58,16 +66,41 @@ _YARN = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
+TOKENS = "tokenizer.ggml.tokens"
+TOKEN_TYPES = "tokenizer.ggml.token_type"
+SCORES = "tokenizer.ggml.scores"
+MERGES = "tokenizer.ggml.merges"
+ENDS = ("eos", "eot", "eom")
+"""Roles of tokens that end a text; the first is the one a model is asked to stop at."""
+
+_ELEMENTS = {
+    TOKENS: ValueType.STRING,
+    TOKEN_TYPES: ValueType.INT32,
+    SCORES: ValueType.FLOAT32,
+    MERGES: ValueType.STRING,
+}
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    """Special: `<|im_start|>`."""
+    USER_DEFINED = 4
+    """Found in text before it is split, but not special."""
+    UNUSED = 5
+    """Fills a row of the embedding that no token has: `[PAD151937]`."""
+    BYTE = 6
 
 
 def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """What a Hugging Face `config.json` of this model says. Raises `WeightsError` GG17, GG18."""
-    arch = _architecture(metadata)
-    reader = _Reader(metadata, arch)
+    family = _family(metadata)
+    reader = _Reader(metadata, family.name)
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[arch]],
-        "model_type": arch,
-        "hidden_act": "silu",
+        "architectures": [family.hf_class],
+        "model_type": family.name,
+        "hidden_act": ACTIVATION,
         **{hf: reader.count(key) for key, hf in _COUNTS.items()},
     }
     heads = config["num_attention_heads"]
@@ -81,11 +114,11 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
     }
     if window := reader.get("attention.sliding_window"):
         config |= {"sliding_window": window, "use_sliding_window": True}
-    if arch == "llama":
+    if family.gguf_biases:
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     config["vocab_size"] = _vocab_size(reader, tensors)
-    config["tie_word_embeddings"] = HEAD not in tensors
+    config["tie_word_embeddings"] = HEAD.gguf not in tensors
     ends = [end for end in (token_id(metadata, name) for name in ENDS) if end is not None]
     ends = list(dict.fromkeys(ends))
     config["bos_token_id"] = token_id(metadata, "bos")
@@ -102,8 +135,9 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
     that runs.
     """
     arch = config.get("model_type")
-    if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        _refuse_config(where, f"a model_type of {', '.join(ARCHITECTURES)}", arch)
+    family = FAMILIES.get(arch) if isinstance(arch, str) else None
+    if family is None:
+        _refuse_config(where, f"a model_type of {', '.join(FAMILIES)}", arch)
     heads = config.get("num_attention_heads")
     shared = config.get("num_key_value_heads")
     head_dim = config.get("head_dim")
@@ -116,8 +150,8 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
         "attention.value_length": head_dim,
         "vocab_size": config.get("vocab_size"),
     }
-    if arch == "llama":
-        counts["rope.dimension_count"] = head_dim  # this family's files have always had it
+    if family.gguf_rope_dimension:
+        counts["rope.dimension_count"] = head_dim
     nested = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     reals: dict[str, Any] = {
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
@@ -197,18 +231,18 @@ class _Reader:
         refuse("GG17", where, expected, "none" if found is None else f"{found!r:.80}")
 
 
-def _architecture(metadata: GgufMetadata) -> str:
+def _family(metadata: GgufMetadata) -> Family:
     where = f'{metadata.path}, key "general.architecture"'
-    known = f"one of {', '.join(ARCHITECTURES)}"
+    known = f"one of {', '.join(FAMILIES)}"
     found = metadata.get("general.architecture")
     if found is None:
         refuse("GG17", where, known, "none", "the file may hold no model, or only part of one")
-    if not isinstance(found, str) or found not in ARCHITECTURES:
+    if not isinstance(found, str) or found not in FAMILIES:
         refuse("GG17", where, known, f"{found!r:.80}, which is not supported")
     experts = metadata.get(f"{found}.expert_count")
     if experts:
         refuse("GG17", where, known, f"{found} with {experts!r:.40} experts, not supported")
-    return found
+    return FAMILIES[found]
 
 
 def _rope_scaling(reader: _Reader, head_dim: int) -> dict[str, Any]:
@@ -232,8 +266,8 @@ def _rope_scaling(reader: _Reader, head_dim: int) -> dict[str, Any]:
 
 def _vocab_size(reader: _Reader, tensors: Mapping[str, TensorInfo]) -> int:
     """Rows of the embedding; what the metadata says only where there is none."""
-    if EMBEDDING in tensors:
-        return tensors[EMBEDDING].shape[0]
+    if EMBEDDING.gguf in tensors:
+        return tensors[EMBEDDING.gguf].shape[0]
     tokens = reader.metadata.entry(TOKENS)
     return reader.count("vocab_size", None if tokens is None else tokens.count)
 
@@ -245,3 +279,51 @@ def _refuse_config(where: object, expected: str, found: object) -> NoReturn:
         expected,
         "none" if found is None else f"{found!r:.80}",
     )
+
+
+def check_vocabulary(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Refuses tokenizer arrays of a wrong type or length (GG08, GG18); answers warnings."""
+    for key, element in _ELEMENTS.items():
+        entry = metadata.entry(key)
+        if entry is not None and entry.element is not element:
+            found = (
+                entry.type.name if entry.element is None else f"an array of {entry.element.name}"
+            )
+            where = f"{metadata.path} @{entry.start}"
+            refuse("GG08", where, f"{key} as an array of {element.name}", found)
+    tokens = metadata.entry(TOKENS)
+    if tokens is None:
+        return []
+    for key in (SCORES, TOKEN_TYPES):
+        entry = metadata.entry(key)
+        if entry is not None and entry.count != tokens.count:
+            where = f"{metadata.path} @{entry.start}"
+            refuse("GG08", where, f"{key} for {tokens.count:,} tokens", f"{entry.count:,}")
+    embedding = tensors.get(EMBEDDING.gguf)
+    if embedding is not None and tokens.count != embedding.shape[0]:
+        refuse(
+            "GG18",
+            f"{metadata.path}, tensor {quoted(EMBEDDING.gguf)}",
+            f"a row for each token of the tokenizer, {tokens.count:,}",
+            f"{embedding.shape[0]:,} rows",
+            "the tokenizer may be that of another model",
+        )
+    return [
+        f"{metadata.path}: {key} {metadata[key]!r:.40} is ignored: {tokens.count:,} tokens"
+        for key in metadata
+        if key.startswith("tokenizer.ggml.")
+        and key.endswith("_token_id")
+        and not _is_token(metadata[key], tokens.count)
+    ]
+
+
+def token_id(metadata: GgufMetadata, name: str) -> int | None:
+    """The id of a token with a role: bos, eos, padding. None when it has no token."""
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    tokens = metadata.entry(TOKENS)
+    fits = _is_token(found, tokens.count if tokens is not None else 2**31)
+    return found if fits else None
+
+
+def _is_token(number: object, count: int) -> bool:
+    return type(number) is int and 0 <= number < count

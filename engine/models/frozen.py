@@ -1,8 +1,12 @@
-"""Frozen dense layers with one input as one product: q, k and v; gate and up.
+"""What a frozen decoder is: its weights are buffers, and layers with one input may be one product.
 
-A matrix product of few columns fills a GPU badly (k and v of a 7B model have 512 each), and each
-product reads its input again. The joined matrix exists once: the layers hold views of its rows, under
-their own names, so that whatever looks at weights sees the same model.
+`requires_grad_(False)` is a switch, and can be switched back; `parameters()` still hands the weights
+to an optimizer. A buffer is neither a parameter nor reached by `requires_grad_()` on the module.
+
+**Joined layers**: q, k and v; gate and up. A matrix product of few columns fills a GPU badly (k and v of
+a 7B model have 512 each), and each product reads its input again. The joined matrix exists once: the
+layers hold views of its rows, under their own names, so that whatever looks at weights sees the same
+model.
 """
 
 from __future__ import annotations
@@ -17,6 +21,21 @@ from engine.models.decoder import Decoder
 from engine.models.names import TOGETHER
 
 # Shapes: N rows of all joined weights, K columns
+
+
+def freeze(decoder: Decoder) -> Decoder:
+    """The same decoder, in place: in evaluation mode, and every parameter a buffer of its name."""
+    decoder.eval()
+    for module in decoder.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            hold(module, name, parameter.detach())
+    return decoder
+
+
+def hold(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts `tensor` in the place of the parameter or buffer `name`, as a buffer."""
+    delattr(module, name)
+    module.register_buffer(name, tensor)
 
 
 class JoinedLinear(nn.Module):
