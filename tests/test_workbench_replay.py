@@ -22,7 +22,7 @@ from engine.runlog.view import SOURCES, RunView, Source
 from engine.runlog.write import encode
 from workbench.feed import RunFeed
 from workbench.replay import ReplayFeed
-from workbench.tui.screens.replaying import clock
+from workbench.tui.screens.replay import clock
 
 
 def read(run: RunFolder) -> ReplayFeed:

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from engine.errors import BadInput
 from engine.runlog.folder import RunFolder
 from workbench.log import matches
-from workbench.tui.screens import acting
+from workbench.tui.screens import actions
 from workbench.tui.widgets.log_view import LogView
 
 
@@ -75,8 +75,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(f"resume {run.name}")
         raise BadInput("checkpoint: damaged", hint="use an older one")
 
-    monkeypatch.setattr(acting, "stop_run", stop)
-    monkeypatch.setattr(acting, "resume_run", resume)
+    monkeypatch.setattr(actions, "stop_run", stop)
+    monkeypatch.setattr(actions, "resume_run", resume)
     return asked
 
 

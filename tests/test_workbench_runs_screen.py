@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from engine.errors import BadInput
 from engine.runlog.events import AlertRaised
 from engine.runlog.folder import RunFolder
-from workbench.tui.screens import acting
+from workbench.tui.screens import actions
 from workbench.tui.widgets.runs_table import RunsTable
 
 
@@ -212,8 +212,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise BadInput("settings: memory.allocator = 'managed' (was 'auto')", hint=hint)
         return run
 
-    monkeypatch.setattr(acting, "stop_run", stop)
-    monkeypatch.setattr(acting, "resume_run", resume)
+    monkeypatch.setattr(actions, "stop_run", stop)
+    monkeypatch.setattr(actions, "resume_run", resume)
     return asked
 
 

@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from textual.theme import Theme
 
 from engine.errors import UsageError
-from workbench.tui.series import SERIES, series_style
+from workbench.plot.series import SERIES, series_style
 from workbench.tui.themes import OWN, OWN_NAMES, chosen_theme, theme_names
 
 

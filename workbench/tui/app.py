@@ -10,7 +10,6 @@ from textual import on
 from textual.binding import Binding, BindingType
 
 from engine.runlog.folder import RunFolder, is_run
-from workbench.feed import RunFeed
 from workbench.tui.context import Context
 from workbench.tui.places import PLACES, place
 from workbench.tui.screens.run import RunScreen
@@ -77,11 +76,4 @@ class WorkbenchApp(Shell):
 
     def open_folder(self, run: RunFolder) -> None:
         """Put the screen of a run over what is shown."""
-        self.push_screen(
-            RunScreen(
-                RunFeed(run, keep=not self.context.read_only),
-                refresh_s=self.context.refresh_s,
-                read_only=self.context.read_only,
-                ascii_only=self.context.ascii_only,
-            )
-        )
+        self.push_screen(RunScreen(self.context, run))

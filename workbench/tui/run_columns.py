@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from workbench.plot.series import series_style
 from workbench.tui.names import shortened, told_apart
-from workbench.tui.series import series_style
 
 GAPS = ("  ", " ")
 """Between two columns; the narrow one where the other does not fit."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from workbench.plot.series import series_style
 from workbench.tui.names import told_apart
 from workbench.tui.run_columns import Line, Piece
-from workbench.tui.series import series_style
 
 GAP = "  "
 LONGEST, SHORTEST = 40, 6

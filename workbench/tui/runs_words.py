@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from engine.units import format_count, format_value
+from workbench.plot.series import series_style
 from workbench.runs_feed import RunRow, RunsSnapshot
 from workbench.tui.names import shortened
-from workbench.tui.series import series_style
 
 NO_RUNS = """\
 No run in {folders} yet.

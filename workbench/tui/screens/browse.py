@@ -7,25 +7,23 @@ single   below 18 rows    one of both; z changes between them
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
-from textual.events import Resize, ScreenResume
+from textual.events import Resize
 from textual.widgets import OptionList, Static
 
 from engine.errors import EngineError
 from engine.runlog.text import one_line
 from workbench.listing import Listing, Row
 from workbench.tui.context import Context
-from workbench.tui.messages import CommandEnded, ListPolled
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import PollingScreen
+from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.details_pane import DetailsPane
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.row_list import RowList
@@ -115,26 +113,17 @@ class BrowseScreen(PollingScreen):
     def read(self) -> Listing:
         """The list as it is now; called in a thread. May raise EngineError or OSError."""
 
-    def poll(self) -> ListPolled:
+    def poll(self) -> Polled:
         try:
-            return ListPolled(self.read())
+            return Polled(self.read())
         except (EngineError, OSError) as problem:
             text = str(problem)
-            return ListPolled(Listing(head=f"{self._title}: {one_line(text)}", empty=text))
+            return Polled(Listing(head=f"{self._title}: {one_line(text)}", empty=text))
 
-    def tick(self) -> None:
-        # Hidden behind another screen, a list is not read.
-        if self.is_current:
-            super().tick()
-
-    @on(ScreenResume)
-    def look_again(self) -> None:
-        self.tick()
-
-    @on(ListPolled)
-    def show(self, message: ListPolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Hand the rows down."""
-        listing = message.listing
+        listing: Listing = message.snapshot
         rows = self.query_one(RowList)
         with self.app.batch_update():
             self.query_one("#head", Static).update(listing.head)
@@ -206,31 +195,6 @@ class BrowseScreen(PollingScreen):
     def action_help(self) -> None:
         title = f"help: {self._title}"
         self.app.push_screen(HelpScreen(title, bindings_of(self), self.NOTES))
-
-    # Commands
-
-    def command(self, name: str, call: Callable[[], str]) -> None:
-        """Do something that takes a while in a thread, and say what came of it."""
-
-        def work() -> None:
-            try:
-                message = CommandEnded(call(), failed=False)
-            except (EngineError, OSError) as error:
-                message = CommandEnded(str(error), failed=True)
-            self.post_message(message)
-
-        threading.Thread(target=work, name=f"engine-{name}", daemon=True).start()
-
-    @on(CommandEnded)
-    def say(self, message: CommandEnded) -> None:
-        """What came of it."""
-        self.notify(
-            message.text,
-            severity="error" if message.failed else "information",
-            timeout=12 if message.failed else 5,
-            markup=False,
-        )
-        self.tick()
 
 
 def own_keys(*bindings: Binding) -> list[BindingType]:

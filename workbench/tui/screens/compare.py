@@ -15,19 +15,27 @@ from textual.events import DescendantFocus, Resize
 from textual.widgets import Static
 
 from engine.runlog.folder import RunFolder
-from workbench.compared import AXES, METRICS, CompareFeed, Comparison, axis_text
+from workbench.compared import AXES, METRICS, Compared, CompareFeed, Comparison, axis_text
+from workbench.plot.chart import Chart, Line
+from workbench.plot.series import SERIES, series_style
 from workbench.side_by_side import alerts_words, differences, results_table, settings_note
 from workbench.tui.context import Context
-from workbench.tui.messages import ComparePolled
-from workbench.tui.run_columns import Line, Piece, result_lines, setting_lines, wanted_width
+from workbench.tui.run_columns import (
+    Line as Words,
+)
+from workbench.tui.run_columns import (
+    Piece,
+    result_lines,
+    setting_lines,
+    wanted_width,
+)
 from workbench.tui.run_heads import Headed, heading_lines
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import PollingScreen
-from workbench.tui.series import SERIES, series_style
+from workbench.tui.screens.polling import Polled, PollingScreen
+from workbench.tui.widgets.chart_view import ChartView
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
-from workbench.tui.widgets.overlay_plot import OverlayPlot
 from workbench.tui.widgets.pane_tabs import PaneTabs
-from workbench.tui.widgets.table_pane import TablePane, drawn
+from workbench.tui.widgets.text_pane import TextPane, drawn
 from workbench.tui.widgets.words_view import WordsView, wrapped
 
 PANES = ("plot", "results", "settings", "alerts")
@@ -95,6 +103,7 @@ class CompareScreen(PollingScreen):
         .pane:focus, .pane:focus-within { border: heavy $primary; }
         #results, #beside { width: 1fr; height: 1fr; }
         #settings, #alerts { height: 1fr; }
+        #results Static, #settings Static { text-wrap: nowrap; }
     }
     CompareScreen.-grid PaneTabs { display: none; }
     CompareScreen.-grid #settings { height: auto; max-height: 60%; }
@@ -119,36 +128,34 @@ class CompareScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
         with Vertical(id="body"):
-            yield OverlayPlot(ascii_only=self._ascii_only, id="plot", classes="pane")
+            plot = ChartView(ascii_only=self._ascii_only, id="plot", classes="pane")
+            plot.can_focus = True
+            yield plot
             with Horizontal(id="below"):
-                yield TablePane("2 results", id="results", classes="pane")
+                yield TextPane("2 results", id="results")
                 with Vertical(id="beside"):
-                    yield TablePane("3 settings that differ", id="settings", classes="pane")
+                    yield TextPane("3 settings that differ", id="settings")
                     with VerticalScroll(id="alerts", classes="pane") as pane:
                         pane.border_title = "4 alerts"
                         yield WordsView(id="alert_words")
-        yield PaneTabs(PANES)
+        yield PaneTabs({name: (str(n), name) for n, name in enumerate(PANES, start=1)})
         yield KeyBar()
 
-    def poll(self) -> ComparePolled:
-        return ComparePolled(self._feed.poll())
+    def poll(self) -> Polled:
+        return Polled(self._feed.poll())
 
-    def tick(self) -> None:
-        if self.is_current:
-            super().tick()
-
-    @on(ComparePolled)
-    def show(self, message: ComparePolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Hand the runs down."""
-        self._comparison = message.comparison
-        runs = message.comparison.runs
+        self._comparison = message.snapshot
+        runs: tuple[Compared, ...] = message.snapshot.runs
         slots = [run.slot for run in runs]
         names = [run.snapshot.run.name for run in runs]
         rows, letters = results_table(runs), [series_style(slot).letter for slot in slots]
         settings = [(found.key, found.values) for found in differences(runs)]
         note = settings_note(runs, letters)
 
-        def settings_at(width: int) -> list[Line]:
+        def settings_at(width: int) -> list[Words]:
             lines = setting_lines(slots, settings, width)
             return [*lines, *((Piece(row),) for row in wrapped(note, width) if note)]
 
@@ -156,22 +163,43 @@ class CompareScreen(PollingScreen):
             self._draw_plot()
             self._wanted = wanted_width(names, rows)
             self._share_width()
-            self.query_one("#results", TablePane).show(
+            self.query_one("#results", TextPane).show(
                 lambda width: result_lines(slots, names, rows, width)
             )
-            self.query_one("#settings", TablePane).show(settings_at)
+            self.query_one("#settings", TextPane).show(settings_at)
             self.query_one("#alert_words", WordsView).lines = tuple(alerts_words(runs, letters))
 
-    @on(OverlayPlot.Moved)
+    @on(ChartView.Resized)
     def _draw_plot(self) -> None:
         comparison = self._comparison
         if comparison is None:
             return
         metric, axis = METRICS[self._metric], AXES[self._axis]
-        plot = self.query_one("#plot", OverlayPlot)
+        plot = self.query_one("#plot", ChartView)
         plot.border_title = f"1 {metric.name} by {axis}{', log y' if self._log_y else ''}"
-        plot.show(comparison, metric, axis, cursor=self._cursor, log_y=self._log_y)
+        plot.chart = self._chart(comparison, plot.dots)
         self.query_one("#head", Static).update(self._heading(comparison))
+
+    def _chart(self, comparison: Comparison, dots: int) -> Chart:
+        """The metric of every run over the axis; with a cursor, the legend tells the values there."""
+        metric, axis, cursor = METRICS[self._metric], AXES[self._axis], self._cursor
+        low, high = comparison.extent(metric, axis) or (0.0, 1.0)
+        lines = []
+        for run in comparison.runs:
+            trace = run.trace(metric, axis, low, high, dots)
+            value = trace.last if cursor is None else run.value_at(metric, axis, cursor)
+            letter = series_style(run.slot).letter
+            lines.append(Line(slot=run.slot, letter=letter, trace=trace, value=value))
+        return Chart(
+            low=low,
+            high=high,
+            lines=tuple(lines),
+            cursor=cursor,
+            log_y=self._log_y,
+            x_name=axis,
+            x_text=lambda x: axis_text(axis, x),
+            y_text=metric.text,
+        )
 
     def _heading(self, comparison: Comparison) -> Content:
         metric, axis = METRICS[self._metric], AXES[self._axis]
@@ -260,7 +288,7 @@ class CompareScreen(PollingScreen):
             return
         axis = AXES[self._axis]
         low, high = self._comparison.extent(METRICS[self._metric], axis) or (0.0, 0.0)
-        width = (high - low) / max(1, self.query_one(OverlayPlot).dots - 1)
+        width = (high - low) / max(1, self.query_one("#plot", ChartView).dots - 1)
         if axis == "step":
             # No less than a step: between two of them there is nothing to be told.
             width = max(1.0, width)

@@ -32,9 +32,8 @@ from workbench.flips import (
 )
 from workbench.launch import StartedFlip, start_flip
 from workbench.suspicions import Suspicion, settings_of, suspicions
-from workbench.tui.messages import FlipPolled
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import PollingScreen
+from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.flip_form import FlipForm
 from workbench.tui.widgets.flip_plan import FlipPlan
 from workbench.tui.widgets.forest_plot import ForestPlot
@@ -67,6 +66,7 @@ class FlipScreen(PollingScreen):
     """Form and progress of a flip of one run; with `folder`, a flip that there is."""
 
     AUTO_FOCUS = ""
+    POLLS_BEHIND = True
     ACTING = frozenset({"start", "stop", "keep"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "start", "start", tooltip="register the plan and run it"),
@@ -139,7 +139,7 @@ class FlipScreen(PollingScreen):
     def on_resize(self) -> None:
         self.set_class(self.size.height < SHORT, "-short")
 
-    def poll(self) -> FlipPolled:
+    def poll(self) -> Polled:
         if not self._looked and self._run is not None:
             self._looked = True
             folder = going_on(self._flips, self._run.path)
@@ -148,7 +148,7 @@ class FlipScreen(PollingScreen):
             elif self._found is None:
                 view = RunFeed(self._run).read_all().view
                 self.post_message(Suggested(suspicions(view, settings_of(self._run))))
-        return FlipPolled(None if self._feed is None else self._feed.poll())
+        return Polled(None if self._feed is None else self._feed.poll())
 
     # Before it starts
 
@@ -193,10 +193,11 @@ class FlipScreen(PollingScreen):
 
     # From then on
 
-    @on(FlipPolled)
-    def show(self, message: FlipPolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Draw the flip as it is now."""
-        snapshot = self._snapshot = message.snapshot
+        snapshot: FlipSnapshot | None = message.snapshot
+        self._snapshot = snapshot
         self.draw_keys()
         if snapshot is None:
             return

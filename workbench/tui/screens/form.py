@@ -6,7 +6,6 @@ keep what was typed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,9 +17,8 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from engine.errors import EngineError
-from workbench.tui.messages import CommandEnded
 from workbench.tui.printable import as_title
+from workbench.tui.screens.polling import CommandEnded, run_command
 from workbench.tui.widgets.choice import Choice
 
 KEYS = "enter does it   tab next line   esc leaves"
@@ -126,21 +124,14 @@ class FormScreen(ModalScreen[str | None]):
         self.query_one("#said", Static).update("")
         self.query_one("#keys", Static).update("doing it")
 
-        def work() -> None:
-            try:
-                message = CommandEnded(self._send(values), failed=False)
-            except (EngineError, OSError) as error:
-                message = CommandEnded(str(error), failed=True)
-            self.post_message(message)
-
-        threading.Thread(target=work, name="engine-form", daemon=True).start()
+        run_command(self, "form", lambda: self._send(values))
 
     @on(CommandEnded)
     def hear(self, message: CommandEnded) -> None:
         """Close when it was done; else say why not."""
         message.stop()
         self._sending = False
-        if not message.failed:
+        if message.problem is None:
             self.dismiss(message.text)
             return
         self.query_one("#said", Static).update(message.text)

@@ -22,7 +22,6 @@ from workbench.drafts import (
     open_draft,
     value_text,
 )
-from workbench.feed import RunFeed
 from workbench.launch import check_run, start_run
 from workbench.tui.context import Context
 from workbench.tui.screens.choose import ChooseScreen
@@ -175,16 +174,7 @@ class NewRunScreen(DraftScreen):
         self._draw()
         self._say(message.said)
         if message.run is not None:
-            given = self._given
-            feed = RunFeed(message.run)
-            self.app.switch_screen(
-                RunScreen(
-                    feed,
-                    refresh_s=given.refresh_s,
-                    read_only=given.read_only,
-                    ascii_only=given.ascii_only,
-                )
-            )
+            self.app.switch_screen(RunScreen(self._given, message.run))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         # While a line is typed, its letters are no commands.

@@ -8,20 +8,19 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import ScreenResume
 from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
 from engine.runlog.folder import RunFolder
+from workbench.plot.series import SERIES
 from workbench.runs_feed import RunsFeed, RunsSnapshot
 from workbench.tui.context import Context
 from workbench.tui.layout import is_low
-from workbench.tui.messages import RunsPolled
 from workbench.tui.names import shortened
 from workbench.tui.runs_words import heading, nothing, told
-from workbench.tui.screens.acting import RESUME, STOP, ActingScreen, Target
+from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
 from workbench.tui.screens.help import HelpScreen
-from workbench.tui.series import SERIES
+from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.runs_table import COLUMNS, RunsTable, matching
 
@@ -34,7 +33,7 @@ NOTES = (
 )
 
 
-class RunsScreen(ActingScreen):
+class RunsScreen(PollingScreen):
     """Draws the snapshots of one RunsFeed."""
 
     class Opened(Message):
@@ -45,7 +44,7 @@ class RunsScreen(ActingScreen):
             self.run = run
 
     AUTO_FOCUS = "RunsTable"
-    ACTING = ActingScreen.ACTING | {"start", "again"}
+    ACTING = frozenset({"stop", "resume", "start", "again"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs go on"),
@@ -105,20 +104,11 @@ class RunsScreen(ActingScreen):
         yield Static(id="detail", markup=False)
         yield KeyBar()
 
-    def poll(self) -> RunsPolled:
-        return RunsPolled(self._feed.poll())
+    def poll(self) -> Polled:
+        return Polled(self._feed.poll())
 
-    def tick(self) -> None:
-        # Hidden behind a run, the list is not read: the screen of that run reads it already.
-        if self.is_current:
-            super().tick()
-
-    @on(ScreenResume)
-    def look_again(self) -> None:
-        self.tick()
-
-    @on(RunsPolled)
-    def show(self, message: RunsPolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Hand the rows down."""
         self._snapshot = message.snapshot
         there = {row.path for row in message.snapshot.rows}
@@ -226,9 +216,17 @@ class RunsScreen(ActingScreen):
             return None
         return Target(RunFolder(row.path), row.state, row.alive, row.last_step)
 
+    def action_stop(self) -> None:
+        if (target := self.target()) is not None:
+            ask_to_stop(self, target)
+
+    def action_resume(self) -> None:
+        if (target := self.target()) is not None:
+            ask_to_resume(self, target)
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "resume"):
-            return self.may_act(action)
+            return (target := self.target()) is not None and target.can(action)
         return action != "clear_filter" or self.has_class("-filtering")
 
     def action_start(self) -> None:

@@ -7,7 +7,8 @@ from textual.containers import VerticalScroll
 from textual.reactive import reactive
 
 from workbench.listing import Row
-from workbench.tui.widgets.trace_plot import Plot, TracePlot
+from workbench.plot.chart import chart_of
+from workbench.tui.widgets.chart_view import ChartView
 from workbench.tui.widgets.words_view import WordsView
 
 
@@ -23,8 +24,8 @@ whole screen.
     DEFAULT_CSS = """
     DetailsPane {
         border: round $foreground 40%; padding: 0 1; scrollbar-size-vertical: 1;
-        TracePlot { height: 9; margin-bottom: 1; display: none; }
-        &.-plotted TracePlot { display: block; }
+        ChartView { height: 9; margin-bottom: 1; display: none; }
+        &.-plotted ChartView { display: block; }
     }
     DetailsPane:focus { border: heavy $primary; }
     """
@@ -36,7 +37,7 @@ whole screen.
         self._ascii_only = ascii_only
 
     def compose(self) -> ComposeResult:
-        yield TracePlot(ascii_only=self._ascii_only)
+        yield ChartView(ascii_only=self._ascii_only)
         yield WordsView()
 
     def whole_text(self) -> str:
@@ -52,5 +53,5 @@ whole screen.
             self.scroll_home(animate=False)
         self.set_class(row.trace is not None, "-plotted")
         if row.trace is not None:
-            self.query_one(TracePlot).plot = Plot(traces=(row.trace,))
+            self.query_one(ChartView).chart = chart_of((row.trace,))
         self.query_one(WordsView).lines = row.lines

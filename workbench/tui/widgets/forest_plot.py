@@ -11,8 +11,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from workbench.flips import FlipSnapshot
-from workbench.tui.canvas import Row
-from workbench.tui.forest import render_forest
+from workbench.plot.canvas import Row
+from workbench.plot.forest import render_forest
 
 
 class ForestPlot(Widget):

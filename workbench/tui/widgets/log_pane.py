@@ -34,6 +34,10 @@ class LogPane(Vertical):
 
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
 
+    def __init__(self, title: str, *, id: str) -> None:
+        super().__init__(id=id, classes="pane")
+        self._title = title
+
     def compose(self) -> ComposeResult:
         yield LogView()
         words = "show lines with these words; !words hides them"
@@ -95,6 +99,6 @@ class LogPane(Vertical):
         some = f", {view.shown} of {total} lines" if view.pattern else f", {total} lines"
         looked = view.share_filtered
         far = f", looked through {looked:.0%}" if looked < 1 else ""
-        title = f"5 log, {following}{some}{far}"
+        title = f"{self._title}, {following}{some}{far}"
         if title != self.border_title:
             self.border_title = title

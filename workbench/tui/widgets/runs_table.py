@@ -13,9 +13,9 @@ from textual.reactive import reactive
 from textual.widgets import DataTable
 
 from engine.units import format_count, format_seconds, format_value
+from workbench.plot.series import series_style
 from workbench.runs_feed import RunRow
 from workbench.tui.names import told_apart
-from workbench.tui.series import series_style
 from workbench.tui.widgets.status_line import bar_text
 
 ABSENT = "-"

@@ -21,7 +21,7 @@ from engine.experiments.judge import Pair, interval_of
 from engine.experiments.plan import Plan
 from engine.experiments.statistics import Interval
 from engine.experiments.text import ASCII, UNICODE
-from workbench.tui.canvas import Row, Span, fit
+from workbench.plot.canvas import Row, Span, fit
 
 HEAD_WIDTH = 9
 TAIL_WIDTH = 22
