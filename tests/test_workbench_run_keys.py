@@ -13,7 +13,7 @@ from engine.errors import BadInput
 from engine.runlog.folder import RunFolder
 from workbench.log import matches
 from workbench.tui.screens import actions
-from workbench.tui.widgets.log_view import LogView
+from workbench.tui.widgets.log_pane import LogView
 
 
 def test_the_log_is_filtered_as_it_is_typed(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from engine.runlog.folder import RunFolder
 from engine.runlog.text import has_ended
 from workbench.feed import READING, UNREADABLE
 from workbench.launch import command_text, resume_arguments, resume_run, stop_run
-from workbench.tui.screens.choose import ChooseScreen
+from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import PollingScreen, Problem
 
 STOP = Binding("x", "stop", "stop", tooltip="ask the run to stop, after a question")

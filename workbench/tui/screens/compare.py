@@ -20,16 +20,17 @@ from workbench.plot.chart import Chart, Line
 from workbench.plot.series import SERIES, series_style
 from workbench.side_by_side import alerts_words, differences, results_table, settings_note
 from workbench.tui.context import Context
-from workbench.tui.run_columns import (
-    Line as Words,
-)
-from workbench.tui.run_columns import (
+from workbench.tui.run_lines import (
+    Headed,
     Piece,
+    heading_lines,
     result_lines,
     setting_lines,
     wanted_width,
 )
-from workbench.tui.run_heads import Headed, heading_lines
+from workbench.tui.run_lines import (
+    Line as Words,
+)
 from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.chart_view import ChartView

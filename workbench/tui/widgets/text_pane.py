@@ -12,7 +12,7 @@ from textual.widgets import Static
 
 from workbench.plot.series import series_style
 from workbench.tui.printable import as_title
-from workbench.tui.run_columns import Line, Piece
+from workbench.tui.run_lines import Line, Piece
 
 LinesFor = Callable[[int], Sequence[str | Line]]
 """The lines at a width."""
