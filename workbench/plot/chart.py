@@ -29,7 +29,17 @@ from statistics import median
 
 from engine.units import format_seconds, format_value
 from workbench.plot.axis import Axis
-from workbench.plot.canvas import ASCII, UNICODE, Canvas, Glyphs, Row, Span, centred, fit
+from workbench.plot.canvas import (
+    ASCII,
+    UNICODE,
+    Canvas,
+    Glyphs,
+    Row,
+    Span,
+    centred,
+    fit,
+    name_places,
+)
 from workbench.traces import Bucket, Trace
 
 MIN_WIDTH, MIN_HEIGHT = 24, 4
@@ -372,29 +382,27 @@ class _Drawing:
     def x_rows(self) -> tuple[Row, Row]:
         """The line under the chart and the values under the line; both ends are always named."""
         chart, axis, glyphs = self.chart, self.x_axis, self.glyphs
-        edge, words = [glyphs.horizontal] * self.columns, [" "] * self.columns
         count = max(2, self.columns // 14)
-        ticks = [tick.value for tick in axis.ticks(count)]
-        if chart.x_name == "step":
-            ticks = [value for value in ticks if value % 1 == 0]
         if chart.ticks is not None:
             ticks = list(chart.ticks(axis.low, axis.high, count))
-        cursor = [] if chart.cursor is None else [chart.cursor]
-        for value in [*([] if chart.readout else cursor), axis.high, axis.low, *ticks]:
-            column, text = self.column(value), chart.x_text(value)
-            start = min(max(0, column - len(text) // 2), self.columns - len(text))
-            # One free cell on each side keeps neighbouring numbers apart.
-            around = words[max(0, start - 1) : start + len(text) + 1]
-            if start >= 0 and all(char == " " for char in around):
-                words[start : start + len(text)] = text
-                edge[column] = glyphs.down_tick
+        else:
+            ticks = [tick.value for tick in axis.ticks(count)]
+            if chart.x_name == "step":
+                ticks = [value for value in ticks if value % 1 == 0]
+        cursor = [chart.cursor] if chart.cursor is not None and not chart.readout else []
+        placed = [(self.column(x), chart.x_text(x)) for x in (*cursor, axis.high, axis.low, *ticks)]
+        words, named = name_places(placed, self.columns)
+        edge = [
+            glyphs.down_tick if column in named else glyphs.horizontal
+            for column in range(self.columns)
+        ]
         if chart.cursor is not None and axis.low <= chart.cursor <= axis.high:
             edge[self.column(chart.cursor)] = "^" if glyphs is ASCII else "┴"
         begin = " " * (self.margin + 1) + glyphs.corner
         name = f"{chart.x_name:<{self.margin + 2}.{self.margin}}"
         return (
             (Span(begin, "axis"), Span("".join(edge), "axis")),
-            (Span(name + "".join(words), "axis"),),
+            (Span(name + words, "axis"),),
         )
 
 

@@ -73,12 +73,16 @@ class ChartView(Widget):
         """The chart at the size that it has."""
         return self.chart
 
+    def rows(self) -> list[Row]:
+        """What is drawn."""
+        return render_chart(self.made(), *self.size, ascii_only=self._ascii_only)
+
     def render_lines(self, crop: Region) -> list[Strip]:
         # Lines are asked for one by one: the chart is drawn once for all of them.
         wanted = (*self.charted(), self.size)
         if len(wanted) != len(self._drawn) or any(map(_differ, wanted, self._drawn)):
             self._drawn = wanted
-            self._rows = render_chart(self.made(), *self.size, ascii_only=self._ascii_only)
+            self._rows = self.rows()
         return super().render_lines(crop)
 
     def render_line(self, y: int) -> Strip:
