@@ -12,11 +12,18 @@ from screens import on_screen, poll, press, shows, text_of, words_of
 from textual.pilot import Pilot
 
 from engine.runlog.folder import RunFolder
-from workbench.compared import AXES, METRICS, Compared, CompareFeed
+from workbench.compared import (
+    AXES,
+    METRICS,
+    Compared,
+    CompareFeed,
+    differences,
+    results_table,
+    settings_note,
+)
 from workbench.plot.canvas import plain
 from workbench.plot.chart import Chart, Line, dots_of, render_chart
 from workbench.plot.series import SERIES
-from workbench.side_by_side import differences, results_table, settings_note
 from workbench.traces import Bucket, Trace
 
 METRIC = {metric.name: metric for metric in METRICS}

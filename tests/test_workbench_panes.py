@@ -75,7 +75,7 @@ def test_every_pane_has_a_key_of_its_own_and_lines_or_a_widget() -> None:
     assert keys == [*"123456789"]
     chosen = {b.key: b.action for b in bindings_of(RunScreen) if b.action.startswith("pane(")}  # type: ignore[arg-type]
     assert chosen == {pane.key: f"pane('{pane.id}')" for pane in PANES}
-    assert [p.id for p in PANES if p.words is None and p.fitted is None] == ["loss", "log"]
+    assert [p.id for p in PANES if not p.has_lines] == ["loss", "log"]
 
 
 def test_the_page_has_its_panes_in_their_order() -> None:

@@ -170,6 +170,7 @@ def result_words(snapshot: Snapshot) -> list[str]:
 Words = Callable[[Snapshot], list[str]]
 """The lines of a pane. A line that does not begin with a space is a heading of those that do."""
 LAST = 99
+LEAST_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +206,16 @@ class Pane:
         """The key that chooses it: its place in the table as a digit, and F10 and so on after the ninth."""
         place = 1 + [pane.id for pane in PANES].index(self.id)
         return str(place) if place <= 9 else f"f{place}"
+
+    @property
+    def has_lines(self) -> bool:
+        return self.words is not None or self.fitted is not None
+
+    def lines(self, snapshot: Snapshot, ascii_only: bool, width: int) -> list[str]:
+        """Its lines for a width in cells."""
+        if self.fitted is not None:
+            return self.fitted(snapshot, max(width, LEAST_WIDTH), ascii_only)
+        return [] if self.words is None else self.words(snapshot)
 
     @property
     def numbered_title(self) -> str:

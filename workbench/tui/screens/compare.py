@@ -15,10 +15,20 @@ from textual.events import DescendantFocus, Resize
 from textual.widgets import Static
 
 from engine.runlog.folder import RunFolder
-from workbench.compared import AXES, METRICS, Compared, CompareFeed, Comparison, axis_text
+from workbench.compared import (
+    AXES,
+    METRICS,
+    Compared,
+    CompareFeed,
+    Comparison,
+    alerts_words,
+    axis_text,
+    differences,
+    results_table,
+    settings_note,
+)
 from workbench.plot.chart import Chart, Line
 from workbench.plot.series import SERIES, series_style
-from workbench.side_by_side import alerts_words, differences, results_table, settings_note
 from workbench.tui.context import Context
 from workbench.tui.run_lines import (
     Headed,

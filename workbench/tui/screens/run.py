@@ -214,8 +214,8 @@ class RunScreen(PollingScreen):
             line.snapshot = snapshot
             self.query_one(LogPane).snapshot = snapshot
             for pane in PANES:
-                if pane.words is not None or pane.fitted is not None:
-                    lines_for = partial(_lines_of, pane, snapshot, self.context.ascii_only)
+                if pane.has_lines:
+                    lines_for = partial(pane.lines, snapshot, self.context.ascii_only)
                     self.query_one(f"#{pane.id}", TextPane).show(lines_for)
             self._tell_replay()
 
@@ -482,12 +482,6 @@ class RunScreen(PollingScreen):
     def _begun(self, path: str | None) -> None:
         if path is not None:
             self.notify(f"begun: {path}; w lists the findings", markup=False)
-
-
-def _lines_of(pane: Pane, snapshot: Snapshot, ascii_only: bool, width: int) -> list[str]:
-    if pane.fitted is not None:
-        return pane.fitted(snapshot, max(width, 20), ascii_only)
-    return [] if pane.words is None else pane.words(snapshot)
 
 
 def _needs(snapshot: Snapshot | None) -> object:
