@@ -9,7 +9,7 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import DescendantFocus, Resize
 from textual.widgets import Static
@@ -47,7 +47,7 @@ from workbench.tui.widgets.chart_view import ChartView
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 from workbench.tui.widgets.pane_tabs import PaneTabs
 from workbench.tui.widgets.text_pane import TextPane, drawn
-from workbench.tui.widgets.words_view import WordsView, wrapped
+from workbench.tui.widgets.words_view import wrapped
 
 PANES = ("plot", "results", "settings", "alerts")
 PANE_KEYS = Binding.Group("pane")
@@ -146,9 +146,7 @@ class CompareScreen(PollingScreen):
                 yield TextPane("2 results", id="results")
                 with Vertical(id="beside"):
                     yield TextPane("3 settings that differ", id="settings")
-                    with VerticalScroll(id="alerts", classes="pane") as pane:
-                        pane.border_title = "4 alerts"
-                        yield WordsView(id="alert_words")
+                    yield TextPane("4 alerts", id="alerts")
         yield PaneTabs({name: (str(n), name) for n, name in enumerate(PANES, start=1)})
         yield KeyBar()
 
@@ -178,7 +176,10 @@ class CompareScreen(PollingScreen):
                 lambda width: result_lines(slots, names, rows, width)
             )
             self.query_one("#settings", TextPane).show(settings_at)
-            self.query_one("#alert_words", WordsView).lines = tuple(alerts_words(runs, letters))
+            alerts = alerts_words(runs, letters)
+            self.query_one("#alerts", TextPane).show(
+                lambda width: [row for line in alerts for row in wrapped(line, width)]
+            )
 
     @on(ChartView.Resized)
     def _draw_plot(self) -> None:
@@ -193,34 +194,40 @@ class CompareScreen(PollingScreen):
 
     def _chart(self, comparison: Comparison, dots: int) -> Chart:
         """The metric of every run over the axis; with a cursor, the legend tells the values there."""
-        metric, axis, cursor = METRICS[self._metric], AXES[self._axis], self._cursor
+        metric, axis = METRICS[self._metric], AXES[self._axis]
         low, high = comparison.extent(metric, axis) or (0.0, 1.0)
-        lines = []
-        for run in comparison.runs:
-            trace = run.trace(metric, axis, low, high, dots)
-            value = trace.last if cursor is None else run.value_at(metric, axis, cursor)
-            letter = series_style(run.slot).letter
-            lines.append(Line(slot=run.slot, letter=letter, trace=trace, value=value))
+        lines = (
+            Line(
+                slot=run.slot,
+                letter=series_style(run.slot).letter,
+                trace=run.trace(metric, axis, low, high, dots),
+                value=self._value(run),
+            )
+            for run in comparison.runs
+        )
         return Chart(
             low=low,
             high=high,
             lines=tuple(lines),
-            cursor=cursor,
+            cursor=self._cursor,
             log_y=self._log_y,
             x_name=axis,
             x_text=lambda x: axis_text(axis, x),
             y_text=metric.text,
         )
 
+    def _value(self, run: Compared) -> float | None:
+        """The metric at the cursor, or the newest."""
+        metric, axis = METRICS[self._metric], AXES[self._axis]
+        if self._cursor is None:
+            return run.trace(metric, axis, 0.0, 0.0, 1).last
+        return run.value_at(metric, axis, self._cursor)
+
     def _heading(self, comparison: Comparison) -> Content:
         metric, axis = METRICS[self._metric], AXES[self._axis]
         runs = []
         for run in comparison.runs:
-            value = (
-                run.trace(metric, axis, 0.0, 0.0, 1).last
-                if self._cursor is None
-                else run.value_at(metric, axis, self._cursor)
-            )
+            value = self._value(run)
             said = "no value" if value is None else metric.text(value)
             runs.append(Headed(run.slot, run.snapshot.run.name, said))
         first = ["compare"]
