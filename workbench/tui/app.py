@@ -178,8 +178,9 @@ class WorkbenchApp(App[None]):
 
     def action_help(self) -> None:
         screen = self.screen
-        title = type(screen).__name__.removesuffix("Screen").lower()
-        self.push_screen(HelpScreen(f"help: {title}", bindings_of(screen), ()))
+        title = screen.title or type(screen).__name__.removesuffix("Screen").lower()
+        notes = getattr(screen, "NOTES", ())
+        self.push_screen(HelpScreen(f"help: {title}", bindings_of(screen), notes))
 
     def choose_theme(self, name: str) -> None:
         """Show another theme, and say how to keep it."""

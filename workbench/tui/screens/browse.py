@@ -22,16 +22,15 @@ from engine.errors import EngineError
 from engine.runlog.text import one_line
 from workbench.listing import Listing, Row
 from workbench.tui.context import Context
-from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.details_pane import DetailsPane
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.row_list import RowList
 
 COMMON: tuple[Binding, ...] = (
     Binding("z", "zoom", "zoom", tooltip="the details alone, or the list again"),
     Binding("r", "refresh", "refresh", show=False, tooltip="look again now"),
-    Binding("question_mark", "help", "help", tooltip="this help"),
+    Binding("question_mark", "app.help", "help", tooltip="this help"),
     Binding("escape", "back", "back", tooltip="back to where you were; what goes on goes on"),
     Binding(
         "q", "app.quit", "quit", show=False, tooltip="close the workbench; what goes on goes on"
@@ -94,12 +93,12 @@ class BrowseScreen(PollingScreen):
     def __init__(self, context: Context, title: str) -> None:
         super().__init__(context.refresh_s)
         self.context = context
-        self._title = title
+        self.title = title
         self._zoomed = False
         self._goto = ""
 
     def compose(self) -> ComposeResult:
-        yield Static(f"{self._title}: reading", id="head", markup=False)
+        yield Static(f"{self.title}: reading", id="head", markup=False)
         with Container(id="both"):
             yield RowList()
             yield DetailsPane(ascii_only=self.context.ascii_only)
@@ -118,7 +117,7 @@ class BrowseScreen(PollingScreen):
             return Polled(self.read())
         except (EngineError, OSError) as problem:
             text = str(problem)
-            return Polled(Listing(head=f"{self._title}: {one_line(text)}", empty=text))
+            return Polled(Listing(head=f"{self.title}: {one_line(text)}", empty=text))
 
     @on(Polled)
     def show(self, message: Polled) -> None:
@@ -183,18 +182,11 @@ class BrowseScreen(PollingScreen):
         self.set_class(self._zoomed, "-zoomed")
         self.query_one(DetailsPane if self._zoomed else RowList).focus()
 
-    def action_refresh(self) -> None:
-        self.tick()
-
     def action_back(self) -> None:
         if self._zoomed:
             self.action_zoom()
         elif len(self.app.screen_stack) > 2:
             self.app.pop_screen()
-
-    def action_help(self) -> None:
-        title = f"help: {self._title}"
-        self.app.push_screen(HelpScreen(title, bindings_of(self), self.NOTES))
 
 
 def own_keys(*bindings: Binding) -> list[BindingType]:

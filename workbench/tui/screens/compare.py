@@ -41,10 +41,9 @@ from workbench.tui.run_lines import (
 from workbench.tui.run_lines import (
     Line as Words,
 )
-from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.chart_view import ChartView
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.pane_tabs import PaneTabs
 from workbench.tui.widgets.text_pane import TextPane, drawn
 from workbench.tui.widgets.words_view import wrapped
@@ -56,26 +55,27 @@ GRID, SINGLE = (100, 30), 18
 FRAME = 5
 """Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
-NOTES = (
-    "Every run keeps its letter, its form of line and its colour.",
-    "",
-    "Signs in the plot",
-    "  A to F                   on its line: which run; at its end, too",
-    "  × (X in ASCII)           NaN or infinite; the letter below says whose",
-    "  an open line             steps that are missing, or a minute or more without one",
-    "  ▾ ▴ (v ^ in ASCII)       off the axis",
-    "",
-    "x is steps, tokens so far, or seconds since the run's first line, starting up included.",
-    "Settings are the effective ones: `auto: bf16` is auto, which became bf16.",
-)
 
 
 class CompareScreen(PollingScreen):
     """Draws the polls of one CompareFeed."""
 
+    NOTES = (
+        "Every run keeps its letter, its form of line and its colour.",
+        "",
+        "Signs in the plot",
+        "  A to F                   on its line: which run; at its end, too",
+        "  × (X in ASCII)           NaN or infinite; the letter below says whose",
+        "  an open line             steps that are missing, or a minute or more without one",
+        "  ▾ ▴ (v ^ in ASCII)       off the axis",
+        "",
+        "x is steps, tokens so far, or seconds since the run's first line, starting up included.",
+        "Settings are the effective ones: `auto: bf16` is auto, which became bf16.",
+    )
+
     AUTO_FOCUS = "#plot"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark", "help", "help", tooltip="this help"),
+        Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("escape,q", "back", "back", tooltip="the cursor away, or back to the runs"),
         *(
             Binding(
@@ -319,15 +319,9 @@ class CompareScreen(PollingScreen):
         self._cursor = float(round(before)) if axis == "step" else before
         self._draw_plot()
 
-    def action_refresh(self) -> None:
-        self.tick()
-
     def action_back(self) -> None:
         if self._cursor is not None:
             self._cursor = None
             self._draw_plot()
         else:
             self.app.pop_screen()
-
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: compare", bindings_of(self), NOTES))

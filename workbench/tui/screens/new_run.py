@@ -38,7 +38,6 @@ from workbench.tui.context import Context
 from workbench.tui.layout import is_low, is_tiny
 from workbench.tui.names import shortened
 from workbench.tui.screens.form import ChooseScreen
-from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
@@ -46,13 +45,6 @@ from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 LOW = 18
 """On fewer rows, what a setting means and the command make room for the settings."""
 NARROW = 60
-NOTES = (
-    "Before a setting: `!` its value is wrong, `*` it was typed here, `+` the file or the environment",
-    "sets it otherwise than by default. Nothing before it: the default.",
-    "",
-    "Starting runs `engine distill SPEC --set ... --detach`, as it is shown; the run goes on by itself.",
-    "k asks the engine to look at the inputs, too: weights, tokenizers, room on the disk.",
-)
 
 
 def shown_path(path: Path) -> str:
@@ -153,6 +145,14 @@ def _cells(_: str, texts: Sequence[str]) -> list[Text]:
 class NewRunScreen(Screen[None]):
     """Edits one draft, and starts it."""
 
+    NOTES = (
+        "Before a setting: `!` its value is wrong, `*` it was typed here, `+` the file or the environment",
+        "sets it otherwise than by default. Nothing before it: the default.",
+        "",
+        "Starting runs `engine distill SPEC --set ... --detach`, as it is shown; the run goes on by itself.",
+        "k asks the engine to look at the inputs, too: weights, tokenizers, room on the disk.",
+    )
+
     class Done(Message):
         """The engine has answered; `problem` when it refused."""
 
@@ -175,7 +175,7 @@ class NewRunScreen(Screen[None]):
         Binding("slash", "filter", "filter", tooltip="settings by name"),
         Binding("a", "save", "save as", tooltip="write all settings as a new spec file"),
         Binding("Y", "copy_command", "copy command", tooltip="copy the command that is shown"),
-        Binding("question_mark", "help", "help", tooltip="this help"),
+        Binding("question_mark", "app.help", "help", tooltip="this help"),
     ]
     AUTO_FOCUS = ""
     CSS = """
@@ -197,6 +197,7 @@ class NewRunScreen(Screen[None]):
     def __init__(self, context: Context, *, like: RunFolder | None = None) -> None:
         super().__init__()
         self._given, self._like = context, like
+        self.title = "a new run"
         self._draft: Draft | None = None
         self._before: Draft | None = None
         """What the draft was before the line that is typed now."""
@@ -489,8 +490,5 @@ class NewRunScreen(Screen[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         # While a line is typed, its letters are no commands.
-        shut = self.ACTING | {"only", "filter", "copy_command", "help"}
+        shut = self.ACTING | {"only", "filter", "copy_command"}
         return not (self._asked and action in shut)
-
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: a new run", bindings_of(self), NOTES))

@@ -120,6 +120,9 @@ class PollingScreen(Screen[None]):
         if self._polling is None or self._polling.is_finished:
             self._polling = self._poll_in_thread()
 
+    def action_refresh(self) -> None:
+        self.tick()
+
     def draw_keys(self) -> None:
         """Show the keys that do something now."""
         bindings = [

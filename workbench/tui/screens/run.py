@@ -27,11 +27,10 @@ from workbench.tui.context import Context
 from workbench.tui.layout import Layout, arrange
 from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
 from workbench.tui.screens.flip import FlipScreen
-from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.mark import MarkScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.screens.replay import TICK_S, Replay, Replayed
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.log_pane import LogPane
 from workbench.tui.widgets.pane_tabs import PaneTabs
 from workbench.tui.widgets.status_line import StatusLine
@@ -39,31 +38,32 @@ from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
 PANE_KEYS = Binding.Group("pane")
-NOTES = (
-    "The key of the chosen pane once more zooms it, too.",
-    "",
-    "Signs in plots",
-    "  solid, dashed, dotted  loss, ce, kd; in ASCII three characters",
-    "  ◆ (H in ASCII)         held-out loss of the student",
-    "  × (X in ASCII)         NaN or infinite: no line goes over it",
-    "  ▾ ▴ (v ^ in ASCII)     off the axis",
-    "  dashed level           ln V, the loss of guessing; the share of it that CE has; the teacher's",
-    "Signs on the row of marks",
-    "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
-    "",
-    "A replay shows every pane as it was: arrows go through time, space plays, v is how fast.",
-    "Closing this screen does nothing to a run: it goes on by itself.",
-)
 
 
 class RunScreen(PollingScreen):
     """Draws the snapshots of one RunFeed."""
 
+    NOTES = (
+        "The key of the chosen pane once more zooms it, too.",
+        "",
+        "Signs in plots",
+        "  solid, dashed, dotted  loss, ce, kd; in ASCII three characters",
+        "  ◆ (H in ASCII)         held-out loss of the student",
+        "  × (X in ASCII)         NaN or infinite: no line goes over it",
+        "  ▾ ▴ (v ^ in ASCII)     off the axis",
+        "  dashed level           ln V, the loss of guessing; the share of it that CE has; the teacher's",
+        "Signs on the row of marks",
+        "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
+        "",
+        "A replay shows every pane as it was: arrows go through time, space plays, v is how fast.",
+        "Closing this screen does nothing to a run: it goes on by itself.",
+    )
+
     AUTO_FOCUS = "#loss"
     POLLS_BEHIND = True
     ACTING = frozenset({"stop", "resume", "flip", "why"})
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark", "help", "help", tooltip="this help"),
+        Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; the run goes on"),
         *(
             Binding(
@@ -140,6 +140,7 @@ class RunScreen(PollingScreen):
     def __init__(self, context: Context, run: RunFolder) -> None:
         super().__init__(context.refresh_s)
         self.context, self.run = context, run
+        self.title = f"run {run.name}"
         self._feed = RunFeed(run, keep=not context.read_only)
         self._snapshot: Snapshot | None = None
         self._chosen, self._zoomed, self._paused = PANES[0].id, False, False
@@ -306,9 +307,6 @@ class RunScreen(PollingScreen):
         if not self._paused:
             self._hand_down()
 
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen(f"help: run {self.run.name}", bindings_of(self), NOTES))
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "scrub":
             # The time line has these keys itself, and a filter that is typed needs them.
@@ -330,7 +328,7 @@ class RunScreen(PollingScreen):
             super().draw_keys()
             return
         keys = [
-            Binding("question_mark", "help", "help"),
+            Binding("question_mark", "app.help", "help"),
             Binding("space", "pause", "pause" if replay.is_playing else "play"),
             Binding("left,right", "scrub(-1)", "time"),
             Binding("v", "speed", f"{replay.speed}x"),

@@ -19,19 +19,12 @@ from workbench.tui.context import Context
 from workbench.tui.layout import is_low
 from workbench.tui.names import shortened
 from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
-from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.filter_line import FilterLine
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.runs_table import COLUMNS, RunsTable, matching
 
 SORT_KEYS = Binding.Group("sort")
-NOTES = (
-    "Runs are found in the folders that were named and one level below, whoever started them.",
-    "A filter is words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
-    "Marks stay with their runs until they are taken back: the letter and the colour are those of",
-    "the run in the comparison, too.",
-)
 
 
 NO_RUNS = """\
@@ -49,6 +42,13 @@ It appears here as soon as it has begun."""
 class RunsScreen(PollingScreen):
     """Draws the snapshots of one RunsFeed."""
 
+    NOTES = (
+        "Runs are found in the folders that were named and one level below, whoever started them.",
+        "A filter is words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
+        "Marks stay with their runs until they are taken back: the letter and the colour are those of",
+        "the run in the comparison, too.",
+    )
+
     class Opened(Message):
         """A run was chosen."""
 
@@ -59,7 +59,7 @@ class RunsScreen(PollingScreen):
     AUTO_FOCUS = "RunsTable"
     ACTING = frozenset({"stop", "resume", "start", "again"})
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark", "help", "help", tooltip="this help"),
+        Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs go on"),
         Binding("enter", "open", "open", tooltip="open the run under the cursor"),
         Binding("slash", "filter", "filter", tooltip="filter by name, state or alert"),
@@ -196,9 +196,6 @@ class RunsScreen(PollingScreen):
     def action_sort(self, index: int) -> None:
         self.query_one(RunsTable).sort_by(index)
 
-    def action_refresh(self) -> None:
-        self.tick()
-
     # Marks
 
     def action_mark(self) -> None:
@@ -282,9 +279,6 @@ class RunsScreen(PollingScreen):
     def keep_filter(self) -> None:
         self.query_one(FilterLine).leave()
         self.query_one(RunsTable).focus()
-
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: runs", bindings_of(self), NOTES))
 
 
 def nothing(snapshot: RunsSnapshot, pattern: str) -> str:
