@@ -14,18 +14,21 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Container
+from textual.containers import Container, VerticalScroll
 from textual.events import Resize
+from textual.reactive import reactive
 from textual.widgets import OptionList, Static
 
 from engine.errors import EngineError
 from engine.runlog.text import one_line
 from workbench.listing import Listing, Row
+from workbench.plot.chart import chart_of
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.widgets.details_pane import DetailsPane
+from workbench.tui.widgets.chart_view import ChartView
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.row_list import RowList
+from workbench.tui.widgets.words_view import WordsView
 
 COMMON: tuple[Binding, ...] = (
     Binding("z", "zoom", "zoom", tooltip="the details alone, or the list again"),
@@ -45,6 +48,51 @@ def shape_of(width: int, height: int) -> str:
     if height < 18:
         return "single"
     return "wide" if width >= 100 else "stacked"
+
+
+class DetailsPane(VerticalScroll, can_focus=True):
+    """Draws one row in full."""
+
+    HELP = """\
+# Details
+
+What is known of the row under the cursor. Up, down, page up and page down scroll; `z` gives it the
+whole screen.
+"""
+    DEFAULT_CSS = """
+    DetailsPane {
+        border: round $foreground 40%; padding: 0 1; scrollbar-size-vertical: 1;
+        ChartView { height: 9; margin-bottom: 1; display: none; }
+        &.-plotted ChartView { display: block; }
+    }
+    DetailsPane:focus { border: heavy $primary; }
+    """
+
+    row: reactive[Row | None] = reactive(None, init=False)
+
+    def __init__(self, *, ascii_only: bool, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._ascii_only = ascii_only
+
+    def compose(self) -> ComposeResult:
+        yield ChartView(ascii_only=self._ascii_only)
+        yield WordsView()
+
+    def whole_text(self) -> str:
+        """All that is said of the row."""
+        return "\n".join(self.row.lines) if self.row is not None else ""
+
+    def watch_row(self, before: Row | None, row: Row | None) -> None:
+        if row is None:
+            self.query_one(WordsView).lines = ()
+            self.set_class(False, "-plotted")
+            return
+        if before is None or before.key != row.key:
+            self.scroll_home(animate=False)
+        self.set_class(row.trace is not None, "-plotted")
+        if row.trace is not None:
+            self.query_one(ChartView).chart = chart_of((row.trace,))
+        self.query_one(WordsView).lines = row.lines
 
 
 class BrowseScreen(PollingScreen):

@@ -57,7 +57,7 @@ class CellTable(DataTable[Text]):
             for key, words in texts.items():
                 self.add_row(*cells(key, words), key=key)
         self._keys, self._texts = keys, texts
-        if before in texts:
+        if before is not None and before in texts:
             self.move_cursor(row=keys.index(before), animate=False)
 
     def _write_changes(
