@@ -21,7 +21,8 @@ from textual.widgets import OptionList, Static
 
 from engine.errors import EngineError
 from engine.runlog.text import one_line
-from workbench.listing import Listing, Row
+from workbench.jobs import Job
+from workbench.listing import Listing, Row, with_job
 from workbench.plot.chart import chart_of
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
@@ -101,6 +102,8 @@ class BrowseScreen(PollingScreen):
     AUTO_FOCUS = "RowList"
     NOTES: ClassVar[Sequence[str]] = ()
     """What help says below the keys."""
+    JOB: ClassVar[str] = ""
+    """The name of the engine's commands that keys start in the background, one at a time."""
     DEFAULT_CSS = """
     BrowseScreen {
         #head {
@@ -162,7 +165,7 @@ class BrowseScreen(PollingScreen):
 
     def poll(self) -> Polled:
         try:
-            return Polled(self.read())
+            return Polled(with_job(self.read(), self.job))
         except (EngineError, OSError) as problem:
             text = str(problem)
             return Polled(Listing(head=f"{self.title}: {one_line(text)}", empty=text))
@@ -235,6 +238,30 @@ class BrowseScreen(PollingScreen):
             self.action_zoom()
         elif len(self.app.screen_stack) > 2:
             self.app.pop_screen()
+
+    # A command in the background
+
+    @property
+    def job(self) -> Job | None:
+        """The newest command; None before the first."""
+        return self.context.jobs.of(self.JOB)
+
+    @property
+    def job_runs(self) -> bool:
+        return self.job is not None and self.job.is_alive
+
+    def start_job(self, arguments: Sequence[str]) -> None:
+        """Start `engine ARGUMENTS`."""
+        try:
+            self.context.jobs.start(self.JOB, arguments)
+        except EngineError as problem:
+            self.notify(str(problem), severity="error", markup=False)
+        self.tick()
+
+    def action_stop(self) -> None:
+        if self.job is not None:
+            self.job.stop()
+        self.tick()
 
 
 def own_keys(*bindings: Binding) -> list[BindingType]:
