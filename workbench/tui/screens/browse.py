@@ -142,8 +142,7 @@ class BrowseScreen(PollingScreen):
     """
 
     def __init__(self, context: Context, title: str) -> None:
-        super().__init__(context.refresh_s)
-        self.context = context
+        super().__init__(context)
         self.title = title
         self._zoomed = False
         self._goto = ""

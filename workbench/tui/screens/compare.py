@@ -125,9 +125,8 @@ class CompareScreen(PollingScreen):
 
     def __init__(self, context: Context, chosen: Mapping[int, RunFolder]) -> None:
         """`chosen` gives each style its run."""
-        super().__init__(context.refresh_s)
+        super().__init__(context)
         assert 2 <= len(chosen) <= len(SERIES), chosen
-        self._ascii_only = context.ascii_only
         self._feed = CompareFeed(chosen)
         self._comparison: Comparison | None = None
         self._metric, self._axis, self._log_y = 0, 0, False
@@ -139,7 +138,7 @@ class CompareScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
         with Vertical(id="body"):
-            plot = ChartView(ascii_only=self._ascii_only, id="plot", classes="pane")
+            plot = ChartView(ascii_only=self.context.ascii_only, id="plot", classes="pane")
             plot.can_focus = True
             yield plot
             with Horizontal(id="below"):
@@ -240,7 +239,7 @@ class CompareScreen(PollingScreen):
             max(1, self.size.width - 2),
             first=first,
             rows=2 if self.size.height >= SINGLE else 1,
-            ascii_only=self._ascii_only,
+            ascii_only=self.context.ascii_only,
         )
         return Content("\n").join(Content("").join(map(drawn, line)) for line in lines)
 

@@ -32,26 +32,16 @@ from workbench.flips import (
 )
 from workbench.launch import StartedFlip, start_flip
 from workbench.suspicions import Suspicion, settings_of, suspicions
-from workbench.tui.screens.help import HelpScreen
+from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
 from workbench.tui.widgets.flip_form import FlipForm
 from workbench.tui.widgets.flip_plan import FlipPlan
 from workbench.tui.widgets.forest_plot import ForestPlot
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.words_view import WordsView
 
 SHORT = 18
 """Rows below which nothing has a border."""
-NOTES = (
-    "A flip runs this spec twice in turn, A as it is and B with one setting changed, until the",
-    "interval of B/A lies on one side of the margin, or inside it. The plan is registered first.",
-    "",
-    "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says how many pairs it would take;",
-    "`measured` needs controls of the last day (controls: run makes them), else it is a `screen`.",
-    "",
-    "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it goes on, and E",
-    "lists it. ctrl+x ends it with what was measured.",
-)
 
 
 class Suggested(Message):
@@ -65,6 +55,17 @@ class Suggested(Message):
 class FlipScreen(PollingScreen):
     """Form and progress of a flip of one run; with `folder`, a flip that there is."""
 
+    NOTES = (
+        "A flip runs this spec twice in turn, A as it is and B with one setting changed, until the",
+        "interval of B/A lies on one side of the margin, or inside it. The plan is registered first.",
+        "",
+        "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says how many pairs it would take;",
+        "`measured` needs controls of the last day (controls: run makes them), else it is a `screen`.",
+        "",
+        "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it goes on, and E",
+        "lists it. ctrl+x ends it with what was measured.",
+    )
+
     AUTO_FOCUS = ""
     POLLS_BEHIND = True
     ACTING = frozenset({"start", "stop", "keep"})
@@ -76,7 +77,7 @@ class FlipScreen(PollingScreen):
             "ctrl+w", "keep", "to a finding", tooltip="put its verdict into a five-whys finding"
         ),
         Binding("escape", "back", "back", tooltip="back to where you were; a flip goes on"),
-        Binding("f1", "help", "help", tooltip="this help"),
+        Binding("f1", "app.help", "help", tooltip="this help"),
     ]
     CSS = """
     FlipScreen {
@@ -99,21 +100,16 @@ class FlipScreen(PollingScreen):
 
     def __init__(
         self,
+        context: Context,
         run: RunFolder | None,
         found: tuple[Suspicion, ...] | None = None,
         *,
-        refresh_s: float,
-        ascii_only: bool,
-        flips: Path = Path(FLIPS),
         folder: Path | None = None,
-        about: str = "",
     ) -> None:
-        """`found` is what the run suggests, read from it where it is None; `about` names the knob or
-        the alert whose line the cursor begins on."""
-        super().__init__(refresh_s)
+        """`found` is what the run suggests, read from it where it is None."""
+        super().__init__(context)
         assert run is not None or folder is not None, "a run to flip, or a flip"
-        self._run, self._found, self._flips, self._about = run, found, flips, about
-        self._ascii_only = ascii_only
+        self._run, self._found, self._flips = run, found, Path(FLIPS)
         self._feed: FlipFeed | None = None if folder is None else FlipFeed(folder)
         self._started: StartedFlip | None = None
         self._snapshot: FlipSnapshot | None = None
@@ -123,10 +119,10 @@ class FlipScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         yield Static(f"flip {self._called}: what is to be tested?", id="head", markup=False)
         with Vertical(id="before"):
-            yield FlipForm(about=self._about)
+            yield FlipForm()
             yield FlipPlan(self._run, self._flips)
         with Vertical(id="flip"):
-            yield ForestPlot(ascii_only=self._ascii_only)
+            yield ForestPlot(ascii_only=self.context.ascii_only)
             with VerticalScroll(id="told"):
                 yield WordsView(id="progress")
         yield KeyBar()
@@ -206,7 +202,7 @@ class FlipScreen(PollingScreen):
             self.call_after_refresh(self.query_one("#told").focus)
         self.query_one("#head", Static).update(f"flip {self._called}: {snapshot.state}")
         self.query_one(ForestPlot).snapshot = snapshot
-        lines = flip_lines(snapshot, ascii_only=self._ascii_only)[1:]
+        lines = flip_lines(snapshot, ascii_only=self.context.ascii_only)[1:]
         self.query_one("#progress", WordsView).lines = tuple(lines)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -246,6 +242,3 @@ class FlipScreen(PollingScreen):
         if self._snapshot is not None and self._snapshot.going_on:
             self.app.notify("the flip goes on; E lists it", markup=False)
         self.app.pop_screen()
-
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: flip", bindings_of(self), NOTES))

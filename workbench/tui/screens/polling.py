@@ -18,6 +18,7 @@ from textual.widgets._toast import ToastRack
 from textual.worker import Worker, get_current_worker
 
 from engine.errors import EngineError
+from workbench.tui.context import Context
 from workbench.tui.keys import is_offered
 from workbench.tui.layout import is_tiny
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
@@ -66,7 +67,7 @@ def run_command(
 
 
 class PollingScreen(Screen[None]):
-    """Polls every `refresh_s`, one poll at a time, and posts what it found to itself.
+    """Polls every `context.refresh_s`, one poll at a time, and posts what it found to itself.
 
     A thread cannot be cancelled, and a feed belongs to one thread at a time: a tick that finds a
     poll going on does nothing.
@@ -78,9 +79,9 @@ class PollingScreen(Screen[None]):
     """The actions of this class that start, stop or change a run, a flip or evidence: read-only mode
     has none of them."""
 
-    def __init__(self, refresh_s: float) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__()
-        self._refresh_s = refresh_s
+        self.context = context
         self._polling: Worker[None] | None = None
 
     @abstractmethod
@@ -100,7 +101,7 @@ class PollingScreen(Screen[None]):
     def on_mount(self) -> None:
         own = [child for child in self.children if not isinstance(child, ToastRack | Tooltip)]
         own[0].add_class("-first")
-        self.set_interval(self._refresh_s, self.tick)
+        self.set_interval(self.context.refresh_s, self.tick)
         self.draw_keys()
         self.tick()
 

@@ -138,8 +138,8 @@ class RunScreen(PollingScreen):
     """
 
     def __init__(self, context: Context, run: RunFolder) -> None:
-        super().__init__(context.refresh_s)
-        self.context, self.run = context, run
+        super().__init__(context)
+        self.run = run
         self.title = f"run {run.name}"
         self._feed = RunFeed(run, keep=not context.read_only)
         self._snapshot: Snapshot | None = None
@@ -461,13 +461,7 @@ class RunScreen(PollingScreen):
         self, found: tuple[Suspicion, ...] | None = None, folder: Path | None = None
     ) -> None:
         self.app.push_screen(
-            FlipScreen(
-                self.run if folder is None else None,
-                found,
-                refresh_s=self.context.refresh_s,
-                ascii_only=self.context.ascii_only,
-                folder=folder,
-            )
+            FlipScreen(self.context, self.run if folder is None else None, found, folder=folder)
         )
 
     def action_why(self) -> None:

@@ -100,8 +100,7 @@ class RunsScreen(PollingScreen):
     """
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context.refresh_s)
-        self.context = context
+        super().__init__(context)
         self._feed = RunsFeed(context.folders)
         self._snapshot: RunsSnapshot | None = None
         self._pattern = ""
