@@ -2,7 +2,7 @@
 
 A pane is added by a row of `PANES` and a function that makes its lines from a snapshot. The terminal gives
 it a place, a key, a tab, a line of help and a line of the palette; the notebook gives it a part of the page.
-The functions are pure; the sentences themselves are `engine.runlog.text`'s and `engine.runlog.summary`'s.
+The functions are pure; the sentences themselves are `engine.log.text`'s and `engine.log.summary`'s.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.runlog.summary import check_lines, kernel_lines
-from engine.runlog.text import (
+from engine.log.summary import check_lines, kernel_lines
+from engine.log.text import (
     alert_lines,
     clock_text,
     decision_lines,
@@ -22,7 +22,7 @@ from engine.runlog.text import (
     ledger_line,
     result_lines,
 )
-from engine.runlog.view import RunView
+from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds
 from workbench.feed import Snapshot
 

@@ -31,8 +31,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from engine.device.reading import Reading, absent, measured
 from engine.kernels.record import CompileRecord
+from engine.machine.reading import Reading, absent, measured
 
 Mark: TypeAlias = Mapping[str, float]
 """The counts at one moment."""

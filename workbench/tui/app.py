@@ -20,7 +20,7 @@ from textual.dom import DOMNode
 from textual.filter import LineFilter
 
 from engine.errors import EXIT_TERMINATED, EngineError
-from engine.runlog.folder import RunFolder, is_run
+from engine.log.folder import RunFolder, is_run
 from workbench.tui.captures import (
     FOLDER_VARIABLE,
     capture,

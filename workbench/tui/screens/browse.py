@@ -20,7 +20,7 @@ from textual.reactive import reactive
 from textual.widgets import OptionList, Static
 
 from engine.errors import EngineError
-from engine.runlog.text import one_line
+from engine.log.text import one_line
 from workbench.jobs import Job
 from workbench.listing import Listing, Row, with_job
 from workbench.plot.chart import chart_of

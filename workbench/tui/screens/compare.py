@@ -14,7 +14,7 @@ from textual.content import Content
 from textual.events import DescendantFocus, Resize
 from textual.widgets import Static
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.compared import (
     AXES,
     METRICS,

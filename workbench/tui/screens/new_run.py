@@ -22,7 +22,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Input, OptionList, Static
 
 from engine.errors import EngineError
-from engine.runlog.folder import RunFolder, is_run
+from engine.log.folder import RunFolder, is_run
 from workbench.drafts import (
     OPTIONS,
     Draft,

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from engine.units import format_count, format_value
 from workbench.plot.series import SERIES, series_style
 from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot

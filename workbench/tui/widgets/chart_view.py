@@ -12,7 +12,7 @@ from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
 
-from engine.runlog.view import RunView
+from engine.log.view import RunView
 from workbench.plot.canvas import Row
 from workbench.plot.chart import Chart, dots_of, render_chart
 from workbench.plot.series import series_style

@@ -24,7 +24,7 @@ from textual.strip import Strip
 from textual.widgets import Input
 from textual.worker import get_current_worker
 
-from engine.runlog.events import (
+from engine.log.events import (
     AlertRaised,
     Evaluated,
     NonFinite,
@@ -33,8 +33,8 @@ from engine.runlog.events import (
     StepDone,
     TrainerExited,
 )
-from engine.runlog.text import line_text
-from engine.runlog.view import LogLine
+from engine.log.text import line_text
+from engine.log.view import LogLine
 from workbench.feed import Snapshot
 from workbench.log import Log
 from workbench.tui.widgets.filter_line import FilterLine

@@ -17,9 +17,9 @@ from textual.events import Click
 from textual.message import Message
 from textual.reactive import reactive
 
-from engine.runlog.table import Table
-from engine.runlog.text import clock_text
-from engine.runlog.view import RunView
+from engine.log.table import Table
+from engine.log.text import clock_text
+from engine.log.view import RunView
 from engine.units import format_count, format_seconds, format_value
 from workbench.feed import Snapshot
 from workbench.marks import PRESSING, Happening, Kind
