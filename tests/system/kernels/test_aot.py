@@ -17,9 +17,8 @@ from engine.kernels.compiler import ARCHITECTURES, first_stage, key_for
 from engine.kernels.key import Constant, Variant
 from engine.loss import fused as fused_chunks
 from engine.loss import fused_sparse
+from tests.support.paths import TESTS
 from tests.support.small_kernels import crowded, scaled
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +135,7 @@ def test_every_kernel_is_launched_by_something() -> None:
 def test_every_file_with_kernels_has_a_parity_test() -> None:
     # The interpreted tests compare with the slow oracle; they run in a process of their own.
     tests = "\n".join(
-        path.read_text() for path in (ROOT / "tests" / "interpreted").glob("test_*.py")
+        path.read_text() for path in (TESTS / "unit" / "kernels" / "interpreted").glob("test_*.py")
     )
     texts = {module.__name__: inspect.getsource(module) for module in aot.modules()}
     launchers = {
@@ -167,7 +166,7 @@ def test_every_file_with_kernels_has_a_parity_test() -> None:
             )
         ]
         assert any(line in tests for line in imports), (
-            f"{module.__name__}: no test in tests/interpreted imports it, or what launches it"
+            f"{module.__name__}: no test in tests/unit/kernels/interpreted imports it, or what launches it"
         )
 
 

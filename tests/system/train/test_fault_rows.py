@@ -50,6 +50,7 @@ from engine.watch.launch import launch
 from engine.watch.memory_guard import GRACE_S, HELD_S, MemoryGuard
 from engine.watch.supervisor import _Supervisor
 from tests.support.flip_pairs import outcome, plan
+from tests.support.host_trees import MACHINE, write_tree
 from tests.support.kit import Kit, tiny_config
 from tests.support.packed_models import lively, make_config, write
 from tests.support.run_folders import Scene, started
@@ -61,8 +62,7 @@ from tests.support.running import (
     wait_for,
     wait_until_ended,
 )
-from tests.system.workbench.test_terminal import Terminal
-from tests.unit.machine.test_host import MACHINE, write_tree
+from tests.support.terminals import Terminal
 
 # Row 7: the machine restarts.
 

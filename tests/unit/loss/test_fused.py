@@ -32,16 +32,16 @@ from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import PackedHead, reserve
 from engine.plan import memory_plan
-from tests.unit.plan.test_memory_budget import (
+from tests.support.budgets import (
     DEMO_STUDENT,
     DEMO_TEACHER,
     SEVEN_B,
     SMALL,
     budget_of,
-    drive,
     item,
     spec_of,
 )
+from tests.support.driven_runs import drive
 
 # Shapes: N tokens, V student vocabulary, W teacher vocabulary, D student width, E teacher width
 
