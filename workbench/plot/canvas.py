@@ -190,3 +190,14 @@ def name_places(placed: Iterable[tuple[int, str]], columns: int) -> tuple[str, l
             words[start : start + len(text)] = text
             named.append(column)
     return "".join(words), named
+
+
+def flow(lengths: Sequence[int], width: int, gap: int) -> list[range]:
+    """Which items go on which line, each line as full as it can be; one too long has a line of its own."""
+    lines, start, used = [], 0, 0
+    for index, length in enumerate(lengths):
+        if index > start and used + gap + length > width:
+            lines.append(range(start, index))
+            start, used = index, 0
+        used += length + (gap if index > start else 0)
+    return [*lines, range(start, len(lengths))]

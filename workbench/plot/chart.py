@@ -38,6 +38,7 @@ from workbench.plot.canvas import (
     Span,
     centred,
     fit,
+    flow,
     name_places,
 )
 from workbench.traces import Bucket, Trace
@@ -410,25 +411,22 @@ def legend_rows(
     items: Sequence[tuple[Span, Span]], width: int, height: int, *, pad: bool = False
 ) -> list[Row]:
     """A legend on at most `height` rows; what has no room is left out whole, and a sign stands for it."""
-    lines: list[list[Span]] = [[]]
-    used = 0
-    for index, item in enumerate(items):
-        needed = sum(len(span.text) for span in item)
-        if lines[-1] and used + len(GAP) + needed > width and len(lines) < height:
-            lines.append([])
-            used = 0
-        # Where something comes after it on the last row, room for the sign is kept.
-        rest = len(GAP) + len(MORE) if len(lines) == height and index < len(items) - 1 else 0
-        if lines[-1] and used + len(GAP) + needed + rest > width:
-            if len(lines) == height and used + len(GAP) + len(MORE) <= width:
-                lines[-1].append(Span(GAP + MORE, "legend"))
-            break
-        gap = [Span(GAP, "legend")] if lines[-1] else []
-        lines[-1] += [*gap, *item]
-        used += needed + (len(GAP) if gap else 0)
+    lengths = [sum(len(span.text) for span in item) for item in items]
+    lines = flow(lengths, width, len(GAP))
+    is_cut = len(lines) > height
+    if is_cut:
+        # On the last row, room for the sign is kept.
+        first = lines[height - 1].start
+        last = flow(lengths[first:], width - len(GAP + MORE), len(GAP))[0]
+        lines = [*lines[: height - 1], range(first, first + len(last))]
+    rows = [
+        [span for at in line for span in (Span(GAP, "legend"), *items[at])][1:] for line in lines
+    ]
+    if is_cut and sum(len(span.text) for span in rows[-1]) + len(GAP + MORE) <= width:
+        rows[-1].append(Span(GAP + MORE, "legend"))
     if pad:
-        lines += [[] for _ in range(height - len(lines))]
-    return [fit(line, width) for line in lines]
+        rows += [[] for _ in range(height - len(rows))]
+    return [fit(row, width) for row in rows]
 
 
 def needs_rows(items: Sequence[tuple[Span, Span]], width: int) -> int:

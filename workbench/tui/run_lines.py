@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from workbench.plot.canvas import flow
 from workbench.plot.series import series_style
 from workbench.tui.names import shortened, told_apart
 
@@ -109,14 +110,8 @@ def _as_rows(
     named = 1 + max(map(len, shown), default=0)
     if 1 + named + len(gap) + max(widths, default=0) > width:
         shown, named = tuple("" for _ in names), 0
-    start = 0
-    while start < len(rows):
-        used, stop = 1 + named, start
-        while stop < len(rows) and (used + len(gap) + widths[stop] <= width or stop == start):
-            used += len(gap) + widths[stop]
-            stop += 1
-        block = range(start, stop)
-        if start:
+    for block in flow([len(gap) + wide for wide in widths], width - 1 - named, 0):
+        if block.start:
             yield (Piece(""),)
         heads = "".join(f"{gap}{rows[index][0]:>{widths[index]}}" for index in block)
         yield (Piece(" " * (1 + named) + heads, bold=True),)
@@ -124,7 +119,6 @@ def _as_rows(
             who = f"{series_style(slot).letter}{f' {name}' if name else ''}"
             cells = "".join(f"{gap}{rows[i][place + 1]:>{widths[i]}}" for i in block)
             yield (Piece(f"{who:<{1 + named}}", slot, True), Piece(shortened(cells, width)))
-        start = stop
 
 
 def setting_lines(
@@ -206,16 +200,9 @@ def _filled(
         sign = "" if ascii_only else f" {style.marker}"
         who = f"{style.letter}{sign}{f' {name}' if name else ''}"
         items.append((Piece(who, run.slot, True), Piece(f" {run.value}")))
-    lines: list[list[Piece]] = [[]]
-    used = 0
-    for item in items:
-        needed = sum(len(piece.text) for piece in item)
-        if used and used + len(GAPS[0]) + needed > width:
-            lines.append([])
-            used = 0
-        if used:
-            lines[-1].append(Piece(GAPS[0]))
-            used += len(GAPS[0])
-        lines[-1] += item
-        used += needed
-    return [tuple(line) for line in lines]
+    gap = Piece(GAPS[0])
+    lengths = [sum(len(piece.text) for piece in item) for item in items]
+    return [
+        tuple(piece for at in line for piece in (gap, *items[at]))[1:]
+        for line in flow(lengths, width, len(GAPS[0]))
+    ]
