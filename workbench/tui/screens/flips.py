@@ -55,14 +55,7 @@ class FlipsScreen(BrowseScreen):
         return True
 
     def _push(self, run: RunFolder | None, folder: Path | None) -> None:
-        self.app.push_screen(
-            FlipScreen(
-                run,
-                refresh_s=self.context.refresh_s,
-                ascii_only=self.context.ascii_only,
-                folder=folder,
-            )
-        )
+        self.app.push_screen(FlipScreen(self.context, run, folder=folder))
 
     def action_open(self) -> None:
         if self.selected is not None:

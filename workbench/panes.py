@@ -1,9 +1,16 @@
-"""The words of the text panes of every surface, from a snapshot. Pure; the sentences themselves are
-`engine.log.text`'s."""
+"""The panes of a run: one row each, which the terminal's screen of a run and the notebook both read.
+
+A pane is added by a row of `PANES` and a function that makes its lines from a snapshot. The terminal gives
+it a place, a key, a tab, a line of help and a line of the palette; the notebook gives it a part of the page.
+The functions are pure; the sentences themselves are `engine.log.text`'s and `engine.log.summary`'s.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from engine.log.text import (
     alert_lines,
@@ -45,7 +52,7 @@ PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer", "idle")
 """In the order in which a step goes through them."""
 
 
-def ledger_words(snapshot: Snapshot, width: int, *, ascii_only: bool) -> list[str]:
+def ledger_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
     """Pace, the phases of the newest step as bars, and the share of the bound."""
     return [
         *_pace_lines(snapshot.view),
@@ -159,3 +166,106 @@ def result_words(snapshot: Snapshot) -> list[str]:
         )
     lines.append(f"run folder: {snapshot.run.path}")
     return lines
+
+
+Words = Callable[[Snapshot], list[str]]
+"""The lines of a pane. A line that does not begin with a space is a heading of those that do."""
+LAST = 99
+LEAST_WIDTH = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pane:
+    """One pane of a run."""
+
+    id: str
+    title: str
+    words: Words | None = None
+    """None where the terminal has a widget of its own for it: the time line and the log."""
+    fitted: Callable[[Snapshot, int, bool], list[str]] | None = None
+    """In the place of `words`: lines made for a width in cells, of ASCII alone where that is asked for."""
+    label: str = ""
+    """What tabs and keys call it; its id where this is empty."""
+    help: str = ""
+    """Markdown: a heading, and what the pane shows."""
+    column: Literal["left", "right", "below"] = "right"
+    """Where it is on a large terminal."""
+    when: Literal["always", "ended", "alerts", "tall", "chosen"] = "chosen"
+    """What shows it on a large terminal besides choosing it: the end of the run, an active alert, many rows."""
+    page: int | None = LAST
+    """Its rank on the notebook's page; None where the page has no such pane."""
+    page_words: Words | None = None
+    """The lines on that page, where they are not `words`."""
+
+    @property
+    def name(self) -> str:
+        """What tabs and keys call it."""
+        return self.label or self.id
+
+    @property
+    def key(self) -> str:
+        """The key that chooses it: its place in the table as a digit, and F10 and so on after the ninth."""
+        place = 1 + [pane.id for pane in PANES].index(self.id)
+        return str(place) if place <= 9 else f"f{place}"
+
+    @property
+    def has_lines(self) -> bool:
+        return self.words is not None or self.fitted is not None
+
+    def lines(self, snapshot: Snapshot, ascii_only: bool, width: int) -> list[str]:
+        """Its lines for a width in cells."""
+        if self.fitted is not None:
+            return self.fitted(snapshot, max(width, LEAST_WIDTH), ascii_only)
+        return [] if self.words is None else self.words(snapshot)
+
+    @property
+    def numbered_title(self) -> str:
+        """The title behind the key."""
+        return f"{self.key} {self.title}"
+
+
+LEDGER_HELP = """# Pace
+
+Tokens a second and the time of a step, then the ledger of the newest step by the device's own clock:
+where its time went, phase by phase. `idle` is time in which the device had nothing to do. The bound is
+what the datasheet's matrix rate would allow for the run's own arithmetic.
+"""
+PANES: tuple[Pane, ...] = (
+    Pane(id="loss", title="loss, nats per token", column="left", when="always", page=None),
+    Pane(
+        id="pace",
+        title="pace and step ledger",
+        fitted=ledger_words,
+        help=LEDGER_HELP,
+        column="left",
+        when="always",
+        page=None,
+    ),
+    Pane(
+        id="device",
+        title="device and host",
+        words=machine_words,
+        when="always",
+        page=6,
+        page_words=device_words,
+    ),
+    Pane(id="decisions", title="decisions", words=decision_words, when="always", page=4),
+    Pane(id="log", title="log", column="below", when="always", page=None),
+    Pane(id="result", title="result", words=result_words, when="ended", page=2),
+    Pane(id="checks", title="checks", words=check_words, when="tall", page=3),
+    Pane(id="kernels", title="JIT", words=kernel_words, label="JIT", when="tall", page=5),
+    Pane(id="alerts", title="alerts", words=alert_words, when="alerts", page=1),
+)
+"""In the order of their keys."""
+
+
+def pane_of(id_: str) -> Pane:
+    """The pane of that id."""
+    return next(pane for pane in PANES if pane.id == id_)
+
+
+def page_panes() -> dict[str, Words]:
+    """The panes of the notebook's page in their order, each with what makes its lines."""
+    shown = sorted((p.page, n, p) for n, p in enumerate(PANES) if p.page is not None)
+    found = {pane.id: pane.page_words or pane.words for _, _, pane in shown}
+    return {id_: words for id_, words in found.items() if words is not None}

@@ -21,7 +21,7 @@ from engine.flips.judge import Pair, interval_of
 from engine.flips.plan import Plan
 from engine.flips.statistics import Interval
 from engine.flips.text import ASCII, UNICODE
-from workbench.tui.canvas import Row, Span, fit
+from workbench.plot.canvas import Row, Span, fit, name_places
 
 HEAD_WIDTH = 9
 TAIL_WIDTH = 22
@@ -44,7 +44,7 @@ def render_forest(
 ) -> list[Row]:
     """At most `height` rows of `width` cells: the axis, then the newest pairs that there is room for.
 
-    In roles: `axis`, `margin`, `interval`, `own` (the ratio of one pair), `words`.
+    The roles are those of a chart: the interval is `trace0`, the margin `trace1`, a pair's own ratio `mark`.
     """
     if width <= HEAD_WIDTH + MIN_WIDTH or height < 2 or not pairs:
         return []
@@ -68,17 +68,12 @@ def _reach(plan: Plan, pairs: Sequence[Pair], intervals: Sequence[Interval | Non
 
 
 def _axis_row(plan: Plan, axis: _Axis, width: int) -> Row:
-    cells = [" "] * axis.cells
     delta = math.log1p(plan.margin)
-    marks = [(0.0, "B = A"), (-axis.reach, f"{math.expm1(-axis.reach):+.0%}")]
-    marks += [(axis.reach, f"{math.expm1(axis.reach):+.0%}")]
-    marks += [(-delta, f"-{plan.margin:.0%}"), (delta, f"+{plan.margin:.0%}")]
-    for x, text in marks:
-        start = min(max(0, axis.cell(x) - len(text) // 2), axis.cells - len(text))
-        around = cells[max(0, start - 1) : start + len(text) + 1]
-        if start >= 0 and all(cell == " " for cell in around):
-            cells[start : start + len(text)] = text
-    return fit([Span(f"{'pair':<{HEAD_WIDTH}}", "axis"), Span("".join(cells), "axis")], width)
+    ends = ((x, f"{math.expm1(x):+.0%}") for x in (-axis.reach, axis.reach))
+    margins = ((-delta, f"-{plan.margin:.0%}"), (delta, f"+{plan.margin:.0%}"))
+    placed = [(axis.cell(x), text) for x, text in ((0.0, "B = A"), *ends, *margins)]
+    words, _ = name_places(placed, axis.cells)
+    return fit([Span(f"{'pair':<{HEAD_WIDTH}}{words}", "axis")], width)
 
 
 def _pair_row(
@@ -91,25 +86,25 @@ def _pair_row(
     if interval is not None:
         first, last = axis.cell(interval.low), axis.cell(interval.high)
         for column in range(first, last + 1):
-            cells[column] = (line, "interval")
-    for x, mark, role in ((-delta, edge, "margin"), (0.0, zero, "axis"), (delta, edge, "margin")):
+            cells[column] = (line, "trace0")
+    for x, mark, role in ((-delta, edge, "trace1"), (0.0, zero, "axis"), (delta, edge, "trace1")):
         cells[axis.cell(x)] = (mark, role)
     text = ""
     if interval is not None:
-        cells[first] = (left if interval.low >= -axis.reach else before, "interval")
-        cells[last] = (right if interval.high <= axis.reach else after, "interval")
-        cells[axis.cell(interval.mean)] = (middle, "interval")
+        cells[first] = (left if interval.low >= -axis.reach else before, "trace0")
+        cells[last] = (right if interval.high <= axis.reach else after, "trace0")
+        cells[axis.cell(interval.mean)] = (middle, "trace0")
         text = f"{interval.ratio:.3f}"
         if math.isfinite(interval.high):
             text += f" [{math.exp(interval.low):.3f}, {math.exp(interval.high):.3f}]"
     if pair.complete and pair.difference is not None:
         own = axis.cell(pair.difference)
         if cells[own][0] != middle:
-            cells[own] = ("x", "own")
+            cells[own] = ("x", "mark")
     else:
         odd = next((o for o in (pair.a, pair.b) if not o.completed), pair.a)
         text = f"{odd.arm} {odd.state}"
     order = "B A" if pair.b_first else "A B"
-    spans = [Span(f"{pair.number:>3} {order}  ", "words")]
+    spans = [Span(f"{pair.number:>3} {order}  ", "legend")]
     spans += [Span(char, role) for char, role in cells]
-    return fit([*spans, Span(f" {text}", "words")], width)
+    return fit([*spans, Span(f" {text}", "legend")], width)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workbench.plot.axis import Axis
+from workbench.plot.canvas import ASCII, UNICODE, plain
+from workbench.plot.chart import Level, Point, chart_of, render_chart
 from workbench.traces import Trace, buckets_of
-from workbench.tui.axis import Axis
-from workbench.tui.canvas import ASCII, UNICODE, plain
-from workbench.tui.legend import Level, Mark
-from workbench.tui.plot import render_plot
 
 WIDTH, HEIGHT = 60, 12
 
@@ -23,8 +23,20 @@ def trace_of(ys: Sequence[float | None], name: str = "loss", first: int = 1) -> 
     return Trace(name=name, buckets=buckets, last=ys[-1] if ys else None)
 
 
+def rows_of(
+    traces: Sequence[Trace],
+    width: int = WIDTH,
+    height: int = HEIGHT,
+    *,
+    ascii_only: bool = False,
+    **options: object,
+) -> list[str]:
+    chart = replace(chart_of(traces), **options)  # type: ignore[arg-type]
+    return plain(render_chart(chart, width, height, ascii_only=ascii_only))
+
+
 def lines_of(ys: Sequence[float | None], **options: object) -> list[str]:
-    return plain(render_plot([trace_of(ys)], WIDTH, HEIGHT, **options))  # type: ignore[arg-type]
+    return rows_of([trace_of(ys)], **options)
 
 
 def area(lines: list[str]) -> list[str]:
@@ -43,7 +55,6 @@ FLOATS = st.none() | st.floats() | st.floats(-1e3, 1e3)
     height=st.integers(-1, 40),
     log_y=st.booleans(),
     ascii_only=st.booleans(),
-    clip=st.booleans(),
     mark=st.floats(),
     level=st.floats(),
 )
@@ -53,21 +64,18 @@ def test_a_plot_has_exactly_its_size_whatever_it_shows(
     height: int,
     log_y: bool,
     ascii_only: bool,
-    clip: bool,
     mark: float,
     level: float,
 ) -> None:
-    rows = render_plot(
+    lines = rows_of(
         [trace_of(ys), trace_of(ys[::2], "ce"), trace_of([], "kd")],
         width,
         height,
         log_y=log_y,
         ascii_only=ascii_only,
-        clip=clip,
-        marks=[Mark(x=3.0, y=mark)],
-        levels=[Level(y=level, name="ln V")],
+        points=(Point(x=3.0, y=mark),),
+        levels=(Level(y=level, name="ln V"),),
     )
-    lines = plain(rows)
     assert len(lines) == (max(0, height) if width > 0 else 0)
     assert {len(line) for line in lines} <= {width}
     if ascii_only:
@@ -154,7 +162,7 @@ def test_a_log_axis_spaces_decades_evenly() -> None:
 
 def test_forms_tell_traces_apart_without_colour() -> None:
     traces = [trace_of([5.0 - i] * 40, name) for i, name in enumerate(("loss", "ce", "kd"))]
-    lines = plain(render_plot(traces, 80, HEIGHT))
+    lines = rows_of(traces, 80)
     forms = {row.strip() for row in area(lines)} - {""}
     assert len(forms) == 3, "three flat lines, three patterns"
     for form, name in zip(UNICODE.traces[:3], ("loss 5.0", "ce 4.0", "kd 3.0"), strict=True):
@@ -163,29 +171,29 @@ def test_forms_tell_traces_apart_without_colour() -> None:
 
 def test_ascii_draws_a_character_for_each_trace() -> None:
     traces = [trace_of([5.0 - i] * 40, name) for i, name in enumerate(("loss", "ce", "kd"))]
-    cells = "".join(area(plain(render_plot(traces, WIDTH, HEIGHT, ascii_only=True))))
+    cells = "".join(area(rows_of(traces, ascii_only=True)))
     assert {"#", "o", "."} <= set(cells)
 
 
 def test_a_near_level_is_drawn_with_its_name_and_a_far_one_only_named() -> None:
     ys = [3.0 + (i % 10) / 10 for i in range(40)]
-    near = lines_of(ys, levels=[Level(y=4.2, name="ln V")])
+    near = lines_of(ys, levels=(Level(y=4.2, name="ln V"),))
     assert any(" ln V " in row for row in area(near))
-    far = lines_of(ys, levels=[Level(y=400.0, name="ln V")])
+    far = lines_of(ys, levels=(Level(y=400.0, name="ln V"),))
     assert not any(" ln V " in row for row in area(far))
     assert "ln V 400.0000 ▴" in "\n".join(far)
 
 
-def test_a_clipped_axis_keeps_its_scale_and_tells_the_outlier() -> None:
-    ys: list[float | None] = [50.0, *(1.0 + (i % 5) / 10 for i in range(60))]
-    lines = lines_of(ys, clip=True)
-    assert UNICODE.above in area(lines)[0]
-    assert "up to 50.0" in lines[0]
-    assert not any("40" in line[:6] for line in lines)
+def test_one_slow_step_does_not_flatten_the_others() -> None:
+    slow: list[float | None] = [50.0, *(1.0 + (i % 5) / 10 for i in range(60))]
+    lines = lines_of([2.0] * 61, below=trace_of(slow, "step_s"), height=24)
+    (top,) = [row for row in lines if UNICODE.above in row]
+    assert top.split()[0] == "1.4" and top.split()[1].startswith("s")
+    assert not any("50" in line[:8] for line in lines)
 
 
 def test_marks_are_drawn_over_traces() -> None:
-    lines = lines_of([2.0, 2.0, 2.0], marks=[Mark(x=2.0, y=2.0)], mark_name="held-out")
+    lines = lines_of([2.0, 2.0, 2.0], points=(Point(x=2.0, y=2.0),), points_name="held-out")
     assert "".join(area(lines)).count(UNICODE.mark) == 1
     assert "held-out 2.0000" in lines[0]
 
@@ -222,6 +230,6 @@ def test_every_finite_axis_has_ticks(a: float, b: float, count: int) -> None:
 def test_the_x_axis_is_named_after_what_it_counts_and_keeps_the_digits_of_seconds() -> None:
     buckets = buckets_of([0.0, 0.25, 0.75], [1.0, 2.0, 3.0])
     seconds = Trace(name="loss", buckets=buckets, last=3.0, x_name="s")
-    words = plain(render_plot([seconds], WIDTH, HEIGHT))[-1].split()
+    words = rows_of([seconds])[-1].split()
     assert words[0] == "s" and words[-1] == "0.75"
     assert lines_of([1.0, 2.0, 3.0])[-1].split()[0] == "step"

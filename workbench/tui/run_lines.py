@@ -1,4 +1,5 @@
-"""Results of several runs as text, none of them ever left out: a pure function of a width.
+"""Several runs in words: a heading, their results, settings that differ; pure functions of a width that leave no
+run out.
 
 Wide enough, each run is a column:          else each run is a row, and results go on below:
 
@@ -16,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from workbench.plot.canvas import flow
+from workbench.plot.series import series_style
 from workbench.tui.names import shortened, told_apart
-from workbench.tui.series import series_style
 
 GAPS = ("  ", " ")
 """Between two columns; the narrow one where the other does not fit."""
@@ -108,14 +110,8 @@ def _as_rows(
     named = 1 + max(map(len, shown), default=0)
     if 1 + named + len(gap) + max(widths, default=0) > width:
         shown, named = tuple("" for _ in names), 0
-    start = 0
-    while start < len(rows):
-        used, stop = 1 + named, start
-        while stop < len(rows) and (used + len(gap) + widths[stop] <= width or stop == start):
-            used += len(gap) + widths[stop]
-            stop += 1
-        block = range(start, stop)
-        if start:
+    for block in flow([len(gap) + wide for wide in widths], width - 1 - named, 0):
+        if block.start:
             yield (Piece(""),)
         heads = "".join(f"{gap}{rows[index][0]:>{widths[index]}}" for index in block)
         yield (Piece(" " * (1 + named) + heads, bold=True),)
@@ -123,7 +119,6 @@ def _as_rows(
             who = f"{series_style(slot).letter}{f' {name}' if name else ''}"
             cells = "".join(f"{gap}{rows[i][place + 1]:>{widths[i]}}" for i in block)
             yield (Piece(f"{who:<{1 + named}}", slot, True), Piece(shortened(cells, width)))
-        start = stop
 
 
 def setting_lines(
@@ -157,3 +152,57 @@ def setting_lines(
         if is_one:
             lines.append(tuple(line))
     return lines
+
+
+LONGEST, SHORTEST = 40, 6
+"""Cells of a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Headed:
+    """A run as it stands there."""
+
+    slot: int
+    name: str
+    value: str
+
+
+def heading_lines(
+    runs: Sequence[Headed], width: int, *, first: Sequence[str], rows: int, ascii_only: bool
+) -> list[Line]:
+    """At most `rows` lines of `width` cells; `first` are words before the runs, which are left out where they
+    would cost a line or the names."""
+    names = tuple(run.name for run in runs)
+    named = [told_apart(names, most) for most in range(LONGEST, SHORTEST - 1, -1)]
+    unnamed = tuple("" for _ in runs)
+    ways = [(words, shown, 1) for words in (first, ()) for shown in named]
+    ways += [((), shown, 2) for shown in named[-10:]] if rows > 1 else []
+    ways += [(first, unnamed, 1), ((), unnamed, 1)]
+    for words, shown, most in ways:
+        lines = _filled(runs, shown, words, width, ascii_only=ascii_only)
+        if len(lines) <= most:
+            return lines
+    return _filled(runs, unnamed, (), width, ascii_only=ascii_only)
+
+
+def _filled(
+    runs: Sequence[Headed],
+    names: Sequence[str],
+    first: Sequence[str],
+    width: int,
+    *,
+    ascii_only: bool,
+) -> list[Line]:
+    """Lines, each as full as it can be."""
+    items: list[Line] = [(Piece(words, bold=True),) for words in first]
+    for run, name in zip(runs, names, strict=True):
+        style = series_style(run.slot)
+        sign = "" if ascii_only else f" {style.marker}"
+        who = f"{style.letter}{sign}{f' {name}' if name else ''}"
+        items.append((Piece(who, run.slot, True), Piece(f" {run.value}")))
+    gap = Piece(GAPS[0])
+    lengths = [sum(len(piece.text) for piece in item) for item in items]
+    return [
+        tuple(piece for at in line for piece in (gap, *items[at]))[1:]
+        for line in flow(lengths, width, len(GAPS[0]))
+    ]

@@ -13,7 +13,7 @@ of text is ("trace0", "axis"), and what colour it gets is the widget's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -177,3 +177,27 @@ def centred(text: str, width: int, height: int) -> list[Row]:
     """One line of words in the middle of an empty area."""
     line = Span(f"{text[:width]:^{width}}", "axis")
     return [fit([line] if y == (height - 1) // 2 else [], width) for y in range(height)]
+
+
+def name_places(placed: Iterable[tuple[int, str]], columns: int) -> tuple[str, list[int]]:
+    """A row of words centred at their columns, the first ones first, and the columns of those that found room."""
+    words, named = [" "] * columns, []
+    for column, text in placed:
+        start = min(max(0, column - len(text) // 2), columns - len(text))
+        # One free cell on each side keeps neighbours apart.
+        around = words[max(0, start - 1) : start + len(text) + 1]
+        if start >= 0 and all(char == " " for char in around):
+            words[start : start + len(text)] = text
+            named.append(column)
+    return "".join(words), named
+
+
+def flow(lengths: Sequence[int], width: int, gap: int) -> list[range]:
+    """Which items go on which line, each line as full as it can be; one too long has a line of its own."""
+    lines, start, used = [], 0, 0
+    for index, length in enumerate(lengths):
+        if index > start and used + gap + length > width:
+            lines.append(range(start, index))
+            start, used = index, 0
+        used += length + (gap if index > start else 0)
+    return [*lines, range(start, len(lengths))]
