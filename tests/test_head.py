@@ -13,7 +13,9 @@ from packed_models import lively, make_batch, make_config
 from torch import Tensor
 
 from engine.distill.heldout import heldout_loss
-from engine.distill.loss import LossTerms, distillation_loss, reference_loss
+from engine.distill.loss import distillation_loss
+from engine.distill.loss_job import LossTerms
+from engine.distill.loss_oracle import reference_loss
 from engine.kernels.linear import Scratch
 from engine.models.head import DenseHead, Head, Slices, project
 from engine.models.packed import PackedHead

@@ -12,7 +12,7 @@ import pytest
 import triton
 from small_kernels import crowded, scaled
 
-from engine.distill import fused_chunks, fused_sparse
+from engine.distill import fused_chunks
 from engine.kernels import aot
 from engine.kernels.aot import AotFigure, figure, regressions
 from engine.kernels.compiler import ARCHITECTURES, first_stage, key_for
@@ -143,9 +143,8 @@ def test_every_file_with_kernels_has_a_parity_test() -> None:
         for module in aot.modules()
         if hasattr(module, "launch") or aot.functions_of(module)
     }
-    for form in (fused_chunks, fused_sparse):
-        texts[form.__name__] = inspect.getsource(form)
-        launchers.add(form.__name__)
+    texts[fused_chunks.__name__] = inspect.getsource(fused_chunks)
+    launchers.add(fused_chunks.__name__)
     for module in aot.modules():
         if not aot.functions_of(module):
             continue

@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.distill.loss import (
-    IGNORE_LABEL,
-    LossTerms,
-    default_chunk_rows,
-    distillation_loss,
-    reference_loss,
-)
+from engine.distill.loss import default_chunk_rows, distillation_loss
+from engine.distill.loss_job import IGNORE_LABEL, LossTerms
+from engine.distill.loss_oracle import reference_loss
 
 # Shapes: N tokens, V student vocabulary, W teacher vocabulary, D student width, E teacher width.
 

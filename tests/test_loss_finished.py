@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.distill import chunks
+from engine.distill import loss
 from engine.distill.eager_chunks import EagerChunks
 from engine.distill.loss import distillation_loss
 from engine.distill.loss_job import Job, Totals
@@ -117,7 +117,7 @@ def test_products_of_several_chunks_at_once_give_the_same_gradients(
         made.append(HoldsThree(job, rows, w_VD))
         return made[-1]
 
-    monkeypatch.setattr(chunks, "_form", form)
+    monkeypatch.setattr(loss, "_form", form)
     for mine, theirs in zip(answer(undivided=undivided), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
     # 30 labelled rows in chunks of 5: two groups.

@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from engine.distill.loss import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
-    LossTerms,
     distillation_loss,
 )
-from engine.distill.sparse_targets import SparseTargets
+from engine.distill.loss_job import LossTerms, SparseTargets
 
 # Shapes: N tokens, V vocabulary, D student width, K ids of a token
 

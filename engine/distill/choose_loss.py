@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from engine.decision import Decision
 from engine.errors import BadInput
+from engine.spec.divergences import DIVERGENCES, fused_divergences
 
 CAPABILITY = (8, 0)
 """The first compute capability that our kernels compile for."""
-FUSED_DIVERGENCES = ("forward_kl", "reverse_kl")
 
 
 def choose_loss_kernel(
@@ -60,6 +60,6 @@ def _hindrance(
         return f"a GPU of compute capability {needed} or later", f"compute capability {found}"
     if not has_triton:
         return "triton", "none installed"
-    if divergence not in FUSED_DIVERGENCES:
-        return f"loss.divergence {' or '.join(FUSED_DIVERGENCES)}", divergence
+    if not DIVERGENCES[divergence].fused:
+        return f"loss.divergence {' or '.join(fused_divergences())}", divergence
     return None

@@ -41,6 +41,7 @@ from engine.distill.memory_plan import (
 from engine.distill.memory_ranks import rank_items, shared_teacher
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
+from engine.spec.divergences import DIVERGENCES
 from engine.teachers.cache_rows import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
@@ -281,7 +282,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _loss_buffers(plan: MemoryPlan) -> int:
-    """Of logits' size in fp32 (`engine.distill.eager_chunks`, `fused_chunks`, `sparse_targets`)."""
+    """Of logits' size in fp32, as the forms of the loss have them (`engine.distill.loss_job`)."""
     sparse = plan.stored is not None and plan.stored.form != HIDDEN
     if plan.fused_loss:
         return 1 if plan.teaching is None or sparse else 2
@@ -289,7 +290,7 @@ def _loss_buffers(plan: MemoryPlan) -> int:
         return 2
     if sparse:
         return 3
-    return 6 if plan.spec.loss.divergence == "jsd" else 4
+    return DIVERGENCES[plan.spec.loss.divergence].buffers
 
 
 def _operands(plan: MemoryPlan) -> int:

@@ -36,7 +36,7 @@ from engine.data.batches import Batch, Batches
 from engine.distill.graphed import Graphs
 from engine.distill.ledger import Ledger
 from engine.distill.loss import distillation_loss
-from engine.distill.loss_job import Divergence, SparseTargets
+from engine.distill.loss_job import SparseTargets
 from engine.distill.optimizer import Looked, build_optimizer, total_norm, update_if_finite
 from engine.distill.schedule import ScheduleKind, learning_rate
 from engine.distill.step import Given, UnderWay
@@ -306,7 +306,7 @@ class Trainer:
             temperature=self.loss.temperature,
             denominator=denominator,
             chunk_rows=self.loss.chunk_rows or None,
-            divergence=cast(Divergence, self.loss.divergence),
+            divergence=self.loss.divergence,
             beta=self.loss.beta,
             kernel="fused" if self.loss.kernel == "fused" else "eager",
             targets=targets,

@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.data import batches as batches_module
 from engine.data.batches import IGNORED, Batch
 from engine.distill import checking, keep, state, state_files, trainer
-from engine.distill.loss import LossTerms
+from engine.distill.loss_job import LossTerms
 from engine.distill.trainer import Trainer
 from engine.drills.planting import replaced
 from engine.models.decoder import Decoder

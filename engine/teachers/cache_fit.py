@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.models.config import ModelConfig
 from engine.spec import RunSpec
+from engine.spec.divergences import DIVERGENCES, sparse_divergences
 from engine.teachers.cache_manifest import Manifest, read_manifest
 from engine.teachers.cache_rows import HIDDEN, CacheError
 
@@ -37,8 +38,10 @@ def fitting_manifest(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) 
         wanted += [
             ("the student's ids", student.vocab_size, identity.vocabulary),
             ("loss.temperature", spec.loss.temperature, identity.temperature),
-            ("loss.divergence", spec.loss.divergence, "forward_kl"),
         ]
+        if not DIVERGENCES[spec.loss.divergence].sparse:
+            sparse = " or ".join(sparse_divergences())
+            wanted.append(("loss.divergence", spec.loss.divergence, sparse))
     differing = [(name, ours, theirs) for name, ours, theirs in wanted if ours != theirs]
     if differing:
         raise CacheError.expected(

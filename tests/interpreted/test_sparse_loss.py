@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from engine.distill import fused_sparse
+from engine.distill import fused_chunks
 from engine.distill.loss_job import Chunks, Job, SparseTargets, Totals
 from engine.distill.sparse_targets import SparseChunks
 
@@ -67,7 +67,7 @@ def test_rows_are_those_of_the_eager_form(
             divergence="forward_kl", beta=0.5, kernel="fused", chunk_rows=3,
             wants_hidden=True, wants_head=True,
         )  # fmt: skip
-        found, mine = answers(fused_sparse.FusedSparseChunks, job, h_CD, w_VD)
+        found, mine = answers(fused_chunks.FusedSparseChunks, job, h_CD, w_VD)
         wanted, theirs = answers(SparseChunks, job, h_CD, w_VD)
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-6)
         assert float(mine.ce) == pytest.approx(float(theirs.ce), rel=1e-5)
