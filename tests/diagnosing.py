@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from run_events import example_of, opened, step
 
-from engine.diagnose.registry import RULES
+from engine.diagnose import RULES
 from engine.diagnose.rule import Alert, Case, Unknown
 from engine.runlog.events import (
     AnyEvent,

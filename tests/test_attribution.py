@@ -26,9 +26,9 @@ from engine.supervise.attribution import (
     ExitState,
     attribute_exit,
     exception_name,
+    find_kernel_line,
+    memory_words,
 )
-from engine.supervise.kernel_log import find_kernel_line
-from engine.supervise.last_memory import memory_words
 from engine.verdict import Level
 
 GROUP = Cgroup(version=2, directory=Path("/cg/run.scope"), mount=Path("/cg"))

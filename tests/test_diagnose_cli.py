@@ -10,7 +10,7 @@ from run_folders import Scene, completed, corrupt, empty, running
 from screens import texts_of
 
 from engine.cli.main import main
-from engine.diagnose.registry import RULES
+from engine.diagnose import RULES
 from engine.runlog.events import AlertRaised, NonFinite, Phase
 
 

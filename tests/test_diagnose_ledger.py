@@ -7,6 +7,7 @@ import math
 import random
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from run_events import example_of, numbered, opened, runs, write_log
 from run_folders import completed, killed, resumed, running, torn, vanished
 
+import engine.diagnose as diagnose_package
+from engine.cli.main import main
+from engine.diagnose import RULES
 from engine.diagnose.ledger import LONGEST_QUIET_S, Ledger
-from engine.diagnose.registry import RULES
 from engine.diagnose.replay import MOST_LOOKS, diagnose
-from engine.diagnose.rule import Alert, CannotJudge, Case, Rule, Unknown, alert
+from engine.diagnose.rule import WARNING, Alert, CannotJudge, Case, Rule, Symptom, Unknown, rule
 from engine.runlog.events import (
     AlertCleared,
     AlertRaised,
@@ -40,10 +43,31 @@ from engine.runlog.view import SOURCES, RunView
 
 
 def test_every_rule_has_an_id_of_its_own_and_says_what_it_asks() -> None:
-    assert len({rule.id for rule in RULES}) == len(RULES)
-    for rule in RULES:
-        assert rule.asks.endswith("?") and rule.reads and rule.threshold
-        assert rule.id.isidentifier() and rule.id.islower()
+    assert len({each.id for each in RULES}) == len(RULES)
+    for each in RULES:
+        assert each.asks.endswith("?") and each.reads and each.threshold
+        assert each.id.isidentifier() and each.id.islower()
+
+
+def test_a_function_in_a_family_is_all_that_a_rule_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = ModuleType("toy")
+
+    @rule(WARNING, asks="Is it a toy?", reads=("step",), threshold="one step")
+    def toy(case: Case) -> Symptom | None:
+        rows = case.steps(1, at_least=1)
+        return Symptom("a toy", [("n", 1, "m")], case.span(rows), meaning="m", no_flip="n")
+
+    family.toy = toy  # type: ignore[attr-defined]
+    rules = (*RULES, *diagnose_package.rules_of(family))
+    monkeypatch.setattr(diagnose_package, "RULES", rules)
+    assert main(["diagnose", "--list"]) == 0
+    assert "toy: Is it a toy?\n  speaks at: one step\n  reads: step\n" in capsys.readouterr().out
+    ledger = Ledger(rules)
+    said = ledger.look(Log(count=30).case())
+    assert [e.id for e in said if isinstance(e, AlertRaised)] == ["toy"]
+    assert rules[-1].severity == "warning"
 
 
 # Any log.
@@ -115,8 +139,8 @@ def _odd(rng: random.Random) -> dict[str, Any]:
 
 
 def _must_not_fail(case: Case) -> None:
-    for rule in RULES:
-        answer = rule.answer(case)
+    for each in RULES:
+        answer = each.answer(case)
         assert answer is None or isinstance(answer, Alert | Unknown)
         if isinstance(answer, Unknown):
             assert answer.reason
@@ -252,11 +276,11 @@ class Switch:
             id="switch", asks="?", reads=("x",), threshold="x", judge=self.judge, **fields
         )
 
-    def judge(self, case: Case) -> Alert | None:
+    def judge(self, case: Case) -> Symptom | None:
         if self.on is None:
             raise CannotJudge("no input")
         span = case.recent(0.0)
-        found = alert("switch", "warning", "t", [("n", 1, "m")], span, meaning="m", no_flip="n")
+        found = Symptom("t", [("n", 1, "m")], span, meaning="m", no_flip="n")
         return found if self.on else None
 
 
@@ -321,14 +345,14 @@ def test_a_rule_that_fails_is_named_once_and_left_out() -> None:
 
     asked = []
 
-    def sound(case: Case) -> Alert | None:
+    def sound(case: Case) -> Symptom | None:
         asked.append(case.now_unix_s)
         return None
 
-    def rule(id: str, judge: Any) -> Rule:
+    def named(id: str, judge: Any) -> Rule:
         return Rule(id=id, asks="?", reads=("x",), threshold="x", judge=judge)
 
-    ledger = Ledger([rule("broken", broken), rule("sound", sound)])
+    ledger = Ledger([named("broken", broken), named("sound", sound)])
     said = [event for second in range(5) for event in ledger.look(case_at(second))]
     (note,) = said
     assert isinstance(note, Note) and note.level == "warning"

@@ -9,8 +9,8 @@ import pytest
 from diagnosing import LN_V, ROWS, SEQ, Log, quiet, raised, spec, unknown
 from run_events import example_of
 
-from engine.diagnose import loss, update
-from engine.diagnose.update import expected_rate
+from engine.diagnose import loss, settings, update
+from engine.diagnose.settings import expected_rate
 from engine.distill.schedule import learning_rate
 from engine.runlog.events import Evaluated, ModelReady, NonFinite
 
@@ -163,7 +163,7 @@ def test_a_rate_that_never_reached_the_optimizer_is_named() -> None:
     assert "never reached" in alert.meaning
     assert "the rate is 0" in raised("learning_rate", steady(30, lr=0.0).case()).meaning
     for off, check in ((0.5, quiet), (2.0, raised)):
-        factor = 1 + off * update.RATE_TOLERANCE
+        factor = 1 + off * settings.RATE_TOLERANCE
         log = Log(count=30, change=lambda n, f=factor: {"lr": f * 1e-3 * min(1.0, n / 20)})  # type: ignore[misc]
         check("learning_rate", log.case())
     unknown("learning_rate", steady(30, lr=None).case(), "not logged")

@@ -12,7 +12,7 @@ from run_events import example_of, opened
 
 from engine.checks.catalogue import ABOUT
 from engine.data.batches import Batches
-from engine.diagnose.registry import RULES
+from engine.diagnose import RULES
 from engine.drills import defects_host, defects_process
 from engine.drills.catalogue import DRILLS, OTHERS, drill, planted
 from engine.drills.defects_kernels import kernel_key_deaf, stale_body

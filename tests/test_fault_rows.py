@@ -49,9 +49,14 @@ from engine.runlog.view import RunView
 from engine.runlog.write import LogWriter
 from engine.spec import RunSpec, load_spec
 from engine.supervise.attribution import ExitState, attribute_exit
-from engine.supervise.clocks import SUSPENDED, ClockWatch
 from engine.supervise.launch import launch
-from engine.supervise.memory_guard import GRACE_S, HELD_S, MemoryGuard
+from engine.supervise.machine_guard import (
+    GRACE_S,
+    HELD_S,
+    SUSPENDED,
+    ClockWatch,
+    MemoryGuard,
+)
 from engine.supervise.supervisor import _Supervisor
 from engine.teachers.build import build_teacher
 from engine.verdict import Level

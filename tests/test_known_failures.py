@@ -12,7 +12,7 @@ import pytest
 from test_fault_matrix import names_in
 
 from engine.checks.catalogue import ABOUT
-from engine.diagnose.registry import RULES
+from engine.diagnose import RULES
 from engine.drills.catalogue import drill
 from engine.gate.gate import IDS as GATES
 

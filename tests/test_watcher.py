@@ -16,9 +16,9 @@ from diagnosing import healthy_step
 from run_events import numbered, opened
 from run_folders import START_UNIX_S, Scene, started
 
-import engine.diagnose.ledger as ledger_module
+from engine.diagnose import RULES
 from engine.diagnose.ledger import Ledger
-from engine.diagnose.rule import Alert, Case, Rule
+from engine.diagnose.rule import Case, Rule, Symptom
 from engine.runlog.events import (
     AlertCleared,
     AlertRaised,
@@ -228,11 +228,11 @@ def test_a_log_that_cannot_be_read_is_one_note_and_no_error(watched: Watched) ->
 def test_a_rule_that_fails_is_one_note_and_the_others_go_on(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(case: Case) -> Alert | None:
+    def broken(case: Case) -> Symptom | None:
         raise RuntimeError("planted")
 
     bad = Rule(id="broken", asks="?", reads=("x",), threshold="x", judge=broken)
-    watched.watcher.ledger = Ledger((bad, *ledger_module.RULES))
+    watched.watcher.ledger = Ledger((bad, *RULES))
     training(watched).pass_seconds(60)
     kinds = [type(event) for event in watched.written]
     assert kinds == [Note, StackDump, AlertRaised]

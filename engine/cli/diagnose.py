@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_rules(as_json=arguments.json)
         return EXIT_PASS
     from engine.diagnose.replay import diagnose
-    from engine.diagnose.settings import read_settings
+    from engine.diagnose.rule import read_settings
     from engine.errors import RunLogError
     from engine.runlog.folder import open_run
     from engine.runlog.text import has_ended, status_text
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_rules(*, as_json: bool) -> None:
-    from engine.diagnose.registry import RULES
+    from engine.diagnose import RULES
 
     if as_json:
         fields = ("id", "asks", "reads", "threshold")

@@ -58,7 +58,7 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     from engine.device.reading import Reading, absent, measured
     from engine.device.surroundings import read_surroundings
     from engine.runtime.c_library import COMPILERS
-    from engine.supervise.kernel_log import find_kernel_line
+    from engine.supervise.attribution import find_kernel_line
 
     _say("asking the CUDA driver")
     cuda = ask_in_child()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Collection, Sequence
 
-from engine.diagnose.registry import RULES
+from engine.diagnose import RULES
 from engine.diagnose.rule import Alert, Case, Rule, Unknown
 from engine.runlog.events import AlertCleared, AlertRaised, Note
 

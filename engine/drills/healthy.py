@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.diagnose.replay import diagnose
-from engine.diagnose.settings import read_settings
+from engine.diagnose.rule import read_settings
 from engine.drills.naming import names_of
 from engine.drills.runs import Attended, start, write_spec
 from engine.runlog.folder import RunFolder

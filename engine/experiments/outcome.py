@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.experiments.plan import Plan
 from engine.runlog.view import RunView, Table
-from engine.supervise.clocks import SUSPENDED
+from engine.supervise.machine_guard import SUSPENDED
 
 OVER_THE_LIMIT = "over the limit"
 FROM_OUTSIDE = frozenset(

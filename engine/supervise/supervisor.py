@@ -60,11 +60,13 @@ from engine.runlog.recover import repair
 from engine.runlog.write import LogWriter
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
-from engine.supervise.attribution import attribute_exit, exception_name
-from engine.supervise.clocks import ClockWatch
-from engine.supervise.kernel_log import find_kernel_line
-from engine.supervise.last_memory import memory_words
-from engine.supervise.memory_guard import MemoryGuard
+from engine.supervise.attribution import (
+    attribute_exit,
+    exception_name,
+    find_kernel_line,
+    memory_words,
+)
+from engine.supervise.machine_guard import ClockWatch, MemoryGuard
 from engine.supervise.watcher import Watcher
 
 TICK_S = 1.0

@@ -24,8 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.diagnose.ledger import Ledger
-from engine.diagnose.rule import CannotJudge, Case
-from engine.diagnose.settings import read_settings
+from engine.diagnose.rule import CannotJudge, Case, read_settings
 from engine.diagnose.stall import Silence, silence
 from engine.errors import RunLogError
 from engine.runlog.beats import behind, read_beats, waited_for
