@@ -25,7 +25,7 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.spec import RunSpec, build_spec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.verdict import Level
 from tests.conftest import Kit, tiny_config
 

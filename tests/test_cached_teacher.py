@@ -27,11 +27,11 @@ from engine.runlog.folder import open_run
 from engine.runlog.follow import Follower
 from engine.runlog.view import RunView
 from engine.spec import RunSpec, load_spec
+from engine.teachers.cache_manifest import CacheError, Identity
 from engine.teachers.cache_outputs import as_outputs, sparse_parts
-from engine.teachers.cache_rows import CacheError, Identity
 from engine.teachers.cache_store import open_store, shard_path
 from engine.teachers.cached import CachedTeacher
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher
 from tests.conftest import Kit
 from tests.preparing import make_store

@@ -21,9 +21,14 @@ from engine.models.freeze import freeze
 from engine.models.joined import JoinedLinear, join
 from engine.models.load_packed import load_packed_decoder
 from engine.teachers.choose import choose_teacher_compile
-from engine.teachers.compiled import CompiledForward, compile_layers, warm_up
+from engine.teachers.compiled import (
+    CompiledForward,
+    OpaqueLinear,
+    compile_layers,
+    make_opaque,
+    warm_up,
+)
 from engine.teachers.frozen import FrozenDecoder
-from engine.teachers.opaque import OpaqueLinear, make_opaque
 
 # torch's own code generator, at its first import under some versions.
 pytestmark = pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")

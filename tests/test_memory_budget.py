@@ -30,7 +30,7 @@ from engine.models.decoder import Decoder
 from engine.models.head import DenseHead
 from engine.models.load import new_decoder
 from engine.spec import RunSpec, spec_from_dict
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 
 PLENTY = measured(1 << 60, "a test")
 

@@ -26,7 +26,7 @@ from engine.publish.convert import convert
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.layout import LAYOUTS
 from engine.quant.quantize import quantize
-from engine.teachers.quantized import QuantizedTeacher
+from engine.teachers.frozen import QuantizedTeacher
 
 FAMILIES = ["qwen2", "qwen3", "llama"]
 # fp32 on both sides, and the same values: what differs is the order of sums.

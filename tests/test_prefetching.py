@@ -14,10 +14,9 @@ from torch import Tensor
 
 from engine.models.load_packed import load_packed_decoder
 from engine.teachers.choose import choose_prefetch
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Prefetches
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.truncating import TruncatingTeacher
 from tests.conftest import Kit
 

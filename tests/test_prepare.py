@@ -20,7 +20,7 @@ from engine.distill.prepare_plan import Plan, Wanted, plan_job
 from engine.distill.stopping import StopRequest
 from engine.errors import DiskFull
 from engine.spec import load_spec
-from engine.teachers.cache_rows import CacheError
+from engine.teachers.cache_manifest import CacheError
 from engine.teachers.cache_store import open_store, shard_path
 from tests.conftest import Kit
 from tests.preparing import files_of, make_store

@@ -33,9 +33,8 @@ from engine.quant.noise import NOISE_FLOORS
 from engine.quant.planes import pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.identity import same_values
-from engine.teachers.quantized import QuantizedTeacher
 
 # Shapes: B rows, T tokens, W teacher vocabulary, E teacher width, C tokens of a chunk
 

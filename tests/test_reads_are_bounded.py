@@ -86,7 +86,7 @@ ALLOWED: dict[str, str] = {
             "engine/runlog/beats.py",
             "engine/runlog/held.py",
             "engine/runlog/write.py",
-            "engine/teachers/cache_write.py",
+            "engine/teachers/cache_store.py",
         ),
         WRITES,
     ),

@@ -268,7 +268,7 @@ Thread 0x00007f0000000002 (most recent call first):
 Current thread 0x00007f0000000001 (most recent call first):
   File "/site-packages/torch/nn/functional.py", line 2510 in rms_norm
   File "/x/engine/models/decoder.py", line 88 in norm
-  File "/x/engine/teachers/quantized.py", line ??? in hidden
+  File "/x/engine/teachers/frozen.py", line ??? in hidden
 """
 
 

@@ -20,7 +20,7 @@ from engine.runlog.folder import create_run
 from engine.runlog.follow import Follower
 from engine.runlog.write import LogWriter
 from engine.spec import LossSection, TrainSection
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from tests.conftest import tiny_config
 
 

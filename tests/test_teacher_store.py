@@ -22,11 +22,25 @@ from hypothesis import strategies as st
 from engine.data.batches import Batch
 from engine.errors import DiskFull
 from engine.formats.safetensors_header import read_header
-from engine.teachers import cache_write
-from engine.teachers.cache_manifest import Manifest, Measured, write_manifest
-from engine.teachers.cache_rows import CacheError, Identity, canonical, uniforms
-from engine.teachers.cache_store import Store, open_store, shard_path
-from engine.teachers.cache_write import ShardWriter, disk_bytes, only_writer, remove_shard
+from engine.teachers import cache_store
+from engine.teachers.cache_manifest import (
+    CacheError,
+    Identity,
+    Manifest,
+    Measured,
+    canonical,
+    uniforms,
+    write_manifest,
+)
+from engine.teachers.cache_store import (
+    ShardWriter,
+    Store,
+    disk_bytes,
+    only_writer,
+    open_store,
+    remove_shard,
+    shard_path,
+)
 
 HIDDEN = Identity(
     form="hidden",
@@ -276,7 +290,7 @@ def _operations(monkeypatch: pytest.MonkeyPatch, deadly: int) -> list[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((Path, "replace"), (os, "fsync"), (cache_write, "fsync_folder")):
+    for owner, name in ((Path, "replace"), (os, "fsync"), (cache_store, "fsync_folder")):
         wrap(owner, name)
     return done
 
@@ -319,7 +333,7 @@ def test_a_shard_that_is_missing_between_others_is_made_again_in_its_place(
 
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.teachers.cache_write import only_writer\n"
+        "import sys; from pathlib import Path; from engine.teachers.cache_store import only_writer\n"
         "with only_writer(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     first = subprocess.Popen(
@@ -380,7 +394,7 @@ def test_no_store_there_is_said_with_what_makes_one(tmp_path: Path) -> None:
 
 def test_reading_a_store_loads_no_torch() -> None:
     code = (
-        "import sys, engine.teachers.cache_store, engine.teachers.cache_write, engine.teachers.cache_fit\n"
+        "import sys, engine.teachers.cache_store, engine.teachers.cache_manifest\n"
         "assert not {'torch', 'safetensors', 'triton'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,7 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import read_config
 from engine.models.load import load_decoder, new_decoder
 from engine.spec import LossSection, TrainSection
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from tests.conftest import Kit
 
 TRAIN = TrainSection(steps=6, rows=4, warmup_steps=2, lr=1e-3)

@@ -16,10 +16,8 @@ from engine.models.decoder import Decoder
 from engine.models.load_packed import load_packed_decoder
 from engine.teachers import truncating
 from engine.teachers.build import build_teacher
-from engine.teachers.dequantized import DequantizedTeacher
-from engine.teachers.frozen import products
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher, products
 from engine.teachers.protocol import Teacher
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.truncating import TruncatingTeacher, dropped_mass
 
 CPU = torch.device("cpu")

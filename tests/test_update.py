@@ -19,7 +19,7 @@ from engine.errors import BadInput
 from engine.models.load import new_decoder
 from engine.models.running import set_running
 from engine.spec import TrainSection
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from tests.conftest import Kit
 
 GPU: dict[str, Any] = dict(device="cuda", capability=(9, 0), has_triton=True, ranks=1)

@@ -39,9 +39,8 @@ from engine.models.load_packed import packed_decoder_of
 from engine.models.running import has_compiler
 from engine.spec import LossSection, TrainSection
 from engine.teachers.compiled import compile_layers, warm_up
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.protocol import Teacher
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.truncating import TruncatingTeacher
 
 OURS = ("engine", "engine packed")

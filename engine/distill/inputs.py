@@ -22,7 +22,7 @@ from engine.models.config import ModelConfig, config_of, read_config
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
 from engine.spec import RunSpec
-from engine.teachers.cache_fit import fitting_manifest, uses_cache
+from engine.teachers.cache_manifest import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
 
 

@@ -42,7 +42,7 @@ from engine.distill.memory_ranks import rank_items, shared_teacher
 from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import SCRATCH_LIMIT_BYTES
 from engine.spec.divergences import DIVERGENCES
-from engine.teachers.cache_rows import HIDDEN, Identity
+from engine.teachers.cache_manifest import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20

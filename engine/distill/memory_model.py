@@ -20,7 +20,7 @@ from engine.distill.memory_items import items_of, total_bytes
 from engine.distill.memory_plan import EVAL_ROWS_AT_ONCE, SMALLEST_CHUNK_ROWS, MemoryPlan
 from engine.models.config import ModelConfig
 from engine.spec import RunSpec
-from engine.teachers.cache_rows import Identity
+from engine.teachers.cache_manifest import Identity
 
 _Settings = tuple[str, ...]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from engine.distill.activations import Forward
 from engine.models.config import ModelConfig
 from engine.spec import RunSpec
-from engine.teachers.cache_rows import Identity
+from engine.teachers.cache_manifest import Identity
 
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
 """Of one number, by the precision of the products; tf32 is fp32 in memory, and fp8 is bf16 but for the

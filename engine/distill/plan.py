@@ -24,7 +24,7 @@ from engine.distill.prepared import Stored, find_stored
 from engine.runlog.write import LogWriter
 from engine.runtime.device import choose_precision
 from engine.spec import RunSpec
-from engine.teachers.cache_rows import HIDDEN
+from engine.teachers.cache_manifest import HIDDEN
 from engine.teachers.choose import choose_teacher_precision
 
 

@@ -39,7 +39,9 @@ from engine.runlog.events import Note
 from engine.runlog.write import LogWriter
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.teachers.cache_manifest import (
+    HIDDEN,
     MANIFEST,
+    Identity,
     Manifest,
     Measured,
     contents_sha256,
@@ -47,9 +49,7 @@ from engine.teachers.cache_manifest import (
     write_manifest,
 )
 from engine.teachers.cache_outputs import TORCH_DTYPES, sparse_parts
-from engine.teachers.cache_rows import HIDDEN, Identity
-from engine.teachers.cache_store import Store, open_store
-from engine.teachers.cache_write import ShardWriter, only_writer, remove_shard
+from engine.teachers.cache_store import ShardWriter, Store, only_writer, open_store, remove_shard
 from engine.teachers.choose import choose_backend
 from engine.teachers.protocol import Teacher
 from engine.teachers.truncating import TruncatingTeacher

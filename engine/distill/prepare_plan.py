@@ -26,10 +26,15 @@ from engine.distill.memory_plan import EVAL_ROWS_AT_ONCE
 from engine.errors import BadInput, DiskFull
 from engine.runtime.device import choose_device, choose_precision
 from engine.spec import RunSpec
-from engine.teachers.cache_manifest import MANIFEST, check_teacher_files
-from engine.teachers.cache_rows import HIDDEN, SAMPLED, CacheError, Identity
-from engine.teachers.cache_store import Store, open_store
-from engine.teachers.cache_write import SHARD_BYTES, disk_bytes, rows_per_shard
+from engine.teachers.cache_manifest import (
+    HIDDEN,
+    MANIFEST,
+    SAMPLED,
+    CacheError,
+    Identity,
+    check_teacher_files,
+)
+from engine.teachers.cache_store import SHARD_BYTES, Store, disk_bytes, open_store, rows_per_shard
 from engine.teachers.choose import choose_teacher_precision
 from engine.units import format_bytes
 

@@ -29,12 +29,16 @@ from engine.runlog.events import Evaluated, ModelReady, Note
 from engine.runlog.write import LogWriter
 from engine.spec import RunSpec
 from engine.teachers.build import DTYPES, BuiltTeacher
-from engine.teachers.cache_fit import fitting_manifest, uses_cache
-from engine.teachers.cache_head import load_head
-from engine.teachers.cache_manifest import check_teacher_files, contents_sha256
-from engine.teachers.cache_rows import CacheError, Identity
+from engine.teachers.cache_manifest import (
+    CacheError,
+    Identity,
+    check_teacher_files,
+    contents_sha256,
+    fitting_manifest,
+    uses_cache,
+)
 from engine.teachers.cache_store import Store, open_store
-from engine.teachers.cached import CachedTeacher
+from engine.teachers.cached import CachedTeacher, load_head
 from engine.teachers.protocol import Teacher
 from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 

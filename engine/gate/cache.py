@@ -24,10 +24,8 @@ from engine.gate.subject import Subject
 from engine.models.head import Head
 from engine.models.packed import head_of
 from engine.teachers.build import BuiltTeacher
-from engine.teachers.cache_fit import uses_cache
-from engine.teachers.cache_manifest import MANIFEST
+from engine.teachers.cache_manifest import HIDDEN, MANIFEST, uses_cache
 from engine.teachers.cache_outputs import SparseOutputs, as_outputs, sparse_parts
-from engine.teachers.cache_rows import HIDDEN
 from engine.teachers.cache_store import Store, open_store
 from engine.teachers.cached import CachedTeacher
 from engine.verdict import Level

@@ -21,11 +21,9 @@ from engine.models.joined import join_layer
 from engine.models.load import load_decoder
 from engine.models.load_layers import layer_wise_decoder_of
 from engine.models.load_packed import load_packed_decoder
-from engine.teachers.dequantized import DequantizedTeacher
 from engine.teachers.fp8 import Fp8Teacher, RoundingProbe
-from engine.teachers.frozen import FrozenDecoder
+from engine.teachers.frozen import DequantizedTeacher, FrozenDecoder, QuantizedTeacher
 from engine.teachers.protocol import Teacher
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.sharded import ShardedLayers
 from engine.teachers.truncating import TruncatingTeacher
 

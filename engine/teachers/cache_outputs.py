@@ -29,7 +29,7 @@ from torch import Tensor
 from engine.errors import InternalError
 from engine.models.head import Head, project
 from engine.models.product import operand_dtype, sum_dtype
-from engine.teachers.cache_rows import SAMPLED, TOP_K, Identity, uniforms
+from engine.teachers.cache_manifest import SAMPLED, TOP_K, Identity, uniforms
 
 CHUNK_BYTES = 256 * 2**20
 """Of fp32 logits at once; drawing takes three times as much beside them."""

@@ -6,10 +6,10 @@ step; the loss makes them in chunks from hidden states and heads, and drops them
 what has none cannot hand them to an optimizer.
 
     backend       weights                                        file
-    dequantized   floats, all of them in memory                  dequantized.py
+    dequantized   floats, all of them in memory                  frozen.py
                   in fp8 a byte a number in the layers           fp8.py
-    quantized     blocks, made floats one slice at a time        quantized.py
-    cached        none: what it said before, out of a store      cached.py
+    quantized     blocks, made floats one slice at a time        frozen.py
+    cached        none: what it said before, out of a store      store/teacher.py
     none          there is no teacher                            choose.py
 
 Both are the same `Decoder` under the same `FrozenDecoder`; `TruncatingTeacher` goes around either.

@@ -29,8 +29,8 @@ from engine.experiments.outcome import metrics_of
 from engine.formats.gguf_write import write_gguf
 from engine.runlog.folder import open_run
 from engine.runlog.follow import Follower
-from engine.teachers.cache_reader import Reader
 from engine.teachers.cache_store import open_store
+from engine.teachers.cached import Reader
 
 ROOT = Path(__file__).parents[2]
 WARM_UP = 5

@@ -31,7 +31,7 @@ from engine.models.load import load_decoder, new_decoder
 from engine.runlog.folder import RunFolder, create_run
 from engine.runlog.follow import Follower
 from engine.spec import RunSpec, build_spec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from tests.checked_runs import Run, World
 from tests.conftest import Kit, tiny_config
 
