@@ -16,9 +16,9 @@ from small_kernels import deaf, scaled
 from engine.errors import InternalError
 from engine.kernels.compiler import key_for
 from engine.kernels.key import Variant
+from engine.kernels.prewarm import warm_up
 from engine.kernels.record import CompileRecord, KernelCounts
 from engine.kernels.registry import KernelRegistry, check_arguments, pointer_type
-from engine.kernels.warm import warm_up
 
 ARCH = 90
 

@@ -31,7 +31,7 @@ ALLOWED: dict[str, str] = {
             "engine/evidence/receipt.py",
             "engine/experiments/flip.py",
             "engine/kernels/aot.py",
-            "engine/kernels/bodies.py",
+            "engine/kernels/compiler.py",
             "engine/publish/peer.py",
             "engine/publish/peers.py",
             "engine/runtime/c_library.py",

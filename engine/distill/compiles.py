@@ -45,9 +45,8 @@ class Compiles:
 
         if not has_triton():
             return
-        from engine.kernels.prewarm import matrices_of, prewarm_variants
+        from engine.kernels.prewarm import matrices_of, prewarm_variants, warm_up
         from engine.kernels.registry import current_arch
-        from engine.kernels.warm import warm_up
 
         matrices = matrices_of(decoder)
         if not matrices:
@@ -71,7 +70,7 @@ class Compiles:
         """Compiles what the fused loss launches for a student of `vocabulary` ids. `precision` is the
         student's. `sparse`: the teacher gives some ids of each token."""
         from engine.kernels import kd_loss, sparse_loss
-        from engine.kernels.warm import warm_up
+        from engine.kernels.prewarm import warm_up
 
         record.phase(self.log, "compiling the loss", f"for {vocabulary} ids")
         # The checks of the loss ask in fp32, whatever the products are in.
@@ -91,7 +90,7 @@ class Compiles:
     def warm_up_update(self) -> None:
         """Compiles what an update launches."""
         from engine.kernels.adamw import variants
-        from engine.kernels.warm import warm_up
+        from engine.kernels.prewarm import warm_up
 
         record.phase(self.log, "compiling the update", "norm, clipping and AdamW")
         warm_up(variants())

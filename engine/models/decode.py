@@ -264,8 +264,8 @@ class DecodeSteps:
 
     def _warm_up(self) -> None:
         """Compiles all kernels of a step, several at a time."""
+        from engine.kernels.prewarm import warm_up
         from engine.kernels.registry import REGISTRY
-        from engine.kernels.warm import warm_up
 
         with REGISTRY.noting() as wanted:
             self._run()
