@@ -33,7 +33,6 @@ class Compiles:
     def __init__(self, log: LogWriter) -> None:
         self.log = log
         self.watch = CompileWatch()
-        self.begun = self.watch.mark()
         self.late: list[str] = []
         """What a step had to wait for."""
 
@@ -140,13 +139,11 @@ class Compiles:
             for counts in registry.summary():
                 by_kernel[counts.kernel] = (counts.hits, counts.misses)
                 disk_hits += counts.disk_hits
-        inductor = self.watch.since(self.begun)
-        graphs = int(inductor["graphs"].number or 0)
-        if graphs:
+        inductor = self.watch.counts()
+        if inductor.graphs:
             # A graph that was there already is called without a count; on disk it is a hit of a cache.
-            found = int(inductor["fxgraph_hit"].number or 0)
-            by_kernel["torch.compile graphs"] = (0, graphs)
-            disk_hits += found
+            by_kernel["torch.compile graphs"] = (0, inductor.graphs)
+            disk_hits += inductor.disk_hits or 0
         if not by_kernel:
             return
         self.log.write(
