@@ -11,9 +11,9 @@ the trainer that is no note. How long it may be silent:
     in any of these, when nothing was done at all     STILL_S
 
 A load may take ten minutes, and a compiler two without a line. But each of them computes or reads. So where the
-trainer and all that it started have used next to no processor, moved next to no bytes, and the GPU of the run ran
-nothing for STILL_S, nobody is at work, and the long limit of the phase is not waited for. Who is at work and
-silent is told of after QUIET_S, which is no alert: where it stands and how long it may.
+trainer and all that it started have used next to no CPU time, moved next to no bytes, and the GPU of the run ran
+nothing for STILL_S, the run counts as stalled without waiting for the long limit of the phase. A busy but silent
+trainer gets a notice after QUIET_S, which is no alert: what it is doing and how long it may take.
 
 A limit that is too low costs a warning that is taken back when the step arrives; one that is too high
 costs the hours this project began with.
@@ -146,7 +146,7 @@ def _limit(case: Case) -> tuple[float, str]:
 
 
 def _is_still(case: Case) -> bool:
-    """Whether nobody was at work lately; False, too, where that is not known."""
+    """Whether nothing was computed, read or written lately; False, too, where that is not known."""
     window_s, least = STILL_WINDOW_S, STILL_READINGS
     try:
         if max(case.host_readings("family_cpu_pct", window_s, at_least=least)) >= STILL_CPU_PCT:

@@ -54,7 +54,7 @@ FUSED_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 SHAPES = ((512, 3584), (18944, 3584))
 """Rows and columns of the narrowest and the widest matrix of a layer of Qwen2.5-7B."""
 ROW_COUNTS = (1, 8, 64)
-"""Rows of activations: one, the most that become whole numbers, the most that fused kernels take."""
+"""Rows of activations: one, the most that become integers, the most that fused kernels take."""
 LOSS_IDS = 151936
 MARGIN_REGISTERS = 8
 """How many more registers are no regression: a GPU hands them out in eights."""

@@ -6,7 +6,7 @@
                         then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and ended when
                         it has not answered within STOP_GRACE_S
     in a long silence   that is no stall, once in each phase: the stacks are taken, and a note says where it
-                        stands and how long it may; a load or a compiler may be at work for minutes
+                        is and how long it may take; loading or compiling may take minutes
     when the GPU idles  the stacks are taken too: they say what it waits for
 
 The watcher must never end the run it watches. A log that cannot be read is a note, once, and ends the

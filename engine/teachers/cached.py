@@ -1,5 +1,4 @@
-"""A teacher that ran before: its answers come from a store, and it is asked itself only for what is not
-there.
+"""A teacher read from stored outputs: the teacher itself is asked only for what is not in the store.
 
     hidden     hidden states and the head, as from any teacher: the same loss, exactly
     top_k      `targets`, some ids a token, for the loss in the place of hidden states and head

@@ -1,4 +1,4 @@
-"""How the layers of a frozen decoder are run: by torch.compile, one compilation for all of them.
+"""The layers of a frozen decoder, run by torch.compile: one compilation for all of them.
 
 What is gained is memory traffic between products: norms, rotations, silu(gate) * up, residuals, and
 in fp8 the rounding of activations, each read and written once instead of some ten times. One layer is
@@ -151,20 +151,20 @@ def packed_products(
     kernel: str,
 ) -> Tensor:
     """x (..., K) times each matrix, its outputs side by side; `types` are names with commas."""
-    room, columns = _SCRATCHES[scratch], x.shape[-1]
+    shared, columns = _SCRATCHES[scratch], x.shape[-1]
     weights = [
         PackedMatrix(BLOCK_TYPES[name], count, columns, part)
         for name, count, part in zip(types.split(","), rows, data, strict=True)
     ]
     together = sum(rows)
-    if len(weights) > 1 and room.fitting(together, columns) == together and kernel != "fused":
-        joined_NK = room.take(together, columns)
+    if len(weights) > 1 and shared.fitting(together, columns) == together and kernel != "fused":
+        joined_NK = shared.take(together, columns)
         for weight, part_NK in zip(weights, torch.split(joined_NK, list(rows)), strict=True):
             dequantize_rows(weight, part_NK, 0, weight.rows)
         return F.linear(x, joined_NK, bias)
     biases = [None] * len(weights) if bias is None else torch.split(bias, list(rows))
     outputs = [
-        packed_linear(x, weight, part, room, kernel=kernel)  # type: ignore[arg-type]
+        packed_linear(x, weight, part, shared, kernel=kernel)  # type: ignore[arg-type]
         for weight, part in zip(weights, biases, strict=True)
     ]
     return torch.cat(outputs, dim=-1)
