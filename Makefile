@@ -47,7 +47,7 @@ attack: .venv/.dev
 
 # The notebooks in a real JupyterLab and Chromium; pictures of what was seen go to build/screenshots.
 notebooks: .venv/.dev
-	APR_SCREENSHOTS=$${APR_SCREENSHOTS:-build/screenshots} $(BIN)/python -m pytest -v -m soak --timeout=1800 tests/test_notebook_browser.py tests/test_notebook_page.py $(ARGS)
+	APR_SCREENSHOTS=$${APR_SCREENSHOTS:-build/screenshots} $(BIN)/python -m pytest -v -m soak --timeout=1800 tests/system/workbench/notebook/test_browser.py tests/system/workbench/notebook/test_page.py $(ARGS)
 
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -q -m fuzz --timeout=3600 $(ARGS)
@@ -58,7 +58,7 @@ gpu: .venv/.dev
 # The other programs that `engine publish --verify` asks; llama.cpp is compiled, which takes minutes.
 peers: .venv/.dev
 	$(PIP) --editable ".[peers]"
-	$(BIN)/python -m pytest -v tests/test_publish_verify.py $(ARGS)
+	$(BIN)/python -m pytest -v tests/system/export/test_publish_verify.py $(ARGS)
 
 wheel: .venv/.dev
 	$(BIN)/python -m build --wheel

@@ -123,7 +123,7 @@ def write_report(name: str, error: Exception) -> Path | None:
 
 def trace_of(error: BaseException) -> str:
     """The traceback of an error, without secrets; one too long keeps its beginning and its end."""
-    from engine.evidence.redact import Redactor
+    from engine.findings.redact import Redactor
 
     try:
         # The innermost frames say most.
@@ -137,7 +137,7 @@ def trace_of(error: BaseException) -> str:
 
 
 def _report(name: str, error: Exception) -> str:
-    from engine.evidence.redact import Redactor
+    from engine.findings.redact import Redactor
 
     command = Redactor().argv([clipped(one, SAID_CHARACTERS) for one in sys.argv[:100]])[0]
     lines = [

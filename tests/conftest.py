@@ -123,8 +123,8 @@ def _taught(decoder: Decoder, documents: Sequence[Document], tokenizer: Tokenize
 
     from engine.data.batches import Batches
     from engine.data.tokens import tokenize
-    from engine.distill.trainer import Trainer
     from engine.spec import LossSection, TrainSection
+    from engine.train.trainer import Trainer
 
     train = TrainSection(steps=60, rows=8, lr=1e-2, warmup_steps=4)
     trainer = Trainer(

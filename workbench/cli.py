@@ -17,8 +17,8 @@ from pathlib import Path
 
 from engine.crash import run_command
 from engine.errors import InternalError, UsageError
-from engine.runlog.folder import RunFolder, is_run, open_run
-from engine.runlog.text import result_lines
+from engine.log.folder import RunFolder, is_run, open_run
+from engine.log.text import result_lines
 from engine.terminal import ArgumentParser, put, say
 from engine.version import VERSION
 from workbench.feed import RunFeed, Snapshot

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from engine.evidence.differences import effective_of
-from engine.runlog.folder import RunFolder
-from engine.runlog.view import RunView
+from engine.findings.differences import effective_of
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from engine.units import format_count, format_seconds, format_value
 from workbench.feed import READ_BUDGET_S, RunFeed, Snapshot
 from workbench.traces import Bucket, Trace

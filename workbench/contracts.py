@@ -15,7 +15,7 @@ from engine.contracts.receipt import FOLDER, code_files
 from engine.contracts.source import Sources
 from engine.contracts.status import Check, Status, overview
 from engine.errors import BadInput
-from engine.runlog.text import one_line
+from engine.log.text import one_line
 from engine.verdict import Level, lowest
 from workbench.listing import TONE_OF, Listing, Row, Tone, age_text
 

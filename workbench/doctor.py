@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InternalError
-from engine.runlog.text import one_line
+from engine.log.text import one_line
 from engine.units import format_bytes, format_seconds
 from engine.verdict import Level
 from workbench.launch import ENGINE

@@ -19,7 +19,7 @@ from typing import Any
 from engine import limits
 from engine.errors import BadInput, SpecError
 from engine.files import read_text
-from engine.runlog.folder import RunFolder, write_whole
+from engine.log.folder import RunFolder, write_whole
 from engine.spec import (
     KEYS,
     Option,

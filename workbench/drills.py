@@ -20,8 +20,8 @@ import msgspec
 from engine import limits
 from engine.errors import BadInput, InternalError
 from engine.files import read_bytes
-from engine.runlog.folder import is_run
-from engine.runlog.text import one_line
+from engine.log.folder import is_run
+from engine.log.text import one_line
 from engine.units import format_seconds
 from engine.verdict import Level
 from workbench.launch import ENGINE

@@ -6,9 +6,9 @@ import shlex
 
 import msgspec
 
-from engine.evidence import logs
-from engine.evidence.bundle import Bundle
-from engine.evidence.finding import (
+from engine.findings import logs
+from engine.findings.bundle import Bundle
+from engine.findings.finding import (
     CommandRun,
     EventRange,
     Evidence,
@@ -17,9 +17,9 @@ from engine.evidence.finding import (
     FlipResult,
     MetricWindow,
 )
-from engine.experiments.text import verdict_lines
-from engine.runlog.read import decode_line
-from engine.runlog.text import event_text, one_line
+from engine.flips.text import verdict_lines
+from engine.log.read import decode_line
+from engine.log.text import event_text, one_line
 from engine.units import format_bytes
 from workbench.traces import Decimator, Trace
 

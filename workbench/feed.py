@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import RunLogError
-from engine.runlog.folder import RunFolder, is_run
-from engine.runlog.follow import Follower
-from engine.runlog.read import Liveness
-from engine.runlog.shares import spare_cores
-from engine.runlog.text import has_ended, status_text
-from engine.runlog.view import RunView
+from engine.log.folder import RunFolder, is_run
+from engine.log.follow import Follower
+from engine.log.read import Liveness
+from engine.log.shares import spare_cores
+from engine.log.text import has_ended, status_text
+from engine.log.view import RunView
 from workbench.log import Log, LogBook
 
 READ_BUDGET_S = 0.5

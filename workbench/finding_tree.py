@@ -18,24 +18,24 @@ from pathlib import Path
 from msgspec import UNSET
 
 from engine.errors import BadInput, EngineError
-from engine.evidence.bundle import Bundle
-from engine.evidence.finding import (
+from engine.findings.bundle import Bundle
+from engine.findings.finding import (
     Alternative,
     Evidence,
     Finding,
     Node,
     Status,
 )
-from engine.evidence.report import (
+from engine.findings.report import (
     alternative_words,
     locator_words,
     state_words,
     withdrawn_words,
 )
-from engine.evidence.rules import CHEAP_MINUTES, effective_status, observations
-from engine.evidence.verify import Checked, check_bundle
-from engine.experiments.text import ASCII, UNICODE
-from engine.runlog.text import one_line
+from engine.findings.rules import CHEAP_MINUTES, effective_status, observations
+from engine.findings.verify import Checked, check_bundle
+from engine.flips.text import ASCII, UNICODE
+from engine.log.text import one_line
 from workbench.evidence_words import attached_lines, content_lines, trace_of
 from workbench.listing import TONE_OF, Listing, Row, Tone
 from workbench.traces import Trace

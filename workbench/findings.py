@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.evidence.bundle import FINDING, Bundle, find_bundles
-from engine.evidence.capture import Blob, Capture
-from engine.evidence.finding import Finding
-from engine.evidence.flips import capture_flip
-from engine.evidence.redact import Redactor
-from engine.evidence.report import state_words, tree_lines
-from engine.evidence.rules import judge
-from engine.evidence.verify import check_bundle
-from engine.evidence.whys import (
+from engine.findings.bundle import FINDING, Bundle, find_bundles
+from engine.findings.capture import Blob, Capture
+from engine.findings.finding import Finding
+from engine.findings.flips import capture_flip
+from engine.findings.redact import Redactor
+from engine.findings.report import state_words, tree_lines
+from engine.findings.rules import judge
+from engine.findings.verify import check_bundle
+from engine.findings.whys import (
     add_alternative,
     add_node,
     answer,
@@ -31,7 +31,7 @@ from engine.evidence.whys import (
     refute,
     withdraw,
 )
-from engine.runlog.text import one_line
+from engine.log.text import one_line
 from workbench.listing import Listing, Row
 
 EVIDENCE = "evidence"

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput, RunLogError
-from engine.experiments.judge import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
-from engine.experiments.plan import Plan, make_plan
-from engine.experiments.record import find_flips, read_pairs, read_plan_of, read_verdict
-from engine.experiments.text import (
+from engine.flips.judge import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
+from engine.flips.plan import Plan, make_plan
+from engine.flips.record import find_flips, read_pairs, read_plan_of, read_verdict
+from engine.flips.text import (
     ASCII,
     UNICODE,
     interval_text,
@@ -26,9 +26,9 @@ from engine.experiments.text import (
     plan_lines,
     verdict_lines,
 )
-from engine.runlog.folder import RunFolder, find_runs
-from engine.runlog.follow import Follower
-from engine.runlog.read import writer_is_alive
+from engine.log.folder import RunFolder, find_runs
+from engine.log.follow import Follower
+from engine.log.read import writer_is_alive
 from workbench.launch import StartedFlip
 from workbench.listing import Listing, Row, Tone
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.errors import BadInput, EngineError, InternalError, UsageError
-from engine.runlog.folder import RunFolder, open_run
+from engine.log.folder import RunFolder, open_run
 
 ENGINE = (sys.executable, "-m", "engine")
 """The engine of the interpreter that runs the workbench."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.evidence import capture
-from engine.evidence.capture import Capture, capture_file, capture_statement
-from engine.evidence.command import capture_command
-from engine.evidence.context import run_blobs, view_of
-from engine.evidence.flips import capture_flip, is_flip
-from engine.evidence.redact import Redactor
-from engine.runlog.folder import RunFolder, is_run
+from engine.findings import capture
+from engine.findings.capture import Capture, capture_file, capture_statement
+from engine.findings.command import capture_command
+from engine.findings.context import run_blobs, view_of
+from engine.findings.flips import capture_flip, is_flip
+from engine.findings.redact import Redactor
+from engine.log.folder import RunFolder, is_run
 
 PARTS = "metric loss 3-9, events 3-9, device 3-9, watch 3-9, time 10-20, exit, or alert ID"
 

@@ -17,10 +17,10 @@ from threading import Lock
 
 from engine.errors import RunLogError
 from engine.files import open_plain
-from engine.runlog.events import AnyEvent, LogOpened, Unrecognised
-from engine.runlog.read import LogReader, Point, decode_line
-from engine.runlog.text import line_text
-from engine.runlog.view import LogLine
+from engine.log.events import AnyEvent, LogOpened, Unrecognised
+from engine.log.read import LogReader, Point, decode_line
+from engine.log.text import line_text
+from engine.log.view import LogLine
 
 PARTS_KEPT = 32
 _STEP = b'"kind":"step"'

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from engine.errors import EngineError
-from engine.experiments.record import find_flips, read_plan_of, read_verdict
-from engine.runlog.events import AlertCleared, AlertRaised, Compiled, NonFinite, RunStarted
-from engine.runlog.folder import RunFolder
-from engine.runlog.text import alert_lines, clock_text, event_text
-from engine.runlog.view import RunView
+from engine.flips.record import find_flips, read_plan_of, read_verdict
+from engine.log.events import AlertCleared, AlertRaised, Compiled, NonFinite, RunStarted
+from engine.log.folder import RunFolder
+from engine.log.text import alert_lines, clock_text, event_text
+from engine.log.view import RunView
 from engine.units import format_bytes, format_seconds
 
 Kind = Literal["nan", "alert", "restart", "flip", "late compile", "compile", "checkpoint"]

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from engine.errors import RunLogError
-from engine.runlog.events import LogOpened, RunStarted
-from engine.runlog.fold import fold
-from engine.runlog.folder import RunFolder
-from engine.runlog.read import BrokenLog, Liveness, LogReader
-from engine.runlog.skim import Skimmed
-from engine.runlog.table import Table
-from engine.runlog.text import status_text
-from engine.runlog.view import SOURCES, RunView, Source
+from engine.log.events import LogOpened, RunStarted
+from engine.log.fold import fold
+from engine.log.folder import RunFolder
+from engine.log.read import BrokenLog, Liveness, LogReader
+from engine.log.skim import Skimmed
+from engine.log.table import Table
+from engine.log.text import status_text
+from engine.log.view import SOURCES, RunView, Source
 from workbench.feed import Snapshot
 from workbench.log import LogBook
 

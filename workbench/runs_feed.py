@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.errors import RunLogError
-from engine.runlog.folder import RunFolder, is_run
-from engine.runlog.follow import Follower
-from engine.runlog.shares import spare_cores
-from engine.runlog.text import has_ended
-from engine.runlog.view import RunView
+from engine.log.folder import RunFolder, is_run
+from engine.log.follow import Follower
+from engine.log.shares import spare_cores
+from engine.log.text import has_ended
+from engine.log.view import RunView
 from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, catch_up, not_read
 
 LOGS = ("events.jsonl", "device.jsonl", "watch.jsonl")

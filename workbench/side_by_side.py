@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.runlog.text import alert_lines
+from engine.log.text import alert_lines
 from engine.units import format_bytes, format_count, format_seconds, format_value
 from workbench.compared import Compared
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import BadInput
-from engine.experiments.knobs import as_choice
-from engine.runlog.folder import RunFolder
-from engine.runlog.view import RunView
+from engine.flips.knobs import as_choice
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from engine.spec import KEYS
 
 _SET = "--set "

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from engine.runlog.table import Table
+from engine.log.table import Table
 
 LIMIT = 1024
 

@@ -1,12 +1,12 @@
 """The words of the text panes of every surface, from a snapshot. Pure; the sentences themselves are
-`engine.runlog.text`'s and `engine.runlog.summary`'s."""
+`engine.log.text`'s and `engine.log.summary`'s."""
 
 from __future__ import annotations
 
 import math
 
-from engine.runlog.summary import check_lines, kernel_lines
-from engine.runlog.text import (
+from engine.log.summary import check_lines, kernel_lines
+from engine.log.text import (
     alert_lines,
     clock_text,
     decision_lines,
@@ -15,7 +15,7 @@ from engine.runlog.text import (
     ledger_line,
     result_lines,
 )
-from engine.runlog.view import RunView
+from engine.log.view import RunView
 from engine.units import format_bytes, format_count, format_seconds
 from workbench.feed import Snapshot
 

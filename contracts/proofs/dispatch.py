@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from machines import MACHINES, cuda_facts
-
 from engine.contracts.proving import Proved, enumerated
-from engine.device.allocator import choose_allocator
-from engine.device.cuda_facts import NO, YES
-from engine.device.reading import absent, measured
 from engine.errors import BadInput
+from engine.machine.allocator import choose_allocator
+from engine.machine.cuda_facts import NO, YES
+from engine.machine.reading import absent, measured
 from engine.models.config import ModelConfig
 from engine.teachers.choose import choose_backend
+from tests.support.machines import MACHINES, cuda_facts
 
 ANSWERS = (YES, NO, None)
 WORDS = ("auto", "native", "managed", "", "1", "unified")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.contracts.proving import Proved, unsatisfiable
-from engine.distill.loss_oracle import reference_loss
+from engine.loss.reference import reference_loss
 
 IDS = 4
 SAMPLES = 200

@@ -8,7 +8,7 @@ import itertools
 import math
 
 from engine.contracts.proving import Proved, unsatisfiable
-from engine.experiments.statistics import Interval, decide
+from engine.flips.statistics import Interval, decide
 
 ENDS = tuple(x / 20 for x in range(-6, 7))
 MARGINS = (0.02, 0.05, 0.1)

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.bench.rows import aligned
-from engine.distill.roofline import flops_per_token
 from engine.models.config import ModelConfig
+from engine.train.roofline import flops_per_token
 from engine.units import format_bytes, format_count
 
 QUIET = {

@@ -30,18 +30,18 @@ from engine.bench.kd_shape import (
     products_dtype,
     weights_of,
 )
-from engine.distill.choices import choose_attention
-from engine.distill.choose_loss import choose_loss_kernel
-from engine.distill.student import put_to_run
-from engine.distill.trainer import Trainer
 from engine.kernels.dequantize import has_triton
 from engine.models.load_packed import packed_decoder_of
 from engine.models.running import has_compiler
+from engine.plan.choices import choose_attention
+from engine.plan.choose_loss import choose_loss_kernel
 from engine.spec import LossSection, TrainSection
 from engine.teachers.compiled import compile_layers, warm_up
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.truncating import TruncatingTeacher
+from engine.train.student import put_to_run
+from engine.train.trainer import Trainer
 
 OURS = ("engine", "engine packed")
 

@@ -3,7 +3,7 @@
     arm            what it does
     products       the four matrix products that nothing can do without, in bf16, and nothing else
     fp32 products  the same with fp32 results, as a loss needs them that keeps its digits
-    ce, kd         engine.distill.loss with alpha 1 and 0.5: cross entropy, and with a teacher
+    ce, kd         engine.loss.objective with alpha 1 and 0.5: cross entropy, and with a teacher
                    eager and fused: the two forms of what is between the products
     kd packed      kd with the teacher's head in blocks (Q6_K), made floats slice by slice
     plain          whole logits, log_softmax and autograd, as it is usually written
@@ -28,15 +28,15 @@ from torch.nn import functional as F
 from engine.bench.random_weights import random_blocks
 from engine.bench.rows import BenchRow
 from engine.bench.timing import Timing, time_arms
-from engine.distill.choose_loss import choose_loss_kernel
-from engine.distill.loss import default_chunk_rows, distillation_loss
-from engine.distill.loss_job import LossKernel
-from engine.distill.memory_plan import FUSED_HELD
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
+from engine.loss.objective import default_chunk_rows, distillation_loss
+from engine.loss.types import LossKernel
 from engine.models.head import Head
 from engine.models.packed import PackedHead, reserve
 from engine.models.product import multiply
+from engine.plan.choose_loss import choose_loss_kernel
+from engine.plan.memory_plan import FUSED_HELD
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack
 
@@ -258,7 +258,7 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    from engine.device.host import Host
+    from engine.machine.host import Host
 
     available = Host().memory().available_bytes.number
     return int(available or 0)

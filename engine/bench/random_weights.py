@@ -16,10 +16,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from engine.export.mixture import tensor_types
 from engine.formats.safetensors_header import TensorInfo
 from engine.models.config import ModelConfig
 from engine.models.names import expected_tensors, names_for
-from engine.publish.mixture import tensor_types
 from engine.quant.blocks import BlockType, row_bytes
 from engine.quant.layout import LAYOUTS
 from engine.quant.reference import dequantize

@@ -1,7 +1,7 @@
 """Settings of a run that are changed when it is resumed: only those named, and written down.
 
 effective.json keeps each change with what the value was and with the hash of all settings before it, by
-which a checkpoint of that time is known (`engine.distill.drift`).
+which a checkpoint of that time is known (`engine.train.drift`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput, UsageError
-from engine.runlog.folder import RunFolder, write_whole
+from engine.log.folder import RunFolder, write_whole
 from engine.spec import KEYS, RunSpec, build_spec, spec_from_dict
 
 

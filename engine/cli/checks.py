@@ -21,7 +21,7 @@ from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
     from engine.checks.check import About
-    from engine.runlog.events import Checked
+    from engine.log.events import Checked
     from engine.verdict import Verdict
 
 HELP = "show the first-minute checks, or what they found in a run"
@@ -61,8 +61,8 @@ def _list(as_json: bool) -> int:
 
 def _show(path: Path, as_json: bool) -> int:
     from engine.checks.catalogue import CATALOGUE
-    from engine.runlog.folder import open_run
-    from engine.runlog.follow import Follower
+    from engine.log.folder import open_run
+    from engine.log.follow import Follower
     from engine.units import format_seconds
     from engine.verdict import lowest
 
@@ -97,7 +97,7 @@ def _show(path: Path, as_json: bool) -> int:
 
 
 def _verdict(check: Checked | None) -> Verdict:
-    from engine.runlog.text import one_line
+    from engine.log.text import one_line
     from engine.verdict import Level, Verdict
 
     if check is None:
@@ -107,7 +107,7 @@ def _verdict(check: Checked | None) -> Verdict:
 
 
 def _as_json(about: About, check: Checked | None, verdict: Verdict) -> dict[str, Any]:
-    from engine.runlog.events import name_of_non_finite
+    from engine.log.events import name_of_non_finite
 
     numbers = check.numbers if check is not None else {}
     return {

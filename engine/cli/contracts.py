@@ -171,7 +171,7 @@ def _print(statuses: Sequence[Status], *, as_json: bool) -> int:
 
 
 def _line(text: object) -> str:
-    from engine.runlog.text import one_line
+    from engine.log.text import one_line
 
     return one_line(str(text))
 
@@ -231,7 +231,7 @@ def _list(a: argparse.Namespace) -> int:
 
 
 def _wrapped(text: str, indent: int) -> str:
-    from engine.runlog.text import one_line
+    from engine.log.text import one_line
 
     first, rest = " " * indent, " " * (indent + 2)
     return textwrap.fill(one_line(text), WIDTH, initial_indent=first, subsequent_indent=rest)

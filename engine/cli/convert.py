@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.publish.convert import Converted, Progress
+    from engine.export.convert import Converted, Progress
 
 HELP = "write a model in another weight format"
 
@@ -26,7 +26,7 @@ _PLAIN_EVERY_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from engine.publish.mixture import QUANTS, TYPES_OF
+    from engine.export.mixture import QUANTS, TYPES_OF
 
     parser.add_argument("source", type=Path, metavar="SRC", help="weight file or model folder")
     parser.add_argument("target", type=Path, metavar="DST", help="what to write; must not exist")
@@ -58,12 +58,12 @@ class Reporter:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.device.threads import VARIABLE, choose_thread_wait
+    from engine.machine.threads import VARIABLE, choose_thread_wait
 
     # Before torch loads: OpenMP reads it once.
     os.environ[VARIABLE] = choose_thread_wait("auto", os.environ).choice
 
-    from engine.publish.convert import convert
+    from engine.export.convert import convert
 
     done = convert(
         arguments.source,

@@ -33,11 +33,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         _print_rules(as_json=arguments.json)
         return EXIT_PASS
-    from engine.diagnose.replay import diagnose
-    from engine.diagnose.rule import read_settings
     from engine.errors import RunLogError
-    from engine.runlog.folder import open_run
-    from engine.runlog.text import has_ended, status_text
+    from engine.log.folder import open_run
+    from engine.log.text import has_ended, status_text
+    from engine.watch.replay import diagnose
+    from engine.watch.rules.rule import read_settings
 
     folder = open_run(arguments.run)
     found = diagnose(folder, read_settings(folder))
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print_rules(*, as_json: bool) -> None:
-    from engine.diagnose import RULES
+    from engine.watch.rules import RULES
 
     if as_json:
         fields = ("id", "asks", "reads", "threshold")
@@ -72,7 +72,7 @@ def _print_rules(*, as_json: bool) -> None:
 
 
 def _lines(name: str, found: Any, *, everything: bool) -> list[str]:
-    from engine.runlog.text import alert_lines, clock_text, one_line
+    from engine.log.text import alert_lines, clock_text, one_line
     from engine.units import format_seconds
 
     count, judged = len(found.raised), len(found.judged)
@@ -101,7 +101,7 @@ def as_json(path: str, found: Any) -> dict[str, Any]:
 
     import msgspec
 
-    from engine.runlog.events import name_of_non_finite
+    from engine.log.events import name_of_non_finite
 
     envelope = ("v", "seq", "t_s", "nf")
 

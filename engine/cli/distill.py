@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         put(folder.path)
         return 0
     from engine.cli.progress import attend
-    from engine.supervise.launch import launch
+    from engine.watch.launch import launch
 
     launched = launch(
         folder,
@@ -125,8 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _start(arguments: argparse.Namespace) -> Any:
-    from engine.distill.inputs import check_inputs
-    from engine.runlog.folder import create_run
+    from engine.log.folder import create_run
+    from engine.plan.inputs import check_inputs
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
     from engine.version import VERSION
@@ -168,13 +168,13 @@ def _start(arguments: argparse.Namespace) -> Any:
 
 def _resume(arguments: argparse.Namespace) -> Any:
     from engine.cli.changes import settings_to_resume, write_changes
-    from engine.distill.going_on import check_promised, missing_newest
-    from engine.distill.inputs import check_inputs
     from engine.errors import BadInput
-    from engine.runlog.folder import open_run
-    from engine.runlog.follow import Follower
-    from engine.runlog.read import BrokenLog
+    from engine.log.folder import open_run
+    from engine.log.follow import Follower
+    from engine.log.read import BrokenLog
+    from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
+    from engine.train.checkpoint.continuing import check_promised, missing_newest
 
     if arguments.out or arguments.gpus is not None or arguments.smoke is not None:
         raise UsageError("--gpus, --smoke and --out make a new run; --resume continues one")

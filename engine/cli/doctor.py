@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 from engine.terminal import columns_of, put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.device.doctor import Diagnosis
-    from engine.device.nvml_capability import Probe
-    from engine.device.reading import Reading
+    from engine.machine.doctor import Diagnosis
+    from engine.machine.nvml_capability import Probe
+    from engine.machine.reading import Reading
 
 HELP = "say what this machine can do, and what cannot be measured on it"
 NARROWEST, WIDEST = 40, 120
@@ -50,15 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(wanted_allocator: str) -> Diagnosis:
-    from engine.device.cuda_driver import ask_in_child
-    from engine.device.doctor import diagnose
-    from engine.device.facts import read_facts
-    from engine.device.nvml import open_nvml
-    from engine.device.nvml_capability import probe_gpu
-    from engine.device.reading import Reading, absent, measured
-    from engine.device.surroundings import read_surroundings
+    from engine.machine.cuda_driver import ask_in_child
+    from engine.machine.doctor import diagnose
+    from engine.machine.facts import read_facts
+    from engine.machine.nvml import open_nvml
+    from engine.machine.nvml_capability import probe_gpu
+    from engine.machine.reading import Reading, absent, measured
+    from engine.machine.surroundings import read_surroundings
     from engine.runtime.c_library import COMPILERS
-    from engine.supervise.attribution import find_kernel_line
+    from engine.watch.attribution import find_kernel_line
 
     _say("asking the CUDA driver")
     cuda = ask_in_child()

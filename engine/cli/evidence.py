@@ -24,7 +24,7 @@ from engine.errors import EXIT_UNKNOWN
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.evidence.verify import Checked
+    from engine.findings.verify import Checked
     from engine.verdict import Verdict
 
 HELP = "list and verify findings, read receipts"
@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(a: argparse.Namespace) -> int:
     from engine.errors import BadInput
-    from engine.evidence.bundle import find_bundles
-    from engine.evidence.report import state_words
-    from engine.runlog.text import one_line
+    from engine.findings.bundle import find_bundles
+    from engine.findings.report import state_words
+    from engine.log.text import one_line
 
     rows: list[dict[str, Any]] = []
     folder = _folder(a.folder)
@@ -99,8 +99,8 @@ def _list(a: argparse.Namespace) -> int:
 
 
 def _verify(a: argparse.Namespace) -> int:
-    from engine.evidence.bundle import find_bundles
-    from engine.evidence.verify import check_bundle
+    from engine.findings.bundle import find_bundles
+    from engine.findings.verify import check_bundle
     from engine.verdict import lowest
 
     folder = _folder(a.folder)
@@ -167,9 +167,9 @@ def _as_json(one: Checked, *, rules: bool) -> dict[str, Any]:
 
 
 def _receipt(a: argparse.Namespace) -> int:
-    from engine.evidence.context import view_of
-    from engine.evidence.receipt import check_receipt, read_receipt_or_facts
-    from engine.runlog.folder import open_run
+    from engine.findings.context import view_of
+    from engine.findings.receipt import check_receipt, read_receipt_or_facts
+    from engine.log.folder import open_run
     from engine.verdict import lowest
 
     folder = open_run(a.run)
@@ -200,7 +200,7 @@ def _receipt(a: argparse.Namespace) -> int:
 
 def _receipt_lines(receipt: dict[str, Any]) -> list[str]:
     """A receipt for people: what identifies the run, what it did, what is not as it was asked."""
-    from engine.runlog.text import one_line
+    from engine.log.text import one_line
 
     out = []
     for name in ("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"):
@@ -221,7 +221,7 @@ def _receipt_lines(receipt: dict[str, Any]) -> list[str]:
 
 
 def _part_lines(name: str, value: Any) -> list[str]:
-    from engine.runlog.text import one_line
+    from engine.log.text import one_line
 
     if isinstance(value, dict | list):
         entries = (
@@ -240,9 +240,9 @@ def _compact(value: Any) -> str:
 
 
 def _import(a: argparse.Namespace) -> int:
-    from engine.evidence.bundle import Bundle
-    from engine.evidence.prior import read_prior
-    from engine.evidence.report import tree_lines
+    from engine.findings.bundle import Bundle
+    from engine.findings.prior import read_prior
+    from engine.findings.report import tree_lines
 
     finding, blobs = read_prior(a.file, a.slug)
     bundle = Bundle.create(a.evidence, finding, blobs)

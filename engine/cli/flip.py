@@ -25,8 +25,8 @@ from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.experiments.plan import Plan
-    from engine.experiments.record import FlipVerdict
+    from engine.flips.plan import Plan
+    from engine.flips.record import FlipVerdict
 
 HELP = "test a setting: two arms in turn, and a verdict"
 
@@ -81,14 +81,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.cli.flip_progress import Progress
-    from engine.experiments.flip import resume_flip, run_flip
+    from engine.flips.flip import resume_flip, run_flip
 
     if (arguments.source is None) == (arguments.resume is None):
         raise UsageError(
             "expected either a run or spec, or --resume DIR", hint="engine flip --help"
         )
     if arguments.resume is not None:
-        from engine.experiments.record import read_plan_of
+        from engine.flips.record import read_plan_of
 
         _refuse_with_resume(arguments)
         plan = read_plan_of(arguments.resume)
@@ -139,9 +139,9 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     """The plan that the command line asks for, its inputs checked for both arms."""
     import os
 
-    from engine.distill.inputs import check_inputs
-    from engine.experiments.amounts import parse_share, parse_time
-    from engine.experiments.plan import make_plan
+    from engine.flips.amounts import parse_share, parse_time
+    from engine.flips.plan import make_plan
+    from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
 
     if not arguments.set:
@@ -169,8 +169,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:
     """Show the plan and what it will take, before anything starts; refuse what cannot fit. The plan
     with a limit that suits its source."""
-    from engine.experiments import controls, resources, text
-    from engine.experiments.surroundings import find_surroundings
+    from engine.flips import controls, resources, text
+    from engine.flips.surroundings import find_surroundings
 
     surroundings = find_surroundings(plan)
     found = resources.find_resources(plan, folder, surroundings)
@@ -189,7 +189,7 @@ def _report(verdict: FlipVerdict, folder: Path, *, as_json: bool) -> int:
 
     from engine.cli.flip_progress import characters
     from engine.errors import EXIT_INTERRUPTED
-    from engine.experiments.text import verdict_lines
+    from engine.flips.text import verdict_lines
 
     fields = json.loads(verdict.to_json())
     if as_json:

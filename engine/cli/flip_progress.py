@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from engine.experiments import text
-from engine.experiments.judge import Pair, interval_of
-from engine.experiments.plan import Plan
-from engine.experiments.record import read_pairs
-from engine.experiments.statistics import Interval
-from engine.runlog.view import RunView
+from engine.flips import text
+from engine.flips.judge import Pair, interval_of
+from engine.flips.plan import Plan
+from engine.flips.record import read_pairs
+from engine.flips.statistics import Interval
+from engine.log.view import RunView
 from engine.signals import hand_over
 from engine.terminal import StatusLine
 

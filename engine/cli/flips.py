@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.cli.flip_progress import characters
     from engine.errors import RunLogError
-    from engine.experiments.record import find_flips, read_verdict
-    from engine.experiments.text import one_line, verdict_lines
+    from engine.flips.record import find_flips, read_verdict
+    from engine.flips.text import one_line, verdict_lines
 
     rows: list[tuple[Path, dict[str, Any] | None, str]] = []
     for path in find_flips(arguments.folder):

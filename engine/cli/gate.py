@@ -28,8 +28,8 @@ from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.gate.gate import Gate
-    from engine.gate.subject import Subject
+    from engine.export.gate.gate import Gate
+    from engine.export.gate.subject import Subject
 
 HELP = "say which gates of a distillation hold"
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.cli.generate import prepare_threads
-    from engine.gate.gate import IDS, verdict_of
+    from engine.export.gate.gate import IDS, verdict_of
 
     only = [name.strip() for name in arguments.only.split(",") if name.strip()] or list(IDS)
     if unknown := [name for name in only if name not in IDS]:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
     subject = _subject(arguments)
 
-    from engine.gate.run import ask_gates
+    from engine.export.gate.run import ask_gates
 
     gates = []
     for gate in ask_gates(subject, only):
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
-    from engine.evidence.context import view_of
-    from engine.gate.subject import Subject
-    from engine.runlog.folder import open_run
+    from engine.export.gate.subject import Subject
+    from engine.findings.context import view_of
+    from engine.log.folder import open_run
     from engine.spec import build_spec, load_spec
     from engine.spec.environment import sets_from_environment
 

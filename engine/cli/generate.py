@@ -98,7 +98,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def prepare_threads() -> None:
     """How CPU threads wait; before torch loads, because OpenMP reads it once."""
-    from engine.device.threads import VARIABLE, choose_thread_wait
+    from engine.machine.threads import VARIABLE, choose_thread_wait
 
     os.environ[VARIABLE] = choose_thread_wait("auto", os.environ).choice
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.publish.describe import as_json, as_lines, describe
+    from engine.export.describe import as_json, as_lines, describe
 
     found = describe(arguments.path)
     problems = _read_values(arguments.path) if arguments.values else []

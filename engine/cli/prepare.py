@@ -26,9 +26,9 @@ from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.distill.prepare import Prepared
-    from engine.distill.prepare_plan import Job, Wanted
     from engine.spec import RunSpec
+    from engine.train.prepare import Prepared
+    from engine.train.prepare_plan import Job, Wanted
 
 HELP = "run the teacher once and store what it says"
 
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.device.threads import VARIABLE, choose_thread_wait
+    from engine.machine.threads import VARIABLE, choose_thread_wait
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
 
@@ -91,9 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
     # Before torch loads: OpenMP reads it once.
     os.environ[VARIABLE] = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
 
-    from engine.distill.prepare import prepare
-    from engine.distill.prepare_plan import plan_job
-    from engine.distill.stopping import StopRequest
+    from engine.train.prepare import prepare
+    from engine.train.prepare_plan import plan_job
+    from engine.train.stopping import StopRequest
 
     say("reading and hashing the rows")
     job = plan_job(spec, wanted)
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
-    from engine.distill.prepare_plan import Wanted
+    from engine.train.prepare_plan import Wanted
 
     out = arguments.out or (Path(spec.teacher.cache) if spec.teacher.cache else None)
     if out is None:

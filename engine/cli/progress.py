@@ -10,11 +10,10 @@ import os
 import signal
 import time
 
-from engine.distill.going_on import past_checks, resume_command, was_stopped_by_checks
 from engine.errors import EXIT_FAIL
-from engine.runlog.events import AlertRaised, AnyEvent, Phase, kind_of
-from engine.runlog.follow import Follower
-from engine.runlog.text import (
+from engine.log.events import AlertRaised, AnyEvent, Phase, kind_of
+from engine.log.follow import Follower
+from engine.log.text import (
     alert_lines,
     event_text,
     has_ended,
@@ -23,10 +22,11 @@ from engine.runlog.text import (
     speed_lines,
     status_text,
 )
-from engine.runlog.view import RunView
+from engine.log.view import RunView
 from engine.signals import ENDING, hand_over
-from engine.supervise.launch import Launched
 from engine.terminal import StatusLine, put, put_json, say
+from engine.train.checkpoint.continuing import past_checks, resume_command, was_stopped_by_checks
+from engine.watch.launch import Launched
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 5.0

@@ -30,8 +30,8 @@ from engine.errors import EXIT_PASS, UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.publish.package import Published
-    from engine.publish.verify import Verification
+    from engine.export.package import Published
+    from engine.export.verify import Verification
 
 HELP = "publish a finished run's student, or verify a published folder"
 
@@ -41,7 +41,7 @@ _ON_HUB = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from engine.publish.mixture import QUANTS, TYPES_OF
+    from engine.export.mixture import QUANTS, TYPES_OF
 
     def quants(format_: str) -> list[str]:
         return [name for name, kind in QUANTS.items() if kind in TYPES_OF[format_]]
@@ -106,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _publish(arguments: argparse.Namespace, name: str) -> int:
-    from engine.publish.package import Wanted, publish, verification_json
-    from engine.runlog.folder import open_run
+    from engine.export.package import Wanted, publish, verification_json
+    from engine.log.folder import open_run
 
     done = publish(
         open_run(arguments.run),
@@ -156,8 +156,8 @@ def _summary(done: Published) -> list[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from engine.publish.package import verification_json
-    from engine.publish.verify import verify
+    from engine.export.package import verification_json
+    from engine.export.verify import verify
 
     found = verify(arguments.verify, _say)
     if arguments.json:

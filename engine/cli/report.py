@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.errors import BadInput
-    from engine.evidence.html import report
-    from engine.runlog.folder import write_whole
+    from engine.findings.html import report
+    from engine.log.folder import write_whole
 
     text = report(arguments.source)
     out = arguments.out or Path(f"report-{arguments.source.resolve().name}.html")

@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from engine.cli.tail import as_json
     from engine.errors import RunLogError
-    from engine.runlog.folder import RunFolder, find_runs
-    from engine.runlog.follow import Follower
-    from engine.runlog.text import status_text
+    from engine.log.folder import RunFolder, find_runs
+    from engine.log.follow import Follower
+    from engine.log.text import status_text
 
     rows: list[tuple[RunFolder, Follower | None, str]] = []
     for folder in find_runs(arguments.folder):

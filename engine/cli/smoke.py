@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from engine.diagnose.projection import project, projection_lines
-from engine.distill.going_on import resume_command
 from engine.errors import EXIT_FAIL, EXIT_UNKNOWN
-from engine.runlog.folder import RunFolder
-from engine.runlog.follow import Follower
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
 from engine.spec import spec_from_dict
 from engine.terminal import put, put_json, say
+from engine.train.checkpoint.continuing import resume_command
+from engine.watch.projection import project, projection_lines
 
 
 def report(run: RunFolder, code: int, *, as_json: bool) -> int:

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.runlog.folder import open_run
-    from engine.supervise.launch import stop
+    from engine.log.folder import open_run
+    from engine.watch.launch import stop
 
     say(stop(open_run(arguments.run), now=arguments.now))
     return 0

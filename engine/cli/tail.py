@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.errors import RunLogError
-    from engine.runlog.folder import open_run
-    from engine.runlog.follow import Follower
-    from engine.runlog.text import has_ended, line_text, status_text
+    from engine.log.folder import open_run
+    from engine.log.follow import Follower
+    from engine.log.text import has_ended, line_text, status_text
 
     follower = Follower(open_run(arguments.run))
     fault: RunLogError | None = None
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_all(follower: Any, log_lines: int) -> None:
     """What there is now, in words."""
-    from engine.runlog.text import (
+    from engine.log.text import (
         alert_lines,
         decision_lines,
         device_lines,
@@ -123,7 +123,7 @@ def _plain(value: Any) -> Any:
     import math
 
     from engine.limits import LOG_TEXT
-    from engine.runlog.events import name_of_non_finite
+    from engine.log.events import name_of_non_finite
 
     if isinstance(value, float) and not math.isfinite(value):
         return name_of_non_finite(value)
@@ -138,7 +138,7 @@ def line_as_json(line: Any) -> dict[str, Any]:
     """A line of one of the logs as one JSON value."""
     import msgspec
 
-    from engine.runlog.events import kind_of
+    from engine.log.events import kind_of
 
     fields = _plain(msgspec.structs.asdict(line.event))
     return {
@@ -153,7 +153,7 @@ def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
     """A run as one JSON value; `fault` is what kept its logs from being read to their ends."""
     import msgspec
 
-    from engine.runlog.text import share_of_peak
+    from engine.log.text import share_of_peak
 
     def plain(event: Any) -> Any:
         return None if event is None else _plain(msgspec.structs.asdict(event))

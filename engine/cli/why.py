@@ -34,9 +34,9 @@ from engine.terminal import put, put_json, say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.evidence.bundle import Bundle
-    from engine.evidence.capture import Blob
-    from engine.evidence.finding import Finding
+    from engine.findings.bundle import Bundle
+    from engine.findings.capture import Blob
+    from engine.findings.finding import Finding
 
 HELP = "five whys: claims, evidence, alternatives, root cause"
 
@@ -103,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.evidence import whys
-    from engine.evidence.bundle import Bundle, find_bundle
+    from engine.findings import whys
+    from engine.findings.bundle import Bundle, find_bundle
 
     if arguments.action == "new":
         finding = whys.new_finding(arguments.slug, arguments.claim, title=arguments.title)
@@ -155,7 +155,7 @@ def _say(bundle: Bundle, finding: Finding, said: str, *, as_json: bool) -> int:
 def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
     import msgspec
 
-    from engine.evidence.rules import effective_status, judge
+    from engine.findings.rules import effective_status, judge
 
     return {
         "folder": str(bundle.path),
@@ -171,7 +171,7 @@ def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
 def _add(
     finding: Finding, bundle: Bundle, a: argparse.Namespace
 ) -> tuple[Finding, list[Blob], str]:
-    from engine.evidence.whys import add_node
+    from engine.findings.whys import add_node
 
     done = add_node(finding, a.claim, why_of=a.why_of, kind=a.kind, id_=a.id)
     return done, [], f"{done.nodes[-1].id}: why of {', '.join(a.why_of)}"
@@ -180,7 +180,7 @@ def _add(
 def _refute(
     finding: Finding, bundle: Bundle, a: argparse.Namespace
 ) -> tuple[Finding, list[Blob], str]:
-    from engine.evidence.whys import refute
+    from engine.findings.whys import refute
 
     return refute(finding, a.node, a.reason), [], f"{a.node}: refuted"
 
@@ -188,7 +188,7 @@ def _refute(
 def _withdraw(
     finding: Finding, bundle: Bundle, a: argparse.Namespace
 ) -> tuple[Finding, list[Blob], str]:
-    from engine.evidence.whys import withdraw
+    from engine.findings.whys import withdraw
 
     return withdraw(finding, a.entry, a.reason), [], f"{a.entry}: withdrawn"
 
@@ -196,7 +196,7 @@ def _withdraw(
 def _alternative(
     finding: Finding, bundle: Bundle, a: argparse.Namespace
 ) -> tuple[Finding, list[Blob], str]:
-    from engine.evidence.whys import add_alternative
+    from engine.findings.whys import add_alternative
 
     done = add_alternative(
         finding,
@@ -214,8 +214,8 @@ def _close(
     finding: Finding, bundle: Bundle, a: argparse.Namespace
 ) -> tuple[Finding, list[Blob], str]:
     from engine.errors import BadInput
-    from engine.evidence.verify import check_bundle
-    from engine.evidence.whys import close
+    from engine.findings.verify import check_bundle
+    from engine.findings.whys import close
 
     checked = check_bundle(bundle)
     if checked.faults:
@@ -226,7 +226,7 @@ def _close(
 
 def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.cli.evidence import exit_code_of, print_checked
-    from engine.evidence.verify import check_bundle
+    from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
     print_checked([checked], as_json=a.json, rules=True)
@@ -234,8 +234,8 @@ def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
 
 
 def _show(bundle: Bundle, a: argparse.Namespace) -> int:
-    from engine.evidence.report import tree_lines
-    from engine.evidence.verify import check_bundle
+    from engine.findings.report import tree_lines
+    from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
     finding = bundle.load()
@@ -250,7 +250,7 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
 
 def _export(bundle: Bundle, a: argparse.Namespace) -> int:
     from engine.errors import BadInput
-    from engine.evidence.verify import check_bundle
+    from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
     faults = [fault for fault in checked.faults if fault.where != "LOG.md"]

@@ -8,7 +8,7 @@
     --note               what a person says
 
 It supports the claim, or contradicts it, or is the test of an alternative (--answers). What is taken is
-written down as it is now, without secrets (`engine.evidence.redact`), so it can be checked when its source
+written down as it is now, without secrets (`engine.findings.redact`), so it can be checked when its source
 is gone.
 """
 
@@ -24,10 +24,10 @@ from engine.errors import UsageError
 from engine.terminal import say
 
 if TYPE_CHECKING:
-    from engine.evidence.bundle import Bundle
-    from engine.evidence.capture import Blob, Capture
-    from engine.evidence.finding import Finding
-    from engine.evidence.redact import Redactor
+    from engine.findings.bundle import Bundle
+    from engine.findings.capture import Blob, Capture
+    from engine.findings.finding import Finding
+    from engine.findings.redact import Redactor
 
 _SAYS = ("supports", "contradicts")
 
@@ -81,10 +81,10 @@ def link_evidence(
     finding: Finding, bundle: Bundle, a: argparse.Namespace
 ) -> tuple[Finding, list[Blob], str]:
     """The finding with the evidence under a node of it, the files to keep, and what to say."""
-    from engine.evidence.redact import Redactor, words
-    from engine.evidence.report import locator_words
-    from engine.evidence.support import carries_nothing
-    from engine.evidence.whys import answer, blobs_of, link
+    from engine.findings.redact import Redactor, words
+    from engine.findings.report import locator_words
+    from engine.findings.support import carries_nothing
+    from engine.findings.whys import answer, blobs_of, link
 
     if a.answers and (a.contradicts or a.outcome is None or not a.result):
         raise UsageError("--answers needs --outcome and --result, and no --contradicts")
@@ -108,10 +108,10 @@ def link_evidence(
 def _capture(a: argparse.Namespace, redactor: Redactor) -> Capture:
     """The evidence that the arguments name."""
     from engine.errors import BadInput
-    from engine.evidence.capture import capture_file, capture_statement
-    from engine.evidence.command import capture_command
-    from engine.evidence.flips import capture_flip, is_flip
-    from engine.runlog.folder import RunFolder, is_run
+    from engine.findings.capture import capture_file, capture_statement
+    from engine.findings.command import capture_command
+    from engine.findings.flips import capture_flip, is_flip
+    from engine.log.folder import RunFolder, is_run
 
     if sum(x is not None for x in (a.source, a.run_command, a.note)) != 1:
         raise UsageError("expected one of EVIDENCE, --run-command and --note")
@@ -137,8 +137,8 @@ def _capture(a: argparse.Namespace, redactor: Redactor) -> Capture:
 
 def _capture_run(run: Any, a: argparse.Namespace, redactor: Redactor) -> Capture:
     """The part of a run that is asked for, with what is captured of every run."""
-    from engine.evidence import capture
-    from engine.evidence.context import run_blobs, view_of
+    from engine.findings import capture
+    from engine.findings.context import run_blobs, view_of
 
     begin = view_of(run).first_unix_s or 0.0
     from_unix_s = float("-inf") if a.from_s is None else begin + a.from_s

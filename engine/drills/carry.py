@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.device.cuda_driver import ask_in_child
-from engine.device.kill_counters import read_kill_counters
 from engine.drills.catalogue import Drill, Need
 from engine.drills.naming import ALERT, EXIT, Naming, named_as, names_of
 from engine.drills.runs import DEMO, Attended, memory_group, start, why_no_memory_group, write_spec
 from engine.errors import EngineError
-from engine.runlog.folder import RunFolder
-from engine.runlog.view import RunView
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
+from engine.machine.cuda_driver import ask_in_child
+from engine.machine.kill_counters import read_kill_counters
 from engine.verdict import Level, Verdict
 
 LIMIT_S = 90.0
@@ -98,7 +98,7 @@ def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float |
 
 
 def _stop(run: Attended) -> None:
-    from engine.supervise.launch import stop
+    from engine.watch.launch import stop
 
     stop(run.run)
     run.wait(lambda view: view.exit is not None, LIMIT_S)

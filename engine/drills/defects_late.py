@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.distill.trainer import Trainer
 from engine.drills.planting import replaced
+from engine.train.trainer import Trainer
 
 LATE = 23
 SCALE = 4.0

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.distill.trainer import Trainer
 from engine.drills.planting import replaced
 from engine.models import decoder
 from engine.models.decoder import Attention, Decoder, RMSNorm, Sight
 from engine.teachers.frozen import FrozenDecoder
+from engine.train.trainer import Trainer
 
 # The forward pass
 

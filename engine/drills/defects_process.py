@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from engine.data.batches import Batch, Batches
-from engine.distill import trainer
 from engine.drills.planting import replaced
 from engine.teachers.frozen import FrozenDecoder
+from engine.train import trainer
 
 AFTER = 6
 LEAK_BYTES = 64 << 20

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from engine.data import batches as batches_module
 from engine.data.batches import IGNORED, Batch
-from engine.distill import checking, keep, state, state_files, trainer
-from engine.distill.loss_job import LossTerms
-from engine.distill.trainer import Trainer
 from engine.drills.planting import replaced
+from engine.loss.types import LossTerms
 from engine.models.decoder import Decoder
+from engine.train import checking, trainer
+from engine.train.checkpoint import keeper as keep
+from engine.train.checkpoint import state, state_files
+from engine.train.trainer import Trainer
 
 # Rows
 

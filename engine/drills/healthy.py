@@ -2,7 +2,7 @@
 false alarm, and a workbench that cries wolf is not believed when it counts.
 
 The run is that of the drills, longer, so that rules which need a window of steps can judge. Afterwards every
-rule is asked about every moment of it again (`engine.diagnose.replay`).
+rule is asked about every moment of it again (`engine.watch.replay`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.diagnose.replay import diagnose
-from engine.diagnose.rule import read_settings
 from engine.drills.naming import names_of
 from engine.drills.runs import Attended, start, write_spec
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from engine.verdict import Level, Verdict
+from engine.watch.replay import diagnose
+from engine.watch.rules.rule import read_settings
 
 STEPS = 60
 LIMIT_S = 240.0

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.runlog.events import AlertRaised, Checked, RunFinished, TrainerExited
-from engine.runlog.text import one_line
-from engine.runlog.view import RunView
+from engine.log.events import AlertRaised, Checked, RunFinished, TrainerExited
+from engine.log.text import one_line
+from engine.log.view import RunView
 
 CHECK, ALERT, REFUSAL, EXIT = "check", "alert", "refusal", "exit"
 QUIET_EXITS = frozenset({"COMPLETED", "TERMINATED", "INTERRUPTED", "FAILED", "BAD_INPUT"})

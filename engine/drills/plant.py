@@ -17,7 +17,7 @@ def main() -> int:
     if len(arguments) < 3 or arguments[1] != "--":
         say("usage: python -m engine.drills.plant DEFECT -- ARGUMENTS")
         return 64
-    from engine.distill.__main__ import main as train
+    from engine.distill import main as train
     from engine.drills.catalogue import planted
 
     sys.argv = [sys.argv[0], *arguments[2:]]

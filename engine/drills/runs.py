@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from engine import demo
-from engine.device.host import Cgroup, Host
 from engine.errors import InternalError, RunLogError
-from engine.runlog.folder import RunFolder
-from engine.runlog.follow import Follower
-from engine.runlog.text import has_ended
-from engine.runlog.view import RunView
-from engine.supervise.supervisor import TRAINER
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.log.text import has_ended
+from engine.log.view import RunView
+from engine.machine.host import Cgroup, Host
+from engine.watch.supervisor import TRAINER
 
 DEMO = Path(demo.__file__).parent
 MODELS = {

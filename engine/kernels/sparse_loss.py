@@ -1,4 +1,4 @@
-"""Gradient of rows of logits against some ids of each row: the fused form of `engine.distill.sparse_targets`.
+"""Gradient of rows of logits against some ids of each row: the fused form of `engine.loss.sparse`.
 
 Of a row, the K ids that the teacher named are a matter of K numbers, and torch's. What is left is the
 rest of the vocabulary, and that is one program's:

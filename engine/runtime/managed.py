@@ -34,8 +34,8 @@ from pathlib import Path
 
 import torch
 
-from engine.device.host import Host
 from engine.errors import BadInput, EngineError
+from engine.machine.host import Host
 from engine.runtime.c_library import CompiledLibrary, compiled_library
 from engine.runtime.pointers import DRIVER
 

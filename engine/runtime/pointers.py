@@ -6,7 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-from engine.device.reading import Reading, absent, measured
+from engine.machine.reading import Reading, absent, measured
 
 DRIVER = "libcuda.so.1"
 _IS_MANAGED = 8  # CU_POINTER_ATTRIBUTE_IS_MANAGED of cuda.h

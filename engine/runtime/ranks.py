@@ -11,8 +11,8 @@ ranks already, so that the split of a batch over ranks changes rounding and noth
 
 A collective waits for every rank. So no rank may leave a step early: what one rank alone can know (a
 signal, say) is made known to all in the step's one exchange of numbers, and all act on it together. A rank
-that dies ends the run (`engine.distill.launch_ranks`); one that hangs is named by what it has not
-done (`engine.runlog.beats`).
+that dies ends the run (`engine.train.ranks.launch`); one that hangs is named by what it has not
+done (`engine.log.beats`).
 
 The teacher is whole on every rank where it fits: it is frozen, so that nothing of it has to be exchanged.
 Else its layers are shared out too, as bytes: it has no parameters that FSDP2 could shard

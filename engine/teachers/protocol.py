@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.data.batches import Batch
 from engine.errors import InternalError
 from engine.models.head import Head
-from engine.teachers.cache_outputs import SparseOutputs
+from engine.teachers.store.outputs import SparseOutputs
 
 # Shapes: B rows, T tokens, E teacher width
 

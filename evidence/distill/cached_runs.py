@@ -25,12 +25,12 @@ import torch
 
 from engine.bench.random_weights import RandomWeights
 from engine.bench.teacher import config_named
-from engine.experiments.outcome import metrics_of
+from engine.flips.outcome import metrics_of
 from engine.formats.gguf_write import write_gguf
-from engine.runlog.folder import open_run
-from engine.runlog.follow import Follower
-from engine.teachers.cache_store import open_store
-from engine.teachers.cached import Reader
+from engine.log.folder import open_run
+from engine.log.follow import Follower
+from engine.teachers.store.folder import open_store
+from engine.teachers.store.teacher import Reader
 
 ROOT = Path(__file__).parents[2]
 WARM_UP = 5

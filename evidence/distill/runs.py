@@ -29,9 +29,9 @@ import torch
 from engine.bench.random_weights import RandomWeights
 from engine.bench.teacher import config_named
 from engine.formats.gguf_write import write_gguf
+from engine.log.folder import open_run
+from engine.log.follow import Follower
 from engine.quant.tensor import QuantTensor
-from engine.runlog.folder import open_run
-from engine.runlog.follow import Follower
 
 WARM_UP = 5
 PHASES = ("data_s", "teacher_s")

@@ -14,8 +14,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from engine.experiments.flip import run_flip
-from engine.experiments.plan import make_plan
+from engine.flips.flip import run_flip
+from engine.flips.plan import make_plan
 
 SPEC = Path(__file__).with_name("tiny.toml")
 STEPS = 23

@@ -3,7 +3,7 @@ many pairs an effect is decided.
 
     python evidence/flips/simulated.py > evidence/flips/simulated.json
 
-The noise and the whole experiment are those of tests/test_flip_judge.py.
+The noise and the whole experiment are those of tests/system/flips/test_judge.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from test_flip_judge import experiment
+from tests.system.flips.test_judge import experiment
 
 EXPERIMENTS = 1000
 

@@ -9,7 +9,7 @@ decided where pairs of runs cannot decide it.
 
 It errs against watching: a supervisor that goes on first reads what was logged while it stood.
 The number of pairs is fixed before the run, so the interval is Student's (level 90 %, a verdict being a
-claim about one side); `engine.experiments.statistics` diagnoses order, trend and correlation.
+claim about one side); `engine.flips.statistics` diagnoses order, trend and correlation.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from engine.experiments.statistics import decide, diagnose, fixed_interval
+from engine.flips.statistics import decide, diagnose, fixed_interval
 
 ALPHA = 0.10
 Block = tuple[bool, float, float]

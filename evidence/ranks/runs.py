@@ -27,9 +27,9 @@ import sys
 import time
 from pathlib import Path
 
-from engine.runlog.folder import open_run
-from engine.runlog.follow import Follower
-from engine.runlog.read import LogReader
+from engine.log.folder import open_run
+from engine.log.follow import Follower
+from engine.log.read import LogReader
 
 found = importlib.util.spec_from_file_location(
     "distill_runs", Path(__file__).parents[1] / "distill" / "runs.py"

@@ -5,7 +5,7 @@
 Askings: `loss_gradient` in this process from every checkpoint of `--runs` runs of 20 steps, and all checks of
 a resumed session from every fourth. Resumes: processes that restore a run folder as the supervisor's trainer
 does, take one step and are killed (SIGKILL) right after they have saved it; each is forked from this one, so
-that a resume costs no import of torch. The shapes, rates and precisions are `tests/attack/healthy_runs.py`'s.
+that a resume costs no import of torch. The shapes, rates and precisions are `tests/support/healthy_runs.py`'s.
 
 Ends by itself after `--seconds`, and then says how far it came.
 """
@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.kit import Kit, make_kit
 
 from engine.checks.check import Result
 from engine.checks.gradients import loss_gradient
 from engine.checks.runner import undisturbed
-from tests.attack.healthy_runs import HIGH_RATE, Drawn, asked, drawn, killed_after_each_step
-from tests.checked_runs import make_world
-from tests.conftest import Kit, make_kit
+from tests.support.checked_runs import make_world
+from tests.support.healthy_runs import HIGH_RATE, Drawn, asked, drawn, killed_after_each_step
 
 ALL_EVERY = 4
 RESUMES_OF_A_RUN = 20

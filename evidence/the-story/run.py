@@ -177,9 +177,9 @@ class Story:
 
     def hang(self) -> None:
         """The run with the defect, until it is named, and the kill."""
-        from engine.runlog.events import AlertRaised, StackDump
-        from engine.runlog.folder import RunFolder
-        from engine.runlog.follow import Follower
+        from engine.log.events import AlertRaised, StackDump
+        from engine.log.folder import RunFolder
+        from engine.log.follow import Follower
 
         self.engine("distill", "kd.toml", "--out", "runs/hang", "--detach", planted=True)
         follower = Follower(RunFolder(self.folder / "runs" / "hang"))
@@ -249,9 +249,9 @@ class Story:
         print(json.dumps(self.summary["sound"]), flush=True)
 
     def measured(self, run: str) -> dict[str, Any]:
-        from engine.experiments.outcome import metrics_of
-        from engine.runlog.folder import RunFolder
-        from engine.runlog.follow import Follower
+        from engine.flips.outcome import metrics_of
+        from engine.log.folder import RunFolder
+        from engine.log.follow import Follower
 
         view = Follower(RunFolder(self.folder / run)).read_all()
         metrics = metrics_of(view, 3)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UsageError
-from engine.evidence.chart import LIMIT, Series, line_chart, thin
-from engine.runlog.folder import open_run
+from engine.findings.chart import LIMIT, Series, line_chart, thin
+from engine.log.folder import open_run
 from engine.terminal import printable
 from workbench.feed import RunFeed, Snapshot
 from workbench.notebook.frames import frame_of

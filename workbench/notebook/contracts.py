@@ -14,7 +14,7 @@ from pathlib import Path
 from engine.contracts.receipt import FOLDER
 from engine.contracts.status import Status, overview
 from engine.errors import BadInput
-from engine.runlog.text import one_line
+from engine.log.text import one_line
 from engine.verdict import Level, Verdict, lowest
 from workbench.contracts import contract_lines
 from workbench.listing import age_text

@@ -22,10 +22,10 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import BadInput, UsageError
-from engine.evidence.figures import flip_figure
-from engine.experiments.amounts import parse_time
-from engine.experiments.text import verdict_lines
-from engine.runlog.folder import RunFolder, open_run
+from engine.findings.figures import flip_figure
+from engine.flips.amounts import parse_time
+from engine.flips.text import verdict_lines
+from engine.log.folder import RunFolder, open_run
 from workbench.feed import RunFeed
 from workbench.flips import FlipFeed, FlipSnapshot, going_on, plan_of
 from workbench.launch import StartedFlip, start_flip

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.errors import UsageError
-from engine.runlog.folder import open_run
-from engine.runlog.table import Table
-from engine.runlog.view import RunView
+from engine.log.folder import open_run
+from engine.log.table import Table
+from engine.log.view import RunView
 from workbench.feed import RunFeed
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ import ipywidgets
 import traitlets
 
 from engine.errors import BadInput, UsageError
-from engine.evidence.figures import run_figures
-from engine.runlog.folder import RunFolder, is_run, open_run
-from engine.runlog.view import RunView
+from engine.findings.figures import run_figures
+from engine.log.folder import RunFolder, is_run, open_run
+from engine.log.view import RunView
 from workbench.feed import UNREADABLE, RunFeed, Snapshot
 from workbench.launch import resume_run, start_run, stop_run
 from workbench.notebook.panel import Panel

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.evidence.chart import Row, thin
-from engine.runlog.events import Compiled
-from engine.runlog.table import Table
-from engine.runlog.view import LineKey
+from engine.findings.chart import Row, thin
+from engine.log.events import Compiled
+from engine.log.table import Table
+from engine.log.view import LineKey
 from engine.terminal import printable
 from workbench.feed import Snapshot
 from workbench.words import (

@@ -22,8 +22,8 @@ from pathlib import Path
 import ipywidgets
 
 from engine.errors import EngineError, UsageError
-from engine.evidence.bundle import Bundle, find_bundle, find_bundles
-from engine.evidence.capture import (
+from engine.findings.bundle import Bundle, find_bundle, find_bundles
+from engine.findings.capture import (
     Blob,
     Capture,
     capture_alert,
@@ -31,15 +31,15 @@ from engine.evidence.capture import (
     capture_metric,
     capture_window,
 )
-from engine.evidence.command import COMMAND_LIMIT_S, capture_command
-from engine.evidence.context import run_blobs
-from engine.evidence.finding import Finding
-from engine.evidence.flips import capture_flip
-from engine.evidence.html import hanging
-from engine.evidence.redact import Redactor
-from engine.evidence.report import tree_lines
-from engine.evidence.verify import Checked, check_bundle
-from engine.evidence.whys import (
+from engine.findings.command import COMMAND_LIMIT_S, capture_command
+from engine.findings.context import run_blobs
+from engine.findings.finding import Finding
+from engine.findings.flips import capture_flip
+from engine.findings.html import hanging
+from engine.findings.redact import Redactor
+from engine.findings.report import tree_lines
+from engine.findings.verify import Checked, check_bundle
+from engine.findings.whys import (
     add_alternative,
     add_node,
     answer,

@@ -9,7 +9,7 @@ from typing import ClassVar
 from textual import on
 from textual.binding import Binding, BindingType
 
-from engine.runlog.folder import RunFolder, is_run
+from engine.log.folder import RunFolder, is_run
 from workbench.feed import RunFeed
 from workbench.tui.context import Context
 from workbench.tui.places import PLACES, place

@@ -27,7 +27,7 @@ from textual.widget import Widget
 from textual.widgets import DataTable
 
 from engine.errors import EngineError, write_error
-from engine.runlog.folder import is_run
+from engine.log.folder import is_run
 from workbench.tui.printable import drawable
 
 FOLDER = "apr-workbench-captures"

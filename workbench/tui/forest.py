@@ -17,10 +17,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.experiments.judge import Pair, interval_of
-from engine.experiments.plan import Plan
-from engine.experiments.statistics import Interval
-from engine.experiments.text import ASCII, UNICODE
+from engine.flips.judge import Pair, interval_of
+from engine.flips.plan import Plan
+from engine.flips.statistics import Interval
+from engine.flips.text import ASCII, UNICODE
 from workbench.tui.canvas import Row, Span, fit
 
 HEAD_WIDTH = 9

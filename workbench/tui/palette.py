@@ -15,7 +15,7 @@ from textual.binding import Binding
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 
-from engine.runlog.folder import RunFolder, find_runs, is_run
+from engine.log.folder import RunFolder, find_runs, is_run
 from workbench.tui.context import Context
 from workbench.tui.keys import Keys, active_keys, resolved
 from workbench.tui.places import PLACES

@@ -11,7 +11,7 @@ from typing import Any
 
 from textual.screen import Screen
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.tui.context import Context
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from engine.runlog.table import Table
-from engine.runlog.text import clock_text
-from engine.runlog.view import RunView
+from engine.log.table import Table
+from engine.log.text import clock_text
+from engine.log.view import RunView
 from engine.units import format_count, format_seconds, format_value
 from workbench.tui.legend import Level, Mark
 

@@ -19,7 +19,7 @@ from textual.dom import DOMNode
 from textual.filter import LineFilter
 
 from engine.errors import EXIT_TERMINATED, EngineError
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.tui.captures import (
     FOLDER_VARIABLE,
     capture,

@@ -18,8 +18,8 @@ from textual.binding import Binding
 from textual.message import Message
 
 from engine.errors import EngineError
-from engine.runlog.folder import RunFolder
-from engine.runlog.text import has_ended
+from engine.log.folder import RunFolder
+from engine.log.text import has_ended
 from workbench.feed import READING, UNREADABLE
 from workbench.launch import command_text, resume_arguments, resume_run, stop_run
 from workbench.tui.messages import CommandEnded

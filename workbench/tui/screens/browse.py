@@ -20,7 +20,7 @@ from textual.events import Resize, ScreenResume
 from textual.widgets import OptionList, Static
 
 from engine.errors import EngineError
-from engine.runlog.text import one_line
+from engine.log.text import one_line
 from workbench.listing import Listing, Row
 from workbench.tui.context import Context
 from workbench.tui.messages import CommandEnded, ListPolled

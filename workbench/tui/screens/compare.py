@@ -14,7 +14,7 @@ from textual.content import Content
 from textual.events import DescendantFocus, Resize
 from textual.widgets import Static
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.compared import AXES, METRICS, CompareFeed, Comparison, axis_text
 from workbench.side_by_side import alerts_words, differences, results_table, settings_note
 from workbench.tui.context import Context

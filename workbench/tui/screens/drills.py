@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from engine.errors import EngineError
-from engine.runlog.folder import RunFolder, is_run
+from engine.log.folder import RunFolder, is_run
 from workbench.drills import JOB, DrillsFeed, drill_arguments, new_folder
 from workbench.listing import Listing, with_job
 from workbench.tui.context import Context

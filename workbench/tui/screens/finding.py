@@ -8,7 +8,7 @@ from typing import ClassVar, get_args
 
 from textual.binding import Binding, BindingType
 
-from engine.evidence.finding import Kind
+from engine.findings.finding import Kind
 from workbench import findings
 from workbench.finding_tree import FindingFeed, node_of, tested_id
 from workbench.linking import PARTS, captured

@@ -20,7 +20,7 @@ from textual.message import Message
 from textual.widgets import Static
 
 from engine.errors import EngineError
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.feed import RunFeed
 from workbench.flips import (
     FLIPS,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.flips import FLIPS, FlipFeed, FlipsFeed
 from workbench.listing import Listing, beside
 from workbench.tui.context import Context

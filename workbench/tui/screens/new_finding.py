@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.runlog.folder import RunFolder
-from engine.runlog.view import RunView
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
 from workbench.findings import EVIDENCE, begin, slug_of
 from workbench.linking import PARTS, captured
 from workbench.listing import beside

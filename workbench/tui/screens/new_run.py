@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.widgets import Static
 
 from engine.errors import EngineError
-from engine.runlog.folder import RunFolder, is_run
+from engine.log.folder import RunFolder, is_run
 from workbench.drafts import (
     OPTIONS,
     Draft,

@@ -8,7 +8,7 @@ from textual import on
 from textual.binding import Binding
 from textual.timer import Timer
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.feed import Snapshot
 from workbench.tui.screens.acting import ActingScreen
 from workbench.tui.screens.replaying import TICK_S, Replay, Replayed

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from textual.message import Message
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from engine.units import format_seconds
 from workbench.feed import Snapshot
 from workbench.replay import ReplayFeed

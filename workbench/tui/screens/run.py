@@ -12,7 +12,7 @@ from textual.events import DescendantFocus, Resize
 from textual.widget import Widget
 from textual.widgets import Input
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.feed import RunFeed, Snapshot
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.tui.layout import PANE_LABELS, PANES, Layout, arrange

@@ -12,7 +12,7 @@ from textual.events import ScreenResume
 from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
-from engine.runlog.folder import RunFolder
+from engine.log.folder import RunFolder
 from workbench.runs_feed import RunsFeed, RunsSnapshot
 from workbench.tui.context import Context
 from workbench.tui.layout import is_low

@@ -14,8 +14,8 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from engine.errors import UsageError
-from engine.experiments.amounts import parse_share, parse_time
-from engine.runlog.text import one_line
+from engine.flips.amounts import parse_share, parse_time
+from engine.log.text import one_line
 from workbench.suspicions import Suspicion
 from workbench.tui.widgets.choice import Choice
 

@@ -13,8 +13,8 @@ from textual.message import Message
 from textual.timer import Timer
 
 from engine.errors import EngineError
-from engine.experiments.amounts import parse_share, parse_time
-from engine.runlog.folder import RunFolder
+from engine.flips.amounts import parse_share, parse_time
+from engine.log.folder import RunFolder
 from workbench.flips import folder_for, plan_of, without_seed
 from workbench.launch import check_flip
 from workbench.tui.widgets.flip_form import Wanted

@@ -18,7 +18,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.worker import get_current_worker
 
-from engine.runlog.events import (
+from engine.log.events import (
     AlertRaised,
     Evaluated,
     NonFinite,
@@ -27,8 +27,8 @@ from engine.runlog.events import (
     StepDone,
     TrainerExited,
 )
-from engine.runlog.text import line_text
-from engine.runlog.view import LogLine
+from engine.log.text import line_text
+from engine.log.view import LogLine
 from workbench.log import Log
 
 FILTER_ROWS = 4000

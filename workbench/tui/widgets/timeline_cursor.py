@@ -15,8 +15,8 @@ from textual.message import Message
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from engine.runlog.table import Table
-from engine.runlog.view import RunView
+from engine.log.table import Table
+from engine.log.view import RunView
 from workbench.feed import Snapshot
 from workbench.marks import Happening
 from workbench.tui.timeline import margin_of, marks_near

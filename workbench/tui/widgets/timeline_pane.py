@@ -10,9 +10,9 @@ from textual.geometry import Region
 from textual.reactive import reactive
 from textual.strip import Strip
 
-from engine.runlog.table import Table
-from engine.runlog.text import clock_text
-from engine.runlog.view import RunView
+from engine.log.table import Table
+from engine.log.text import clock_text
+from engine.log.view import RunView
 from workbench.feed import Snapshot
 from workbench.traces import WindowTraces
 from workbench.tui.canvas import Row, fit

@@ -1,0 +1,61 @@
+"""`python -m engine.distill RUN`: the trainer process of one run; started by its supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+
+from engine.terminal import say
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.distill", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--allow-fallback", action="store_true")
+    parser.add_argument("--allow-restart", action="store_true")
+    parser.add_argument("--keep-alive-fd", type=int)
+    arguments = parser.parse_args()
+
+    from engine.watch.stacks import register
+
+    if "RANK" in os.environ:
+        from engine.train.ranks.launch import die_with_parent
+
+        die_with_parent()
+    # Until the run takes them as requests: nothing is begun, and a traceback would say nothing.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # First of all: importing torch may hang too.
+    register(arguments.run, int(os.environ.get("RANK", "0")))
+    # What is imported stays: looking through it for garbage, now and at exit, is a fifth of the CPU
+    # time that a start takes.
+    gc.disable()
+    from engine.errors import EngineError
+    from engine.signals import Stopped
+    from engine.train.run import run
+
+    gc.freeze()
+    gc.enable()
+    try:
+        return run(
+            arguments.run,
+            resume=arguments.resume,
+            allow_fallback=arguments.allow_fallback,
+            allow_restart=arguments.allow_restart,
+            keep_alive_fd=arguments.keep_alive_fd,
+        )
+    except Stopped as stopped:
+        # Before the log could say so.
+        return stopped.exit_code
+    except EngineError as error:
+        # One that the log could not take: what ended the run is that it cannot be written.
+        say(error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""The model card: README.md with front matter that the Hub reads, and every figure with its source.
+
+A figure stands in the card only if it is in the run's receipt or in an evaluation of these very weights,
+whose file lies beside it. What was not measured is said to be so; what was published without evidence says
+that first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.export.bases import Base, Licence
+from engine.export.evaluations import Evaluation, Metric
+from engine.export.proof import Proof
+from engine.export.verify import Verification
+from engine.units import format_count
+from engine.verdict import Level
+from engine.version import VERSION
+
+_TASK = {"type": "text-generation"}
+_DATASETS = {
+    "humaneval": {"type": "openai_humaneval", "name": "HumanEval"},
+    "mbpp": {"type": "mbpp", "name": "MBPP"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a card is made of."""
+
+    name: str
+    proof: Proof
+    bases: Sequence[Base]
+    licence: Licence
+    config: dict[str, Any]
+    parameters: int
+    files: Sequence[tuple[str, str]]
+    """Each file with what it is."""
+    evaluation_files: Sequence[str | None]
+    """Of each evaluation, the file with its results; None for what is in the receipt."""
+    verification: Verification | None
+    base_models: Sequence[str] = ()
+    """Given by the publisher, as the Hub names them."""
+
+
+def card_text(card: Card) -> str:
+    lines = ["---", *_front_matter(card), "---", "", f"# {card.name}", ""]
+    lines += _warning(card)
+    lines += _what(card)
+    lines += ["## Metrics", "", *_metrics(card), ""]
+    lines += ["## How it was made", "", *_made(card), ""]
+    lines += ["## Base models and licence", "", *_bases(card), ""]
+    lines += ["## Files", "", *_table(("file", "what it is"), card.files), ""]
+    lines += ["## Loading it", "", *_loading(card), ""]
+    lines += ["## Verification", "", *_verification(card), ""]
+    return "\n".join(lines)
+
+
+def _front_matter(card: Card) -> list[str]:
+    """JSON is YAML, so every text is quoted as JSON quotes it."""
+    names = [*card.base_models, *(base.name for base in card.bases if base.on_hub)]
+    tags = ["knowledge-distillation"] + (["unevaluated"] if card.proof.missing else [])
+    lines = [
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"license: {json.dumps(card.licence.identifier)}",
+    ]
+    if card.licence.identifier == "other":
+        lines.append(f"license_name: {json.dumps(card.licence.name or 'see-base-models')}")
+    if names:
+        lines += ["base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
+    lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in tags)]
+    results = _index(card)
+    if results:
+        # The Hub refuses an index without results.
+        lines.append(f"model-index: {json.dumps([{'name': card.name, 'results': results}])}")
+    return lines
+
+
+def _index(card: Card) -> list[dict[str, Any]]:
+    found = []
+    for one in card.proof.evaluations:
+        metrics = [
+            {"type": metric.name, "name": metric.name, "value": round(metric.value, 6)}
+            for metric in _with_perplexity(one.metrics)
+            if metric.subject == "student"
+        ]
+        if metrics:
+            dataset = _DATASETS.get(one.benchmark, {"type": one.benchmark, "name": one.title})
+            found.append({"task": _TASK, "dataset": dataset, "metrics": metrics})
+    return found
+
+
+def _warning(card: Card) -> list[str]:
+    if not card.proof.missing:
+        return []
+    return [
+        "> **Unevaluated.** This model was published without:",
+        *(f"> - {one.what}" for one in card.proof.missing),
+        "",
+    ]
+
+
+def _what(card: Card) -> list[str]:
+    config = card.config
+    shape = (
+        f"{config['num_hidden_layers']} layers, {config['hidden_size']:,} wide, "
+        f"{config['vocab_size']:,} ids, {config['max_position_embeddings']:,} positions"
+    )
+    return [
+        f"A {config['model_type']} model of {format_count(card.parameters)} parameters ({shape}), "
+        "trained by knowledge distillation.",
+        "",
+    ]
+
+
+def _metrics(card: Card) -> list[str]:
+    rows = []
+    for one, source in zip(card.proof.evaluations, card.evaluation_files, strict=True):
+        for metric in _with_perplexity(one.metrics):
+            where = f"`{source}`" if source else "`receipt.json`"
+            if source is None and card.proof.receipt is None:
+                where = "the run's log (it has no receipt)"
+            rows.append((one.title, metric.subject, metric.name, _value(metric), where))
+    if not rows:
+        return ["None: nothing was measured."]
+    head = ("on", "of", "metric", "value [95 %]", "source")
+    return [*_table(head, rows), "", *_details(card.proof.evaluations)]
+
+
+def _details(evaluations: Sequence[Evaluation]) -> list[str]:
+    hashes = (
+        f"; data sha256 `{one.data_sha256}`" if one.data_sha256 else "" for one in evaluations
+    )
+    return [
+        f"- {one.title}: {one.detail}{sha256}"
+        for one, sha256 in zip(evaluations, hashes, strict=True)
+    ]
+
+
+def _with_perplexity(metrics: Iterable[Metric]) -> list[Metric]:
+    """A loss in nats a token, and its exponential beside it."""
+    found = []
+    for metric in metrics:
+        found.append(metric)
+        if metric.name == "loss" and metric.value < 700:
+            found.append(
+                Metric(
+                    name="perplexity",
+                    value=math.exp(metric.value),
+                    low=None if metric.low is None else math.exp(metric.low),
+                    high=None if metric.high is None else math.exp(metric.high),
+                    subject=metric.subject,
+                )
+            )
+    return found
+
+
+def _value(metric: Metric) -> str:
+    percent = metric.name.startswith(("pass@", "top-1"))
+    form = "{:.1%}" if percent else "{:.4f}" if abs(metric.value) < 100 else "{:,.1f}"
+    text = form.format(metric.value)
+    if metric.low is None or metric.high is None:
+        return text
+    return f"{text} [{form.format(metric.low)}, {form.format(metric.high)}]"
+
+
+def _made(card: Card) -> list[str]:
+    proof = card.proof
+    receipt = proof.receipt or {}
+    spec = receipt.get("spec") or {}
+    loss, train = spec.get("loss") or {}, spec.get("train") or {}
+    lines = []
+    if train:
+        lines.append(
+            f"- {receipt.get('steps'):,} steps, {receipt.get('tokens_trained'):,} tokens; AdamW, peak "
+            f"learning rate {train.get('lr'):g}, seed {train.get('seed')}"
+        )
+        lines.append(
+            f"- loss: {loss.get('alpha'):g} cross entropy + {1 - loss.get('alpha', 0):g} T² "
+            f"{loss.get('divergence')} at T = {loss.get('temperature'):g}"
+        )
+    data = receipt.get("data") or {}
+    if data:
+        lines.append(
+            f"- data: {data.get('train_tokens'):,} tokens of {data.get('train_files'):,} documents of "
+            f"`{Path(str((spec.get('data') or {}).get('corpus'))).name}`, sha256 "
+            f"`{data.get('train_sha256')}`; order of rows `{data.get('order_sha256')}` (`data_receipt.json`)"
+        )
+    hashes = receipt.get("model_sha256") or {}
+    lines += [f"- {name.replace('_', ' ')}: tensors sha256 `{hashes[name]}`" for name in hashes]
+    unknown = [one.reason for one in proof.verdicts.values() if one.level == Level.UNKNOWN]
+    held = sum(one.level == Level.PASS for one in proof.verdicts.values())
+    if proof.verdicts:
+        lines.append(f"- {held} lines of the receipt were held against the run's folder and fit")
+    lines += [f"- not verified: {reason}" for reason in unknown]
+    lines.append(f"- made and published by apr-workbench {VERSION}")
+    return lines
+
+
+def _bases(card: Card) -> list[str]:
+    lines = []
+    for base in card.bases:
+        sha256 = f", tensors sha256 `{base.sha256}`" if base.sha256 else ""
+        licence = base.licence_name or base.licence or "unknown"
+        lines.append(f"- {base.words}: licence {licence} ({base.why}){sha256}")
+    if not card.bases:
+        lines.append("- none: the weights were made new")
+    identifier = card.licence.name or card.licence.identifier
+    lines += ["", f"Licence of this model: **{identifier}** ({card.licence.why})."]
+    if card.licence.identifier == "unknown":
+        lines.append("Nobody has said under which terms it may be used: ask before you do.")
+    elif not any(name.startswith("LICENSE") for name, _ in card.files):
+        lines.append(
+            "Its text is not in this folder: none of the base models had it beside its weights."
+        )
+    return lines
+
+
+def _loading(card: Card) -> list[str]:
+    gguf = [name for name, _ in card.files if name.endswith(".gguf")]
+    lines = [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER")',
+        "```",
+        "",
+        "```",
+        'engine generate THIS_FOLDER --prompt "def "',
+        *(f"llama-cli -m THIS_FOLDER/{name}" for name in gguf),
+        "```",
+    ]
+    return lines
+
+
+def _verification(card: Card) -> list[str]:
+    found = card.verification
+    if found is None:
+        return ["**Not verified**: it was published with --unverified."]
+    rows = [(one.id, one.verdict.level.name.lower(), one.verdict.reason) for one in found.outcomes]
+    return [
+        *_table(("way", "verdict", "what was seen"), rows),
+        "",
+        f"After `{found.prompt!r}` it goes on, greedily, with:",
+        "",
+        "```",
+        *found.text.replace("```", "'''").splitlines(),
+        "```",
+        "",
+        "The same again: `engine publish --verify THIS_FOLDER`.",
+    ]
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join('---' for _ in head)}|"]
+    return [*lines, *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

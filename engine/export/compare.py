@@ -1,0 +1,108 @@
+"""How far two ways to compute one model are from each other.
+
+    tokens        the first greedy token that differs; a tie, where both are equally good to rounding
+    distance      the largest difference of two logits, against the root mean square of all
+    divergence    mean over positions from 1 on of KL(reference || other), and the share of equal top ids
+    values        every tensor of two files, bit for bit
+
+Position 0 is left out of KL: there every rotary embedding is the identity, and it hides errors of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.export.peers import Logits
+from engine.formats.weights import WeightFile
+from engine.models.config import config_of
+from engine.models.load import sources
+from engine.quant.quantize import quantize
+from engine.quant.tensor import QuantTensor
+from engine.verdict import Level, Verdict
+
+# Shapes: T tokens of a row, V vocabulary
+
+FLOAT_TOLERANCE = 1e-3
+"""Of the logits' root mean square. Sums of fp32 in another order are some 1e-6 apart after each product,
+and 1e-4 after a hundred layers; a wrong eps, mask or rotary pair moves logits by a tenth and more."""
+
+
+class Difference(NamedTuple):
+    step: int
+    ours: int
+    theirs: int
+    gap: float
+    """How much better the reference thinks its own token, in logits over their root mean square."""
+
+    @property
+    def tie(self) -> bool:
+        return self.gap <= FLOAT_TOLERANCE
+
+    def __str__(self) -> str:
+        how = "a tie" if self.tie else f"{self.gap:.2g} of the logits' size apart"
+        return f"step {self.step + 1}: token {self.theirs} instead of {self.ours}, {how}"
+
+
+def first_difference(
+    prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], logits_TV: Logits
+) -> Difference | None:
+    """Where two continuations of `prompt` part; `logits_TV` are ours, of prompt and continuation."""
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a != b:
+            row_V = logits_TV[len(prompt) - 1 + step]
+            gap = float(row_V[a] - row_V[b]) if 0 <= b < len(row_V) else float("inf")
+            return Difference(step, a, b, gap / _size([logits_TV]))
+    return None
+
+
+def distance(reference: Sequence[Logits], other: Sequence[Logits]) -> float:
+    """Largest difference over root mean square; NaN where a logit is."""
+    largest = max(float(np.abs(a - b).max()) for a, b in zip(reference, other, strict=True))
+    finite = all(bool(np.isfinite(one).all()) for one in other)
+    return largest / _size(reference) if finite else float("nan")
+
+
+def divergence(reference: Sequence[Logits], other: Sequence[Logits]) -> tuple[float, float]:
+    """Mean KL in nats, and the share of positions with the same top id; from position 1 on."""
+    kls, same = [], []
+    for a, b in zip(reference, other, strict=True):
+        p_TV, q_TV = (torch.from_numpy(one[1:]).double().log_softmax(-1) for one in (a, b))
+        kls.append((p_TV.exp() * (p_TV - q_TV)).sum(-1))
+        same.append((p_TV.argmax(-1) == q_TV.argmax(-1)).double())
+    return float(torch.cat(kls).mean()), float(torch.cat(same).mean())
+
+
+def same_values(file: WeightFile, plain: WeightFile) -> Verdict:
+    """Whether `file` holds the values of `plain`: cast, where its floats are narrower, and in the blocks
+    that our quantizer makes of them where it has blocks."""
+    config = config_of(plain)
+    bytes_ = kept = 0
+    for (ours, name, found), (_, _, source) in zip(
+        sources(file, config), sources(plain, config), strict=True
+    ):
+        assert isinstance(source, Tensor), "safetensors have no blocks"
+        if isinstance(found, QuantTensor):
+            same = torch.equal(found.blocks, quantize(source, found.type, name=name).blocks)
+        else:
+            same = torch.equal(_bits(found), _bits(source.to(found.dtype)))
+            kept += found.dtype == source.dtype
+        if not same:
+            return Verdict(Level.FAIL, f"{name} ({ours}) has other values than the safetensors")
+        bytes_ += found.nbytes
+    count = len(file.tensors)
+    text = f"{count} tensors, {bytes_:,} bytes: the values of the safetensors, {kept} with the same bytes"
+    return Verdict(Level.PASS, text)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _size(rows: Sequence[Logits]) -> float:
+    total = sum(float(np.square(one, dtype=np.float64).sum()) for one in rows)
+    return float(np.sqrt(total / sum(one.size for one in rows)))

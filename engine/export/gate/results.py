@@ -1,0 +1,116 @@
+"""Gates that are read from a finished run and from evaluations of its student.
+
+    heldout   loss(student) <= gate.heldout_loss, and
+              (loss(untrained) - loss(student)) / (loss(untrained) - loss(teacher)) >= gate.heldout_share
+    eval      the lower end of Wilson's 95 % interval of pass@1 >= gate.pass_at_1
+
+The held-out losses are those that the run logged on the same rows: of the student after its last step, of
+the same student before its first, of the teacher. A run that did not complete has none of the first kind.
+An evaluation counts if it is of the run's own weights and every program of it was judged.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from engine.errors import BadInput
+from engine.evaluate.model import weights_sha256
+from engine.evaluate.report import report_of_file
+from engine.export.gate.gate import Gate, answered, does_not_apply
+from engine.export.gate.subject import Subject
+from engine.verdict import Level
+
+HELDOUT, EVAL = "heldout", "eval"
+
+
+# contract: phase-gates-v1
+def heldout_target(subject: Subject) -> Gate:
+    run, view, wanted = subject.run, subject.view, subject.spec.gate
+    if run is None or view is None:
+        text = "a spec has no student yet: `engine distill SPEC`, then `engine gate RUN`"
+        return answered(HELDOUT, Level.UNKNOWN, text)
+    state = view.state(run.liveness())
+    if state != "completed":
+        text = f"the run is {state}: finish it with `engine distill --resume {shlex.quote(str(run.path))}`"
+        return answered(HELDOUT, Level.UNKNOWN, text)
+    losses = {
+        event.subject: event.loss
+        for event in view.evals
+        if event.subject != "student" or event.step == view.last_step
+    }
+    loss, before, teacher = (losses.get(name) for name in ("student", "untrained", "teacher"))
+    numbers = {
+        f"{name}_loss": value
+        for name, value in (("student", loss), ("untrained", before), ("teacher", teacher))
+        if value is not None
+    }
+    if loss is None or before is None:
+        whose = "the student after its last step" if loss is None else "the untrained student"
+        return answered(
+            HELDOUT, Level.UNKNOWN, f"no held-out loss of {whose} in the log", **numbers
+        )
+    said = [f"loss {loss:.4f}, untrained {before:.4f}"]
+    levels = []
+    if wanted.heldout_loss:
+        said.append(f"at most {wanted.heldout_loss:g}")
+        levels.append(Level.PASS if loss <= wanted.heldout_loss else Level.FAIL)
+    if wanted.heldout_share == 0:
+        levels.append(Level.PASS if loss < before else Level.FAIL)
+    elif teacher is None or not teacher < before:
+        said.append("no teacher's loss below it, so no share of the way")
+        levels.append(Level.UNKNOWN)
+    else:
+        numbers["share"] = share = (before - loss) / (before - teacher)
+        said.append(
+            f"{share:.1%} of the way to the teacher's {teacher:.4f}, at least {wanted.heldout_share:.1%}"
+        )
+        levels.append(Level.PASS if share >= wanted.heldout_share else Level.FAIL)
+    return answered(HELDOUT, min(levels), ", ".join(said), **numbers)
+
+
+# contract: phase-gates-v1
+def eval_threshold(subject: Subject) -> Gate:
+    wanted = subject.spec.gate.pass_at_1
+    if wanted == 0:
+        return does_not_apply(EVAL, "no threshold is set (gate.pass_at_1)")
+    if subject.run is None:
+        return answered(EVAL, Level.UNKNOWN, "a spec has no student yet: gate the run")
+    if not subject.run.student.is_dir():
+        return answered(EVAL, Level.UNKNOWN, "the run has no student yet")
+    if not subject.evaluations:
+        run = shlex.quote(str(subject.run.path))
+        text = (
+            f"not evaluated: `engine eval humaneval {run} --data FILE --results R.jsonl`, then "
+            "`engine gate RUN --eval R.jsonl`"
+        )
+        return answered(EVAL, Level.UNKNOWN, text)
+    weights = weights_sha256(subject.run.student)
+    gates = []
+    for path in subject.evaluations:
+        try:
+            found, about = report_of_file(path)
+        except BadInput as error:
+            gates.append(answered(EVAL, Level.UNKNOWN, error.message))
+            continue
+        if about.get("weights_sha256") != weights:
+            gates.append(
+                answered(EVAL, Level.UNKNOWN, f"{path} is of other weights than the run's")
+            )
+        elif not found.known or found.interval is None:
+            every = found.problems * found.samples
+            text = f"{path}: {every - found.attempts} of {every} programs were not judged"
+            gates.append(answered(EVAL, Level.UNKNOWN, text))
+        else:
+            low, high = found.interval
+            text = (
+                f"{found.benchmark} pass@1 {found.pass_at_k[1]:.1%} [{low:.1%}, {high:.1%}], its lower end "
+                f"at least {wanted:.1%}"
+            )
+            if left_out := about.get("without"):
+                text += f" (without {', '.join(left_out)})"
+            level = Level.PASS if low >= wanted else Level.FAIL
+            numbers = {"pass_at_1": found.pass_at_k[1], "low": low, "high": high, "limit": wanted}
+            gates.append(answered(EVAL, level, text, **numbers))
+    worst = min(gates, key=lambda gate: gate.verdict.level if gate.verdict else Level.PASS)
+    text = "; ".join(gate.reason for gate in gates)
+    return Gate(id=EVAL, verdict=worst.verdict, reason=text, numbers=worst.numbers)

@@ -1,0 +1,29 @@
+"""All gates of one subject, one after the other. What keeps one from being measured makes it unknown, and
+the others are asked all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from engine.errors import BadInput, NoAnswer
+from engine.export.gate.cache import cache_fidelity
+from engine.export.gate.gate import IDS, Gate, answered
+from engine.export.gate.results import eval_threshold, heldout_target
+from engine.export.gate.smoke import smoke
+from engine.export.gate.subject import Subject
+from engine.export.gate.teacher import teacher_parity
+from engine.verdict import Level
+
+GATES: dict[str, Callable[[Subject], Gate]] = dict(
+    zip(IDS, (smoke, teacher_parity, cache_fidelity, heldout_target, eval_threshold), strict=True)
+)
+
+
+def ask_gates(subject: Subject, only: Collection[str] = IDS) -> Iterator[Gate]:
+    for id_, gate in GATES.items():
+        if id_ not in only:
+            continue
+        try:
+            yield gate(subject)
+        except (BadInput, NoAnswer) as error:
+            yield answered(id_, Level.UNKNOWN, error.message)

@@ -1,0 +1,138 @@
+"""Smoke: the run's own student, teacher, loss and optimizer on one batch again and again.
+
+    final loss < initial loss        after gate.smoke_steps steps, the last one not yet taken
+
+The batch is the run's first, so what is seen is not luck of the rows: every step has the same ones, and
+whatever the model learns of them is seen in the loss. That it can be learnt is measured before, on the
+labels: a model that answers the same context with the same distribution cannot have less cross entropy than
+
+    H = mean over labels of -log (share of this label among the labels of its context)
+
+A batch of equal inputs with different labels has H = ln(rows), and its loss says nothing about a training
+step; it is refused as unknown. The context of a token is its document's tokens in the row, up to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import torch
+
+from engine.data.batches import Batch, Batches, Int64Array
+from engine.errors import TrainingFailed
+from engine.export.gate.gate import Gate, answered
+from engine.export.gate.subject import Subject
+from engine.models.decoder import Decoder
+from engine.models.load import load_decoder, new_decoder
+from engine.train.trainer import Trainer
+from engine.verdict import Level
+
+ID = "smoke"
+LEARNABLE = 0.5
+"""H may be at most this share of the first cross entropy."""
+
+
+class OneBatch(Batches):
+    """The first batch of a run, whatever is asked for."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._all = batches
+        self.rows_per_epoch = self.rows_per_batch = batches.rows_per_batch
+
+    def take(self, position: int, rows: int) -> Batch:
+        return self._all.take(0, rows)
+
+    def row_ids_at(self, position: int, rows: int) -> Int64Array:
+        return self._all.row_ids_at(0, rows)
+
+
+# contract: phase-gates-v1
+def smoke(subject: Subject) -> Gate:
+    """Trains for some steps; nothing is written."""
+    spec, steps = subject.spec, subject.spec.gate.smoke_steps
+    batches = OneBatch(subject.rows.batches)
+    batch = batches.take(0, spec.train.rows)
+    least = least_cross_entropy(batch)
+    if least is None:
+        return answered(ID, Level.UNKNOWN, "the first batch of the run has no label")
+    teaches = spec.has_teacher and spec.loss.alpha < 1.0
+    trainer = Trainer(
+        student=_student(subject),
+        teacher=subject.teacher.teacher if teaches else None,
+        batches=batches,
+        train=replace(
+            spec.train,
+            steps=steps,
+            accumulation=1,
+            warmup_steps=min(spec.train.warmup_steps, steps // 2),
+            schedule="constant",
+        ),
+        loss=spec.loss,
+        device=subject.device,
+        precision=subject.precision,
+    )
+    subject.say(f"{steps} steps on one batch of {spec.train.rows} rows")
+    losses, entropies = [], []
+    try:
+        for step in trainer.steps():
+            losses.append(step.loss)
+            entropies.append(step.ce)
+    except TrainingFailed as error:
+        return answered(ID, Level.FAIL, error.message)
+    first, last = losses[0], losses[-1]
+    numbers = {
+        "initial_loss": first,
+        "final_loss": last,
+        "initial_cross_entropy": entropies[0],
+        "least_cross_entropy": least,
+        "steps": steps,
+    }
+    if not all(math.isfinite(loss) for loss in losses):
+        at = next(i for i, loss in enumerate(losses) if not math.isfinite(loss))
+        return answered(ID, Level.FAIL, f"the loss of step {at + 1} is {losses[at]}", **numbers)
+    if least > LEARNABLE * entropies[0]:
+        text = (
+            f"the first batch cannot be learnt: its labels have {least:.2f} nats that no model can "
+            f"foretell, of {entropies[0]:.2f}"
+        )
+        return answered(ID, Level.UNKNOWN, text, **numbers)
+    text = f"loss {first:.4f} -> {last:.4f} in {steps} steps on one batch ({least:.2f} nats cannot be learnt)"
+    return answered(ID, Level.PASS if last < first else Level.FAIL, text, **numbers)
+
+
+# contract: phase-gates-v1
+def least_cross_entropy(batch: Batch) -> float | None:
+    """H of the labels, in nats a label; None without one."""
+    labels: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for tokens_T, documents_T, labels_T in zip(
+        batch.tokens_BT, batch.documents_BT, batch.labels_BT, strict=True
+    ):
+        start = 0
+        for at, label in enumerate(labels_T.tolist()):
+            if at and documents_T[at] != documents_T[at - 1]:
+                start = at
+            if label >= 0:
+                labels[_digest(tokens_T[start : at + 1])][label] += 1
+    count = sum(seen.total() for seen in labels.values())
+    if not count:
+        return None
+    nats = sum(
+        -times * math.log(times / seen.total())
+        for seen in labels.values()
+        for times in seen.values()
+    )
+    return nats / count
+
+
+def _digest(tokens: Int64Array) -> tuple[int, ...]:
+    # A hash of the bytes: contexts of one length that differ are told apart but for 2^-64.
+    return (len(tokens), hash(tokens.tobytes()))
+
+
+def _student(subject: Subject) -> Decoder:
+    student, seed = subject.spec.student, subject.spec.train.seed
+    if student.path:
+        return load_decoder(student.path, torch.float32, subject.device)
+    return new_decoder(subject.inputs.student, seed, torch.float32, subject.device)

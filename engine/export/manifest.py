@@ -1,0 +1,67 @@
+"""MANIFEST.json of a published folder: size and hash of every other file in it.
+
+    {"schema": 1, "files": {name: {"bytes": n, "sha256": hex}}}
+
+A file that is lost, cut or changed is named. One that was added is not ours to judge: the folder is then
+neither whole nor broken, but unknown. Names that begin with a dot are those of tools (`.gitattributes`).
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine import limits
+from engine.errors import BadInput
+from engine.files import read_json
+from engine.findings.receipt import digest_files
+from engine.verdict import Level, Verdict
+
+MANIFEST = "MANIFEST.json"
+SCHEMA = 1
+
+
+def write_manifest(folder: Path) -> None:
+    files = {name: one for name, one in digest_files(folder).items() if _is_ours(name)}
+    record = {"schema": SCHEMA, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
+    """Its files; None where there is none that can be read."""
+    try:
+        record = read_json(folder / MANIFEST, "manifest", limits.MANIFEST)
+        files = record["files"]
+        if record["schema"] != SCHEMA or not isinstance(files, dict):
+            return None
+        assert all({"bytes", "sha256"} <= one.keys() for one in files.values())
+    except (BadInput, KeyError, TypeError, AttributeError, AssertionError):
+        return None
+    return files
+
+
+def check_manifest(folder: Path) -> Verdict:
+    """Whether the folder holds what its manifest says."""
+    files = read_manifest(folder)
+    if files is None:
+        return Verdict(Level.FAIL, f"{MANIFEST} cannot be read")
+    found = {name: one for name, one in digest_files(folder).items() if _is_ours(name)}
+    for name, one in sorted(files.items()):
+        if name not in found:
+            return Verdict(Level.FAIL, f"{name} is lost")
+        if found[name]["bytes"] != one["bytes"]:
+            sizes = f"{found[name]['bytes']:,} bytes, expected {one['bytes']:,}"
+            return Verdict(Level.FAIL, f"{name} has {sizes}")
+        if found[name]["sha256"] != one["sha256"]:
+            return Verdict(Level.FAIL, f"{name} has other content than when it was published")
+    if added := sorted(found.keys() - files.keys()):
+        return Verdict(Level.UNKNOWN, f"{', '.join(added[:3])}: added since it was published")
+    total = sum(int(one["bytes"]) for one in files.values())
+    return Verdict(Level.PASS, f"{len(files)} files, {total:,} bytes, as they were published")
+
+
+def _is_ours(name: str) -> bool:
+    return name != MANIFEST and not name.startswith(".")

@@ -1,0 +1,223 @@
+"""Whether a published folder can be loaded and gives the same answers, by three independent ways.
+
+    files          every file has the size and hash of MANIFEST.json
+    engine         this engine on the safetensors: the reference; with and without a cache the same tokens
+    apr            our reader finds in the .apr file the very values of the safetensors, bit for bit
+    gguf           this engine on the GGUF: within the noise of its block type of the reference
+    transformers   the folder through AutoModel and AutoTokenizer: the same ids, tokens, text and logits
+    llama float    llama.cpp on the same weights in F32, in a file made for this alone: the same
+    llama gguf     llama.cpp on the GGUF that is shipped: within the noise of its block type
+
+Greedy tokens are compared for 50 steps after each of some prompts, or as many as the model has positions.
+Where two ways first differ although both tokens are equally good, to rounding, the answer is unknown and not
+a failure. Logits are compared at every position of those texts, in fp32: the largest difference against the
+root mean square of all.
+
+The noise of a block type is the published KL of it (`engine.quant.noise`). llama.cpp rounds activations to 8
+bits too, so even the same blocks give it other logits.
+
+A way that is not installed is unknown; each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import BadInput, WeightsError
+from engine.export.compare import (
+    first_difference,
+    same_values,
+)
+from engine.export.convert import FILE_TYPES, convert
+from engine.export.manifest import MANIFEST, check_manifest
+from engine.export.outcomes import Outcome, as_float, within
+from engine.export.peers import Absent, Answered, Crashed, Logits, absent, ask
+from engine.formats.open import open_weights
+from engine.formats.tokenizer import open_tokenizer
+from engine.models.config import config_of, read_config
+from engine.quant.noise import NOISE_FLOORS
+from engine.signals import scratch_folder
+from engine.verdict import Level, Verdict, lowest
+
+STEPS = 50
+PROMPTS = (
+    "def ",
+    "import os\n\n\ndef main(",
+    "class Point:\n    def __init__(self, x",
+    "The first thing to know about",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    outcomes: tuple[Outcome, ...]
+    steps: int
+    prompt: str
+    text: str
+    """What the model goes on with after `prompt`, to read."""
+
+    @property
+    def verdict(self) -> Verdict:
+        return lowest(one.verdict for one in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What every way is asked."""
+
+    prompts: list[list[int]]
+    steps: int
+    scratch: Path
+
+    def of(
+        self,
+        kind: str,
+        path: Path,
+        rows: Sequence[Sequence[int]] | None,
+        *,
+        steps: int | None = None,
+    ) -> Answered | Absent | Crashed:
+        return ask(
+            kind,
+            path,
+            self.scratch,
+            texts=PROMPTS,
+            prompts=self.prompts if steps is None else self.prompts[:1],
+            steps=self.steps if steps is None else steps,
+            rows=rows,
+        )
+
+
+def verify(
+    folder: Path, say: Callable[[str], None] = lambda text: None, *, steps: int = STEPS
+) -> Verification:
+    """Every way there is, one after the other; `say` is told what begins.
+
+    Raises `BadInput` for a folder that is no model, before anything is asked.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    prompts = [
+        [int(one) for one in ids] for ids in open_tokenizer(folder).encode_documents(PROMPTS)
+    ]
+    room = config.max_position_embeddings - max(map(len, prompts))
+    if room < 1:
+        raise BadInput.expected(
+            "model", folder, f"positions for {max(map(len, prompts))} tokens and one more", "fewer"
+        )
+    outcomes: list[Outcome] = []
+    with scratch_folder("engine-verify-") as scratch:
+        asked = _Asked(prompts=prompts, steps=min(steps, room), scratch=scratch)
+        reference = None
+        for outcome, answer in _outcomes(folder, asked, say):
+            outcomes.append(outcome)
+            reference = answer or reference
+    return Verification(
+        outcomes=tuple(outcomes),
+        steps=asked.steps,
+        prompt=PROMPTS[1],
+        text="" if reference is None else reference.text[1],
+    )
+
+
+def _outcomes(
+    folder: Path, asked: _Asked, say: Callable[[str], None]
+) -> Iterator[tuple[Outcome, Answered | None]]:
+    """The reference's answer comes with its outcome; without it nothing else can be asked."""
+    say("hashing the files")
+    yield check_files(folder), None
+    say("this engine, on the safetensors")
+    reference = asked.of("engine", folder, None)
+    yield _reference(reference, asked), reference if isinstance(reference, Answered) else None
+    if not isinstance(reference, Answered):
+        return
+    for path in sorted(folder.glob("*.apr")):
+        say(f"this engine, on {path.name}")
+        yield _apr(path, folder), None
+    say("transformers")
+    yield (
+        as_float("transformers", asked.of("transformers", folder, reference.rows), reference),
+        None,
+    )
+    say("llama.cpp, on the weights in F32")
+    yield _llama_float(folder, asked, reference), None
+    for path in sorted(folder.glob("*.gguf")):
+        say(f"this engine and llama.cpp, on {path.name}")
+        for outcome in _gguf(path, asked, reference):
+            yield outcome, None
+
+
+def check_files(folder: Path) -> Outcome:
+    if not (folder / MANIFEST).is_file():
+        return Outcome(
+            id="files", verdict=Verdict(Level.UNKNOWN, f"no {MANIFEST} to compare them with")
+        )
+    return Outcome(id="files", verdict=check_manifest(folder))
+
+
+def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:
+    """The engine's own: finite logits, and a cache that changes no token."""
+    if not isinstance(answer, Answered):
+        return Outcome(id="engine", verdict=Verdict(Level.FAIL, answer.reason))
+    for prompt, tokens, logits_TV in zip(asked.prompts, answer.tokens, answer.logits, strict=True):
+        if not np.isfinite(logits_TV).all():
+            return Outcome(id="engine", verdict=Verdict(Level.FAIL, "logits that are not finite"))
+        at = first_difference(prompt, tokens, _argmax(prompt, logits_TV), logits_TV)
+        if at is not None and not at.tie:
+            return Outcome(
+                id="engine",
+                verdict=Verdict(Level.FAIL, f"with a cache another token than without: {at}"),
+            )
+    text = f"{answer.version}: {len(asked.prompts)} texts of {asked.steps} tokens, finite logits"
+    return Outcome(id="engine", verdict=Verdict(Level.PASS, text))
+
+
+def _argmax(prompt: Sequence[int], logits_TV: Logits) -> list[int]:
+    """What each position of the continuation is followed by, without a cache."""
+    found: NDArray[np.int64] = logits_TV[len(prompt) - 1 : -1].argmax(-1)
+    return [int(one) for one in found]
+
+
+def _llama_float(folder: Path, asked: _Asked, reference: Answered) -> Outcome:
+    path = asked.scratch / "float.gguf"
+    if (why := absent("llama")) is not None:
+        # Before a file in F32 is made for nothing.
+        return as_float("llama float", why, reference)
+    try:
+        convert(folder, path, "f32")
+    except BadInput as error:
+        text = f"no GGUF can be made of it: {error.message}"
+        return Outcome(id="llama float", verdict=Verdict(Level.UNKNOWN, text))
+    outcome = as_float("llama float", asked.of("llama", path, reference.rows), reference)
+    path.unlink()
+    return outcome
+
+
+def _gguf(path: Path, asked: _Asked, reference: Answered) -> Iterator[Outcome]:
+    """The file that is shipped, in this engine and in llama.cpp."""
+    with open_weights(path) as weights:
+        number = weights.metadata.get("general.file_type")
+    quant = next((name for name, one in FILE_TYPES.items() if one == number), None)
+    # A float type rounds less than any block.
+    floor = NOISE_FLOORS.get(quant or "", NOISE_FLOORS["q8_0"])
+    ours = asked.of("engine", path, reference.rows, steps=1)
+    yield within(f"gguf {path.name}", ours, reference, floor.kl, "the safetensors")
+    theirs = asked.of("llama", path, reference.rows, steps=1)
+    if isinstance(ours, Answered):
+        yield within(f"llama {path.name}", theirs, ours, floor.kl, "this engine on it")
+
+
+def _apr(path: Path, folder: Path) -> Outcome:
+    id_ = f"apr {path.name}"
+    try:
+        with open_weights(path) as apr, open_weights(folder) as plain:
+            if config_of(apr) != config_of(plain):
+                return Outcome(id=id_, verdict=Verdict(Level.FAIL, "another configuration"))
+            return Outcome(id=id_, verdict=same_values(apr, plain))
+    except WeightsError as error:
+        return Outcome(id=id_, verdict=Verdict(Level.FAIL, error.message))

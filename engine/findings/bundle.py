@@ -1,0 +1,296 @@
+"""The folder of a finding, and the log beside it.
+
+    evidence/
+      LOG.md                           an entry for each exported finding, newest first
+      2026-11-21-hang-at-step-0/
+        finding.json                   the root: lists the hash of everything else
+        artifacts/SHA256.jsonl         what was captured, named by its content
+        plots/e3.svg  README.md        made from the others, for people
+
+A change holds a lock on the folder, writes artifacts first and finding.json last, each whole or not at
+all. So a death in the middle leaves the finding as it was, beside artifacts that nothing names yet; the
+next change takes those away.
+
+Before a change the finding must load, that is, be as the tool left it; README.md and plots are made
+again at each change, so damage to those alone does not stand in the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET
+
+from engine import limits
+from engine.errors import BadInput, write_error
+from engine.files import read_bytes, read_text
+from engine.findings.capture import Blob
+from engine.findings.finding import Artifact, Finding
+from engine.findings.form import load, sealed, to_bytes
+from engine.findings.report import README, derive, state_words
+from engine.findings.rules import judge
+from engine.log.folder import write_whole
+from engine.log.text import one_line
+from engine.log.write import sync_folder
+
+FINDING = "finding.json"
+LOG = "LOG.md"
+_LOG_TITLE = "# What was found, newest first\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    path: Path
+
+    @classmethod
+    def create(cls, folder: Path, finding: Finding, blobs: Iterable[Blob] = ()) -> Bundle:
+        """A new bundle `DATE-SLUG` in `folder`. Raises BadInput for one that exists."""
+        path = folder / f"{finding.at[:10]}-{finding.slug}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.mkdir()
+        except FileExistsError:
+            raise BadInput.expected(
+                "finding", path, "a new folder", "one that exists", hint="choose another name"
+            ) from None
+        except OSError as error:
+            raise write_error("finding", path, "to create it", error) from error
+        bundle = cls(path)
+        try:
+            bundle.save(finding, blobs)
+            # Its files are synced into it; its own name is the parent's.
+            sync_folder(folder)
+        except BaseException as error:
+            shutil.rmtree(path, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise write_error("finding", path, "to reach the disk", error) from error
+            raise
+        return bundle
+
+    def load(self) -> Finding:
+        """The finding as it stands. Raises BadInput for one that is not as the tool left it."""
+        return load(self.read_finding(), self.path / FINDING)
+
+    def read_finding(self) -> bytes:
+        """Raises BadInput for anything but a regular file of some MiB that can be read."""
+        return read_bytes(self.path / FINDING, "finding", limits.FINDING)
+
+    def read_artifact(self, artifact: Artifact) -> bytes | None:
+        """Its bytes; None for one that was not copied. Raises BadInput when they are not its."""
+        if not artifact.kept:
+            return None
+        path = self.path / artifact.path
+        try:
+            if path.is_symlink() or not path.is_file():
+                raise BadInput.expected("artifact", path, "a plain file", "none")
+            if path.stat().st_size != artifact.size:
+                found = str(path.stat().st_size)
+                raise BadInput.expected("artifact", path, f"{artifact.size} bytes", found)
+        except OSError as error:
+            raise BadInput.expected("artifact", path, "to read it", str(error.strerror)) from None
+        data = read_bytes(path, "artifact", limits.ARTIFACT)
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != artifact.sha256:
+            raise BadInput.expected("artifact", path, f"sha256 {artifact.sha256}", digest)
+        return data
+
+    def save(self, finding: Finding, blobs: Iterable[Blob] = ()) -> Finding:
+        """Write a finding with its new artifacts; returns it as it was written, sealed. Raises DiskFull or
+        RunLogError, and BadInput when an artifact it names is not there as it was."""
+        wanted = {a.path for a in finding.artifacts if a.kept}
+        for blob in blobs:
+            if blob.data is not None and blob.artifact.path in wanted:
+                _write(self.path / blob.artifact.path, blob.data)
+
+        def read(sha256: str) -> bytes | None:
+            return self.read_artifact(finding.artifact(sha256))
+
+        for artifact in finding.artifacts:
+            self.read_artifact(artifact)
+        files = derive(finding, read)
+        for name, text in files.items():
+            _write(self.path / name, text.encode())
+        hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+        done = sealed(msgspec.structs.replace(finding, derived=hashes))
+        _write(self.path / FINDING, to_bytes(done))
+        self._drop_leftovers(done)
+        return done
+
+    def _drop_leftovers(self, finding: Finding) -> None:
+        """Remove artifacts and plots of ours that nothing names; anything else is left for `verify` to
+        name."""
+        wanted = {a.path for a in finding.artifacts if a.kept} | set(finding.derived)
+        for path in [*(self.path / "artifacts").glob("*"), *(self.path / "plots").glob("*.svg")]:
+            name = str(path.relative_to(self.path))
+            if name in wanted or path.is_symlink() or not path.is_file():
+                continue
+            ours = re.fullmatch(r"plots/e[0-9]+\.svg", name) or path.name.split(".")[0] == (
+                hashlib.sha256(read_bytes(path, "artifact", limits.FINDING)).hexdigest()
+            )
+            if ours:
+                path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other changes out; waits for one that is going on."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise BadInput.expected(
+                "finding", self.path, "a folder", error.strerror or str(error)
+            ) from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def change(
+        self, change: Callable[[Finding], tuple[Finding, Iterable[Blob]]]
+    ) -> tuple[Finding, Finding]:
+        """What `change` makes of the finding, with its new artifacts, saved under the lock; an entry
+        that LOG.md has of it is made again. Returns the finding before and after. Raises what `change`
+        raises, and leaves everything as it was then."""
+        with self.locked():
+            before = self.load()
+            finding, blobs = change(before)
+            done = self.save(finding, blobs)
+            if logged_seal(self.path.parent / LOG, self.path.name) is not None:
+                self.export()
+        return before, done
+
+    def export(self, to: Path | None = None) -> Bundle:
+        """Enter the finding into LOG.md of its evidence folder; with `to`, copy it into that one first.
+        Raises BadInput for a bundle that is not sound, or a copy that exists."""
+        finding = self.load()
+        for artifact in finding.artifacts:
+            self.read_artifact(artifact)
+        bundle = self
+        if to is not None and to.resolve() != self.path.parent.resolve():
+            bundle = Bundle(to / self.path.name)
+            if bundle.path.exists():
+                raise BadInput.expected("export", bundle.path, "nothing there", "something")
+            names = [FINDING, *finding.derived, *(a.path for a in finding.artifacts if a.kept)]
+            for name in names:
+                _write(bundle.path / name, read_bytes(self.path / name, "finding", limits.FINDING))
+        _log(bundle.path.parent / LOG, bundle.path.name, finding)
+        return bundle
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all; bytes that are there already stay."""
+    with contextlib.suppress(OSError):
+        if not path.is_symlink() and path.is_file() and path.read_bytes() == data:
+            return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise write_error("evidence", path, f"to write {len(data)} bytes", error) from error
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a finding is there, be it damaged: a finding.json of any kind is looked at, never passed
+    over."""
+    return os.path.lexists(path / FINDING)
+
+
+def find_bundles(folder: Path) -> list[Bundle]:
+    """The bundles in `folder`, or `folder` itself, newest name first."""
+    if is_bundle(folder):
+        return [Bundle(folder)]
+    try:
+        names = sorted(folder.iterdir(), reverse=True)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise BadInput.expected("findings", folder, "a folder that can be read", found) from None
+    return [Bundle(p) for p in names if is_bundle(p)]
+
+
+def find_bundle(name: str, folder: Path) -> Bundle:
+    """The bundle of that path, folder name or slug; of an empty name the only open one. Raises
+    BadInput."""
+    if name and is_bundle(Path(name)):
+        return Bundle(Path(name))
+    found = find_bundles(folder)
+    if name:
+        fitting = [b for b in found if b.path.name == name or b.path.name[11:] == name]
+    else:
+        fitting = [b for b in found if _is_open(b)]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(b.path.name for b in (fitting or found)) or "none"
+    expected = f"one called {name}" if name else "one open finding"
+    raise BadInput.expected(
+        "finding", folder, expected, names, hint="`engine evidence list` lists them"
+    )
+
+
+def _is_open(bundle: Bundle) -> bool:
+    try:
+        return bundle.load().closed is None
+    except BadInput:
+        return False  # damaged: to be named, and not to hide the others
+
+
+def log_entry(name: str, finding: Finding) -> str:
+    """The paragraph of a finding in LOG.md."""
+    kinds = [node.status for node in finding.nodes if node.withdrawn is UNSET]
+    counts = ", ".join(
+        f"{kinds.count(status)} {status}"
+        for status in ("observed", "supported", "refuted", "unverified")
+        if status in kinds
+    )
+    open_ = sum(p.level != "warning" for p in judge(finding))
+    left = f" {open_} open." if open_ else ""
+    return (
+        f"## {finding.at[:10]}: {one_line(finding.title)}, `{name}/`\n"
+        f"{state_words(finding)}. {counts}.{left} Seal `{finding.seal}`.\n"
+    )
+
+
+def logged_seal(log: Path, name: str) -> str | None:
+    """The seal that LOG.md has of a bundle; None where it has none."""
+    try:
+        text = read_text(log, "log of findings", limits.FINDING)
+    except BadInput:
+        return None
+    for part in re.split(r"(?m)^(?=## )", text):
+        if f", `{name}/`\n" in part and (match := re.search(r"Seal `([^`]*)`\.", part)):
+            return match[1]
+    return None
+
+
+def _log(path: Path, name: str, finding: Finding) -> None:
+    """Put the entry of a finding on top; one that it has already goes."""
+    there = os.path.lexists(path)
+    text = read_text(path, "log", limits.FINDINGS_LOG) if there else _LOG_TITLE
+    parts = re.split(r"(?m)^(?=## )", text)
+    head, entries = parts[0], [p for p in parts[1:] if f", `{name}/`\n" not in p]
+    entry = log_entry(name, finding)
+    if entries:
+        entry += "\n"
+    write_whole(path, f"{head.rstrip()}\n\n{entry}{''.join(entries)}")
+
+
+__all__ = ["FINDING", "LOG", "README", "Bundle", "find_bundle", "find_bundles", "is_bundle"]

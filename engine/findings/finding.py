@@ -1,0 +1,288 @@
+"""A finding: claims that answer each other's "why", each with its evidence. The file finding.json.
+
+    n1  observed    the run made no step in 90 minutes
+     └─ n2  refuted      the dense upload ran out of memory     e2: flip, both arms completed
+     └─ n3  supported    the attention ran on the CPU           e3: metric window   e4: flip
+
+A node says what it is a why of (`why_of`), so that findings are chains or DAGs, never lists that end
+with the first answer. Evidence is an artifact, known by the sha256 of its bytes, and a locator: which
+part of it is meant and what it says there. Everything is immutable; `engine.findings.whys` makes new
+values.
+
+`finding.schema.json` is the JSON schema of these classes. `engine.findings.form` reads and writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from engine.errors import BadInput
+
+Sha: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Id: TypeAlias = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,63}$")]
+Utc: TypeAlias = Annotated[str, Meta(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:]{8}Z$")]
+Text: TypeAlias = Annotated[str, Meta(min_length=1)]
+Count: TypeAlias = Annotated[int, Meta(ge=0)]
+
+Kind: TypeAlias = Literal["observation", "hypothesis", "mechanism", "process"]
+Status: TypeAlias = Literal["observed", "supported", "refuted", "unverified"]
+Says: TypeAlias = Literal["supports", "contradicts", "answers", "source"]
+LogName: TypeAlias = Literal["events", "device", "watch"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a finding: frozen, and strict about its fields."""
+
+
+class Quote(Record, frozen=True, kw_only=True):
+    seq: Count
+    text: Text
+    """How the line begins."""
+
+
+class EventRange(Record, frozen=True, kw_only=True, tag_field="type", tag="events"):
+    """Lines of one log of a run, `first_seq` to `last_seq`, all of them."""
+
+    run: str
+    run_id: str
+    """Hash of the first line of the run's log: the same run under any name."""
+    log: LogName
+    first_seq: Count
+    last_seq: Count
+    quotes: tuple[Quote, ...]
+
+
+class ExitRecord(Record, frozen=True, kw_only=True, tag_field="type", tag="exit"):
+    """What the supervisor's watch log says of how the trainer ended."""
+
+    run: str
+    run_id: str
+    seq: Count
+    state: str
+    """In the words of `engine.watch.attribution`: OOM_MEMCG, KILLED_EXTERNAL, ..."""
+    certainty: str
+    cause: str
+    sentence: str
+
+
+class MetricWindow(Record, frozen=True, kw_only=True, tag_field="type", tag="metric"):
+    """One metric of a run over a time, and its numbers there."""
+
+    run: str
+    run_id: str
+    metric: str
+    first_step: Count = 0
+    last_step: Count | None = None
+    from_unix_s: float
+    to_unix_s: float
+    count: Count
+    """Finite values; the numbers below are over these."""
+    absent: Count
+    non_finite: Count
+    first: float | None
+    last: float | None
+    least: float | None
+    greatest: float | None
+    mean: float | None
+
+
+class FileRange(Record, frozen=True, kw_only=True, tag_field="type", tag="file"):
+    """Lines of a text file, from 1; 0 and 0 mean the whole file."""
+
+    path: str
+    first_line: Count
+    last_line: Count
+    file_sha256: Sha
+    """Of the whole file, without its secrets when it had any."""
+    file_bytes: Count
+
+
+class FlipResult(Record, frozen=True, kw_only=True, tag_field="type", tag="flip"):
+    """The verdict of a flip. `effect`, `low` and `high` are ratios B over A."""
+
+    flip: str
+    plan_sha256: Sha
+    plan: Sha
+    """Artifact."""
+    pairs: Sha
+    """Artifact."""
+    grade: Literal["measured", "screen", "exploratory"]
+    verdict: Text
+    hypothesis: str
+    changes: tuple[str, ...]
+    metric: str
+    effect: float | None
+    low: float | None
+    high: float | None
+    n_pairs: Count
+
+
+class StartedRun(Record, frozen=True, kw_only=True):
+    """A run that a command started: its log began while the command ran."""
+
+    run: str
+    run_id: str
+    begun_unix_s: float
+    log: Sha
+    """Artifact: the log that its id is taken from, or its first line where it is too big to copy."""
+
+
+class CommandRun(Record, frozen=True, kw_only=True, tag_field="type", tag="command"):
+    """A command that the tool ran. Hashes are of the output without its secrets."""
+
+    argv: tuple[str, ...]
+    exit_status: int | None
+    """As a shell reports it; None when it ran out of time."""
+    stdout_sha256: Sha
+    stderr_sha256: Sha
+    expect_exit: int | None = None
+    expect_text: str = ""
+    """What a reproduction must show, said before it ran; nothing where it reproduces nothing."""
+    as_expected: bool | None = None
+    """Whether it showed that; None where nothing was expected."""
+    started: StartedRun | UnsetType = UNSET
+    """The run that it left; a reproduction has one."""
+
+    @property
+    def reproduces(self) -> bool:
+        """Whether it was run to reproduce something."""
+        return self.expect_exit is not None or bool(self.expect_text)
+
+
+class Statement(Record, frozen=True, kw_only=True, tag_field="type", tag="statement"):
+    """What a person says; the artifact holds the same words."""
+
+    text: Text
+
+
+Locator: TypeAlias = (
+    EventRange | ExitRecord | MetricWindow | FileRange | FlipResult | CommandRun | Statement
+)
+
+
+class Artifact(Record, frozen=True, kw_only=True):
+    """A file of the bundle, or, when `kept` is false, one too big to copy."""
+
+    sha256: Sha
+    name: Text
+    size: Count
+    what: str
+    kept: bool = True
+    redacted: dict[str, int] = {}
+    """How many secrets of each sort were replaced before hashing."""
+
+    @property
+    def path(self) -> str:
+        """Where it lies in the bundle."""
+        _, dot, suffix = self.name.rpartition(".")
+        plain = suffix.isalnum() and suffix.isascii() and len(suffix) <= 8
+        return f"artifacts/{self.sha256}{f'.{suffix.lower()}' if dot and plain else ''}"
+
+
+class Withdrawn(Record, frozen=True, kw_only=True):
+    """That an entry was taken back: it is kept, struck out, and carries nothing any more."""
+
+    reason: Text
+    author: Text
+    at: Utc
+
+
+class Evidence(Record, frozen=True, kw_only=True):
+    id: Id
+    says: Says
+    locator: Locator
+    artifact: Sha
+    captured_by: Literal["tool", "human"]
+    source: str = ""
+    """Where it was taken from, relative to the bundle; empty where nothing stays to compare with."""
+    at: Utc
+    attached: tuple[Sha, ...] = ()
+    """What was captured with it: receipt, settings, surroundings, stacks."""
+    withdrawn: Withdrawn | UnsetType = UNSET
+
+
+class Answer(Record, frozen=True, kw_only=True):
+    outcome: Literal["excluded", "holds", "undecided"]
+    text: Text
+    evidence: Id
+    at: Utc
+
+
+class Alternative(Record, frozen=True, kw_only=True):
+    """Another explanation, and the cheapest test that tells it from the claim."""
+
+    id: Id
+    claim: Text
+    test: Text
+    expected_if_true: Text
+    expected_if_false: Text
+    cost_minutes: Annotated[float, Meta(ge=0)]
+    answer: Answer | None = None
+    withdrawn: Withdrawn | UnsetType = UNSET
+
+
+class Node(Record, frozen=True, kw_only=True):
+    id: Id
+    claim: Text
+    kind: Kind
+    status: Status
+    why_of: tuple[Id, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    reason: str = ""
+    """Why it was refuted."""
+    missing: tuple[str, ...] = ()
+    """What an imported record should have said and did not."""
+    author: Text
+    at: Utc
+    withdrawn: Withdrawn | UnsetType = UNSET
+
+
+class Closed(Record, frozen=True, kw_only=True):
+    outcome: Literal["root-cause", "unresolved"]
+    text: str
+    author: Text
+    at: Utc
+
+
+class Finding(Record, frozen=True, kw_only=True):
+    schema: Literal["apr-workbench/finding/1"] = "apr-workbench/finding/1"
+    slug: Id
+    title: Text
+    host: str
+    author: Text
+    at: Utc
+    nodes: tuple[Node, ...]
+    artifacts: tuple[Artifact, ...] = ()
+    """By sha256."""
+    derived: dict[str, Sha] = {}
+    """Files made from this one for people: README.md and plots."""
+    closed: Closed | None = None
+    seal: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+
+    def node(self, id_: str) -> Node:
+        """The node of that id. Raises BadInput."""
+        for node in self.nodes:
+            if node.id == id_:
+                return node
+        known = ", ".join(node.id for node in self.nodes)
+        raise BadInput.expected("node", self.slug, f"one of {known}", repr(id_))
+
+    def artifact(self, sha256: str) -> Artifact:
+        return next(a for a in self.artifacts if a.sha256 == sha256)
+
+    def whys_of(self, id_: str) -> tuple[Node, ...]:
+        """The nodes that answer why `id_`, withdrawn ones too."""
+        return tuple(node for node in self.nodes if id_ in node.why_of)
+
+    def standing_whys_of(self, id_: str) -> tuple[Node, ...]:
+        return tuple(node for node in self.whys_of(id_) if node.withdrawn is UNSET)
+
+    def evidence(self) -> Iterable[tuple[Node, Evidence]]:
+        for node in self.nodes:
+            for evidence in node.evidence:
+                yield node, evidence

@@ -1,0 +1,164 @@
+"""A run, a flip or a finding as one HTML file: what `engine report` writes.
+
+Text, tables and SVG in one file without a script, a font or a link to anything, so it opens offline and can
+be mailed. The figures are those of the notebook. Whatever a person or a log wrote is escaped. Made from the
+folder alone: the same folder gives the same bytes, once the run has ended.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from engine.errors import BadInput, RunLogError
+from engine.findings.bundle import Bundle, is_bundle
+from engine.findings.figures import flip_figure, run_figures
+from engine.findings.finding import EventRange, MetricWindow
+from engine.findings.flips import is_flip
+from engine.findings.report import (
+    derive,
+    event_lines,
+    locator_words,
+    state_words,
+    struck,
+    tree_lines,
+)
+from engine.findings.verify import check_bundle
+from engine.flips.judge import interval_of
+from engine.flips.record import read_pairs, read_plan_of, read_verdict
+from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
+from engine.log.folder import RunFolder, is_run
+from engine.log.follow import Follower
+from engine.log.summary import check_lines, kernel_lines
+from engine.log.text import (
+    alert_lines,
+    decision_lines,
+    device_lines,
+    result_lines,
+    speed_lines,
+    status_text,
+)
+
+_STYLE = (
+    "body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
+    "pre{white-space:pre-wrap;background:#f5f5f5;padding:.6em;overflow-x:auto}"
+    "svg{max-width:100%;height:auto}"
+    ".figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(28em,1fr));gap:.6em 1em}"
+    "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.2em 0 .3em}"
+)
+
+
+_STRUCK = re.compile(r"~~([a-z][0-9a-z-]* .*)~~  (withdrawn [^~]*)")
+"""An entry that was taken back, as `struck` writes it."""
+
+
+def report(path: Path) -> str:
+    """The page of a run folder, a flip folder or a bundle. Raises BadInput for anything else, RunLogError
+    for a flip that cannot be read; a log of a run that breaks off is said in its page."""
+    if is_bundle(path):
+        return _finding_page(Bundle(path))
+    if is_flip(path) or (path / "pairs.jsonl").is_file():
+        return _flip_page(path)
+    if is_run(path):
+        return _run_page(RunFolder(path))
+    found = "another folder" if path.is_dir() else "a file" if path.exists() else "nothing there"
+    raise BadInput.expected("report", path, "a run, a flip or a finding", found)
+
+
+def _run_page(run: RunFolder) -> str:
+    follower, broken = Follower(run), ""
+    try:
+        follower.read_all()
+    except RunLogError as fault:
+        broken = str(fault)
+    view = follower.view
+    alerts = [line for alert in view.alerts.values() for line in alert_lines(alert)]
+    decisions = [line for decision in view.decisions for line in decision_lines(decision)]
+    parts = [_lines([status_text(view, follower.alive), *([broken] if broken else [])])]
+    parts += [
+        _section("Result", result_lines(view) or ["no held-out loss was measured"]),
+        *[_section("Speed", speed_lines(view))] * bool(speed_lines(view)),
+        _section("Alerts that stand", alerts or ["none"]),
+        f'<h2>Figures</h2>\n<div class="figures">{"".join(run_figures(view))}</div>',
+        _section("First-minute checks", check_lines(view)),
+        _section("Decisions", decisions or ["none was logged"]),
+        _section("Kernels", kernel_lines(view)),
+        _section("Device, newest readings", device_lines(view)),
+    ]
+    return _page(f"run {run.name}", parts)
+
+
+def _flip_page(path: Path) -> str:
+    plan, pairs, verdict = read_plan_of(path), read_pairs(path), read_verdict(path)
+    table = [pair_heading(plan)]
+    for count, pair in enumerate(pairs, start=1):
+        table.append(pair_line(plan, pair, interval_of(plan, pairs[:count])))
+    try:
+        said = ["no verdict: it goes on, or it died"] if verdict is None else verdict_lines(verdict)
+    except (KeyError, TypeError) as error:
+        raise RunLogError.expected("verdict", path, "the fields of one", repr(error)) from error
+    parts = [
+        _section("Verdict", said),
+        flip_figure(plan, pairs),
+        _section("Plan, registered before the first run", plan_lines(plan)),
+        _section("Pairs", table),
+    ]
+    return _page(f"flip {path.resolve().name}", parts)
+
+
+def _finding_page(bundle: Bundle) -> str:
+    checked = check_bundle(bundle)
+    finding = bundle.load()
+    readable = {a.sha256: a for a in finding.artifacts if a.sha256 not in checked.broken}
+
+    def read(sha256: str) -> bytes | None:
+        return bundle.read_artifact(readable[sha256]) if sha256 in readable else None
+
+    plots = derive(finding, read)
+    parts = [
+        _lines([state_words(finding), f"verified: {checked.verdict}"]),
+        f"<h2>Whys</h2>\n{hanging(tree_lines(finding, checked.broken))}",
+        *[_section("Changed since it was taken", map(str, checked.faults))] * bool(checked.faults),
+        "<h2>Evidence</h2>",
+    ]
+    for node, evidence in finding.evidence():
+        words = f"{evidence.id} {evidence.says} {node.id}: {locator_words(evidence.locator)}"
+        words = struck(words, evidence.withdrawn)
+        found = isinstance(evidence.locator, EventRange)
+        parts.append(hanging([words, *(event_lines(evidence, read) if found else ())]))
+        if isinstance(evidence.locator, MetricWindow):
+            parts.append(plots[f"plots/{evidence.id}.svg"])
+    return _page(finding.title, parts)
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
+    name = html.escape(title)
+    body = "\n".join(parts)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
+    )
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    return f"<h2>{html.escape(title)}</h2>\n{_lines(lines)}"
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+
+
+def hanging(lines: Iterable[str]) -> str:
+    """Lines of a tree: where one is wider than the page, its rest stays right of where it began."""
+    drawn = []
+    for line in lines:
+        text = line.lstrip(" ")
+        entry = _STRUCK.fullmatch(text)
+        words = html.escape(text)
+        if entry is not None:
+            words = f"<s>{html.escape(entry[1])}</s>  {html.escape(entry[2])}"
+        style = f"margin-left:{len(line) - len(text) + 4}ch;text-indent:-4ch"
+        drawn.append(f'<div style="{style}">{words}</div>')
+    return f'<pre style="white-space:pre-wrap;word-break:normal">{"".join(drawn)}</pre>'

@@ -1,0 +1,308 @@
+"""What a run's own folder proves of it: the torch-free half of a run receipt, and its verification.
+
+`facts_of` reads a run's logs and settings; the trainer adds what only it knows and writes receipt.json
+(`engine.train.receipt`). A run that was killed has no receipt, and the same facts of as far as it
+came. `check_receipt` compares a receipt with what lies beside it.
+
+Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome.
+Then what was done: decisions, rows, lineage of checkpoints, and `differences`: every setting whose
+effective value is not the one asked for, with the reason. Nothing is echoed from the request where the
+log says what was done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from engine.errors import RunLogError
+from engine.files import open_plain
+from engine.findings.context import plain, sessions_of, spec_hash
+from engine.findings.differences import differences, effective_of, rows_of
+from engine.findings.form import now_utc
+from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
+from engine.log.events import CheckpointSaved, Event, RunStarted
+from engine.log.folder import RunFolder
+from engine.log.read import BrokenLog, LogReader
+from engine.log.view import RunView
+from engine.terminal import clipped
+from engine.verdict import Level, Verdict
+
+_READ_BYTES = 1 << 20
+_FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
+
+
+class _File(msgspec.Struct):
+    sha256: str
+
+
+class _Log(_File):
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=STUDENT_FILE.most)]
+
+
+class _Link(msgspec.Struct):
+    step: Annotated[int, msgspec.Meta(ge=0, le=LOG_COUNT.most)] | None = None
+    manifest_sha256: str | None = None
+
+
+class _Decided(msgspec.Struct):
+    overridden: bool
+    reason: str
+    knob: str
+    choice: str
+
+
+class _Differs(msgspec.Struct):
+    key: str
+    requested: Any
+    effective: Any
+    why: str
+
+
+class _Form(msgspec.Struct):
+    """The parts of a receipt that are walked through, whoever wrote it."""
+
+    logs: dict[str, _Log | None] | None = None
+    student_files: dict[str, _File] | None = None
+    lineage: list[_Link] | None = None
+    decisions: list[_Decided] | None = None
+    differences: list[_Differs] | None = None
+
+
+def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
+    """What the logs, the settings and the files of a run say of it."""
+    effective = effective_of(run)
+    spec = effective.get("spec") or {}
+    return {
+        "config": {
+            **spec_hash(run),
+            "effective_sha256": _sha256(run.effective, RUN_FILE),
+            "spec_file_sha256": _sha256(run.spec, SPEC_FILE),
+            "sets": effective.get("sets"),
+        },
+        "seeds": {"train.seed": (spec.get("train") or {}).get("seed")},
+        "data": _fields(view.data),
+        "weights": {role: _fields(model) for role, model in view.models.items()},
+        "device": device_of(view),
+        "times": {
+            "first": None if view.first_unix_s is None else now_utc(view.first_unix_s),
+            "last": None if view.last_unix_s is None else now_utc(view.last_unix_s),
+            "sessions": sessions_of(run),
+        },
+        "decisions": [_fields(decision) for decision in view.decisions],
+        "rows": rows_of(view),
+        "lineage": lineage_of(run),
+        "differences": [d.as_fields() for d in differences(run, view)],
+        "logs": {path.name: digest_of_log(path) for path in (run.events, run.device, run.watch)},
+    }
+
+
+def _fields(event: Event | None) -> dict[str, Any] | None:
+    """An event without its place in the log."""
+    if event is None:
+        return None
+    return {k: v for k, v in plain(event).items() if k not in ("seq", "t_s")}
+
+
+def device_of(view: RunView) -> dict[str, Any]:
+    """Driver, CUDA and the GPUs, from the facts that the supervisor read; each reading with the reason
+    where there is none."""
+    facts = view.facts
+    if facts is None:
+        return {"why": "the run has no device facts in its log"}
+
+    def reading(name: str) -> Any:
+        value = facts.get(name)
+        return value if value is not None else {"absent": facts.get(f"{name}_absent")}
+
+    gpus = sorted(
+        {name.split("_")[0] for name in facts if name.startswith("cuda") and name[4:5].isdigit()}
+    )
+    gpus = gpus or sorted(
+        {n.split("_")[0] for n in facts if n.startswith("gpu") and n[3:4].isdigit()}
+    )
+    return {
+        "driver": reading("driver"),
+        "cuda_driver": reading("cuda_driver"),
+        "machine": facts.get("machine"),
+        "kernel": facts.get("kernel"),
+        "gpus": {
+            gpu: {
+                name: reading(f"{gpu}_{name}")
+                for name in _FACTS_OF_A_GPU
+                if f"{gpu}_{name}" in facts
+            }
+            for gpu in gpus
+        },
+    }
+
+
+def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
+    """Every checkpoint that was published, each with the hash of its manifest and of the one that its
+    weights come from."""
+    by_step: dict[int, str] = {}
+    out: list[dict[str, Any]] = []
+    parent: str | None = None
+    reader = LogReader(run.events)
+    try:
+        while events := reader.poll():
+            for event in events:
+                if isinstance(event, RunStarted):
+                    start = event.resumed_from
+                    parent = by_step.get(start) if start else None
+                elif isinstance(event, CheckpointSaved):
+                    out.append(
+                        {
+                            "step": event.step,
+                            "manifest_sha256": event.manifest_sha256,
+                            "parent_manifest_sha256": parent,
+                        }
+                    )
+                    parent = by_step[event.step] = event.manifest_sha256
+    except BrokenLog as error:
+        out.append({"why": f"the log cannot be read further: {error.message}"})
+    return out
+
+
+def digest_of_log(path: Path) -> dict[str, Any] | None:
+    """Size and hash of what is in a log now: whatever it grows to, this is how it begins."""
+    if not path.is_file() or (size := path.stat().st_size) > LOG_FILE.most:
+        return None
+    return {"bytes": size, "sha256": _sha256(path, LOG_FILE, size)}
+
+
+def digest_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file in a folder."""
+    return {
+        file.name: {"bytes": file.stat().st_size, "sha256": _sha256(file, STUDENT_FILE)}
+        for file in sorted(folder.iterdir())
+        if file.is_file()
+    }
+
+
+def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | None:
+    digest, left = hashlib.sha256(), first_bytes
+    try:
+        with open_plain(path) as file:
+            if os.fstat(file.fileno()).st_size > limit.most:
+                return None
+            while piece := file.read(_READ_BYTES if left is None else min(left, _READ_BYTES)):
+                digest.update(piece)
+                left = None if left is None else left - len(piece)
+    except OSError:
+        return None
+    return digest.hexdigest() if not left else None
+
+
+def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
+    """Everything in a receipt that can be compared with the run's folder, without torch.
+
+    Not checked: hashes of tensors, which take loading them, beyond that log and receipt agree; the
+    machine, the tool and the environment of that time.
+    """
+    out = {
+        "spec": _equal(
+            "hash of effective.json's settings", receipt.get("spec_sha256"), spec_hash(run)["found"]
+        )
+    }
+    logs = {path.name: path for path in (run.events, run.device, run.watch)}
+    for name, recorded in (receipt.get("logs") or {}).items():
+        if name not in logs:
+            out[name] = Verdict(Level.FAIL, f"{name}: expected a log of a run")
+        elif recorded is not None:
+            found = _sha256(logs[name], LOG_FILE, recorded["bytes"])
+            text = f"first {recorded['bytes']} bytes of {name}"
+            out[name] = _equal(text, recorded["sha256"], found)
+    for name, recorded in (receipt.get("student_files") or {}).items():
+        # A name that leads elsewhere is none of the student's files.
+        inside = name not in ("", ".", "..") and "/" not in name
+        found = _sha256(run.student / name, STUDENT_FILE) if inside else None
+        out[f"student/{name}"] = _equal(f"sha256 of {name}", recorded["sha256"], found)
+    return out | _agreement(run, receipt, view) | _checkpoints(run, receipt)
+
+
+def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
+    """Whether a receipt says what the logs and the settings say now."""
+    facts = facts_of(run, view)
+    hashes = {"teacher": "teacher", "student": "student_start"}
+    models = {key: view.models[role].sha256 for role, key in hashes.items() if role in view.models}
+    if view.student is not None:
+        models["student"] = view.student.sha256
+    evaluated = {e.subject: e.loss for e in view.evals if e.loss is not None}
+    pairs: list[tuple[str, Any, Any]] = [
+        ("model_sha256", receipt.get("model_sha256"), models),
+        ("heldout_loss_nats", receipt.get("heldout_loss_nats"), evaluated),
+        ("steps", receipt.get("steps"), view.last_step),
+        ("rows_trained", receipt.get("rows_trained"), facts["rows"]["rows_trained"]),
+    ]
+    pairs += [
+        (name, receipt.get("device_facts" if name == "device" else name), facts[name])
+        for name in ("config", "seeds", "data", "weights", "device", "decisions", "rows")
+    ]
+    pairs += [(name, receipt.get(name), facts[name]) for name in ("lineage", "differences")]
+    cleaned = bool(receipt.get("redacted"))
+    out = {}
+    for name, recorded, found in pairs:
+        found = json.loads(json.dumps(found))
+        if isinstance(recorded, dict) and isinstance(found, dict):
+            # A receipt may say more: what the logs do not.
+            recorded = {key: recorded.get(key) for key in found}
+        said = _equal(f"{name}, as the logs say", recorded, found)
+        if cleaned and said.level == Level.FAIL:
+            said = Verdict(Level.UNKNOWN, f"{name}: not compared, secrets were taken out")
+        out[name] = said
+    return out
+
+
+def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
+    """Those of the lineage that are still there; others were deleted as newer ones came."""
+    lineage = receipt.get("lineage") or []
+    newest = {entry["step"]: entry for entry in lineage if entry.get("step") is not None}
+    out = {}
+    for step, entry in newest.items():
+        manifest = run.checkpoints / f"step-{step:08d}" / "MANIFEST.json"
+        if manifest.is_file():
+            text = f"manifest of step {step}"
+            out[f"checkpoint {step}"] = _equal(
+                text, entry["manifest_sha256"], _sha256(manifest, MANIFEST)
+            )
+    return out
+
+
+def _equal(what: str, recorded: Any, found: Any) -> Verdict:
+    if recorded is None:
+        return Verdict(Level.UNKNOWN, f"{what}: the receipt has none")
+    if found is None:
+        return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found nothing to compare")
+    if recorded != found:
+        return Verdict(Level.FAIL, f"{what}: expected {_short(recorded)}, found {_short(found)}")
+    return Verdict(Level.PASS, f"{what}: {_short(found)}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str):
+        return value[:16]
+    text = json.dumps(value)
+    if len(text) <= 60:
+        return text
+    return f"{len(value)} entries" if isinstance(value, list | dict) else clipped(text, 60)
+
+
+def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any], bool]:
+    """The receipt, or the same facts as far as the run came; and whether it is a receipt. Raises
+    RunLogError for a receipt that is none."""
+    receipt = run.read_receipt()
+    if receipt is not None:
+        try:
+            msgspec.convert(receipt, _Form)
+        except msgspec.ValidationError as error:
+            raise RunLogError.expected(
+                "receipt", run.receipt, "the form of one", clipped(str(error), 200)
+            ) from None
+        return receipt, True
+    return {"run": run.name, "outcome": None, **facts_of(run, view)}, False

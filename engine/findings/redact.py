@@ -1,0 +1,268 @@
+"""Taking secrets out of what is kept, and saying so.
+
+Everything that enters a bundle or a receipt as text passes through here before it is hashed, so that
+not even a digest of a secret remains. A secret becomes `[redacted: SORT]`, and the number of each sort
+is returned and kept beside the text. Found are:
+
+    forms       keys of known services, `Authorization` headers, cookies, user and password in a URL,
+                signatures in its query, private keys
+    values      what stands behind a telling name, of any length: `HF_TOKEN=abc`, `--api-key x`,
+                `"password": "a b"`, YAML, headers, XML, URL-encoded (`engine.findings.telling`)
+    copies      of the secrets of this process's environment, and of those found above in the same text:
+                any 8 characters in a row of one, of its base64 in each of the three alignments (plain and
+                URL-safe) or of its URL encoding, and any 16 of its hexadecimal digits
+
+What is left holds no quote or backslash, so JSON stays JSON.
+
+Not covered: a secret of no known form that stands behind no telling name and in no variable; a piece of
+fewer than 8 characters; a copy that was encrypted, compressed or encoded twice; a phrase of several words
+without quotes in the middle of a line; and text inside of archives, images and weights, which are never
+copied.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote, unquote
+
+from engine.findings.telling import NAME, named_values
+
+_SECRET_VARIABLE = re.compile(
+    rf"(?i)(?:^|[_-]){NAME}(?:[_-]?[0-9]+)?$|passw(?:or)?d(?:[_-]?[0-9]+)?$"
+)
+_SHORTEST = 8
+"""Shorter values are words that would be cut out of every text."""
+_HEX_DIGITS = 16
+_HEADER = r"(?i)(\b(?:proxy-)?authorization(?:\\*[\"'])?\s*[:=]\s*+(?:\\*[\"'])?+)(?!\[redacted)"
+
+_FORMS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (sort, re.compile(pattern))
+    for sort, pattern in (
+        (
+            "private key",
+            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"]*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=\")|\Z)",
+        ),
+        # A password may hold an @, and a / where a colon says that it is no path.
+        ("URL credentials", r"(?i)(?<=://)(?!\[redacted)[^/\s\"'<>\\]+@(?=[^\s/])"),
+        (
+            "URL credentials",
+            r"(?i)(?<=://)(?!\[redacted)[^/\s\"'<>\\:@]*:(?![0-9]*/)[^\s\"'<>\\@?#]+@(?=[^\s/])",
+        ),
+        ("encoded URL credentials", r"(?i)(?<=%3A%2F%2F)(?:(?!%2F|%40)[^\s\"'<>\\])+(?=%40)"),
+        (
+            "URL signature",
+            r"(?i)(?<=[?&])(?:sig|signature|token|access_token|auth|key|api_key|password"
+            r"|x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential))=[^&\s\"'\\<>]+",
+        ),
+        # These two go on over commas and quotes to the end of the line.
+        ("authorization header", _HEADER + r"(?:digest|aws4-[a-z0-9-]+)\b(?:[^\n\\]|\\[\"'])*"),
+        ("authorization header", _HEADER + r"(?:[a-z][a-z0-9-]*[ \t]+)?[^\s\"'\\,;]+"),
+        (
+            "cookie",
+            r"(?i)(\b(?:set-)?cookie(?:\\*[\"'])?\s*:\s*+(?:\\*[\"'])?+)(?!\[redacted)[^\n\"'\\]+",
+        ),
+        ("bearer token", r"(?i)\bbearer\s+(?:[a-z0-9._~+/=-]{12,}|(?=\S*[0-9])[a-z0-9._~+/=-]+)"),
+        ("Hugging Face token", r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}"),
+        ("AWS key", r"\b(?:AKIA|ASIA|AGPA|AIDA|AROA|ANPA|ANVA|AIPA)[A-Z0-9]{16}\b"),
+        ("GitHub token", r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,})"),
+        ("API key", r"\b(?:sk|pk|rk)[-_][A-Za-z0-9_-]{16,}|\bAIza[A-Za-z0-9_-]{30,}"),
+        (
+            "service token",
+            r"\bxox[abeprs]-[A-Za-z0-9-]{10,}|\bglpat-[A-Za-z0-9_-]{16,}|\bnpm_[A-Za-z0-9]{30,}"
+            r"|\bpypi-[A-Za-z0-9_-]{30,}",
+        ),
+        ("JWT", r"\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"),
+        # .netrc
+        ("password of a login", r"(?i)(\blogin\s+\S+\s+password\s++)(?!\[redacted)[^\s\"'\\]+"),
+    )
+)
+_OPTION = re.compile(rf"(?i)^--?[a-z0-9_-]*{NAME}$")
+_OF_VARIABLE, _OF_SETTING = "value of a secret variable", "value of a secret setting"
+_OF_ARGUMENT = "argument of a secret option"
+_COPY = "copy of a secret"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redacted:
+    text: str
+    found: dict[str, int] = field(default_factory=dict)
+    """How many of each sort were replaced; empty where nothing was."""
+
+
+class Redactor:
+    """Knows the secret values of an environment. The same text gives the same result every time."""
+
+    def __init__(
+        self, environ: Mapping[str, str] | None = None, *, known: Iterable[str] = ()
+    ) -> None:
+        environ = os.environ if environ is None else environ
+        self._values = frozenset(_secrets_of(environ)) | frozenset(known)
+        self._pieces = _Pieces(self._values)
+
+    def knowing(self, argv: Sequence[str]) -> Redactor:
+        """One that knows the secrets among these arguments too, wherever a program prints them."""
+        found = {value for value, behind in _after_options(argv) if behind and _is_telling(value)}
+        for argument in argv:
+            _, _, learnt = self._once(argument, _is_telling)
+            found |= learnt
+        return Redactor({}, known=self._values | found)
+
+    def text(self, text: str) -> Redacted:
+        text, found, learnt = self._once(text)
+        # What stood behind a name once may stand behind none elsewhere.
+        if learnt:
+            text, count = _Pieces(learnt).cut(text, _COPY)
+            found[_COPY] += count
+        return Redacted(text=text, found={k: n for k, n in sorted(found.items()) if n})
+
+    def _once(
+        self, text: str, tells: Callable[[str], bool] | None = None
+    ) -> tuple[str, Counter[str], set[str]]:
+        """The text without known values, forms and named values; the count of each; those of the values
+        that are to be looked for elsewhere, by `tells`: those that look drawn."""
+        tells = tells or _is_random
+        found: Counter[str] = Counter()
+        learnt: set[str] = set()
+
+        def put(sort: str) -> Callable[[re.Match[str]], str]:
+            def replace(match: re.Match[str]) -> str:
+                found[sort] += 1
+                kept = match[1] if match.re.groups else ""
+                taken = match[0][len(kept) :]
+                learnt.update(filter(tells, re.split(r"[\s:@=&]+", taken)))
+                return f"{kept}[redacted: {sort}]{'@' if sort == 'URL credentials' else ''}"
+
+            return replace
+
+        text, count = self._pieces.cut(text, _OF_VARIABLE)
+        found[_OF_VARIABLE] += count
+        for sort, pattern in _FORMS:
+            text = pattern.sub(put(sort), text)
+        parts: list[str] = []
+        end = 0
+        for start, stop, enclosed in named_values(text):
+            mark = f"[redacted: {_OF_SETTING}]"
+            parts += [text[end:start], f"{enclosed}{mark}{enclosed}"]
+            learnt.update(filter(tells, re.split(r"[\s\"'\\,]+", text[start:stop])))
+            end = stop
+            found[_OF_SETTING] += 1
+        return "".join([*parts, text[end:]]), found, learnt
+
+    def bytes(self, data: bytes) -> tuple[bytes, dict[str, int]]:
+        """UTF-8 text without its secrets; bytes that are no text stay as they are."""
+        done = self.text(data.decode("utf-8", "surrogateescape"))
+        return done.text.encode("utf-8", "surrogateescape"), done.found
+
+    def argv(self, argv: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+        """Arguments of a command; one behind `--token` and the like goes whatever it is."""
+        out: list[str] = []
+        found: Counter[str] = Counter()
+        for argument, behind in _after_options(argv):
+            if behind:
+                found[_OF_ARGUMENT] += 1
+                out.append(f"[redacted: {_OF_ARGUMENT}]")
+                continue
+            done = self.text(argument)
+            found.update(done.found)
+            out.append(done.text)
+        return tuple(out), dict(sorted(found.items()))
+
+
+def _after_options(argv: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Each argument, and whether it is the value of a secret option before it."""
+    before, behind = "", False
+    for argument in argv:
+        # A value may begin with a dash; another option does so with two, or is `-x`.
+        option = re.match(r"--[a-zA-Z]|-[a-zA-Z]$", argument) is not None
+        behind = not behind and _OPTION.match(before) is not None and not option
+        yield argument, behind
+        before = argument
+
+
+class _Pieces:
+    """The pieces of some secrets, and of their encodings, that are cut out wherever they stand."""
+
+    def __init__(self, values: Iterable[str]) -> None:
+        self._by_width: dict[int, set[str]] = {}
+        for value in values:
+            for text, width in _copies(value):
+                known = self._by_width.setdefault(width, set())
+                known.update(text[i : i + width] for i in range(len(text) - width + 1))
+
+    def cut(self, text: str, sort: str) -> tuple[str, int]:
+        """The text without them, and how many stretches were cut out."""
+        spans: list[list[int]] = []
+        for width, known in self._by_width.items():
+            starts = range(len(text) - width + 1)
+            spans += [[i, i + width] for i in starts if text[i : i + width] in known]
+        merged: list[list[int]] = []
+        for start, stop in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(stop, merged[-1][1])
+            else:
+                merged.append([start, stop])
+        for start, stop in reversed(merged):
+            text = f"{text[:start]}[redacted: {sort}]{text[stop:]}"
+        return text, len(merged)
+
+
+def _copies(value: str) -> Iterator[tuple[str, int]]:
+    """A secret in the forms in which it is looked for, and how long a piece of each tells it."""
+    yield value, _SHORTEST
+    raw = value.encode("utf-8", "surrogateescape")
+    for before in range(3):
+        # Of the first and the last characters only those that no neighbour has a part in.
+        whole = (before + len(raw)) * 8 // 6
+        text = base64.b64encode(b"\0" * before + raw).decode()[(before * 8 + 5) // 6 : whole]
+        yield text, _SHORTEST
+        yield text.translate(str.maketrans("+/", "-_")), _SHORTEST
+    for text in {quote(value, safe="", errors="replace"), quote(value, errors="replace")} - {value}:
+        yield text, _SHORTEST
+    yield raw.hex(), _HEX_DIGITS
+    yield raw.hex().upper(), _HEX_DIGITS
+
+
+def _secrets_of(environ: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environ.items():
+        if is_secret_name(name):
+            # A key of several lines is looked for line by line.
+            yield from (x for line in value.splitlines() if _is_telling(x := line.strip(" \t\"'")))
+        for password in re.findall(r"://[^/\s:@]*:([^\s]+)@", value):
+            yield from (x for x in {password, unquote(password)} if _is_telling(x))
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable or a setting of that name holds a secret."""
+    return _SECRET_VARIABLE.search(name) is not None and name.upper() not in ("PWD", "OLDPWD")
+
+
+def _is_telling(value: str) -> bool:
+    """Whether a value is so long and so unlike a small number or a path that it is safe to cut out of
+    every text."""
+    if len(value) < _SHORTEST or not value.isprintable() or value.startswith("-----"):
+        return False
+    if "[redacted" in value:
+        return False
+    if re.match(r"[.~]{0,2}/", value):
+        # A key in base64 may begin with a slash; a path has no long part of every sort of letter.
+        return any(len(part) >= 2 * _SHORTEST and _is_random(part) for part in value.split("/"))
+    if re.fullmatch(r"[-+0-9.eE]+", value):
+        return value.isdigit() and len(set(value)) > 3
+    return True
+
+
+def _is_random(value: str) -> bool:
+    """Whether a value looks drawn and not written: no word of the language, so no word of a log."""
+    mixed = re.search(r"[0-9]", value) and re.search(r"[A-Za-z]", value)
+    changes = len(re.findall(r"[a-z][A-Z]", value))
+    return _is_telling(value) and bool(mixed or (len(value) >= 12 and changes > 2))
+
+
+def words(found: Mapping[str, int]) -> str:
+    """`2 redacted: AWS key, JWT`; empty where nothing was."""
+    return f"{sum(found.values())} redacted: {', '.join(sorted(found))}" if found else ""

@@ -1,0 +1,149 @@
+"""Controls: what the instrument could tell on this machine lately.
+
+    same   A against A, four pairs or more, must be EQUIVALENT; its deviation is the noise floor
+    slow   A made slower by twice the margin must be seen as slower
+
+A verdict counts as measured only beside both, not older than a day, from the same machine, device and
+engine, of the same spec but for the settings that are flipped, and with a margin no wider. They are
+kept in `controls.jsonl` of the user's state folder, a line each. There is no positive control for a
+metric that waiting does not lengthen; verdicts on such a metric stay screens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import limits
+from engine.errors import BadInput, write_error
+from engine.files import parse_json, read_bytes
+from engine.flips.judge import EQUIVALENT, FASTER, count_of
+from engine.flips.plan import EXTERNAL, Plan
+from engine.flips.surroundings import Surroundings, state_folder
+from engine.units import format_seconds
+from engine.verdict import Level, Verdict
+
+SAME, SLOW = "same", "slow"
+EXPECTED = {SAME: EQUIVALENT, SLOW: FASTER}
+"""Slowed is arm A, so that B is the faster one."""
+AGE_S = 24 * 3600.0
+TIMED = ("step_s",)
+"""Metrics that waiting lengthens by a known share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """What one control said."""
+
+    kind: str
+    at_unix_s: float
+    surroundings: dict[str, str]
+    metric: str
+    margin: float
+    verdict: str
+    ratio: float | None
+    deviation: float | None
+    """Of ln(y_B / y_A) between pairs."""
+    pairs: int
+    folder: str
+    plan_sha256: str
+    spec: dict[str, dict[str, Any]]
+
+    def answer(self) -> Verdict:
+        level = Level.PASS if self.verdict == EXPECTED[self.kind] else Level.FAIL
+        seen = "" if self.ratio is None else f", B/A {self.ratio:.3f}"
+        noise = "" if self.deviation is None else f", deviation {self.deviation:.1%}"
+        age = format_seconds(max(0.0, time.time() - self.at_unix_s))
+        return Verdict(
+            level,
+            f"{self.verdict} in {count_of(self.pairs)}{seen}{noise}, {age} ago ({self.folder})",
+        )
+
+
+def kinds_of(plan: Plan) -> tuple[str, ...]:
+    """The controls that there are for a plan's metric."""
+    return (SAME, SLOW) if plan.metric in TIMED else (SAME,)
+
+
+def remember(control: Control) -> None:
+    """Append a control. Raises DiskFull or RunLogError."""
+    file = _file()
+    line = json.dumps(dataclasses.asdict(control), allow_nan=False).encode() + b"\n"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise write_error("controls", file, "to add a line", error) from error
+
+
+def find(plan: Plan, surroundings: Surroundings) -> dict[str, Control | None]:
+    """The newest control of each kind that speaks of this plan; None where there is none."""
+    found: dict[str, Control | None] = dict.fromkeys((SAME, SLOW))
+    for control in _read():
+        if control.kind in found and _speaks_of(control, plan, surroundings):
+            found[control.kind] = control
+    return found
+
+
+def answers(plan: Plan, found: Mapping[str, Control | None], why_none: str) -> dict[str, Verdict]:
+    """AA and positive as verdicts; `why_none` is said where there is no control."""
+    out = {}
+    for name, kind in (("AA", SAME), ("positive", SLOW)):
+        control = found[kind]
+        if kind not in kinds_of(plan):
+            text = f"waiting does not lengthen {plan.metric}: there is no positive control for it"
+            out[name] = Verdict(Level.UNKNOWN, text)
+        else:
+            out[name] = control.answer() if control else Verdict(Level.UNKNOWN, why_none)
+    return out
+
+
+def _speaks_of(control: Control, plan: Plan, surroundings: Surroundings) -> bool:
+    return (
+        bool(surroundings.machine)
+        and control.surroundings == dataclasses.asdict(surroundings)
+        and control.metric == plan.metric
+        and control.margin <= plan.margin
+        and 0 <= time.time() - control.at_unix_s <= AGE_S
+        and _without(control.spec, plan.keys) == _without(plan.spec, plan.keys)
+    )
+
+
+def _without(spec: Mapping[str, Mapping[str, Any]], keys: frozenset[str]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, settings in spec.items()
+        if section not in EXTERNAL
+        for key, value in settings.items()
+        if f"{section}.{key}" not in keys
+    }
+
+
+def _file() -> Path:
+    return state_folder() / "controls.jsonl"
+
+
+def _read() -> list[Control]:
+    """Every control there is, oldest first. A line that is none is left out: another version's, or one
+    that a killed writer tore."""
+    try:
+        lines = read_bytes(_file(), "controls", limits.FLIP_FILE).splitlines()
+    except BadInput:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(Control(**parse_json(line, _file(), "control")))
+        except (BadInput, TypeError):
+            continue
+    return found

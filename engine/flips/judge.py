@@ -1,0 +1,260 @@
+"""What the pairs measured so far say: a pure function of the plan and the pairs.
+
+    PARITY_FAIL           the arms computed different things; ends the flip
+    INVALID               the pairs do not test the setting: not flipped, fell back, no metric, dependent
+    A_DID_NOT_COMPLETE    in every pair A did not finish and B did (or the other way round); its time is
+    B_DID_NOT_COMPLETE    at least the limit, and never made up
+    B_FASTER, B_SLOWER    the interval lies outside the margin ("faster": less of the metric)
+    EQUIVALENT            the interval lies inside the margin
+    INCONCLUSIVE          pairs, budget or patience ended before any of these
+
+A hang is decided by one pair, because a limit of minutes against progress needs no statistics. Any
+other failure is repeated until chance would do it in at most alpha of experiments, five times. A run
+that something outside ended is kept in the record and left out of the comparison, unless it is
+always the same arm. When an arm fails by itself in some pairs and finishes in others, those that
+finished are no fair sample of it, and the flip is INVALID with the count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.flips.outcome import OVER_THE_LIMIT, Outcome
+from engine.flips.plan import Plan
+from engine.flips.statistics import (
+    Finding,
+    Interval,
+    anytime_interval,
+    anytime_p,
+    decide,
+    diagnose,
+    holm,
+    pairs_needed,
+    sign_bound,
+    sign_flip_p,
+)
+from engine.verdict import Level, Verdict, lowest
+
+FASTER, SLOWER, EQUIVALENT = "B_FASTER", "B_SLOWER", "EQUIVALENT"
+INCONCLUSIVE, PARITY_FAIL, INVALID = "INCONCLUSIVE", "PARITY_FAIL", "INVALID"
+DID_NOT_COMPLETE = {"A": "A_DID_NOT_COMPLETE", "B": "B_DID_NOT_COMPLETE"}
+DECIDED = frozenset({FASTER, SLOWER, EQUIVALENT, *DID_NOT_COMPLETE.values()})
+PROOFS = ("flipped", "equal", "parity")
+
+
+def count_of(pairs: int) -> str:
+    """`1 pair`, `4 pairs`."""
+    return f"{pairs} pair{'' if pairs == 1 else 's'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One run of each arm, and what was proved of the two."""
+
+    number: int
+    b_first: bool
+    begun_unix_s: float
+    seconds: float
+    a: Outcome
+    b: Outcome
+    proofs: Mapping[str, Verdict | None]
+    """By the names in PROOFS; None where it is not asked."""
+
+    @property
+    def complete(self) -> bool:
+        return self.a.completed and self.b.completed
+
+    @property
+    def difference(self) -> float | None:
+        """ln(y_B / y_A) of the plan's metric."""
+        if not self.a.value or not self.b.value or min(self.a.value, self.b.value) <= 0:
+            return None
+        return math.log(self.b.value / self.a.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    verdict: str
+    reason: str
+    interval: Interval | None = None
+    pairs_needed: int | None = None
+    censored: dict[str, Any] = field(default_factory=dict)
+    """Of an arm that did not complete: which, how often, how, the bound on ln(y_B / y_A), and p."""
+    findings: tuple[Finding, ...] = ()
+    is_screen: bool = False
+    """True where even with every control the pairs are too few for a measurement."""
+
+
+# contract: flip-statistics-v1
+def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | None:
+    """The verdict, or None while more pairs are needed. `ended` says why there will be no more."""
+    bad = _proof_that_failed(pairs)
+    if bad is not None:
+        return bad
+    interval = interval_of(plan, pairs)
+    if (said := _did_not_complete(plan, pairs, interval, ended)) is not None:
+        return said
+    for pair in pairs:
+        for outcome in (pair.a, pair.b):
+            if outcome.completed and not (outcome.value and outcome.value > 0):
+                reason = outcome.no_value or f"{outcome.value:g} is no amount"
+                text = f"no {plan.metric} of arm {outcome.arm}: {reason}"
+                return Judgement(verdict=INVALID, reason=text, interval=interval)
+    if interval is not None and interval.pairs >= plan.pairs_min:
+        word = decide(interval, plan.margin)
+        if word is not None or ended:
+            findings = tuple(_findings(plan, pairs, interval, word))
+            if findings:
+                text = "; ".join(finding.text for finding in findings)
+                return Judgement(verdict=INVALID, reason=text, interval=interval, findings=findings)
+        if word is not None:
+            return Judgement(
+                verdict=word, reason=_in_words(plan, word, interval), interval=interval
+            )
+    if not ended:
+        return None
+    needed = pairs_needed(interval, plan.margin) if interval is not None else None
+    return Judgement(verdict=INCONCLUSIVE, reason=ended, interval=interval, pairs_needed=needed)
+
+
+def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
+    """Of the pairs in which both arms completed."""
+    differences = [d for p in pairs if p.complete and (d := p.difference) is not None]
+    if not differences:
+        return None
+    return anytime_interval(differences, alpha=1 - plan.level, prior_weight=plan.prior_weight)
+
+
+def proofs_of(pairs: Sequence[Pair]) -> dict[str, Verdict | None]:
+    """The lowest answer of each proof over all pairs that count; None where it is not asked."""
+    counted = [p for p in pairs if p.complete] or list(pairs)
+    found: dict[str, Verdict | None] = {}
+    for name in PROOFS:
+        asked = [proof for p in counted if (proof := p.proofs[name]) is not None]
+        found[name] = lowest(asked) if asked or not counted else None
+    return found
+
+
+def guards_of(plan: Plan, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
+    """The other metrics: B over A, and whether they differ when all of them are asked at once."""
+    ratios: dict[str, list[float]] = {}
+    complete = [p for p in pairs if p.complete]
+    for pair in complete:
+        for name in pair.a.metrics.keys() & pair.b.metrics.keys():
+            a, b = pair.a.metrics[name], pair.b.metrics[name]
+            if name != plan.metric and a > 0 and b > 0:
+                ratios.setdefault(name, []).append(math.log(b / a))
+    whole = {name: d for name, d in sorted(ratios.items()) if len(d) == len(complete)}
+    p_values = {name: anytime_p(d) for name, d in whole.items()}
+    differ = holm(p_values, alpha=plan.alpha)
+    return {
+        name: {
+            "ratio": math.exp(sum(d) / len(d)),
+            "p": p_values[name],
+            "differs": name in differ,
+        }
+        for name, d in whole.items()
+    }
+
+
+def _proof_that_failed(pairs: Sequence[Pair]) -> Judgement | None:
+    for pair in pairs:
+        for name, proof in pair.proofs.items():
+            if proof is not None and proof.level == Level.FAIL:
+                verdict = PARITY_FAIL if name == "parity" else INVALID
+                return Judgement(verdict=verdict, reason=f"{proof.reason} (pair {pair.number})")
+    return None
+
+
+def _did_not_complete(
+    plan: Plan, pairs: Sequence[Pair], interval: Interval | None, ended: str
+) -> Judgement | None:
+    failed = {arm: [p for p in pairs if _failed(p, arm)] for arm in "AB"}
+    both = [p for p in pairs if not p.a.completed and not p.b.completed]
+    by_itself = [
+        o for p in pairs for o in (p.a, p.b) if not o.completed and not o.ended_from_outside
+    ]
+    if both and by_itself:
+        how = f"A {both[0].a.in_words()}, B {both[0].b.in_words()}"
+        text = f"neither arm completed in pair {both[0].number}: {how}"
+        return Judgement(verdict=INVALID, reason=text, interval=interval)
+    for arm, mine in failed.items():
+        if mine and len(mine) == len(pairs):
+            said = _always_failed(plan, arm, mine)
+            hang = _outcome(mine[0], arm).state == OVER_THE_LIMIT
+            enough = sign_bound(len(mine)) <= plan.alpha
+            return said if hang or enough or (ended and by_itself) else None
+    if by_itself:
+        arm = by_itself[0].arm
+        count = sum(o.arm == arm for o in by_itself)
+        text = f"{arm} did not complete in {count} of {count_of(len(pairs))} ({by_itself[0].in_words()})"
+        text += ": the times of the others are no fair sample of it"
+        return Judgement(verdict=INVALID, reason=text, interval=interval)
+    return None
+
+
+def _outcome(pair: Pair, arm: str) -> Outcome:
+    return pair.a if arm == "A" else pair.b
+
+
+def _failed(pair: Pair, arm: str) -> bool:
+    """Whether `arm` did not complete in a pair in which the other did."""
+    other = "B" if arm == "A" else "A"
+    return not _outcome(pair, arm).completed and _outcome(pair, other).completed
+
+
+def _always_failed(plan: Plan, arm: str, pairs: Sequence[Pair]) -> Judgement:
+    n = len(pairs)
+    first = pairs[0]
+    mine, other = (first.a, first.b) if arm == "A" else (first.b, first.a)
+    bound = None
+    if all(_outcome(p, arm).state == OVER_THE_LIMIT for p in pairs):
+        others = [_outcome(p, other.arm).seconds for p in pairs]
+        bound = math.log(max(others) / plan.run_limit_s) * (1 if arm == "A" else -1)
+    how = f"made {mine.reason}" if mine.state == OVER_THE_LIMIT else mine.in_words()
+    text = f"{arm} {how}; {other.arm} made {other.steps} in {other.seconds:.0f} s"
+    if bound is not None:
+        text += f": {arm} takes at least {math.exp(abs(bound)):.1f} times as long"
+    p = sign_bound(n)
+    return Judgement(
+        verdict=DID_NOT_COMPLETE[arm],
+        reason=f"{text} ({n}/{n} pairs, p <= {p:.3g})",
+        censored={
+            "arm": arm,
+            "pairs": n,
+            "states": sorted({_outcome(pair, arm).state for pair in pairs}),
+            "steps": [_outcome(pair, arm).steps for pair in pairs],
+            "bound_ln_b_over_a": bound,
+            "p": p,
+        },
+        is_screen=p > plan.alpha,
+    )
+
+
+def _findings(
+    plan: Plan, pairs: Sequence[Pair], interval: Interval, word: str | None
+) -> list[Finding]:
+    used = [(p, d) for p in pairs if p.complete and (d := p.difference) is not None]
+    differences = [d for _, d in used]
+    if interval.deviation == 0:
+        return []  # a number that is the same every time has no noise that could be dependent
+    found = diagnose(differences, [p.b_first for p, _ in used], [p.begun_unix_s for p, _ in used])
+    # Fewer pairs have too few signings for any of them to be rare.
+    enough = 2 * sign_bound(len(differences)) <= plan.alpha
+    p = sign_flip_p(differences)
+    if word in (FASTER, SLOWER) and enough and p > plan.alpha:
+        text = f"the signs of the pairs do not agree with the interval (p = {p:.3f})"
+        found.append(Finding(id="signs", text=text))
+    return found
+
+
+def _in_words(plan: Plan, word: str, interval: Interval) -> str:
+    change = math.expm1(interval.mean)
+    low, high = math.expm1(interval.low), math.expm1(interval.high)
+    seen = f"{change:+.1%} [{low:+.1%}, {high:+.1%}] after {count_of(interval.pairs)}"
+    if word == EQUIVALENT:
+        return f"B's {plan.metric} is the same as A's within {100 * plan.margin:g} %: {seen}"
+    return f"B's {plan.metric} is {'less' if word == FASTER else 'more'} than A's: {seen}"

@@ -1,0 +1,278 @@
+"""What a flip will do, written down and hashed before the first arm starts.
+
+A flip runs two arms, A as the spec says and B with one setting changed, in pairs of fresh processes.
+Everything that could be adjusted afterwards to please the result is fixed here: the hypothesis, the
+metric and the margin below which a difference does not matter, the number of pairs, the steps that
+count, the limits, and the seed of the order. `sha256` is over all of it; a plan that is changed
+after the start makes the verdict exploratory.
+
+Both arms are the same run but for the setting: same rows, same seeds, same length. They are shortened
+alike: stopped after `steps` steps, no checkpoints, one held-out evaluation before the first step. For a metric that
+is a loss each pair has a seed of its own, since the same seed would give the same number again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadInput, SpecError
+from engine.files import parse_json
+from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
+from engine.log.folder import RunFolder
+from engine.spec import RunSpec, build_spec, load_spec, parse_set
+
+PAIRS_MIN = 4
+PAIRS_MAX = 16
+PAIRS_LIMIT = 64
+WARM_UP_STEPS = 3
+MEASURED_STEPS_MIN = 3
+STEPS = 12
+MARGIN = 0.05
+BUDGET_S = 300.0
+RUN_LIMIT_S = 300.0
+PARITY = 0.02
+METRICS = {
+    "step_s": "median step time, seconds; less is better",
+    "peak_memory_bytes": "peak of the device's allocator, bytes; less is better",
+    "energy_per_token_j": "energy of the GPU over the measured steps by tokens, joules; less is better",
+    "final_loss": "mean loss of the last quarter of the steps, nats; less is better",
+}
+OLDER = {"level": 0.95, "prior_weight": 10.0}
+"""What plans that do not name these were made with."""
+EXTERNAL = ("run",)
+"""Sections that are no part of the experiment: where a run is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One setting that differs between the arms."""
+
+    key: str
+    a: Any
+    b: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.a} -> {self.b}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    hypothesis: str
+    changes: tuple[Change, ...]
+    """One is a flip, several are a bundle whose verdict names no single cause, none is A against A."""
+    metric: str
+    margin: float
+    """Share below which a difference does not matter: 0.05 is 5 %."""
+    alpha: float
+    """A verdict is wrong in at most this share of experiments, however often one looks."""
+    pairs_min: int
+    pairs_max: int
+    steps: int
+    """Optimizer steps of each run."""
+    warm_up_steps: int
+    """First steps that are not measured."""
+    run_limit_s: float
+    """A run that takes longer did not complete."""
+    budget_s: float
+    """No pair is begun that would not end within this."""
+    parity: float
+    """Relative difference allowed between the arms' losses at the same step."""
+    order_seed: int
+    slow_a_by: float
+    """Share by which every step of A is made longer on purpose: a control, else 0."""
+    spec: Mapping[str, Mapping[str, Any]]
+    """Settings of arm A."""
+    source: str
+    """Spec file or run folder that A comes from."""
+    level: float = OLDER["level"]
+    """Of the interval that decides."""
+    prior_weight: float = OLDER["prior_weight"]
+    """g of that interval."""
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset(change.key for change in self.changes)
+
+    @property
+    def name(self) -> str:
+        if not self.changes:
+            return "control-slow" if self.slow_a_by else "control-same"
+        return "+".join(change.key.replace(".", "-") for change in self.changes)
+
+    def to_json(self) -> str:
+        fields = dataclasses.asdict(self)
+        for name, value in OLDER.items():
+            if fields[name] == value:
+                del fields[name]  # as the plan was written, so that its hash stays what it was
+        return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False)
+
+    def order(self) -> list[bool]:
+        """For each pair whether B runs first: a fair coin of `order_seed` for each two pairs, which run
+        in opposite orders. A few coins of their own would often all fall alike, and then what comes
+        second is one arm."""
+        coins = random.Random(self.order_seed)
+        first = [coins.random() < 0.5 for _ in range(0, self.pairs_max, 2)]
+        return [order for coin in first for order in (coin, not coin)][: self.pairs_max]
+
+    def arm(self, b: bool, out: Path, name: str, pair: int = 0) -> RunSpec:
+        """The spec of the run of an arm in pair number `pair`, kept in the folder `name` of `out`."""
+        tree: dict[str, dict[str, Any]] = {key: dict(value) for key, value in self.spec.items()}
+        if self.metric == "final_loss":
+            tree["train"]["seed"] += pair
+        for change in self.changes if b else ():
+            section, key = change.key.split(".")
+            tree[section][key] = change.b
+        if not b and self.slow_a_by:
+            tree["compute"]["slow_by"] = self.slow_a_by
+        tree["run"] = {"name": name, "out": str(out)}
+        return build_spec(tree, file=f"arm {'B' if b else 'A'}", base=Path("/"), check_paths=False)
+
+    def control(self, *, slow: bool) -> Plan:
+        """A against A, or A made slower by twice the margin against A: what the instrument must be
+        able to tell on this machine before its verdict counts as measured."""
+        return dataclasses.replace(
+            self,
+            hypothesis=f"A made slower by {200 * self.margin:g} % is seen as slower"
+            if slow
+            else f"two runs of the same spec differ in {self.metric} by less than {100 * self.margin:g} %",
+            changes=(),
+            order_seed=self.order_seed + (2 if slow else 1),
+            slow_a_by=2 * self.margin if slow else 0.0,
+        )
+
+
+def read_plan(text: str) -> Plan:
+    """The plan that `to_json` wrote. Raises ValueError, TypeError or KeyError for another text."""
+    fields = parse_json(text, "plan.json", "plan")
+    fields["changes"] = tuple(Change(**change) for change in fields["changes"])
+    return Plan(**fields)
+
+
+def load_source(path: Path, sets: Sequence[str] = ()) -> RunSpec:
+    """The spec of a run folder, or in a TOML file with `sets` over it. Raises BadInput."""
+    if path.is_dir():
+        run = RunFolder(path)
+        if not run.effective.is_file():
+            raise BadInput.expected("run folder", path, "effective.json", "none")
+        tree = run.read_effective()["spec"]
+        return build_spec(tree, file=str(run.effective), base=Path("/"), check_paths=False)
+    return load_spec(path, list(sets))[0]
+
+
+def make_plan(
+    source: Path,
+    sets: Sequence[str],
+    *,
+    order_seed: int,
+    base_sets: Sequence[str] = (),
+    hypothesis: str = "",
+    metric: str = "step_s",
+    margin: float = MARGIN,
+    steps: int = STEPS,
+    pairs_max: int = PAIRS_MAX,
+    run_limit_s: float | None = None,
+    budget_s: float = BUDGET_S,
+    parity: float = PARITY,
+) -> Plan:
+    """Check everything that can be checked before a process starts. Raises BadInput.
+
+    `sets` are the changes of arm B as on the command line, `teacher.backend=quantized`; `base_sets` are
+    settings of both. The limit of a run is half the budget, so that one pair always fits, and at
+    most RUN_LIMIT_S.
+    """
+    _check_numbers(metric, margin, steps, pairs_max, budget_s, order_seed)
+    base = load_source(source, base_sets)
+    changes = _changes(base, sets)
+    return Plan(
+        hypothesis=hypothesis or _default_hypothesis(changes, metric, margin),
+        changes=changes,
+        metric=metric,
+        margin=margin,
+        alpha=ALPHA,
+        level=LEVEL,
+        prior_weight=PRIOR_WEIGHT,
+        pairs_min=PAIRS_MIN,
+        pairs_max=pairs_max,
+        steps=steps,
+        warm_up_steps=WARM_UP_STEPS,
+        run_limit_s=run_limit_s or min(RUN_LIMIT_S, budget_s / 2),
+        budget_s=budget_s,
+        parity=parity,
+        order_seed=order_seed,
+        slow_a_by=0.0,
+        spec=_shortened(base, steps),
+        source=str(source.absolute()),
+    )
+
+
+def _check_numbers(
+    metric: str, margin: float, steps: int, pairs_max: int, budget_s: float, order_seed: int
+) -> None:
+    least = WARM_UP_STEPS + MEASURED_STEPS_MIN
+    for what, good, expected, found in (
+        ("metric", metric in METRICS, f"one of {', '.join(METRICS)}", metric),
+        ("margin", 0 < margin < 1, "a share between 0 and 1", f"{margin:g}"),
+        (
+            "steps",
+            steps >= least,
+            f"at least {least}, of which {WARM_UP_STEPS} warm up",
+            str(steps),
+        ),
+        ("pairs", 0 < pairs_max <= PAIRS_LIMIT, f"1 to {PAIRS_LIMIT}", str(pairs_max)),
+        ("budget", budget_s > 0, "some seconds", f"{budget_s:g}"),
+        ("order seed", order_seed >= 0, "a number of at least 0", str(order_seed)),
+    ):
+        if not good:
+            raise BadInput.expected(what, "of the flip", expected, found)
+
+
+def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
+    """What B does otherwise, each value as its setting reads it."""
+    keys = list(dict.fromkeys(parse_set(argument)[0] for argument in sets))
+    changed = build_spec(base.to_dict(), file="the spec", base=Path("/"), sets=list(sets)).to_dict()
+    tree = base.to_dict()
+    changes, problems = [], []
+    for dotted in keys:
+        section, key = dotted.split(".")
+        a, b = tree[section][key], changed[section][key]
+        if section in EXTERNAL:
+            problems.append(
+                f"--set {dotted}: expected a setting of the job, found where it is kept"
+            )
+        elif a == b:
+            problems.append(
+                f"--set {dotted}: expected another value than arm A's, found {b!r} in both"
+            )
+        changes.append(Change(key=dotted, a=a, b=b))
+    if problems:
+        raise SpecError(problems)
+    return tuple(changes)
+
+
+def _shortened(spec: RunSpec, steps: int) -> dict[str, dict[str, Any]]:
+    tree = spec.to_dict()
+    # Stopped early, not made shorter: what is chosen by the length of a run (its schedule, whether
+    # compiling pays) is chosen as the run itself does.
+    tree["train"]["stop_after"] = steps
+    tree["train"]["steps"] = max(tree["train"]["steps"], steps)
+    tree["eval"] |= {"every": 0, "rows": min(tree["eval"]["rows"], 16)}
+    tree["checkpoint"] |= {"every": 0, "at_end": False}
+    # How long an arm may take is the plan's to say.
+    tree["watch"]["on_stall"] = "report"
+    return tree
+
+
+def _default_hypothesis(changes: Sequence[Change], metric: str, margin: float) -> str:
+    what = " and ".join(str(change) for change in changes) or "nothing"
+    return f"{what} changes {metric} by more than {100 * margin:g} %"

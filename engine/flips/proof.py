@@ -1,0 +1,197 @@
+"""What must hold of a pair before its times may be compared: proof from the logs, not from the request.
+
+    flipped    the settings on disk differ in exactly the planned ones; each arm decided what it was told
+               to; where kernels are counted, the arms did not run the same ones
+    equal      device, precision, rows, tokens and models are the same in both, but for what the
+               changed setting is there to change: nothing fell back unseen
+    parity     first losses and the teacher's held-out loss agree; asked only of settings that must
+               not change what is computed
+
+Each is a Verdict: FAIL ends the flip, UNKNOWN means that the logs do not say, and then the flip's
+verdict is a screen and no measurement. A faster arm that computes something else has not won.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.flips.knobs import (
+    FACTS,
+    as_choice,
+    asks_parity,
+    is_choice_of_the_engine,
+    matches,
+)
+from engine.flips.outcome import Outcome
+from engine.flips.plan import EXTERNAL, Change, Plan
+from engine.flips.surroundings import CPU
+from engine.log.folder import RunFolder
+from engine.verdict import Level, Verdict, lowest
+
+SLOW_KEY = "compute.slow_by"
+SAMPLING = "watch.sample_seconds"
+SLOWED_SHARE = 0.1
+"""Clocks held down by heat in one arm so much more of the time than in the other make a pair worthless;
+a judgement, not a law."""
+BACKEND = "teacher.backend"
+QUANTIZED = "quantized"
+
+
+def flipped(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
+    """Whether the arms differ in the planned settings and in no other."""
+    verdicts = [_settings_differ(plan, a, b, flip)]
+    verdicts += [_decided(change, a, b) for change in plan.changes]
+    if {"teacher.kernel", BACKEND} & plan.keys:
+        verdicts.append(_other_kernels(a, b))
+    verdicts += [_other_readings(change, a, b) for change in plan.changes if change.key == SAMPLING]
+    return lowest(verdicts)
+
+
+def _settings_differ(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
+    expected: dict[str, tuple[Any, Any]] = {c.key: (c.a, c.b) for c in plan.changes}
+    if plan.slow_a_by:
+        expected[SLOW_KEY] = (plan.slow_a_by, plan.spec["compute"]["slow_by"])
+    trees = [RunFolder(flip / o.run).read_effective()["spec"] for o in (a, b)]
+    found = {
+        f"{section}.{key}": (value, trees[1].get(section, {}).get(key))
+        for section, settings in trees[0].items()
+        if section not in EXTERNAL
+        for key, value in settings.items()
+        if trees[1].get(section, {}).get(key) != value
+    }
+    if found != expected:
+        said, wanted = _list(found), _list(expected)
+        return Verdict(
+            Level.FAIL, f"NotFlipped: the arms' settings differ in {said}, not in {wanted}"
+        )
+    if not found:
+        return Verdict(Level.PASS, "the arms have the same settings, as planned")
+    return Verdict(Level.PASS, f"the arms' settings differ in {', '.join(sorted(found))} alone")
+
+
+def _list(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    """`compute.threads (2, 1) and ...`"""
+    return " and ".join(f"{key} {pair}" for key, pair in sorted(differences.items())) or "nothing"
+
+
+def _decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
+    """Whether each arm decided what it was told to, where the setting is a decision at all."""
+    key = change.key
+    for outcome, asked in ((a, change.a), (b, change.b)):
+        choice = outcome.choices.get(key)
+        if choice is None or is_choice_of_the_engine(asked) or choice == as_choice(asked):
+            continue
+        text = (
+            f"NotFlipped: {key} is {choice} in arm {outcome.arm}, asked for was {as_choice(asked)}"
+        )
+        return Verdict(Level.FAIL, text)
+    choices = a.choices.get(key), b.choices.get(key)
+    if None in choices:
+        if any(choices) or not (a.completed and b.completed):
+            missing = "A" if choices[0] is None else "B"
+            return Verdict(Level.UNKNOWN, f"arm {missing} did not come to decide {key}")
+        return Verdict(Level.PASS, f"{key} is no decision: the settings say it")
+    if choices[0] == choices[1]:
+        return Verdict(Level.FAIL, f"NotFlipped: {key} came to {choices[0]} in both arms")
+    return Verdict(Level.PASS, f"{key} was {choices[0]} in A and {choices[1]} in B")
+
+
+def _other_kernels(a: Outcome, b: Outcome) -> Verdict:
+    """Whether different kernels ran, where a teacher in blocks is involved and kernels are counted."""
+    if QUANTIZED not in (a.choices.get(BACKEND), b.choices.get(BACKEND)):
+        return Verdict(Level.PASS, "no teacher in blocks is involved")
+    ran = [{name for name, count in (o.kernels or {}).items() if count} for o in (a, b)]
+    if not ran[0] and not ran[1]:
+        return Verdict(Level.UNKNOWN, "a teacher in blocks is involved and no kernels were counted")
+    if ran[0] == ran[1]:
+        text = f"NotFlipped: both arms ran the same kernels: {', '.join(sorted(ran[0]))}"
+        return Verdict(Level.FAIL, text)
+    only = [", ".join(sorted(ran[i] - ran[1 - i])) or "none" for i in (0, 1)]
+    return Verdict(Level.PASS, f"kernels of A alone: {only[0]}; of B alone: {only[1]}")
+
+
+def _other_readings(change: Change, a: Outcome, b: Outcome) -> Verdict:
+    """Whether the arm that asked for more readings of the machine has them."""
+    text = f"{a.readings} readings of the machine in A, {b.readings} in B"
+    often, seldom = (a, b) if 0 < change.a < (change.b or math.inf) else (b, a)
+    if often.readings <= seldom.readings:
+        return Verdict(Level.FAIL, f"NotFlipped: {text}")
+    return Verdict(Level.PASS, text)
+
+
+def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
+    """Whether nothing else differs: no device, precision, batch or model fell back."""
+    for name, may_change in FACTS.items():
+        if any(matches(key, may_change) for key in plan.keys):
+            continue
+        if name in a.facts and name in b.facts and _differ(a.facts[name], b.facts[name]):
+            text = f"{name} is {_brief(a.facts[name])} in A and {_brief(b.facts[name])} in B"
+            return Verdict(Level.FAIL, f"SilentFallback: {text}")
+    if a.suspended or b.suspended:
+        asleep = " and ".join(o.arm for o in (a, b) if o.suspended)
+        return Verdict(Level.FAIL, f"Suspended: the machine slept in {asleep}")
+    slowed = (a.slowed or 0.0, b.slowed or 0.0)
+    if abs(slowed[0] - slowed[1]) > SLOWED_SHARE:
+        text = f"clocks were held down {slowed[0]:.0%} of the time in A and {slowed[1]:.0%} in B"
+        return Verdict(Level.FAIL, f"Throttled: {text}")
+    missing = [name for name in FACTS if name not in a.facts or name not in b.facts]
+    # A run without a teacher has none of its facts, in both arms.
+    missing = [
+        name for name in missing if name in a.facts or name in b.facts or "teacher" not in name
+    ]
+    if missing:
+        return Verdict(Level.UNKNOWN, f"not in both logs: {', '.join(missing)}")
+    if SAMPLING in plan.keys:
+        text = "device, precision, rows, tokens and models are the same; clocks are read as planned"
+        return Verdict(Level.PASS, text)
+    if a.facts["device"] != CPU and None in (a.slowed, b.slowed):
+        text = "no reading of the clocks fell into the measured steps of both arms"
+        return Verdict(Level.UNKNOWN, text)
+    return Verdict(Level.PASS, "device, precision, rows, tokens and models are the same")
+
+
+def _differ(a: object, b: object) -> bool:
+    """Lists are of steps, and an arm that was ended early has fewer of them."""
+    if isinstance(a, list) and isinstance(b, list):
+        steps = min(len(a), len(b))
+        return a[:steps] != b[:steps]
+    return a != b
+
+
+def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
+    """Whether both computed the same; None where the setting may change what is computed."""
+    if not asks_parity(plan.keys):
+        return None
+    worst, where, compared = 0.0, "", 0
+    for what, left, right in _losses(a, b):
+        compared += 1
+        if (left is None) != (right is None):
+            text = f"{what} is finite in one arm alone"
+            return Verdict(Level.FAIL, text)
+        if left is None or right is None:
+            continue
+        gap = abs(left - right) / max(abs(left), abs(right), 1e-30)
+        if gap > plan.parity:
+            text = f"{what} is {left:.6g} in A and {right:.6g} in B, {gap:.2%} apart"
+            return Verdict(Level.FAIL, f"{text} where {plan.parity:.2%} is allowed")
+        if gap >= worst:
+            worst, where = gap, what
+    if not compared:
+        return Verdict(Level.UNKNOWN, "the arms have no losses to compare")
+    if worst == 0:
+        return Verdict(Level.PASS, "losses are the same to the last digit")
+    return Verdict(Level.PASS, f"losses agree to {worst:.2g} of themselves ({where})")
+
+
+def _losses(a: Outcome, b: Outcome) -> Iterator[tuple[str, float | None, float | None]]:
+    for step, (left, right) in enumerate(zip(a.losses, b.losses, strict=False), start=1):
+        yield f"the loss of step {step}", left, right
+    if a.teacher_loss is not None and b.teacher_loss is not None:
+        yield "the teacher's held-out loss", a.teacher_loss, b.teacher_loss
+
+
+def _brief(value: Any) -> str:
+    return f"{value}"[:40]

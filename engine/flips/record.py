@@ -1,0 +1,290 @@
+"""The folder of a flip, and its verdict on disk.
+
+    plan.json      written before the first arm
+    pairs.jsonl    first line: the hash of the plan, the machine; then a line for each pair, append only
+    arms/NN-a      ordinary run folders, NN-b likewise; a second try after an interruption is NN-a.2
+    controls/      folders of the same kind, when the controls were run with the flip
+    verdict.json   at the end, and after an interruption the verdict so far
+
+A line is one write and reaches the disk before the next arm starts, so a flip that dies loses the pair
+that was going on and nothing else. One process writes: it holds the lock of pairs.jsonl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine import limits
+from engine.errors import BadInput, RunLogError, write_error
+from engine.files import parse_json, read_bytes, read_json, read_text
+from engine.flips.judge import DECIDED, PARITY_FAIL, PROOFS, Pair
+from engine.flips.outcome import Outcome
+from engine.flips.plan import Plan, read_plan
+from engine.flips.surroundings import Surroundings
+from engine.log.folder import write_whole
+from engine.log.write import sync_folder, write_fully
+from engine.verdict import Level, Verdict
+
+MEASURED, SCREEN, EXPLORATORY = "measured", "screen", "exploratory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipVerdict:
+    """What verdict.json holds. Ratios are B over A; an interval with an open end has None there."""
+
+    prereg_sha: str
+    grade: str
+    """`class` in the file: measured, screen or exploratory."""
+    why_grade: list[str]
+    """What keeps it from being measured; empty when nothing does."""
+    verdict: str
+    reason: str
+    interrupted: bool
+    hypothesis: str
+    changes: list[str]
+    metric: str
+    margin: float
+    effect: float | None
+    interval: list[float | None]
+    level: float
+    method: str
+    n_pairs: int
+    """Pairs in which both arms completed."""
+    pairs_run: int
+    pairs_needed: int | None
+    order_seed: int
+    raw_runs: list[dict[str, Any]]
+    censored: dict[str, Any]
+    diagnostics: dict[str, Any]
+    controls: dict[str, Any]
+    """AA, positive, manipulation, equal, parity: each with its level and reason."""
+    guards: dict[str, Any]
+    """The other metrics, asked together (Holm)."""
+    host: dict[str, Any]
+    cost_s: float
+    receipts: list[str]
+    next: list[str] = field(default_factory=list)
+    """What to do with it."""
+
+    @property
+    def answer(self) -> Verdict:
+        """PASS where it decided, FAIL where the arms compute different things, else UNKNOWN."""
+        if self.verdict in DECIDED:
+            return Verdict(Level.PASS, self.reason)
+        return Verdict(Level.FAIL if self.verdict == PARITY_FAIL else Level.UNKNOWN, self.reason)
+
+    def to_json(self) -> str:
+        fields = dataclasses.asdict(self)
+        fields["class"] = fields.pop("grade")
+        return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+
+class FlipFolder:
+    """An opened flip: the plan it began with, the pairs measured so far, and the lock on both."""
+
+    def __init__(self, path: Path, fd: int, header: Mapping[str, Any], pairs: list[Pair]) -> None:
+        self.path, self._fd, self.header, self.pairs = path, fd, header, pairs
+
+    @property
+    def began_with(self) -> Surroundings:
+        return Surroundings(**self.header["host"])
+
+    def edited(self) -> str:
+        """Why the plan is not the one that was registered; empty when it is."""
+        try:
+            found = read_plan_of(self.path).sha256
+        except RunLogError as error:
+            return f"plan.json cannot be read any more ({error})"
+        if found != self.header["plan_sha256"]:
+            return "plan.json was changed after the start"
+        return ""
+
+    def add(self, pair: Pair) -> None:
+        _append(self._fd, self.path, _pair_fields(pair))
+        self.pairs.append(pair)
+
+    def run_folder(self, number: int, arm: str) -> Path:
+        """A new folder for a run of an arm."""
+        name = f"{number:02}-{arm.lower()}"
+        tries = [name, *(f"{name}.{n}" for n in range(2, 100))]
+        return next(p for t in tries if not (p := self.path / "arms" / t).exists())
+
+    def write(self, verdict: FlipVerdict) -> None:
+        write_whole(self.path / "verdict.json", verdict.to_json())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def create_flip(path: Path, plan: Plan, surroundings: Surroundings) -> FlipFolder:
+    """Register the plan in a new folder. Raises BadInput for one that exists."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+    except FileExistsError:
+        raise BadInput.expected(
+            "flip folder", path, "a new folder", "one that exists", hint="--resume continues a flip"
+        ) from None
+    except OSError as error:
+        raise write_error("flip folder", path, "to create it", error) from error
+    header = {
+        "plan_sha256": plan.sha256,
+        "order_seed": plan.order_seed,
+        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "host": dataclasses.asdict(surroundings),
+    }
+    fd = -1
+    try:
+        write_whole(path / "plan.json", plan.to_json() + "\n")
+        fd = _open_locked(path / "pairs.jsonl", create=True)
+        _append(fd, path, header)
+        sync_folder(path.parent)
+    except BaseException as error:
+        # A folder without a registered plan would stand in the way of the next try.
+        if fd >= 0:
+            os.close(fd)
+        shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise write_error("flip folder", path, "to reach the disk", error) from error
+        raise
+    return FlipFolder(path, fd, header, [])
+
+
+def open_flip(path: Path) -> tuple[FlipFolder, Plan]:
+    """A flip to be continued, with the plan as it stands now. A torn last line is cut off."""
+    log = path / "pairs.jsonl"
+    if not log.is_file():
+        raise RunLogError.expected("flip folder", path, "pairs.jsonl in it", "none")
+    fd = _open_locked(log, create=False)
+    try:
+        plan = read_plan_of(path)
+        header, pairs, whole = _read(log)
+        os.ftruncate(fd, whole)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        os.close(fd)
+        raise RunLogError.expected("flip folder", path, "a header and pairs", str(error)) from error
+    except RunLogError:
+        os.close(fd)
+        raise
+    return FlipFolder(path, fd, header, pairs), plan
+
+
+def read_plan_of(path: Path) -> Plan:
+    """The plan of a flip as it stands now. Raises RunLogError."""
+    try:
+        text = read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError)
+        return read_plan(text)
+    except (BadInput, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunLogError.expected("flip folder", path, "a plan", str(error)) from error
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """The pairs of a flip, as a viewer reads them: while it goes on, too. Raises RunLogError."""
+    try:
+        return _read(path / "pairs.jsonl")[1]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RunLogError.expected("flip folder", path, "a header and pairs", str(error)) from error
+
+
+def find_flips(folder: Path) -> list[Path]:
+    """The flips directly in `folder`, or `folder` itself, newest first; those of controls are not
+    among them."""
+    if (folder / "pairs.jsonl").is_file():
+        return [folder]
+    if not folder.is_dir():
+        return []
+    found = [p for p in folder.iterdir() if (p / "pairs.jsonl").is_file()]
+    return sorted(found, key=lambda p: (_made_ns(p), p.name), reverse=True)
+
+
+def _made_ns(path: Path) -> int:
+    """When the plan of a flip was written; 0 where it has none, or has been deleted meanwhile."""
+    try:
+        return (path / "plan.json").stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def read_verdict(path: Path) -> dict[str, Any] | None:
+    """verdict.json of a flip; None while there is none. RunLogError when it is not one."""
+    file = path / "verdict.json"
+    if not os.path.lexists(file):
+        return None
+    fields = read_json(file, "verdict", limits.FLIP_FILE, error=RunLogError)
+    if not isinstance(fields, dict) or "verdict" not in fields:
+        raise RunLogError.expected("verdict", file, "a verdict", f"{fields!r:.60}")
+    return fields
+
+
+def _read(log: Path) -> tuple[dict[str, Any], list[Pair], int]:
+    """Header, pairs, and where the last whole line ends."""
+    raw = read_bytes(log, "flip", limits.FLIP_FILE, error=RunLogError)
+    whole = raw.rfind(b"\n") + 1
+    lines = [parse_json(line, log, "flip", error=RunLogError) for line in raw[:whole].splitlines()]
+    if not lines or "plan_sha256" not in lines[0]:
+        raise ValueError(f"{log} does not begin with the hash of a plan")
+    return lines[0], [_read_pair(fields) for fields in lines[1:]], whole
+
+
+def _pair_fields(pair: Pair) -> dict[str, Any]:
+    fields = {f.name: getattr(pair, f.name) for f in dataclasses.fields(pair)}
+    fields |= {"a": dataclasses.asdict(pair.a), "b": dataclasses.asdict(pair.b)}
+    fields["proofs"] = {
+        name: None if proof is None else {"level": proof.level.name, "reason": proof.reason}
+        for name, proof in pair.proofs.items()
+    }
+    return fields
+
+
+def _read_pair(fields: dict[str, Any]) -> Pair:
+    proofs = {
+        name: None
+        if (p := fields["proofs"][name]) is None
+        else Verdict(Level[p["level"]], p["reason"])
+        for name in PROOFS
+    }
+    sides = {"a": Outcome(**fields["a"]), "b": Outcome(**fields["b"])}
+    return Pair(**(fields | sides | {"proofs": proofs}))
+
+
+def _open_locked(log: Path, *, create: bool) -> int:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    try:
+        fd = os.open(log, flags, 0o644)
+    except OSError as error:
+        raise write_error("flip", log, "to open it for writing", error) from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise RunLogError.expected("flip", log, "no other writer", "one that is alive") from None
+    return fd
+
+
+def _append(fd: int, path: Path, fields: Mapping[str, Any]) -> None:
+    line = json.dumps(fields, allow_nan=False).encode() + b"\n"
+    try:
+        write_fully(fd, line)
+        os.fsync(fd)
+        sync_folder(path)
+    except OSError as error:
+        raise write_error("flip", path / "pairs.jsonl", "to write a line", error) from error
+
+
+def raw_runs(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
+    """Each run in the order it was made."""
+    return [
+        {"pair": pair.number, "arm": o.arm, "run": o.run}
+        | {"state": o.state, "value": o.value, "seconds": o.seconds}
+        for pair in pairs
+        for o in ((pair.b, pair.a) if pair.b_first else (pair.a, pair.b))
+    ]

@@ -1,0 +1,247 @@
+"""What paired runs say about two arms, at every look, without peeking being a mistake.
+
+The unit is a pair of fresh processes, one of each arm, in random order. A pair gives one number,
+d = ln(y_B / y_A), the log-ratio of the two runs' medians. Steps of one process are not independent
+of each other and are never pooled: a test on steps calls equal arms different most of the time.
+
+After each pair the mean of d has an interval that is valid however often one looks (a mixture of
+Student t tests over the effect, right-Haar prior on the scale, g-prior of weight g on the mean):
+
+    nu = n - 1,  q = 1 + n g,  a = (sqrt(q) / alpha)^(2 / (nu + 1))
+    h  = s_d sqrt((nu / n) (a - 1) / (1 - a / q))    if a < q, else infinite
+    [mean - h, mean + h]
+
+The margin is what is too small to matter (5 % by default). An interval that lies outside the margin
+decides, one inside it says the arms are equivalent, any other asks for more pairs. Each of these is a
+claim about one side (more than the margin, less than minus the margin, and for equivalence the two
+opposite ones, as in two one-sided tests), so a verdict that is wrong in at most `ALPHA` of experiments takes
+the interval of level 1 - 2 ALPHA, each end of which is passed with probability ALPHA.
+
+Validity assumes that the d are independent and roughly normal. `diagnose` looks for what would break
+that (order, trend, autocorrelation, a sign test that disagrees) and its findings make a verdict
+invalid. Arms that did not finish are outcomes and have no time: `sign_bound` is what can be said of
+them. Of several metrics one decides; the others are asked together (`anytime_p`, `holm`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from engine.flips.student import t_quantile, t_tail
+
+ALPHA = 0.05
+LEVEL = 1 - 2 * ALPHA
+PRIOR_WEIGHT = 2.0
+"""g: the narrowest interval at eight pairs, and finite from the four with which a verdict begins."""
+AUTOCORRELATION_LIMIT = 0.5
+AUTOCORRELATION_ERRORS = 2.58
+"""Independent pairs correlate by 1 / sqrt(n) at random, so that a few of them pass 0.5 by chance in one
+experiment of eight: the limit is also this many standard errors, 1 % of experiments."""
+DIAGNOSIS_P_LIMIT = 0.01
+"""Of the tests on order and trend. A limit on p and not on t: with two pairs of either order t passes 3 in
+one experiment of ten by chance."""
+EXACT_SIGNS = 20
+SAMPLED_SIGNINGS = 20_000
+_ENOUGH_FOR_DIAGNOSIS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Of the mean log-ratio; `low` and `high` may be infinite while nothing is known yet."""
+
+    mean: float
+    low: float
+    high: float
+    pairs: int
+    deviation: float
+    """Standard deviation of d between pairs; 0 for a single one."""
+
+    @property
+    def ratio(self) -> float:
+        """B over A: 0.9 means B takes 10 % less."""
+        return math.exp(self.mean)
+
+
+# contract: flip-statistics-v1
+def anytime_interval(
+    differences: Sequence[float], *, alpha: float = ALPHA, prior_weight: float = PRIOR_WEIGHT
+) -> Interval:
+    """The interval that may be looked at after every pair. Raises ValueError without a pair."""
+    n = len(differences)
+    mean, deviation = _moments(differences)
+    half = math.inf
+    if n >= 2:
+        q = 1 + n * prior_weight
+        a = (math.sqrt(q) / alpha) ** (2 / n)
+        if a < q:
+            half = deviation * math.sqrt((n - 1) / n * (a - 1) / (1 - a / q))
+    return Interval(mean=mean, low=mean - half, high=mean + half, pairs=n, deviation=deviation)
+
+
+def fixed_interval(differences: Sequence[float], *, alpha: float = ALPHA) -> Interval:
+    """Student's interval: narrower, and valid only for a number of pairs fixed in advance."""
+    n = len(differences)
+    mean, deviation = _moments(differences)
+    half = math.inf
+    if n >= 2:
+        half = t_quantile(1 - alpha / 2, n - 1) * deviation / math.sqrt(n)
+    return Interval(mean=mean, low=mean - half, high=mean + half, pairs=n, deviation=deviation)
+
+
+# contract: flip-statistics-v1
+def decide(interval: Interval, margin: float) -> str | None:
+    """`B_FASTER`, `B_SLOWER` or `EQUIVALENT`, None while more pairs are needed. `margin` is a share:
+    0.05 is 5 %. For a metric where less is better."""
+    delta = math.log1p(margin)
+    if interval.high < -delta:
+        return "B_FASTER"
+    if interval.low > delta:
+        return "B_SLOWER"
+    if -delta < interval.low and interval.high < delta:
+        return "EQUIVALENT"
+    return None
+
+
+def pairs_needed(interval: Interval, margin: float, *, factor: float = 3.0) -> int | None:
+    """Roughly how many pairs would decide, if mean and deviation stay as they are; None when the
+    mean lies on the margin or nothing is known of the deviation. `factor` is the width of the
+    anytime interval in standard errors, about 3."""
+    delta = math.log1p(margin)
+    gap = min(abs(interval.mean - delta), abs(interval.mean + delta))
+    if interval.pairs < 2 or gap == 0:
+        return None
+    return max(interval.pairs + 1, math.ceil((interval.deviation * factor / gap) ** 2))
+
+
+def sign_bound(pairs: int) -> float:
+    """One-sided p that the same arm fails in every one of `pairs` by chance: 2^-n."""
+    return 2.0**-pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A reason not to believe the interval."""
+
+    id: str
+    text: str
+
+
+def diagnose(
+    differences: Sequence[float], b_first: Sequence[bool], times_s: Sequence[float]
+) -> list[Finding]:
+    """What speaks against independent, unordered pairs. `b_first` says which arm of a pair ran
+    first, `times_s` when the pair began."""
+    found = []
+    n = len(differences)
+    correlation = _lag_one(differences) if n >= _ENOUGH_FOR_DIAGNOSIS else 0.0
+    if abs(correlation) > max(AUTOCORRELATION_LIMIT, AUTOCORRELATION_ERRORS / math.sqrt(n)):
+        found.append(
+            Finding(
+                id="autocorrelation", text=f"neighbouring pairs correlate by {correlation:+.2f}"
+            )
+        )
+    ba = [d for d, first in zip(differences, b_first, strict=True) if first]
+    ab = [d for d, first in zip(differences, b_first, strict=True) if not first]
+    order, p = _two_sample_t(ab, ba)
+    if p < DIAGNOSIS_P_LIMIT:
+        gap = math.expm1(statistics.fmean(ba) - statistics.fmean(ab))
+        text = f"pairs that began with B differ from the others by {gap:+.1%} (t = {order:.1f}, p = {p:.3f})"
+        found.append(Finding(id="order", text=text))
+    trend = _trend_p(differences, times_s) if n >= _ENOUGH_FOR_DIAGNOSIS else 1.0
+    if trend < DIAGNOSIS_P_LIMIT:
+        found.append(Finding(id="trend", text=f"the difference drifts with time (p = {trend:.3f})"))
+    return found
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """Two-sided p of the mean under random signs: the share of the signings whose mean is at least as
+    far from 0. Of all 2^n of them up to EXACT_SIGNS pairs, else of a fixed random sample, the
+    signing that was seen included. Raises ValueError without a pair."""
+    n = len(differences)
+    if n == 0:
+        raise ValueError("sign flips: expected pairs, found none")
+    if n <= EXACT_SIGNS:
+        sums = [0.0]
+        for d in differences:
+            sums = [s + d for s in sums] + [s - d for s in sums]
+    else:
+        coins = random.Random(n)
+        sums = [math.fsum(differences)]
+        for _ in range(SAMPLED_SIGNINGS):
+            signs = coins.getrandbits(n)
+            sums.append(math.fsum(-d if signs >> i & 1 else d for i, d in enumerate(differences)))
+    observed = abs(math.fsum(differences))
+    # Sums of the same numbers in another order differ by rounding.
+    slack = 1e-12 * (1 + sum(map(abs, differences)))
+    return sum(abs(s) >= observed - slack for s in sums) / len(sums)
+
+
+def anytime_p(differences: Sequence[float], *, prior_weight: float = PRIOR_WEIGHT) -> float:
+    """The smallest alpha whose `anytime_interval` leaves out 0: the interval's formula solved for
+    alpha."""
+    n = len(differences)
+    mean, deviation = _moments(differences)
+    if n < 2 or mean == 0:
+        return 1.0
+    q = 1 + n * prior_weight
+    if deviation == 0:
+        a = q
+    else:
+        r = (mean / deviation) ** 2 * n / (n - 1)
+        a = (1 + r) / (1 + r / q)
+    return min(1.0, math.sqrt(q) * math.pow(a, -n / 2))
+
+
+def holm(p_values: Mapping[str, float], *, alpha: float = ALPHA) -> set[str]:
+    """The names that are different at `alpha` when all of them are asked at once (Holm's step-down)."""
+    found: set[str] = set()
+    for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        if p > alpha / (len(p_values) - done):
+            break
+        found.add(name)
+    return found
+
+
+def _moments(differences: Sequence[float]) -> tuple[float, float]:
+    if not differences or not all(map(math.isfinite, differences)):
+        raise ValueError(f"pairs: expected finite log-ratios, found {list(differences)}")
+    deviation = statistics.stdev(differences) if len(differences) > 1 else 0.0
+    return statistics.fmean(differences), deviation
+
+
+def _lag_one(values: Sequence[float]) -> float:
+    mean = statistics.fmean(values)
+    centred = [v - mean for v in values]
+    power = sum(c * c for c in centred)
+    return sum(a * b for a, b in pairwise(centred)) / power if power else 0.0
+
+
+def _two_sample_t(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
+    """Student's t with a pooled deviation, and its two-sided p; (0, 1) with fewer than two of either."""
+    if len(left) < 2 or len(right) < 2:
+        return 0.0, 1.0
+    degrees = len(left) + len(right) - 2
+    pooled = (
+        statistics.variance(left) * (len(left) - 1) + statistics.variance(right) * (len(right) - 1)
+    ) / degrees
+    error = math.sqrt(pooled * (1 / len(left) + 1 / len(right)))
+    gap = statistics.fmean(right) - statistics.fmean(left)
+    if error == 0:
+        return (0.0, 1.0) if gap == 0 else (math.copysign(math.inf, gap), 0.0)
+    return gap / error, 2 * t_tail(abs(gap / error), degrees)
+
+
+def _trend_p(values: Sequence[float], times: Sequence[float]) -> float:
+    """Two-sided p of the slope of `values` over `times`."""
+    if len(set(times)) < 2 or len(set(values)) < 2:
+        return 1.0
+    r = statistics.correlation(times, values)
+    degrees = len(values) - 2
+    if abs(r) >= 1:
+        return 0.0
+    return 2 * t_tail(abs(r) * math.sqrt(degrees / (1 - r * r)), degrees)

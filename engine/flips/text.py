@@ -1,0 +1,145 @@
+"""A flip in words: its plan, a line for each pair, its verdict; and the interval against the margin as a
+bar of characters. Every surface prints these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.flips.judge import Pair, count_of
+from engine.flips.outcome import Outcome
+from engine.flips.plan import METRICS, Plan
+from engine.flips.statistics import Interval
+from engine.flips.surroundings import CPU
+from engine.units import NOT_MEASURED, format_bytes, format_seconds, format_value
+
+BAR_WIDTH = 61
+BUSY = 0.5
+"""Others beside the run that ran or waited for a CPU, a mean over a run."""
+UNICODE, ASCII = "┊│─●├┤", ":|-o[]"
+"""Ends of the margin, zero, the interval, its middle, its ends."""
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What was registered, before anything runs."""
+    what = "flip" if len(plan.changes) == 1 else "bundle: its verdict names no single cause"
+    return [
+        f"hypothesis: {plan.hypothesis}",
+        *(f"{what}: {change.key}  A {change.a!r}  B {change.b!r}" for change in plan.changes),
+        f"metric: {plan.metric} ({METRICS[plan.metric]}), margin {plan.margin:.1%}, level {plan.level:.0%}",
+        f"pairs: {plan.pairs_min} to {plan.pairs_max} of {plan.steps} steps, the first {plan.warm_up_steps} warm up,"
+        f" order by seed {plan.order_seed}",
+        f"source: {plan.source}",
+        f"plan sha256: {plan.sha256}",
+    ]
+
+
+def pair_heading(plan: Plan) -> str:
+    return f"{'pair':>4}  {'order':5}  {'A':>12}  {'B':>12}  {'B/A':>7}  {plan.metric} B/A so far"
+
+
+def pair_line(plan: Plan, pair: Pair, interval: Interval | None) -> str:
+    """One line of the table."""
+    difference = pair.difference if pair.complete else None
+    ratio = f"{math.exp(difference):.3f}" if difference is not None else "-"
+    values = [value_text(plan.metric, o) for o in (pair.a, pair.b)]
+    order = "B A" if pair.b_first else "A B"
+    so_far = "-" if interval is None else interval_text(interval)
+    line = f"{pair.number:>4}  {order:5}  {values[0]:>12}  {values[1]:>12}  {ratio:>7}  {so_far}"
+    odd = [f"{o.arm} {o.in_words()}" for o in (pair.a, pair.b) if not o.completed]
+    return "\n".join([line, *(f"      {text}" for text in odd)])
+
+
+def value_text(metric: str, outcome: Outcome) -> str:
+    """The metric of one run, or the word of its end."""
+    if outcome.value is None:
+        return outcome.state if not outcome.completed else NOT_MEASURED
+    return amount_text(metric, outcome.value)
+
+
+def amount_text(metric: str, value: float) -> str:
+    if metric.endswith("_bytes"):
+        return format_bytes(value)
+    if metric == "step_s":
+        return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.3f} s"
+    return format_value(value)
+
+
+def interval_text(interval: Interval) -> str:
+    if math.isinf(interval.high):
+        return f"{interval.ratio:.3f} (too few pairs for an interval)"
+    return f"{interval.ratio:.3f} [{math.exp(interval.low):.3f}, {math.exp(interval.high):.3f}]"
+
+
+def bar(
+    effect: float, ends: Sequence[float | None], margin: float, *, characters: str = UNICODE
+) -> list[str]:
+    """The interval of B/A against the margin, on a logarithmic axis, and the axis in words. `ends` are
+    ratios, None where open."""
+    edge, zero, line, middle, left, right = tuple(characters)
+    delta = math.log1p(margin)
+    known = [math.log(x) for x in (effect, *ends) if x is not None]
+    reach = max(2 * delta, *(1.1 * abs(x) for x in known))
+
+    def column(x: float) -> int:
+        return round((min(max(x, -reach), reach) + reach) / (2 * reach) * (BAR_WIDTH - 1))
+
+    cells = [" "] * BAR_WIDTH
+    first = 0 if ends[0] is None else column(math.log(ends[0]))
+    last = BAR_WIDTH - 1 if ends[1] is None else column(math.log(ends[1]))
+    cells[first : last + 1] = line * (last + 1 - first)
+    for x, mark in ((-delta, edge), (0.0, zero), (delta, edge)):
+        cells[column(x)] = mark
+    if ends[0] is not None:
+        cells[first] = left
+    if ends[1] is not None:
+        cells[last] = right
+    cells[column(math.log(effect))] = middle
+    low, high = f"{math.expm1(-reach):+.0%}", f"{math.expm1(reach):+.0%}"
+    legend = f"{edge} margin {margin:.1%}  {zero} no difference"
+    gap = " " * max(1, BAR_WIDTH - len(low) - len(high) - len(legend) - 2)
+    return ["".join(cells).rstrip(), f"{low} {legend}{gap} {high}"]
+
+
+def verdict_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> list[str]:
+    """What verdict.json holds, for a person."""
+    broken = ", interrupted" if fields["interrupted"] else ""
+    out = [f"{fields['verdict']} ({fields['class']}{broken}): {fields['reason']}"]
+    if fields["effect"] is not None:
+        drawn = bar(fields["effect"], fields["interval"], fields["margin"], characters=characters)
+        out += [f"  {text}" for text in drawn]
+        noise = fields["diagnostics"]["deviation"]
+        pairs = f"{fields['n_pairs']} of {count_of(fields['pairs_run'])}"
+        out.append(f"  {pairs} compared, deviation between pairs {noise:.1%}")
+    loads = fields["diagnostics"]["neighbour_load"].values()
+    if fields["host"]["device"] == CPU and max(loads, default=0.0) > BUSY:
+        out.append(f"  the machine was busy: up to {max(loads):.1f} others wanted its CPUs")
+    if fields["pairs_needed"]:
+        out.append(f"  about {fields['pairs_needed']} pairs would decide")
+    if len(fields["changes"]) > 1:
+        out.append(f"  a bundle of {len(fields['changes'])}: no single cause is named")
+    out += [f"  left out: {text}" for text in fields["diagnostics"]["left_out"]]
+    out += [
+        f"  {name}: {answer['level']}: {answer['reason']}"
+        for name, answer in fields["controls"].items()
+    ]
+    out += [f"  not measured because of {text}" for text in fields["why_grade"]]
+    out += [
+        f"  beside it: {name} B/A {guard['ratio']:.3f}"
+        for name, guard in fields["guards"].items()
+        if guard["differs"]
+    ]
+    out.append(f"  took {format_seconds(fields['cost_s'])} on {fields['host']['device_name']}")
+    out += [f"  next: {text}" for text in fields["next"]]
+    return out
+
+
+def one_line(name: str, fields: Mapping[str, Any]) -> str:
+    """A flip in a list."""
+    effect = "" if fields["effect"] is None else f"  B/A {fields['effect']:.3f}"
+    pairs = count_of(fields["n_pairs"])
+    changes = ", ".join(fields["changes"])
+    broken = " (interrupted)" if fields["interrupted"] else ""
+    return f"{name}  {fields['verdict']}{broken}  {fields['class']}{effect}  {pairs}  {changes}"

@@ -1,0 +1,147 @@
+"""How far each rank of a run with several GPUs has come: one small file a rank, readable at any time.
+
+    <run>/ranks/<rank>.beat        pid, step, collectives entered: three little-endian u64
+    <run>/ranks/<rank>.jsonl       the log of a rank other than the first, whose log is the run's
+    <run>/ranks/lost.json          which rank ended the run, when one did
+
+A rank writes its beat when it enters a collective of a step, and when it has done all of its own part
+of that step and goes to wait for the others. Every rank enters the same collectives in the same order.
+So while a step hangs, the ranks that wait have a higher step, or have entered more, than the one they
+wait for, whatever stack each of them shows: in a collective all waiting ranks look alike.
+
+A beat is one write of 24 bytes to one place. It is no log: a torn or missing one is "not known".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engine import limits
+from engine.errors import RunLogError
+from engine.files import read_bytes, read_json_object
+from engine.log.folder import RunFolder, write_whole
+
+_BEAT = struct.Struct("<QQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    rank: int
+    pid: int
+    step: int
+    """The last step that this rank has done its part of; 0 before the first."""
+    entered: int = 0
+    """Collectives of steps that this rank has entered."""
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How far it is, to compare with others."""
+        return self.step, self.entered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostRank:
+    """Which rank ended a run, as its launcher saw it."""
+
+    rank: int
+    pid: int
+    returncode: int
+    """Of that process: minus the signal that ended it."""
+    sentence: str
+
+
+class BeatWriter:
+    """The beat of one rank."""
+
+    def __init__(self, run: RunFolder, rank: int) -> None:
+        folder = _folder(run)
+        folder.mkdir(exist_ok=True)
+        self._file = os.open(
+            folder / f"{rank}.beat", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
+        )
+        self._pid, self._step, self._entered = os.getpid(), 0, 0
+        self.write(0)
+
+    def write(self, step: int) -> None:
+        """This rank has done its part of `step`."""
+        self._step = step
+        self._put()
+
+    def entering(self) -> None:
+        """This rank enters a collective."""
+        self._entered += 1
+        self._put()
+
+    def _put(self) -> None:
+        os.pwrite(self._file, _BEAT.pack(self._pid, self._step, self._entered), 0)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read_beats(run: RunFolder) -> list[Beat]:
+    """The beats there are, by rank; none for a run of one process."""
+    beats = []
+    for path in _folder(run).glob("*.beat"):
+        data = read_bytes(path, "beat", limits.BEAT, error=RunLogError)
+        if path.stem.isdigit() and len(data) == _BEAT.size:
+            beats.append(Beat(int(path.stem), *_BEAT.unpack(data)))
+    return sorted(beats, key=lambda beat: beat.rank)
+
+
+def behind(beats: list[Beat]) -> list[Beat]:
+    """The ranks that the others wait for; none when all have come equally far."""
+    most = max((beat.reached for beat in beats), default=(0, 0))
+    return [beat for beat in beats if beat.reached < most]
+
+
+def waited_for(beats: list[Beat]) -> str | None:
+    """In words: which ranks hold the others up. None when none does."""
+    late = behind(beats)
+    if not late:
+        return None
+    # Who is behind within a step holds up the next one to be done.
+    most = max(beat.step for beat in beats)
+    most += all(beat.step == most for beat in late)
+    names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in late)
+    have = "has" if len(late) == 1 else "have"
+    return (
+        f"{names} {have} not done step {most}; {len(beats) - len(late)} of {len(beats)} wait for it"
+    )
+
+
+def write_lost_rank(run: RunFolder, lost: LostRank) -> None:
+    write_whole(_folder(run) / "lost.json", json.dumps(asdict(lost)) + "\n")
+
+
+def read_lost_rank(run: RunFolder) -> LostRank | None:
+    path = _folder(run) / "lost.json"
+    if not os.path.lexists(path):
+        return None
+    fields = read_json_object(path, "lost rank", limits.BEAT, error=RunLogError)
+    try:
+        return LostRank(**fields)
+    except TypeError as error:
+        raise RunLogError.expected("lost rank", path, "a rank", str(error)) from None
+
+
+def forget(run: RunFolder) -> None:
+    """What an earlier session of a run left is not about this one; its ranks' logs stay."""
+    for path in (*_folder(run).glob("*.beat"), _folder(run) / "lost.json"):
+        path.unlink(missing_ok=True)
+
+
+def log_of(run: RunFolder, rank: int) -> Path:
+    """Where a rank writes its events: the run's log for the first, one of its own for each other."""
+    if rank == 0:
+        return run.events
+    _folder(run).mkdir(exist_ok=True)
+    return _folder(run) / f"{rank}.jsonl"
+
+
+def _folder(run: RunFolder) -> Path:
+    return run.path / "ranks"

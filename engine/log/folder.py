@@ -1,0 +1,221 @@
+"""The run folder: where everything about a run is.
+
+spec.toml       what was asked for      events.jsonl device.jsonl watch.jsonl   the logs
+effective.json  after defaults          stderr.txt               what the processes printed
+receipt.json    at the end              checkpoints/ student/    what was made
+reserve         room that is given back when the disk is full, so that the end can be told
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from engine import limits
+from engine.errors import BadInput, RunLogError, write_error
+from engine.files import read_json_object
+from engine.log.read import Liveness, writer_is_alive
+from engine.log.write import read_boot_id, sync_folder
+
+RESERVE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.toml"
+
+    @property
+    def effective(self) -> Path:
+        return self.path / "effective.json"
+
+    @property
+    def receipt(self) -> Path:
+        return self.path / "receipt.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def device(self) -> Path:
+        return self.path / "device.jsonl"
+
+    @property
+    def watch(self) -> Path:
+        return self.path / "watch.jsonl"
+
+    @property
+    def stderr(self) -> Path:
+        return self.path / "stderr.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def student(self) -> Path:
+        return self.path / "student"
+
+    @property
+    def reserve(self) -> Path:
+        return self.path / "reserve"
+
+    def keep_reserve(self) -> None:
+        """Hold some room for the last words of a run whose disk fills up. Raises DiskFull,
+        RunLogError."""
+        try:
+            with self.reserve.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+        except OSError as error:
+            raise write_error(
+                "reserve", self.reserve, f"to hold {RESERVE_BYTES} bytes", error
+            ) from error
+
+    def free_reserve(self) -> None:
+        # A disk that refuses even this must not hide what it refused before; the last words will tell.
+        with contextlib.suppress(OSError):
+            self.reserve.unlink(missing_ok=True)
+
+    def liveness(self) -> Liveness:
+        """Which processes of the run exist now."""
+        return Liveness(
+            trainer=writer_is_alive(self.events),
+            supervisor=writer_is_alive(self.watch),
+            boot_id=read_boot_id(),
+        )
+
+    def read_receipt(self) -> dict[str, Any] | None:
+        """The receipt, or None when the run has not written one; RunLogError when it is not one."""
+        if not os.path.lexists(self.receipt):
+            return None
+        return read_json_object(self.receipt, "receipt", limits.RUN_FILE, error=RunLogError)
+
+    def read_effective(self) -> dict[str, Any]:
+        """What effective.json says: under `spec` a table of settings for each section. Raises RunLogError."""
+        found = read_json_object(
+            self.effective, "settings", limits.RUN_FILE, having=("spec",), error=RunLogError
+        )
+        spec = found["spec"]
+        if not isinstance(spec, dict) or not all(isinstance(one, dict) for one in spec.values()):
+            raise RunLogError.expected(
+                "settings", self.effective, "sections under 'spec'", "others"
+            )
+        return found
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is the folder of a run; a folder that may not be looked into is none."""
+    return os.path.isfile(path / "effective.json")
+
+
+def open_run(path: Path) -> RunFolder:
+    """The run at `path`; RunLogError when there is none."""
+    if is_run(path):
+        return RunFolder(path)
+    if not os.path.lexists(path):
+        raise RunLogError(
+            f"run folder: {path} — expected a run, found nothing there",
+            hint="`engine runs` lists the runs there are",
+        )
+    if not path.is_dir():
+        raise RunLogError(f"run folder: {path} — expected a folder, found something else")
+    raise RunLogError(
+        f"run folder: {path} — expected effective.json in it, found none",
+        hint="name the folder of one run, not the folder that holds the runs",
+    )
+
+
+def find_runs(folder: Path) -> list[RunFolder]:
+    """Every run directly in `folder` (or `folder` itself), newest first; none when there is no such
+    folder.
+
+    New is what was made last, and of runs made in the same instant the one whose name sorts last.
+    """
+    if is_run(folder):
+        return [RunFolder(folder)]
+    if not folder.is_dir():
+        return []
+    made: list[tuple[int, str, RunFolder]] = []
+    for path in folder.iterdir():
+        if is_run(path):
+            run = RunFolder(path)
+            # A run that is deleted at this moment is not a run any more.
+            with contextlib.suppress(FileNotFoundError):
+                made.append((run.effective.stat().st_mtime_ns, path.name, run))
+    made.sort(key=itemgetter(0, 1), reverse=True)
+    return [run for _, _, run in made]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that it is either there whole or not there: temporary name, fsync,
+    rename, folder fsync.
+
+    DiskFull when there is no room, RunLogError when it cannot be written for another reason.
+    """
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    data = text.encode()
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise write_error("write", path, f"to write {len(data)} bytes", error) from error
+        raise
+
+
+def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFolder:
+    """Make a new run folder; refuses one that exists, and leaves none behind when it cannot be made
+    whole."""
+    # Before the folder is made: what is no JSON is our own mistake and leaves nothing to clean up.
+    effective_text = json.dumps(effective, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error("run folder", path.parent, "to create it", error) from error
+    try:
+        path.mkdir()
+    except FileExistsError:
+        raise BadInput(
+            f"run folder: {path} — expected a new folder, found one that exists",
+            hint="choose another with --out or `run.name`, or continue it with --resume",
+        ) from None
+    except OSError as error:
+        raise write_error("run folder", path, "to create it", error) from error
+    run = RunFolder(path)
+    try:
+        write_whole(run.spec, spec_text)
+        # Written last: a folder without it is not a run.
+        write_whole(run.effective, effective_text)
+        # The names of the run and of the folders around it too: without them nothing inside is found.
+        for folder in made:
+            sync_folder(folder.parent)
+    except BaseException as error:
+        # What the disk refuses here must not hide what it refused first.
+        with contextlib.suppress(OSError):
+            for file in (run.effective, run.spec):
+                file.unlink(missing_ok=True)
+            path.rmdir()
+        if isinstance(error, OSError):
+            raise write_error("run folder", path, "to reach the disk", error) from error
+        raise
+    return run

@@ -1,0 +1,112 @@
+"""Following a whole run: its three logs folded into one view, as far as they have been written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.log.fold import fold
+from engine.log.folder import RunFolder
+from engine.log.gather import Gathered, Gatherer
+from engine.log.read import READ_BYTES, BrokenLog, Liveness, LogReader
+from engine.log.view import SOURCES, LogLine, RunView, Source
+
+
+class Follower:
+    """Polls the logs of one run. `view` is the newest frozen RunView, `alive` which processes
+    existed at the last poll."""
+
+    def __init__(
+        self, run: RunFolder, *, helpers: int = 0, files: bool = False, keep: bool = False
+    ) -> None:
+        """With `helpers` other processes a long log is read so many times as fast; with `files` what is kept
+        beside it is taken where that can be believed (`pack_files`); with `keep` that is added to."""
+        self.run = run
+        self._readers: dict[Source, LogReader] = {
+            "events": LogReader(run.events),
+            "device": LogReader(run.device),
+            "watch": LogReader(run.watch),
+        }
+        self._gatherers = {
+            source: Gatherer(reader, helpers=helpers, files=files, keep=keep)
+            for source, reader in self._readers.items()
+        }
+        self.view = RunView()
+        self.alive = Liveness(trainer=False, supervisor=False)
+        self._shown: dict[Source, int] = {}
+
+    def new_lines(self) -> list[LogLine]:
+        """The lines of the view that no earlier call gave, in the order of their times.
+
+        Known by their log and number, not by their time: a line of one log may be read after a
+        later one of another.
+        """
+        lines = [
+            line for line in self.view.lines if line.event.seq > self._shown.get(line.source, -1)
+        ]
+        for line in lines:
+            self._shown[line.source] = max(line.event.seq, self._shown.get(line.source, -1))
+        return lines
+
+    def reader(self, source: Source) -> LogReader:
+        """The reader of one of the logs."""
+        return self._readers[source]
+
+    @property
+    def share_read(self) -> float:
+        """How much of what is on the disk now has been read, 0 to 1."""
+        sizes = {source: _size(reader.path) for source, reader in self._readers.items()}
+        done = sum(min(self._readers[s].read_bytes, size) for s, size in sizes.items())
+        return done / sum(sizes.values()) if sum(sizes.values()) else 1.0
+
+    @property
+    def state(self) -> str:
+        """The state of the view, meaningful once everything there is has been read."""
+        return self.view.state(self.alive)
+
+    def poll(self, max_bytes: int = READ_BYTES) -> bool:
+        """Read what is new, at most about `max_bytes` of each log; True when the view changed.
+
+        Raises BrokenLog, after folding whatever is sound in all three logs, when one cannot be read
+        further.
+        """
+        # Life is asked before the logs are read: a process that ends in between has already written
+        # its last line.
+        self.alive = self.run.liveness()
+        before = self.view
+        fault: BrokenLog | None = None
+        for source in SOURCES:
+            events: Gathered
+            try:
+                events = self._gatherers[source].read(max_bytes)
+            except BrokenLog as broken:
+                events, fault = list(broken.before), fault or broken
+            self.view = fold(self.view, source, events)
+        if fault is not None:
+            raise fault
+        return self.view is not before
+
+    def read_all(self) -> RunView:
+        """Read until there is nothing new now; BrokenLog leaves in `view` what could be read.
+
+        Every poll takes a share of each log, so one that is broken does not keep the others from
+        being read to their end.
+        """
+        fault: BrokenLog | None = None
+        while True:
+            before = self.view
+            try:
+                self.poll()
+            except BrokenLog as broken:
+                fault = broken
+            if self.view is before:
+                break
+        if fault is not None:
+            raise fault
+        return self.view
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,392 @@
+"""Following a log: bounded reads, whole lines only, and no silence about a line that is missing.
+
+`LogReader.poll` returns the events appended since the last call. The reader keeps two numbers, the
+byte offset and the sequence number of the first line it has not returned. A torn last line (the
+writer is in the middle of it, or died there) simply waits: it is read again next time.
+
+A line that is lost, repeated, altered or no record raises `BrokenLog` with its byte offset, and so
+does a file that was cut, replaced or removed behind the reader's back. The error carries the sound
+events in front of the fault, so that one bad byte does not hide what a run did before it; the
+reader stays at the fault and raises again when it is asked again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from engine.errors import RunLogError
+from engine.files import NotRegular, depth_of, open_plain
+from engine.limits import JSON_DEPTH, LOG_FILE, LOG_LINE, LOG_NUMBER
+from engine.log.events import KINDS, NON_FINITE, AnyEvent, LogOpened, Unrecognised
+from engine.log.skim import Skimmed, decode_block
+from engine.terminal import clipped
+
+READ_BYTES = 16 << 20
+PART_BYTES = 128 << 10
+LONGEST_LINE_BYTES = LOG_LINE.most
+
+_plain = msgspec.json.Decoder()
+FileId = tuple[int, int]
+"""Device and inode of a file."""
+
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def id_of(status: os.stat_result) -> FileId:
+    return status.st_dev, status.st_ino
+
+
+class BrokenLog(RunLogError):
+    """A log that cannot be read further; `before` holds the events in front of the fault, not
+    returned by any poll. `hole` says that the fault is zeros where lines should be, as a power loss
+    leaves them: the next writer cuts them off."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        before: Sequence[AnyEvent] = (),
+        hole: bool = False,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.before = tuple(before)
+        self.hole = hole
+
+
+def decode_line(line: bytes, where: str) -> AnyEvent:
+    """One record. An unknown kind becomes `Unrecognised`; anything that is not a record is a
+    RunLogError."""
+    try:
+        record = _plain.decode(line)
+    except NOT_JSON:
+        record = None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        raise RunLogError(f"run log: {where} — expected a record, found {line[:60]!r}")
+    kind = record["kind"]
+    try:
+        if depth_of(record) > JSON_DEPTH.most:
+            raise ValueError(f"expected values nested {JSON_DEPTH}, found more")
+        non_finite = _put_in(record, record.pop("nf", None) or {})
+        if kind in KINDS:
+            event = msgspec.convert(record, KINDS[kind])
+            return _with_non_finite(event, non_finite) if non_finite else event
+        for way, value in non_finite.items():
+            record = _replaced(record, way, value)
+        envelope = {name: record.pop(name) for name in ("v", "seq", "t_s") if name in record}
+        del record["kind"]
+        return msgspec.convert({"kind": kind, "fields": record, **envelope}, Unrecognised)
+    except (LookupError, TypeError, ValueError) as error:
+        raise RunLogError(
+            f"run log: {where} — expected a {kind[:60]!r} record, found one that breaks its form: "
+            f"{clipped(str(error), 200)}"
+        ) from None
+
+
+Way: TypeAlias = tuple[str, ...]
+"""Where a value is in a record: the names of fields and numbers of entries that lead to it."""
+_STANDS_IN = -0.5 * LOG_NUMBER.most
+"""Stands where a number is not finite while a record is checked: in the range of what was measured, and of no
+time and no count."""
+
+
+def _put_in(record: dict[str, Any], non_finite: dict[str, str]) -> dict[Way, float]:
+    """The values named under `nf`, by their places; these hold null, and a number afterwards."""
+    if not isinstance(non_finite, dict):
+        raise TypeError(f"`nf` is {non_finite!r:.40}")
+    values: dict[Way, float] = {}
+    for path, text in non_finite.items():
+        *way, last = (part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
+        place: Any = record
+        for part in way:
+            place = place[int(part) if isinstance(place, list) else part]
+        key = int(last) if isinstance(place, list) else last
+        if place[key] is not None:
+            raise ValueError(f"`nf` names {path:.80}, which has a value")
+        place[key] = _STANDS_IN
+        values[(*way, last)] = NON_FINITE[text]
+    return values
+
+
+def _with_non_finite(event: AnyEvent, values: dict[Way, float]) -> AnyEvent:
+    """A checked event with the values that are not finite in their places; a field of a later version
+    has none."""
+    fields: dict[str, Any] = {}
+    for (name, *way), value in values.items():
+        if name in event.__struct_fields__:
+            fields[name] = _replaced(fields.get(name, getattr(event, name)), tuple(way), value)
+    return msgspec.structs.replace(event, **fields)
+
+
+def _replaced(value: Any, way: Way, number: float) -> Any:
+    """`value` with a number at one place in it."""
+    if not way:
+        return number
+    if isinstance(value, dict):
+        return {**value, way[0]: _replaced(value[way[0]], way[1:], number)}
+    place = int(way[0]) % len(value)
+    return type(value)(
+        [*value[:place], _replaced(value[place], way[1:], number), *value[place + 1 :]]
+    )
+
+
+# contract: run-log-v1
+class LogReader:
+    """Reads one log from its start and then follows it. A file that does not exist yet is an empty
+    one."""
+
+    def __init__(self, path: Path, *, at: Point | None = None) -> None:
+        """Reads from the beginning, or from a point that another reader of this log has noted."""
+        self.path = path
+        begin = at or Point(0, 0, 0.0, -math.inf)
+        self._offset = begin.offset
+        self._next_seq = begin.number
+        self._file_id: FileId | None = None
+        self.points = [begin]
+        """Places about PART_BYTES apart, as far as the log was read; only ever added to."""
+
+    def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
+        """Events since the last call, at most about `max_bytes` of them (one line at least); an
+        empty list when there is nothing new. Raises BrokenLog."""
+        lines = self._read_lines(max_bytes)
+        return self._decode(lines, skim=False)  # type: ignore[return-value]
+
+    def skim(self, max_bytes: int = READ_BYTES) -> list[Skimmed]:
+        """As `poll`, three times as fast on a long log: steps that many later lines of the same read
+        follow are given as their columns alone."""
+        return self._decode(self._read_lines(max_bytes), skim=True)
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of the file was returned so far."""
+        return self._offset
+
+    def _read_lines(self, max_bytes: int) -> bytes:
+        """Whole lines from the offset on."""
+        try:
+            with open_plain(self.path) as file:
+                status = os.fstat(file.fileno())
+                file_id = id_of(status)
+                # The newline in front of the offset is read too: it is gone when the file was cut
+                # or rewritten.
+                file.seek(max(0, self._offset - 1))
+                is_other = self._file_id not in (None, file_id)
+                if self._offset and (is_other or file.read(1) != b"\n"):
+                    raise BrokenLog(
+                        f"run log: {self.path} — expected the {self._offset} bytes read so far, "
+                        f"found {status.st_size}: it was cut or replaced while it was being read"
+                    )
+                if status.st_size > LOG_FILE.most:
+                    raise BrokenLog.expected(
+                        "run log", self.path, str(LOG_FILE), f"{status.st_size:,}"
+                    )
+                self._file_id = file_id
+                block = file.read(max_bytes)
+                if len(block) == max_bytes and not block.endswith(b"\n"):
+                    block += file.readline(LONGEST_LINE_BYTES)
+        except FileNotFoundError:
+            if self._offset:
+                raise BrokenLog(
+                    f"run log: {self.path} — expected the {self._offset} bytes read so far, "
+                    "found no file: it was removed while it was being read"
+                ) from None
+            return b""
+        except NotRegular as error:
+            raise BrokenLog(
+                f"run log: {self.path} — expected a regular file, found {error.strerror}"
+            ) from None
+        except OSError as error:
+            raise BrokenLog(
+                f"run log: {self.path} — expected to read it, found {error.strerror}"
+            ) from error
+        end = _end_of_lines(block)
+        if not end and len(block) >= LONGEST_LINE_BYTES:
+            raise BrokenLog(
+                f"run log: {self.path} @{self._offset} — expected lines under "
+                f"{LONGEST_LINE_BYTES} bytes, found a longer one"
+            )
+        return block[:end]
+
+    def pass_over(self, places: Iterable[tuple[int, int, float]]) -> None:
+        """Go on behind lines that were read elsewhere and that open no session: to where, by how many lines,
+        their end in the file, and the time of the last of them; the last place is where to go on."""
+        number, _, opened_s, latest_s = self.points[-1]
+        for lines, offset, last_s in places:
+            latest_s = max(latest_s, opened_s + last_s)
+            self._offset, self._next_seq = offset, number + lines
+            self.points.append(Point(self._next_seq, offset, opened_s, latest_s))
+
+    @property
+    def file_id(self) -> FileId | None:
+        """Which file was read so far; None before any was."""
+        return self._file_id
+
+    @property
+    def lines_read(self) -> int:
+        """How many lines were returned so far."""
+        return self._next_seq
+
+    def _decode(self, lines: bytes, *, skim: bool) -> list[Skimmed]:
+        events = self._decode_at_once(lines, skim=skim)
+        if events is not None:
+            return events
+        # One line of a form of its own must not make a long block slow.
+        events = []
+        try:
+            for part in _parts(lines):
+                found = self._decode_at_once(part, skim=False)
+                events += self._decode_each(part) if found is None else found
+        except BrokenLog as broken:
+            # Parts are decoded whole: every one of them is an event.
+            broken.before = (*events, *broken.before)  # type: ignore[arg-type]
+            raise
+        return events
+
+    def _decode_at_once(self, lines: bytes, *, skim: bool) -> list[Skimmed] | None:
+        """The events of many lines; None when a line needs a closer look."""
+        try:
+            events = decode_block(lines, skim=skim)
+        except (*NOT_JSON, LookupError, ValueError):
+            return None
+        first = self._next_seq
+        numbered = [event.seq for event in events] == list(range(first, first + len(events)))
+        timed = min([event.t_s for event in events], default=0.0) >= 0
+        counts = [
+            lines.count(b"\n", begin, begin + PART_BYTES)
+            for begin in range(0, len(lines), PART_BYTES)
+        ]
+        if not (numbered and timed and len(events) == sum(counts)):
+            return None
+        for index, number in enumerate(accumulate(counts[:-1]), start=1):
+            end = lines.rfind(b"\n", 0, index * PART_BYTES) + 1
+            self._add_point(events[self.points[-1].number - first : number], self._offset + end)
+        self._advance(lines, events)
+        return events
+
+    def _add_point(self, events: Sequence[Skimmed], offset: int) -> None:
+        """Note where the lines after `events`, which follow the newest point, begin."""
+        number, _, opened_s, latest_s = self.points[-1]
+        if not events:
+            return
+        kinds = list(map(type, events))
+        begin = 0
+        while LogOpened in kinds[begin:]:
+            end = kinds.index(LogOpened, begin)
+            if end:
+                latest_s = max(latest_s, opened_s + events[end - 1].t_s)
+            opened_s, begin = events[end].unix_s, end + 1  # type: ignore[union-attr]
+        # Within a session times never go back.
+        latest_s = max(latest_s, opened_s + events[-1].t_s)
+        self.points.append(Point(number + len(events), offset, opened_s, latest_s))
+
+    def _decode_each(self, lines: bytes) -> list[AnyEvent]:
+        events: list[AnyEvent] = []
+        offset, seq = self._offset, self._next_seq
+        hole, where = False, ""
+        try:
+            for line in lines[:-1].split(b"\n"):
+                where = f"{self.path} @{offset}"
+                hole = 0 in line
+                event = decode_line(line, where)
+                if event.seq != seq:
+                    raise RunLogError(
+                        f"run log: {where} — expected line number {seq}, found {event.seq}: "
+                        "a line was lost, repeated or altered"
+                    )
+                if not event.t_s >= 0:
+                    raise RunLogError(f"run log: {where} — expected a time, found t_s {event.t_s}")
+                events.append(event)
+                offset += len(line) + 1
+                seq += 1
+        except RunLogError as fault:
+            self._advance(lines[: offset - self._offset], events)
+            if hole:
+                raise BrokenLog(
+                    f"run log: {where} — expected a record, found zeros: what was written there had "
+                    "not reached the disk when the machine stopped",
+                    hint="`engine distill --resume` goes on from the newest checkpoint",
+                    before=events,
+                    hole=True,
+                ) from None
+            raise BrokenLog(fault.message, before=events) from None
+        self._advance(lines, events)
+        return events
+
+    def _advance(self, lines: bytes, events: Sequence[Skimmed]) -> None:
+        rest = events[self.points[-1].number - self._next_seq :]
+        self._offset += len(lines)
+        self._next_seq += len(events)
+        self._add_point(rest, self._offset)
+
+
+def _end_of_lines(block: bytes) -> int:
+    """Where the last whole line ends, or the last one in front of a line that is too long."""
+    end = 0
+    while (newline := block.rfind(b"\n", end, end + LONGEST_LINE_BYTES)) >= 0:
+        end = newline + 1
+    return end
+
+
+def _parts(lines: bytes) -> Iterator[bytes]:
+    """Whole lines in parts of about PART_BYTES."""
+    begin = 0
+    while begin < len(lines):
+        end = lines.find(b"\n", begin + PART_BYTES) + 1 or len(lines)
+        yield lines[begin:end]
+        begin = end
+
+
+def writer_is_alive(path: Path) -> bool:
+    """Whether some process holds this log open for writing, asked of the kernel's lock and not of a
+    pid. What is no regular file has no writer; whoever reads it is told what it is."""
+    try:
+        file = open_plain(path)
+    except (FileNotFoundError, NotRegular):
+        return False
+    except OSError as error:
+        raise RunLogError(
+            f"run log: {path} — expected to open it, found {error.strerror}"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            raise RunLogError(
+                f"run log: {path} — expected to ask for its lock, found {error.strerror}"
+            ) from error
+        return False
+
+
+class Point(NamedTuple):
+    """A place in a log from which it can be read again."""
+
+    number: int
+    """Of the line that begins here, from 0."""
+    offset: int
+    opened_unix_s: float
+    """Wall time of `t_s = 0` in the session that goes on here."""
+    unix_s: float
+    """No line before this point is later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Liveness:
+    """Which processes of a run exist now. Not part of the log: it is true only at the moment it was
+    asked."""
+
+    trainer: bool
+    supervisor: bool
+    boot_id: str = ""
+    """The kernel's id of this boot; empty when it was not asked."""

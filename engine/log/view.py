@@ -1,0 +1,240 @@
+"""A run as one value, made of its logs by `engine.log.fold`.
+
+Every surface (terminal, notebook, `engine tail`, diagnosis) draws a `RunView` and nothing else. A view
+is frozen. Its long columns share storage with the views before it: a column only grows, and each view
+knows how many of its entries it owns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+import msgspec
+
+from engine.log.events import (
+    AlertRaised,
+    AnyEvent,
+    Checked,
+    CheckpointSaved,
+    Compiled,
+    DataReady,
+    DecisionMade,
+    Evaluated,
+    GpuSample,
+    HostSample,
+    KernelCounts,
+    MemoryMeasured,
+    MemoryPlanned,
+    ModelReady,
+    NonFinite,
+    Note,
+    Phase,
+    RunFinished,
+    RunStarted,
+    StackDump,
+    StudentSaved,
+    TrainerExited,
+    VocabularyCut,
+)
+from engine.log.read import Liveness
+from engine.log.table import HOST_FIELDS, STEP_FIELDS
+from engine.log.table import Table as Table
+
+Source = Literal["events", "device", "watch"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+
+GOING_ON = ("not started", "starting", "running", "stopping")
+"""States that a run leaves by itself."""
+LONGEST_STATE = 32
+
+LineKey: TypeAlias = tuple[float, Source, int]
+"""Time, log and number of a line: an order of all lines that does not depend on who read them
+when."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clock:
+    """One session of one writer: `unix_s` of its `t_s = 0`."""
+
+    unix_s: float
+    pid: int
+    session: int = 1
+    """1 for the first opening of the log, and one more for each resume."""
+    boot_id: str = ""
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One event as the log pane shows it."""
+
+    unix_s: float
+    source: Source
+    event: AnyEvent
+
+    @property
+    def key(self) -> LineKey:
+        return self.unix_s, self.source, self.event.seq
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """Everything the three logs of a run say, as of the last event folded."""
+
+    clocks: dict[Source, Clock] = field(default_factory=dict)
+    first_unix_s: float | None = None
+    last_unix_s: float | None = None
+    sessions: int = 0
+    """How many trainers have worked on this run: 1, and one more for each resume."""
+    started: RunStarted | None = None
+    started_unix_s: float | None = None
+    session_unix_s: float | None = None
+    phase: Phase | None = None
+    phase_unix_s: float | None = None
+    heartbeat_unix_s: float | None = None
+    """When the trainer last got somewhere: its newest line of this session that is no note."""
+    decisions: tuple[DecisionMade, ...] = ()
+    data: DataReady | None = None
+    models: dict[str, ModelReady] = field(default_factory=dict)
+    steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the newest step, by the device's clock."""
+    session_row: int = 0
+    """The row of `steps` where this session begins."""
+    evals: tuple[Evaluated, ...] = ()
+    non_finite: tuple[NonFinite, ...] = ()
+    checkpoints: tuple[CheckpointSaved, ...] = ()
+    notes: tuple[Note, ...] = ()
+    note_keys: tuple[LineKey, ...] = ()
+    """Where each note stands in time: notes come from more than one log."""
+    memory_plan: MemoryPlanned | None = None
+    memory_peak: MemoryMeasured | None = None
+    """The newest measurement of this session."""
+    compiles: tuple[Compiled, ...] = ()
+    """What this session had to compile, in order."""
+    kernel_counts: KernelCounts | None = None
+    vocabulary_cut: VocabularyCut | None = None
+    checks: dict[str, Checked] = field(default_factory=dict)
+    """The newest answer of each first-minute check of this session, by its id."""
+    checked_again: tuple[int, float] = (0, 0.0)
+    """How many of them were answered before in this session, and the seconds that asking again took."""
+    student: StudentSaved | None = None
+    stop_requested: str | None = None
+    finished: RunFinished | None = None
+    """How this session ended, in its own words; None again as soon as the run is resumed."""
+    facts: dict[str, Any] | None = None
+    host: HostSample | None = None
+    """The newest readings. One that is not taken at every tick keeps its value until a sample says
+    that it is gone."""
+    hosts: Table = field(default_factory=lambda: Table(HOST_FIELDS))
+    gpus: dict[int, GpuSample] = field(default_factory=dict)
+    gpu_tables: dict[int, Table] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    """Why a reading is missing, by field (`gpu0.gpu_power_w`); kept from the sample that said so
+    until there is a value."""
+    trainer_pid: int | None = None
+    trainer_started_unix_s: float | None = None
+    exit: TrainerExited | None = None
+    exit_unix_s: float | None = None
+    launcher_gone: str | None = None
+    alerts: dict[str, AlertRaised] = field(default_factory=dict)
+    """Those that stand, by id."""
+    alert_count: int = 0
+    """How often one was raised in this session."""
+    marks: tuple[LogLine, ...] = ()
+    """What stands out on a time line, of all sessions, in the order of time: alerts that were raised or
+    cleared, compiles, and where a trainer began."""
+    asides: tuple[LogLine, ...] = ()
+    """Every line of the supervisor's logs that is no reading, in the order of time."""
+    stack_dump: StackDump | None = None
+    """The newest of this session."""
+    stack_dump_unix_s: float | None = None
+    lines: tuple[LogLine, ...] = ()
+    """The newest LINES_KEPT events of all logs, readings left out, in the order of time."""
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.started.steps if self.started else None
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps done, 0 before the first."""
+        done = self.steps.last("step")
+        if done is not None:
+            return int(done)
+        return self.started.resumed_from or 0 if self.started else 0
+
+    def eval_of(self, subject: str) -> Evaluated | None:
+        """The newest evaluation of `student`, `teacher` or `untrained`."""
+        return next((e for e in reversed(self.evals) if e.subject == subject), None)
+
+    def state(self, alive: Liveness) -> str:
+        """One word: not started, starting, running, stopping, completed, stopped, failed, the word
+        of the exit record (killed, crashed, ...), host_lost or vanished.
+
+        What the run wrote itself comes first, then what its parent saw; `vanished` is a dead run of
+        which nobody wrote the end, `host_lost` one that began in another boot. A resumed run is
+        starting again until it has done a step.
+        """
+        if self.finished is not None:
+            return _word_of_an_end(self.finished.state)
+        if self.exit is not None:
+            return _word_of_an_end(self.exit.state.lower())
+        if not alive.trainer and not alive.supervisor:
+            if not self.clocks:
+                return "not started"
+            return "host_lost" if self._began_in_another_boot(alive) else "vanished"
+        if self.stop_requested is not None:
+            return "stopping"
+        return "running" if len(self.steps) > self.session_row else "starting"
+
+    def _began_in_another_boot(self, alive: Liveness) -> bool:
+        newest = max(self.clocks.values(), key=lambda clock: clock.unix_s)
+        known = not {newest.boot_id, alive.boot_id} & {"", "unknown"}
+        return known and newest.boot_id != alive.boot_id
+
+    def tokens_per_second(self, window: int = 20) -> float | None:
+        """Tokens per second inside the last `window` steps of this session.
+
+        None before there are any whose time is known.
+        """
+        begin = max(self.session_row, len(self.steps) - window)
+        tokens, seconds = self.steps.values("tokens", begin), self.steps.values("step_s", begin)
+        timed = [
+            (n, s)
+            for n, s in zip(tokens, seconds, strict=True)
+            if n is not None and s is not None and 0 < s < math.inf
+        ]
+        return sum(n for n, _ in timed) / sum(s for _, s in timed) if timed else None
+
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the pace of this session so far, evaluations and checkpoints
+        included; None until two steps have shown a pace."""
+        if self.total_steps is None or self.session_row >= len(self.steps):
+            return None
+        first_step, first_unix_s = self._step_and_time(self.session_row)
+        last_step, last_unix_s = self._step_and_time(-1)
+        if last_step <= first_step or last_unix_s <= first_unix_s:
+            return None
+        pace_s = (last_unix_s - first_unix_s) / (last_step - first_step)
+        return max(0, self.total_steps - self.last_step) * pace_s
+
+    @property
+    def first_step_unix_s(self) -> float | None:
+        """When the first step of this session was done."""
+        if self.session_row >= len(self.steps):
+            return None
+        return self._step_and_time(self.session_row)[1]
+
+    def _step_and_time(self, row: int) -> tuple[float, float]:
+        step, unix_s = self.steps.value("step", row), self.steps.value("unix_s", row)
+        assert step is not None and unix_s is not None, "every step has a number and a time"
+        return step, unix_s
+
+
+def _word_of_an_end(state: str) -> str:
+    """The state that a record of an end tells; one that is no word, or is that of a run that goes on, is
+    only known to be an end."""
+    is_word = len(state) <= LONGEST_STATE and state.isidentifier()
+    return state if is_word and state not in GOING_ON else "failed"

@@ -1,0 +1,227 @@
+"""Appending to a log: one writer per file, one line per event, nothing half-written.
+
+The file is held with an exclusive `flock` for as long as the writer lives. The lock says three
+things at once: a second writer is refused, a reader can tell a living writer from a dead one
+without trusting a pid, and the kernel drops it however the writer dies. A forked child gives up its
+copy of the lock at once, so that it cannot outlive the writer in it.
+
+The writer knows where its last whole line ends. A line that could not be written whole (disk full,
+an exception out of a signal handler) is cut off again, at the latest before the next one, so
+readers never see it and `seq` never repeats or jumps. After a power loss the part that was not
+synced may have holes of zeros: `engine.log.recover` finds where a log goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import write_error
+from engine.limits import LOG_TEXT
+from engine.log.envelope import is_written
+from engine.log.events import Event, LogOpened, kind_of, name_of_non_finite
+from engine.log.recover import lock, recover
+from engine.terminal import clipped
+
+_ENVELOPE = ("v", "seq", "t_s", "nf")
+
+
+def read_boot_id() -> str:
+    """The kernel's id of this boot; 'unknown' where /proc has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+# contract: run-log-v1
+def encode(event: Event, seq: int, t_s: float) -> bytes:
+    """One line of a log, with its newline; non-finite floats are named under `nf`.
+
+    A file name that is not UTF-8 is written with its odd bytes escaped (`\\udcff`), because a log
+    cannot refuse it, and a text that is too long is cut.
+    """
+    record: dict[str, Any] = {
+        "v": event.v,
+        "seq": seq,
+        "t_s": round(t_s, 6),
+        "kind": kind_of(event),
+    }
+    non_finite: dict[str, str] = {}
+    for name in event.__struct_fields__:
+        if name not in _ENVELOPE:
+            record[name] = _as_json(getattr(event, name), name, non_finite)
+    if non_finite:
+        record["nf"] = non_finite
+    return msgspec.json.encode(record) + b"\n"
+
+
+def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
+    """`value` as JSON can hold it; the paths of values that it cannot hold are added to
+    `non_finite`."""
+    match value:
+        case float():
+            if is_written(value):
+                return float(value)
+            non_finite[path] = name_of_non_finite(value)
+            return None
+        case str():
+            return _as_utf8(value)
+        case dict():
+            named = {_as_utf8(str(name)): inner for name, inner in value.items()}
+            return {
+                name: _as_json(inner, f"{path}/{_as_path(name)}", non_finite)
+                for name, inner in named.items()
+            }
+        case list() | tuple():
+            return [_as_json(v, f"{path}/{i}", non_finite) for i, v in enumerate(value)]
+        case _:
+            return value
+
+
+def _as_utf8(text: str) -> str:
+    return clipped(text, LOG_TEXT.most).encode("utf-8", "backslashreplace").decode()
+
+
+def _as_path(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+# contract: run-log-v1
+class LogWriter:
+    """The one writer of one log. Thread-safe; usable as a context manager; not to be called from a
+    signal handler."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        writer: str,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = path
+        self._monotonic = monotonic
+        self._guard = threading.Lock()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise write_error("run log", path, "to open it for writing", error) from error
+        _open_writers.add(self)
+        try:
+            lock(self._fd, path)
+            torn = self._recover()
+            self._origin = monotonic()
+            self.write(
+                LogOpened(
+                    unix_s=wall(),
+                    boot_id=read_boot_id(),
+                    pid=os.getpid(),
+                    writer=writer,
+                    torn_bytes_dropped=torn,
+                )
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _recover(self) -> int:
+        """Go on behind the last whole line; returns how many bytes behind it were cut off."""
+        found = recover(self._fd, self.path)
+        self._seq, self._end = found.seq, found.end
+        return found.cut
+
+    def write(self, event: Event) -> None:
+        """Append one event. Raises DiskFull, with the file as it was before, when it does not fit;
+        RunLogError when it cannot be written for another reason."""
+        with self._guard:
+            assert self._fd >= 0, "a log is not written after it was closed"
+            if os.fstat(self._fd).st_size != self._end:
+                # An exception came out of an earlier write after its bytes had gone: the file says
+                # which number is next.
+                self._recover()
+            line = encode(event, self._seq, self._monotonic() - self._origin)
+            try:
+                write_fully(self._fd, line)
+            except OSError as error:
+                # If even this fails, the unfinished line is cut off before the next one.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, self._end)
+                raise write_error(
+                    "run log",
+                    self.path,
+                    f"to write {len(line)} bytes",
+                    error,
+                    when_full="make room there, then `engine distill --resume` the run folder",
+                ) from error
+            self._end += len(line)
+            self._seq += 1
+
+    def sync(self) -> None:
+        """Make everything written so far, and the file's name in its folder, survive a power
+        loss."""
+        with self._guard:
+            try:
+                os.fsync(self._fd)
+                sync_folder(self.path.parent)
+            except OSError as error:
+                raise write_error("run log", self.path, "to reach the disk", error) from error
+
+    def close(self) -> None:
+        """Let go of the log; closing twice is fine."""
+        with self._guard:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, -1
+        _open_writers.discard(self)
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> LogWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def write_fully(fd: int, line: bytes) -> None:
+    """All of `line` in one write; when the kernel takes only part of it, writing on tells why."""
+    left = memoryview(line)
+    while left:
+        written = os.write(fd, left)
+        if written == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left = left[written:]
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+_open_writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    # The lock belongs to the open file, which a forked child shares: kept there, it would say
+    # "alive" after the writer died. No guard is taken: the thread that held it at the fork does not
+    # exist here.
+    for writer in list(_open_writers):
+        writer._let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -1,0 +1,50 @@
+"""The distillation loss written for reading: what `engine.loss.objective` is held to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.loss.divergences import ARITHMETIC
+from engine.loss.types import IGNORE_LABEL, LossTerms, check_objective, check_widths
+
+# Shapes: N tokens, M labelled tokens, V student vocabulary, W teacher vocabulary
+
+
+# contract: kd-loss-v1
+def reference_loss(
+    student_logits_NV: Tensor,
+    teacher_logits_NW: Tensor | None,
+    labels_N: Tensor,
+    alpha: float,
+    temperature: float,
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+) -> LossTerms:
+    """The same objective written for reading: float64, whole logits, plain autograd, mean over this
+    call's labelled rows.
+
+    The oracle of `distillation_loss`. Raises ValueError as that does.
+    """
+    check_objective(alpha, temperature, teacher_logits_NW is not None, divergence, beta)
+    vocabulary = student_logits_NV.shape[1]
+    rows_M = (labels_N != IGNORE_LABEL).nonzero().squeeze(1)
+    z_MV = student_logits_NV[rows_M].double()
+    labels_M = labels_N[rows_M]
+    n = max(rows_M.numel(), 1)
+    ce = F.cross_entropy(z_MV, labels_M, reduction="sum") / n
+    kd = agreement = None
+    loss = alpha * ce
+    if teacher_logits_NW is not None and alpha != 1:
+        check_widths(vocabulary, teacher_logits_NW.shape[1])
+        t_MV = teacher_logits_NW.detach()[rows_M, :vocabulary].double()
+        log_p_MV = F.log_softmax(t_MV / temperature, dim=1)
+        log_q_MV = F.log_softmax(z_MV / temperature, dim=1)
+        kd = temperature**2 * ARITHMETIC[divergence].reference(log_p_MV, log_q_MV, beta) / n
+        agreement = (t_MV.argmax(1) == z_MV.argmax(1)).sum() / n
+        loss = loss + (1 - alpha) * kd
+        kd = kd.detach()
+    labelled = torch.full((), rows_M.numel(), device=z_MV.device)
+    return LossTerms(loss=loss, ce=ce.detach(), kd=kd, agreement=agreement, labelled=labelled)

@@ -1,0 +1,115 @@
+"""Which allocator holds the weights of a run: chosen before torch loads, from facts alone.
+
+`native` is device memory, `managed` is CUDA's managed memory: one address on host and device, pages
+that move between them. On an integrated GPU both are the host's memory and nothing moves, but only
+managed memory is bounded by what the host has free and can be read by the host without a copy. On a
+discrete GPU pages would cross the bus.
+
+Of several GPUs the first that CUDA shows decides: it is the one a run computes on.
+"""
+
+from __future__ import annotations
+
+from engine.decision import Decision
+from engine.errors import BadInput
+from engine.machine.cuda_facts import NO, YES, CudaDevice
+from engine.machine.facts import DeviceFacts
+
+KNOB = "memory.allocator"
+ALLOWED = ("auto", "native", "managed")
+
+
+# contract: cuda-unified-memory-allocator-v1
+def choose_allocator(wanted: str, facts: DeviceFacts, compute_device: str = "cuda") -> Decision:
+    """`managed` on an integrated GPU, `native` on everything else, or what the user set.
+
+    `compute_device` is `cuda` or `cpu`, where the run computes. Asking for managed memory where no
+    GPU is known to have it is refused, never replaced.
+    """
+    if wanted not in ALLOWED:
+        raise BadInput.expected(KNOB, "the setting", f"one of {', '.join(ALLOWED)}", repr(wanted))
+    device = facts.cuda.devices[0] if facts.cuda.devices else None
+    if compute_device == "cpu" or device is None:
+        return _without_gpu(wanted, facts, compute_device)
+    if wanted == "managed":
+        return _managed_as_asked(device)
+    share, name = device.integrated, f"{device.name.value or 'the GPU'}"
+    if wanted == "native":
+        note = f"{name} is integrated, auto is managed" if share.value == YES else ""
+        return Decision(
+            knob=KNOB, choice="native", reason=note, rejected=_other(device), overridden=True
+        )
+    if share.value is None:
+        reason = f"it is not known whether {name} shares the host's memory: {share.absent}"
+    elif share.value == NO:
+        reason = f"{name} has memory of its own"
+    elif device.managed_memory.value != YES:
+        reason = f"{name} shares the host's memory, but {_no_managed(device)}"
+    else:
+        return Decision(
+            knob=KNOB,
+            choice="managed",
+            reason=f"{name} shares the host's memory{_caution(device)}",
+            rejected=(("native", "not bounded by what the host has free (MemAvailable)"),),
+        )
+    return Decision(knob=KNOB, choice="native", reason=reason, rejected=_other(device))
+
+
+def _without_gpu(wanted: str, facts: DeviceFacts, compute_device: str) -> Decision:
+    why = "the run computes on the CPU"
+    if compute_device != "cpu":
+        why = f"there is no GPU to manage memory for: {facts.cuda.count.absent}"
+    if wanted == "managed":
+        raise BadInput.expected(
+            KNOB, "managed", "a GPU that CUDA shows", why, hint=f"use --set {KNOB}=auto"
+        )
+    return Decision(
+        knob=KNOB,
+        choice="native",
+        reason="" if wanted == "native" else why,
+        rejected=(("managed", "managed memory belongs to a GPU"),),
+        overridden=wanted == "native",
+    )
+
+
+def _managed_as_asked(device: CudaDevice) -> Decision:
+    if device.managed_memory.value != YES:
+        raise BadInput.expected(
+            KNOB,
+            f"managed on {device.name}",
+            "a GPU with managed memory",
+            _no_managed(device),
+            hint=f"use --set {KNOB}=auto",
+        )
+    note = (
+        "" if device.integrated.value == YES else "its pages cross the bus when both sides use it"
+    )
+    return Decision(
+        knob=KNOB,
+        choice="managed",
+        reason=(note + _caution(device)).removeprefix("; "),
+        rejected=(("native", "not asked for"),),
+        overridden=True,
+    )
+
+
+def _other(device: CudaDevice) -> tuple[tuple[str, str], ...]:
+    if device.managed_memory.value != YES:
+        return (("managed", _no_managed(device)),)
+    if device.integrated.value == YES:
+        return (("managed", "not asked for"),)
+    return (("managed", "its pages would move over the bus between two memories"),)
+
+
+def _no_managed(device: CudaDevice) -> str:
+    answer = device.managed_memory
+    if answer.value is None:
+        return f"whether it has managed memory is not known: {answer.absent}"
+    return "it has no managed memory"
+
+
+def _caution(device: CudaDevice) -> str:
+    """Without concurrent access the driver takes managed memory from the CPU while a kernel runs."""
+    if device.concurrent_managed_access.value == NO:
+        return "; the CPU must not touch managed memory while a kernel runs there"
+    return ""

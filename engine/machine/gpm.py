@@ -1,0 +1,111 @@
+"""GPU performance counters through NVML (GPM): how much of a GPU works, not only whether it does.
+
+`gpu_util_pct` is the share of the time in which any kernel ran: one thread in an endless loop is 100.
+These counters tell that from work:
+
+    sm_util_pct        multiprocessors that had a warp to run, mean over all of them
+    sm_occupancy_pct   warps on them, of the most there can be
+    tensor_util_pct    tensor pipes at work
+    dram_util_pct      bandwidth of the device's memory in use
+
+A number is the mean between two samples, which NVML takes into buffers of its own: one call fills
+the newer buffer, another compares it with the older. So the first tick has no number, and the
+numbers of a later tick are of exactly the time since the tick before.
+
+Hopper and newer data-centre GPUs have them. Another GPU, an old driver, a virtual GPU or a part of a
+divided GPU (MIG) is a reason, asked once; a sample that fails is tried again after 1, 2, 4, ... 64 ticks.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any
+
+from engine.machine.reading import Reading, absent, measured
+
+# Of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
+METRICS = {
+    "sm_util_pct": 2,
+    "sm_occupancy_pct": 3,
+    "tensor_util_pct": 5,
+    "dram_util_pct": 10,
+}
+_VERSION = 1
+_CALL = "nvmlGpmMetricsGet"
+LONGEST_WAIT_TICKS = 64
+FIRST = "needs two samples, some time apart"
+
+
+class Gpm:
+    """The counters of one GPU. `handle` is NVML's; None when the GPU could not be opened."""
+
+    def __init__(self, module: ModuleType, handle: Any, lost: str | None) -> None:
+        self._module, self._handle = module, handle
+        self._why_not = lost
+        self._buffers: list[Any] = []
+        self._older_is_valid = False
+        self._failure, self._failures, self._wait_ticks = "", 0, 0
+        if lost is None:
+            self._open()
+
+    def _open(self) -> None:
+        module = self._module
+        try:
+            if not module.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:
+                self._why_not = "NVML: this GPU has no GPM counters"
+                return
+            self._buffers = [module.nvmlGpmSampleAlloc(), module.nvmlGpmSampleAlloc()]
+        except AttributeError:
+            self._why_not = "the installed nvidia-ml-py has no GPM functions"
+        except module.NVMLError as error:
+            self._why_not = f"NVML: {error}"
+
+    def read(self) -> dict[str, Reading]:
+        """The means since the last call, each a value or why there is none."""
+        if self._why_not is not None:
+            return self._none(self._why_not)
+        if self._wait_ticks > 0:
+            self._wait_ticks -= 1
+            return self._none(self._failure)
+        module, (older, newer) = self._module, self._buffers
+        try:
+            module.nvmlGpmSampleGet(self._handle, newer)
+        except module.NVMLError as error:
+            # A buffer that was not filled must not be compared with: begin again.
+            self._older_is_valid = False
+            self._failure = f"NVML: {error}"
+            self._wait_ticks = min(2**self._failures, LONGEST_WAIT_TICKS)
+            self._failures += 1
+            return self._none(self._failure)
+        self._failures = 0
+        self._buffers = [newer, older]
+        if not self._older_is_valid:
+            self._older_is_valid = True
+            return self._none(FIRST)
+        question = module.c_nvmlGpmMetricsGet_t()
+        question.version, question.numMetrics = _VERSION, len(METRICS)
+        question.sample1, question.sample2 = older, newer
+        for slot, number in enumerate(METRICS.values()):
+            question.metrics[slot].metricId = number
+        try:
+            answer = module.nvmlGpmMetricsGet(question)
+        except module.NVMLError as error:
+            return self._none(f"NVML: {error}")
+        return {name: self._metric(answer.metrics[slot]) for slot, name in enumerate(METRICS)}
+
+    def _metric(self, metric: Any) -> Reading:
+        if metric.nvmlReturn:
+            return absent(f"NVML: {self._module.NVMLError(metric.nvmlReturn)}", _CALL)
+        if not math.isfinite(metric.value):
+            return absent("NVML gave no number", _CALL)
+        return measured(float(metric.value), _CALL)
+
+    def _none(self, reason: str) -> dict[str, Reading]:
+        return dict.fromkeys(METRICS, absent(reason, _CALL))
+
+    def close(self) -> None:
+        """Give the buffers back; before NVML is shut down."""
+        for buffer in self._buffers:
+            self._module.nvmlGpmSampleFree(buffer)
+        self._buffers, self._why_not = [], "NVML was closed"

@@ -1,0 +1,284 @@
+"""Which kind of memory a GPU has, and how much of it may be used.
+
+No one source can tell. CUDA knows whether the GPU is integrated; NVML knows what is used, where it
+knows anything. One table joins them (a blank: not looked at):
+
+    CUDA integrated   NVML memory      NVML utilisation   class
+    no                supported                           discrete
+    no                supported, and a NUMA node          framebuffer_is_numa_node   GH200, GB200
+    no                not supported    supported          unknown
+    yes               not supported    supported          unified_no_framebuffer     GB10, Thor
+    yes               < half MemTotal                     unified_under_reports      N1X
+    yes               supported                           unified_host_total
+                      not supported    not supported      nvml_partial               Orin
+    not known         supported                           unknown
+                      lost                                lost
+                      no NVML                             no_nvml
+    no GPU            no NVML                             none
+
+"Not supported" alone proves nothing: only with `integrated` does it mean that the GPU has no memory
+of its own. A total near the host's proves nothing either: a large card in a small host has one too.
+
+What may be used is one formula for each pool of memory, and a number never stands without both of
+its parts:
+
+    the host's         min(MemAvailable - reserve, limit - current of the control group)
+                       reserve = max(8 GiB, 8 % of MemTotal)
+    the GPU's own      min(total - used, 95 % of total); total is the lesser of CUDA's and NVML's,
+                       which counts what the driver keeps for itself
+
+Swap is never counted: a GPU that waits for a disk is lost to the run, and a machine that swaps
+because of its GPU may not come back. MemFree is never used, because it calls the page cache used;
+CUDA's own free number is MemFree on an integrated GPU. Where the GPU's memory is a NUMA node, "used"
+is the kernel's account and holds pages of ended processes too, so the number is a lower bound.
+On a part of a divided GPU (MIG) NVML's numbers are of the whole, so there is none. The two shares and
+the 8 GiB are judgement, not measurement.
+
+All functions are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.errors import InternalError
+from engine.machine.cuda_driver import normal_pci_address
+from engine.machine.cuda_facts import NO, YES, CudaDevice
+from engine.machine.gpu_facts import LOST, NOT_SUPPORTED, SUPPORTED, TOTAL_IS_ZERO, GpuFacts
+from engine.machine.host import CgroupMemory, HostMemory
+from engine.machine.reading import Reading, absent, measured
+
+RESERVE_BYTES = 8 * 1024**3
+RESERVE_SHARE = 0.08
+OWN_MEMORY_SHARE = 0.95
+_UNDER_REPORT_SHARE = 0.5
+_NO_CONTEXT = "no source without a CUDA context says how much is free"
+
+
+class MemoryClass(StrEnum):
+    DISCRETE = "discrete"
+    UNIFIED_NO_FRAMEBUFFER = "unified_no_framebuffer"
+    UNIFIED_UNDER_REPORTS = "unified_under_reports"
+    UNIFIED_HOST_TOTAL = "unified_host_total"
+    FRAMEBUFFER_IS_NUMA_NODE = "framebuffer_is_numa_node"
+    NVML_PARTIAL = "nvml_partial"
+    NO_NVML = "no_nvml"
+    LOST = "lost"
+    UNKNOWN = "unknown"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """The memory of one GPU; of the host alone where there is none."""
+
+    nvml_index: Reading
+    """The GPU's number in NVML, or why it has none; the source says by what it was matched."""
+    cuda_index: Reading
+    kind: MemoryClass
+    reason: str
+    usable_bytes: Reading
+    """What a run may use now."""
+
+    @property
+    def label(self) -> str:
+        """For people: `cuda:0`, `GPU 1` for one that only NVML sees, or `host`."""
+        if self.cuda_index.value is not None:
+            return f"cuda:{self.cuda_index}"
+        return "host" if self.nvml_index.value is None else f"GPU {self.nvml_index}"
+
+    @property
+    def subject(self) -> str:
+        """The same as a prefix of names in the log: `cuda0`, `gpu1`, `host`."""
+        if self.cuda_index.value is not None:
+            return f"cuda{self.cuda_index}"
+        return "host" if self.nvml_index.value is None else f"gpu{self.nvml_index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """One GPU as NVML and CUDA see it; either may be missing."""
+
+    gpu: GpuFacts | None
+    cuda: CudaDevice | None
+    by: str
+    """What proves that they are one: `uuid`, ...; why there is only one of them."""
+
+
+def match_gpus(gpus: Sequence[GpuFacts], devices: Sequence[CudaDevice]) -> list[Match]:
+    """Every GPU once, in CUDA's order and then those that CUDA does not show.
+
+    By uuid; then by PCI address, which a part of a divided GPU shares with the whole; then, when
+    one of each is left and there was nothing to compare, because it can be no other.
+    """
+    matches: list[Match] = []
+    seen: set[int] = set()
+    for device in devices:
+        gpu, by = _partner(device, gpus)
+        if gpu is None and len(gpus) == len(devices) == 1 and not _comparable(gpus[0], device):
+            gpu, by = gpus[0], "the only GPU of both, neither uuid nor PCI address to compare"
+        if gpu is not None:
+            seen.add(gpu.index)
+        matches.append(Match(gpu=gpu, cuda=device, by=by if gpu else "NVML does not list it"))
+    rest = (gpu for gpu in gpus if gpu.index not in seen)
+    return matches + [Match(gpu=gpu, cuda=None, by="CUDA does not show it") for gpu in rest]
+
+
+def _partner(device: CudaDevice, gpus: Sequence[GpuFacts]) -> tuple[GpuFacts | None, str]:
+    for by, key_of in (("uuid", _uuid), ("PCI address", _address)):
+        key = key_of(device)
+        for gpu in gpus:
+            if key is not None and key_of(gpu) == key:
+                return gpu, by
+    return None, ""
+
+
+def _uuid(gpu: GpuFacts | CudaDevice) -> str | None:
+    value = gpu.uuid.value
+    return None if value is None else str(value).lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+def _address(gpu: GpuFacts | CudaDevice) -> str | None:
+    value = gpu.pci_address.value
+    return None if value is None else normal_pci_address(str(value))
+
+
+def _comparable(gpu: GpuFacts, device: CudaDevice) -> bool:
+    return any(None not in (key(gpu), key(device)) for key in (_uuid, _address))
+
+
+def usable_host_bytes(memory: HostMemory, cgroup: CgroupMemory) -> Reading:
+    """What a process may take of the host's memory; see the formula above."""
+    available, total = memory.available_bytes, memory.total_bytes
+    if available.number is None or total.number is None:
+        return available if available.number is None else total
+    reserve = max(RESERVE_BYTES, int(RESERVE_SHARE * total.number))
+    room = measured(
+        max(0, int(available.number) - reserve),
+        f"{available.source} - max(8 GiB, {RESERVE_SHARE:.0%} of MemTotal)",
+    )
+    group = cgroup.headroom_bytes
+    if group.number is not None and group.number < (room.number or 0):
+        return group
+    return room
+
+
+def usable_own_bytes(gpu: GpuFacts, cuda: CudaDevice) -> Reading:
+    """What a process may take of memory that belongs to the GPU."""
+    used, totals = gpu.memory_used_bytes, (gpu.memory_total_bytes, cuda.total_bytes)
+    for part in (used, *totals):
+        if part.number is None:
+            return part
+    total = min(totals, key=lambda reading: reading.number or 0)
+    whole, taken = int(total.number or 0), int(used.number or 0)
+    most = int(OWN_MEMORY_SHARE * whole)
+    if whole - taken <= most:
+        return measured(max(0, whole - taken), f"{total.source} - used by {used.source}")
+    return measured(most, f"{OWN_MEMORY_SHARE:.0%} of {total.source}")
+
+
+# contract: cuda-unified-memory-allocator-v1
+def classify(
+    gpu: GpuFacts | None,
+    cuda: CudaDevice | None,
+    memory: HostMemory,
+    cgroup: CgroupMemory,
+    *,
+    by: str,
+) -> GpuMemory:
+    """The class of one GPU and what may be used. `by` is that of its `Match`."""
+    kind, reason = _kind(gpu, cuda, memory)
+    integrated = cuda is not None and cuda.integrated.value == YES
+    own = kind in (MemoryClass.DISCRETE, MemoryClass.FRAMEBUFFER_IS_NUMA_NODE)
+    if kind is MemoryClass.LOST:
+        usable = absent("the GPU is lost", "NVML")
+    elif kind is MemoryClass.NONE or (integrated and kind is not MemoryClass.UNKNOWN):
+        usable = usable_host_bytes(memory, cgroup)
+    elif own and gpu is not None and cuda is not None:
+        usable = usable_own_bytes(gpu, cuda)
+        if _uuid(gpu) != _uuid(cuda) and _comparable(gpu, cuda):
+            why = f"this is a part of a divided GPU (MIG): NVML's numbers are of the whole; {_NO_CONTEXT}"
+            usable = absent(why, "NVML and CUDA")
+    elif cuda is None:
+        usable = absent("CUDA does not show this GPU", "CUDA driver")
+    else:
+        usable = absent(_NO_CONTEXT, "NVML and CUDA")
+    return GpuMemory(
+        nvml_index=_index(gpu, cuda, by, "NVML"),
+        cuda_index=_index(cuda, gpu, by, "CUDA driver"),
+        kind=kind,
+        reason=reason,
+        usable_bytes=usable,
+    )
+
+
+def _index(
+    mine: GpuFacts | CudaDevice | None, other: GpuFacts | CudaDevice | None, by: str, source: str
+) -> Reading:
+    if mine is None:
+        return absent(by, source)
+    return measured(mine.index, source if other is None else by)
+
+
+def _kind(
+    gpu: GpuFacts | None, cuda: CudaDevice | None, memory: HostMemory
+) -> tuple[MemoryClass, str]:
+    if gpu is None and cuda is None:
+        return MemoryClass.NONE, "no GPU is seen: a run computes in the host's memory"
+    if gpu is not None and gpu.memory_status.value == LOST:
+        return MemoryClass.LOST, "NVML says that the GPU is lost"
+    if gpu is None:
+        shared = "the GPU shares the host's memory" if _is(cuda, YES) else "memory of its own"
+        known = shared if _is(cuda, YES) or _is(cuda, NO) else "not known whether integrated"
+        return MemoryClass.NO_NVML, f"CUDA alone sees it: {known}"
+    status = gpu.memory_status.value
+    if status != SUPPORTED and gpu.utilisation_status.value == NOT_SUPPORTED:
+        return (
+            MemoryClass.NVML_PARTIAL,
+            "NVML lists the GPU but gives neither its memory nor its utilisation",
+        )
+    if gpu.numa_node.value is not None and not _is(cuda, YES):
+        node = f"its memory is NUMA node {gpu.numa_node.value} of the host"
+        return MemoryClass.FRAMEBUFFER_IS_NUMA_NODE, node
+    if _is(cuda, YES):
+        return _unified(gpu, memory)
+    if _is(cuda, NO) and status == SUPPORTED:
+        return MemoryClass.DISCRETE, "CUDA says not integrated, NVML gives its memory"
+    if _is(cuda, NO):
+        why = gpu.memory_total_bytes.absent or str(status)
+        return MemoryClass.UNKNOWN, f"CUDA says not integrated, but NVML gives no memory: {why}"
+    why = "CUDA does not show it" if cuda is None else str(cuda.integrated.absent)
+    return MemoryClass.UNKNOWN, f"whether it is integrated is not known: {why}"
+
+
+def _is(cuda: CudaDevice | None, word: str) -> bool:
+    return cuda is not None and cuda.integrated.value == word
+
+
+def _unified(gpu: GpuFacts, memory: HostMemory) -> tuple[MemoryClass, str]:
+    status, total = gpu.memory_status.value, gpu.memory_total_bytes.number
+    if status in (NOT_SUPPORTED, TOTAL_IS_ZERO):
+        return (
+            MemoryClass.UNIFIED_NO_FRAMEBUFFER,
+            f"CUDA says integrated, NVML's memory query: {status}",
+        )
+    if status != SUPPORTED:
+        why = gpu.memory_status.absent
+        return MemoryClass.NVML_PARTIAL, f"CUDA says integrated, NVML's memory query failed: {why}"
+    if total is None:
+        raise InternalError("memory class: NVML — expected a total with its status, found none")
+    host = memory.total_bytes.number
+    if host is None:
+        why = f"MemTotal is {memory.total_bytes}"
+        return MemoryClass.UNKNOWN, f"CUDA says integrated, NVML's total cannot be judged: {why}"
+    if total < _UNDER_REPORT_SHARE * host:
+        return (
+            MemoryClass.UNIFIED_UNDER_REPORTS,
+            "CUDA says integrated, NVML's total is less than half of MemTotal",
+        )
+    return (
+        MemoryClass.UNIFIED_HOST_TOTAL,
+        "CUDA says integrated, NVML's total is about the host's",
+    )

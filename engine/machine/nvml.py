@@ -1,0 +1,284 @@
+"""GPU readings through NVML, the driver's management library.
+
+Its Python binding is the module `pynvml` of the distribution `nvidia-ml-py`; the distribution that
+is itself called `pynvml` is deprecated.
+
+What a monitor may ask, and how often:
+
+    once   names, driver, compute capability, memory total, addressing mode
+    slow   temperature, power limit in force, energy                      (every tenth tick)
+    fast   utilisation, memory, power, SM clock, clock event reasons,
+           performance counters (`gpm.py`)                                (every tick)
+    never  process list, PCIe throughput, fans: they hold the driver's global lock for up to
+           milliseconds, against microseconds for the rest, and so disturb the run that is watched
+
+Every question is a `Query` that remembers its failures (`engine.machine.nvml_query`).
+
+What is covered: total == 0 (no reading), memory not supported (GB10, Jetson: memory is the host's),
+memory utilisation stuck at 0 there, utilisation not supported (Orin, MIG), GPU lost in mid-run, no
+library, no driver, driver/library mismatch, an old driver or binding without a function. What is
+not: which GPU a process uses, and whether a device is integrated; NVML cannot say, CUDA can.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from engine.machine.gpm import Gpm
+from engine.machine.gpu_facts import (
+    LOST,
+    NOT_SUPPORTED,
+    SUPPORTED,
+    TOTAL_IS_ZERO,
+    GpuFacts,
+    clock_event_words,
+)
+from engine.machine.nvml_query import GPU_IS_LOST, Answer, Query
+from engine.machine.reading import Reading, absent, measured
+
+# Of nvml.h, like the codes in `nvml_query.py`: the same in every binding.
+_SM_CLOCK, _DIE_SENSOR = 1, 0
+_INIT_REASONS = {
+    9: "the NVIDIA driver is not loaded",
+    12: "no NVIDIA driver library (libnvidia-ml.so.1) on this machine",
+    18: "the NVIDIA driver in the kernel and its library differ in version: reboot after an update",
+}
+_ADDRESSING_MODES = {0: "none", 1: "hmm", 2: "ats"}
+
+
+def _watts(milliwatts: int) -> float:
+    return milliwatts / 1000
+
+
+def _text(text: str | bytes) -> str:
+    """Older bindings give bytes."""
+    return text.decode("ascii", "replace") if isinstance(text, bytes) else text
+
+
+class _Gpu:
+    """The queries of one GPU. One that cannot be opened stays absent until NVML is opened again."""
+
+    def __init__(self, module: ModuleType, index: int) -> None:
+        self.index = index
+        handle, lost, gone = None, None, False
+        try:
+            handle = module.nvmlDeviceGetHandleByIndex(index)
+        except module.NVMLError as error:
+            lost = f"NVML cannot open GPU {index}: {error}"
+            gone = error.value == GPU_IS_LOST
+
+        def named(*forms: tuple[str, tuple[Any, ...]]) -> Query:
+            complete = [(name, (handle, *arguments)) for name, arguments in forms]
+            return Query(module, complete, lost, gpu_lost=gone)
+
+        def query(*forms: tuple[Any, ...]) -> Query:
+            return named(*((f"nvmlDeviceGet{name}", tuple(a)) for name, *a in forms))
+
+        memory_v2 = getattr(module, "nvmlMemory_v2", None)
+        # v2 counts memory reserved by the driver apart from `used`, as nvidia-smi does.
+        newer = [("MemoryInfo", memory_v2)] if memory_v2 is not None else []
+        self.memory = query(*newer, ("MemoryInfo",))
+        self.utilisation = query(("UtilizationRates",))
+        self.power = query(("PowerUsage",))
+        self.sm_clock = query(("ClockInfo", _SM_CLOCK))
+        self.events = query(("CurrentClocksEventReasons",), ("CurrentClocksThrottleReasons",))
+        self.temperature = query(("TemperatureV", _DIE_SENSOR), ("Temperature", _DIE_SENSOR))
+        # The limit in force is the lowest of all; the other form is the one that was asked for.
+        self.limit = query(("EnforcedPowerLimit",), ("PowerManagementLimit",))
+        self.energy = query(("TotalEnergyConsumption",))
+        self.gpm = Gpm(module, handle, lost)
+        self._query, self._named = query, named
+
+    def ask(self, function: str, arguments: tuple[Any, ...]) -> Answer:
+        return self._named((function, arguments)).ask()
+
+    def facts(self) -> GpuFacts:
+        def once(*forms: tuple[Any, ...]) -> Answer:
+            return self._query(*forms).ask()
+
+        total, used, status = self._memory()
+        return GpuFacts(
+            index=self.index,
+            name=once(("Name",)).reading(str),
+            uuid=once(("UUID",)).reading(str),
+            pci_address=once(("PciInfo",)).reading(lambda info: _text(info.busId)),
+            compute_capability=once(("CudaComputeCapability",)).reading(lambda c: f"{c[0]}.{c[1]}"),
+            memory_total_bytes=total,
+            memory_used_bytes=used,
+            memory_status=status,
+            utilisation_status=self._utilisation_status(),
+            addressing_mode=once(("AddressingMode",)).reading(
+                lambda mode: _ADDRESSING_MODES.get(mode, f"mode {mode}")
+            ),
+            numa_node=once(("NumaNodeId",)).reading(int),
+            sm_clock_max_mhz=once(("MaxClockInfo", _SM_CLOCK)).reading(int),
+            power_set_limit_w=once(("PowerManagementLimit",)).reading(_watts),
+            power_default_limit_w=once(("PowerManagementDefaultLimit",)).reading(_watts),
+        )
+
+    def _memory(self) -> tuple[Reading, Reading, Reading]:
+        """(total, used, status) of one call."""
+        answer = self.memory.ask()
+        if answer.missing is not None:
+            status = absent(answer.missing, answer.source)
+            if self.memory.not_supported or self.memory.gpu_lost:
+                word = LOST if self.memory.gpu_lost else NOT_SUPPORTED
+                status = measured(word, answer.source)
+            none = absent(answer.missing, answer.source)
+            return none, none, status
+        if not answer.value.total:
+            none = absent("NVML reports a total of 0 bytes, which is no reading", answer.source)
+            return none, none, measured(TOTAL_IS_ZERO, answer.source)
+        return (
+            measured(int(answer.value.total), answer.source),
+            measured(int(answer.value.used), answer.source),
+            measured(SUPPORTED, answer.source),
+        )
+
+    def _utilisation_status(self) -> Reading:
+        answer = self.utilisation.ask()
+        if answer.missing is None:
+            return measured(SUPPORTED, answer.source)
+        if self.utilisation.not_supported:
+            return measured(NOT_SUPPORTED, answer.source)
+        return absent(answer.missing, answer.source)
+
+    def fast(self) -> dict[str, Reading]:
+        utilisation = self.utilisation.ask()
+        memory_util = utilisation.reading(lambda u: int(u.memory))
+        total, used, status = self._memory()
+        if memory_util.value == 0 and status.value in (NOT_SUPPORTED, TOTAL_IS_ZERO):
+            memory_util = absent(
+                "stuck at 0 on a GPU without memory of its own", memory_util.source
+            )
+        return {
+            "gpu_util_pct": utilisation.reading(lambda u: int(u.gpu)),
+            "gpu_mem_util_pct": memory_util,
+            "gpu_mem_used_bytes": used,
+            "gpu_mem_total_bytes": total,
+            "gpu_power_w": self.power.ask().reading(_watts),
+            "sm_clock_mhz": self.sm_clock.ask().reading(int),
+            "clock_event_reasons": self.events.ask().reading(clock_event_words),
+            **self.gpm.read(),
+        }
+
+    def slow(self) -> dict[str, Reading]:
+        return {
+            "gpu_temperature_c": self.temperature.ask().reading(int),
+            "gpu_power_limit_w": self.limit.ask().reading(_watts),
+            "gpu_energy_j": self.energy.ask().reading(lambda millijoules: millijoules / 1000),
+        }
+
+
+class Nvml:
+    """An open session. GPUs have NVML's numbers, by bus: `CUDA_VISIBLE_DEVICES` changes nothing."""
+
+    def __init__(
+        self, module: ModuleType, count: int, binding: Reading, warning: str | None
+    ) -> None:
+        self._module = module
+        self._gpus = [_Gpu(module, index) for index in range(count)]
+        self.binding = binding
+        """The distribution that provides the module, with its version."""
+        self.binding_warning = warning
+        """What to change in the installation, or None."""
+
+    @property
+    def count(self) -> int:
+        return len(self._gpus)
+
+    def driver_version(self) -> Reading:
+        return Query(self._module, [("nvmlSystemGetDriverVersion", ())]).ask().reading(str)
+
+    def cuda_driver_version(self) -> Reading:
+        """The newest CUDA that the driver can run, as `13.0`."""
+        answer = Query(self._module, [("nvmlSystemGetCudaDriverVersion_v2", ())]).ask()
+        return answer.reading(lambda v: f"{v // 1000}.{v % 1000 // 10}")
+
+    def facts(self, index: int) -> GpuFacts:
+        return self._gpus[index].facts()
+
+    def fast(self, index: int) -> dict[str, Reading]:
+        """What changes within a second; one call is one tick of the back-off."""
+        return self._gpus[index].fast()
+
+    def slow(self, index: int) -> dict[str, Reading]:
+        return self._gpus[index].slow()
+
+    def ask(self, index: int, function: str, *arguments: Any) -> Any | Reading:
+        """What one function of NVML answers for a GPU now, or an absent Reading. For a look at what
+        a machine can do, not for the monitor: it remembers nothing and may be slow.
+        """
+        answer = self._gpus[index].ask(function, arguments)
+        if answer.missing is not None:
+            return absent(answer.missing, answer.source)
+        return answer.value
+
+    def close(self) -> None:
+        for gpu in self._gpus:
+            gpu.gpm.close()
+        self._module.nvmlShutdown()
+
+
+def find_binding(
+    version_of: Callable[[str], str] = importlib.metadata.version,
+) -> tuple[Reading, str | None]:
+    """The installed binding, and a warning when the deprecated distribution `pynvml` is there.
+
+    Both provide a module of the same name: only the metadata of the packages tells them apart.
+    """
+
+    def version(distribution: str) -> str | None:
+        try:
+            return version_of(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    ours, deprecated = version("nvidia-ml-py"), version("pynvml")
+    warning = None
+    if deprecated is not None:
+        warning = (
+            f"the deprecated distribution pynvml {deprecated} is installed: it makes every import "
+            "of torch print a warning and can hide nvidia-ml-py; pip uninstall pynvml, then "
+            "pip install --force-reinstall nvidia-ml-py"
+        )
+    if ours is not None:
+        return measured(f"nvidia-ml-py {ours}", "package metadata"), warning
+    return absent("the distribution nvidia-ml-py is not installed", "package metadata"), warning
+
+
+def open_nvml(module: ModuleType | None = None) -> Nvml | Reading:
+    """Open NVML, or an absent Reading that says why there are no GPU readings.
+
+    `module` stands in for the module `pynvml`, which is otherwise imported here and nowhere else.
+    """
+    binding, warning = find_binding()
+    if module is None:
+        try:
+            # The deprecated distribution warns at import; `binding_warning` says it better.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                module = importlib.import_module("pynvml")
+        except ImportError:
+            return absent(binding.absent or f"{binding} cannot be imported", "python module pynvml")
+    if not hasattr(module, "_nvmlGetFunctionPointer"):
+        place = getattr(module, "__file__", None) or "an unknown place"
+        return absent(f"the module pynvml at {place} is not NVIDIA's", "python module pynvml")
+    try:
+        module.nvmlInit()
+    except module.NVMLError as error:
+        return absent(_INIT_REASONS.get(error.value, f"NVML: {error}"), "nvmlInit")
+    try:
+        count = module.nvmlDeviceGetCount()
+    except module.NVMLError as error:
+        module.nvmlShutdown()
+        return absent(f"NVML: {error}", "nvmlDeviceGetCount")
+    if count == 0:
+        module.nvmlShutdown()
+        return absent("NVML lists no GPU", "nvmlDeviceGetCount")
+    return Nvml(module, count, binding, warning)

@@ -1,0 +1,184 @@
+"""What NVML can answer about a GPU: every question once, with what an answer costs.
+
+The monitor asks few things every second and never asks others, because they hold the driver's lock
+for milliseconds and so disturb the run that is watched. Here all of them are asked, once, outside a
+run; the whole table takes up to a second for each GPU. What an absent answer rules out is a sentence
+of its own in the table, so that a person learns it before a run and not from a gap in a chart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.machine.nvml import Nvml
+from engine.machine.reading import Reading, absent, measured
+
+EVERY_SECOND, EVERY_TEN_SECONDS, ONCE = "every second", "every ten seconds", "once"
+_LOCK = "never: holds the driver's lock for milliseconds"
+_UNUSED = "not asked in a run"
+_SM_CLOCK, _DIE_SENSOR, _SEND, _UNCORRECTED, _SINCE_BOOT = 1, 0, 0, 1, 0
+WORKS = "works"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    what: str
+    functions: tuple[str, ...]
+    """Names in NVML, the newest first; the first that answers counts."""
+    asked: str
+    """When the monitor of a run asks it, or why it does not."""
+    arguments: tuple[Any, ...] = ()
+    rules_out: str = ""
+    """What nobody can say without it; empty where its absence means nothing."""
+    check: Callable[[Any], str | None] | None = None
+    """Why an answer is none, for those that always succeed."""
+
+    @property
+    def used(self) -> bool:
+        """Whether a run asks it."""
+        return self.asked in (EVERY_SECOND, EVERY_TEN_SECONDS, ONCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """The answer of one GPU to one question."""
+
+    gpu: int
+    capability: Capability
+    answer: Reading
+    """`works`, or why not."""
+    cost_s: float
+    """Wall time of the call, first calls included; of all forms that were tried."""
+
+
+def _total_is_zero(info: Any) -> str | None:
+    return None if info.total else "NVML reports a total of 0 bytes, which is no reading"
+
+
+def _no_gpm(support: Any) -> str | None:
+    return None if support.isSupportedDevice else "the GPU has no GPM counters"
+
+
+_GET = "nvmlDeviceGet"
+CAPABILITIES = (
+    Capability(
+        what="utilisation",
+        functions=(f"{_GET}UtilizationRates",),
+        asked=EVERY_SECOND,
+        rules_out="how busy the GPU is: an alert about an idle GPU cannot fire",
+    ),
+    Capability(
+        what="memory in use",
+        functions=(f"{_GET}MemoryInfo",),
+        asked=EVERY_SECOND,
+        check=_total_is_zero,
+        rules_out="how much GPU memory all processes hold: only the run's own count is known",
+    ),
+    Capability(
+        what="power",
+        functions=(f"{_GET}PowerUsage",),
+        asked=EVERY_SECOND,
+        rules_out="the power that a run draws, and the energy of a step",
+    ),
+    Capability(
+        what="SM clock",
+        functions=(f"{_GET}ClockInfo",),
+        arguments=(_SM_CLOCK,),
+        asked=EVERY_SECOND,
+        rules_out="whether the GPU ran slower during a run",
+    ),
+    Capability(
+        what="reasons for the clock",
+        functions=(f"{_GET}CurrentClocksEventReasons", f"{_GET}CurrentClocksThrottleReasons"),
+        asked=EVERY_SECOND,
+        rules_out="why the GPU ran slower: power, heat or no work",
+    ),
+    Capability(
+        what="temperature",
+        functions=(f"{_GET}TemperatureV", f"{_GET}Temperature"),
+        arguments=(_DIE_SENSOR,),
+        asked=EVERY_TEN_SECONDS,
+        rules_out="how hot the GPU is: an alert about heat cannot fire",
+    ),
+    Capability(
+        what="power limit in force",
+        functions=(f"{_GET}EnforcedPowerLimit", f"{_GET}PowerManagementLimit"),
+        asked=EVERY_TEN_SECONDS,
+        rules_out="whether two runs had the same power limit",
+    ),
+    Capability(
+        what="uuid",
+        functions=(f"{_GET}UUID",),
+        asked=ONCE,
+        rules_out="a proof that NVML and CUDA speak of the same GPU",
+    ),
+    Capability(what="addressing mode", functions=(f"{_GET}AddressingMode",), asked=ONCE),
+    Capability(what="NUMA node", functions=(f"{_GET}NumaNodeId",), asked=ONCE),
+    Capability(
+        what="processes and their memory",
+        functions=(f"{_GET}ComputeRunningProcesses",),
+        asked=_LOCK,
+        rules_out="which process holds GPU memory",
+    ),
+    Capability(
+        what="PCIe throughput",
+        functions=(f"{_GET}PcieThroughput",),
+        arguments=(_SEND,),
+        asked="never: holds the driver's lock for 20 ms",
+        rules_out="how much crosses the bus",
+    ),
+    Capability(what="fan", functions=(f"{_GET}FanSpeed",), asked=_LOCK),
+    Capability(
+        what="energy since the driver loaded",
+        functions=(f"{_GET}TotalEnergyConsumption",),
+        asked=EVERY_TEN_SECONDS,
+        rules_out="energy by the GPU's own counter",
+    ),
+    Capability(
+        what="uncorrected memory errors",
+        functions=(f"{_GET}TotalEccErrors",),
+        arguments=(_UNCORRECTED, _SINCE_BOOT),
+        asked=_UNUSED,
+        rules_out="whether the GPU's memory has had errors",
+    ),
+    Capability(
+        what="events: Xid, ECC",
+        functions=(f"{_GET}SupportedEventTypes",),
+        asked=_UNUSED,
+        rules_out="a GPU error at the moment it happens",
+    ),
+    Capability(
+        what="GPM counters",
+        functions=("nvmlGpmQueryDeviceSupport",),
+        asked=EVERY_SECOND,
+        check=_no_gpm,
+        rules_out="how much of the GPU works: tensor cores, occupancy, memory bandwidth",
+    ),
+    Capability(what="division (MIG)", functions=(f"{_GET}MigMode",), asked=_UNUSED),
+    Capability(what="persistence mode", functions=(f"{_GET}PersistenceMode",), asked=_UNUSED),
+)
+
+
+def probe_gpu(nvml: Nvml, gpu: int, clock: Callable[[], float] = time.perf_counter) -> list[Probe]:
+    """Ask one GPU everything in the table."""
+    return [_probe(nvml, gpu, capability, clock) for capability in CAPABILITIES]
+
+
+def _probe(nvml: Nvml, gpu: int, capability: Capability, clock: Callable[[], float]) -> Probe:
+    begun_s = clock()
+    none: Reading | None = None
+    for function in capability.functions:
+        answer = nvml.ask(gpu, function, *capability.arguments)
+        if isinstance(answer, Reading):
+            # The newest form's reason: that an older name is not there either says nothing.
+            none = none or answer
+            continue
+        why = capability.check(answer) if capability.check else None
+        reading = measured(WORKS, function) if why is None else absent(why, function)
+        break
+    else:
+        reading = none or absent("nothing was asked", capability.what)
+    return Probe(gpu=gpu, capability=capability, answer=reading, cost_s=clock() - begun_s)

@@ -1,0 +1,262 @@
+"""One look at the machine per tick, as records that somebody else writes to a log.
+
+    sampler = Sampler(pid_of_trainer, open_nvml(), Host())
+    every sampler.tick_s:  for sample in sampler.sample(): write(sample)
+
+A tick gives one sample of kind `host` and one of kind `gpu` for each GPU. Its fields are flat; a
+field without a value is None and must never be drawn as 0. `absent` says why. To keep the log small
+a reason is given once, when it appears or changes, and again after the field has had a value in
+between: a reader of the whole log always knows it. Without NVML there are no `gpu` samples and the
+host sample has a reason for `gpu`.
+
+Fast fields are read at every tick. Slow ones (temperature, limits, energy; swap, pressure, control
+group, paging; what the trainer and all that it started do) are read at every tenth and repeated in
+between, so that every record is whole; they are at most nine ticks old.
+
+Rates are the difference of a counter between two looks over the seconds between them, and absent
+until there were two. `trainer_cpu_pct` is one: 100 is one core busy. The kernel counts CPU time in
+ticks of 10 ms, so at 1 Hz it is good to 1. It is absent on the first tick of a process, and when the
+pid names another process than before.
+
+The observer watches itself. `duty_s` is what the tick itself cost, GPU queries included; `duty_pct`
+is the share of the time that went into up to DUTY_TICKS ticks. Above DUTY_LIMIT_PCT over all of them
+the pace is halved, and `news` says so.
+
+Which process is watched is asked every tick, because the trainer may start after the sampler and
+may end before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine.machine.family import read_family
+from engine.machine.host import Cgroup, Host
+from engine.machine.nvml import Nvml
+from engine.machine.reading import Reading, absent, measured
+
+TICK_S = 1.0
+"""Seconds between two ticks at first: 1 Hz for the fast fields, 0.1 Hz for the slow ones."""
+DUTY_LIMIT_PCT = 0.5
+DUTY_TICKS = 30
+"""Ticks before a pace is judged: one that was delayed by another process does not decide."""
+LONGEST_TICK_S = 16.0
+_TWO_LOOKS = "needs two looks, some time apart"
+_RATES = {
+    "major_faults_per_s": "pgmajfault",
+    "swap_in_pages_per_s": "pswpin",
+    "swap_out_pages_per_s": "pswpout",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    kind: str
+    """`host` or `gpu`."""
+    fields: dict[str, float | int | str | None]
+    """Names carry units. A GPU's sample has its number as `index`."""
+    absent: dict[str, str]
+    """Reasons that are new since the last sample of the same subject, by field."""
+
+
+class Sampler:
+    def __init__(
+        self,
+        pid_of_trainer: Callable[[], int | None],
+        nvml: Nvml | Reading,
+        host: Host | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        tick_s: float = TICK_S,
+        slow_every: int = 10,
+        own_memory: Callable[[], Mapping[str, Reading]] = dict,
+    ) -> None:
+        """`nvml` is what `open_nvml()` gave; `clock` is in seconds and never goes back; `own_memory`
+        gives what the trainer says of its memory itself, by the names of a host sample."""
+        self._pid_of_trainer = pid_of_trainer
+        self._nvml = nvml
+        self._host = host or Host()
+        self._clock = clock
+        self._slow_every, self._own_memory = slow_every, own_memory
+        self.tick_s = tick_s
+        """Seconds from one tick to the next."""
+        self._duty = _Duty()
+        self._known_duty = absent(_TWO_LOOKS, "the sampler's clock")
+        self._news: str | None = None
+        self._tick = 0
+        self._slow: dict[int, dict[str, Reading]] = {}
+        self._slow_host: dict[str, Reading] = {}
+        self._reasons: dict[tuple[str, str], str] = {}
+        self._before: tuple[int, float, float, float] | None = None
+        """(pid, its start in ticks, its CPU seconds, the time) of the last look at the trainer."""
+        self._counted: dict[str, tuple[float, float]] = {}
+        """(time, count) of the last look at each counter of the kernel."""
+        self._group: tuple[int | None, Cgroup | Reading] | None = None
+
+    def sample(self) -> list[Sample]:
+        """One tick: the host's sample first, then one for each GPU."""
+        began_s = self._clock()
+        nvml, readings = self._nvml, self._host_readings()
+        gpus: list[Sample] = []
+        if isinstance(nvml, Reading):
+            readings["gpu"] = nvml
+        else:
+            gpus = [self._gpu_sample(nvml, index) for index in range(nvml.count)]
+        self._tick += 1
+        duty_s = self._clock() - began_s
+        readings["duty_pct"] = self._watch_itself(began_s, duty_s)
+        missing = self._changed_reasons("host", readings)
+        fields = _values(readings) | {"duty_s": duty_s, "tick_s": self.tick_s}
+        fields.pop("gpu", None)
+        return [Sample(kind="host", fields=fields, absent=missing), *gpus]
+
+    def news(self) -> str | None:
+        """What has to be said about the sampler itself; each thing once."""
+        said, self._news = self._news, None
+        return said
+
+    def _watch_itself(self, began_s: float, spent_s: float) -> Reading:
+        """The share of the time that ticks take; slows down when it is too much."""
+        duty_pct = self._duty.after(began_s, spent_s)
+        if duty_pct is None:
+            # The first tick of a series says nothing: what the last series said still holds.
+            return self._known_duty
+        if self._duty.ticks >= DUTY_TICKS:
+            self._duty = _Duty()
+            if duty_pct > DUTY_LIMIT_PCT and self.tick_s < LONGEST_TICK_S:
+                self.tick_s *= 2
+                self._news = (
+                    f"reading the machine took {duty_pct:.2g} % of the time, more than "
+                    f"{DUTY_LIMIT_PCT} %: from now on every {self.tick_s:g} s"
+                )
+        self._known_duty = measured(duty_pct, "the sampler's clock")
+        return self._known_duty
+
+    def _gpu_sample(self, nvml: Nvml, index: int) -> Sample:
+        if self._tick % self._slow_every == 0:
+            self._slow[index] = nvml.slow(index)
+        readings = nvml.fast(index) | self._slow[index]
+        return Sample(
+            kind="gpu",
+            fields={"index": index, **_values(readings)},
+            absent=self._changed_reasons(f"gpu{index}", readings),
+        )
+
+    def _changed_reasons(self, subject: str, readings: Mapping[str, Reading]) -> dict[str, str]:
+        changed: dict[str, str] = {}
+        for name, reading in readings.items():
+            key = (subject, name)
+            if reading.absent is None:
+                self._reasons.pop(key, None)
+            elif self._reasons.get(key) != reading.absent:
+                self._reasons[key] = changed[name] = reading.absent
+        return changed
+
+    def _host_readings(self) -> dict[str, Reading]:
+        memory, pid = self._host.memory(), self._pid_of_trainer()
+        if self._tick % self._slow_every == 0:
+            self._slow_host = {
+                "swap_free_bytes": memory.swap_free_bytes,
+                **self._slow_readings(pid),
+            }
+        some, full = self._host.psi_pct("memory")
+        return {
+            "host_available_bytes": memory.available_bytes,
+            "host_total_bytes": memory.total_bytes,
+            "load1": self._host.load1(),
+            "psi_memory_some_avg10_pct": some,
+            "psi_memory_full_avg10_pct": full,
+            **self._slow_host,
+            **self._trainer_readings(pid),
+            **self._own_memory(),
+        }
+
+    def _slow_readings(self, pid: int | None) -> dict[str, Reading]:
+        now_s = self._clock()
+        oom_kills, *counts = self._host.vmstat("oom_kill", *_RATES.values())
+        rates = {
+            name: self._rate(name, count, now_s) for name, count in zip(_RATES, counts, strict=True)
+        }
+        if self._group is None or self._group[0] != pid:
+            self._group = pid, self._host.find_cgroup("memory", pid)
+        group = self._host.cgroup_memory(self._group[1])
+        return {
+            "psi_cpu_some_avg10_pct": self._host.psi_pct("cpu")[0],
+            "psi_io_full_avg10_pct": self._host.psi_pct("io")[1],
+            **rates,
+            **self._family_readings(pid, now_s),
+            "oom_kills": oom_kills,
+            "cgroup_memory_bytes": group.current_bytes,
+            "cgroup_memory_limit_bytes": group.limit_bytes,
+        }
+
+    def _family_readings(self, pid: int | None, now_s: float) -> dict[str, Reading]:
+        if pid is None:
+            missing = absent("no trainer is running", "pid of the trainer")
+            return dict.fromkeys(("family_cpu_pct", "family_io_bytes_per_s"), missing)
+        family = read_family(pid, self._host.proc)
+        busy = self._rate("family_cpu_pct", family.cpu_s, now_s)
+        return {
+            "family_cpu_pct": busy
+            if busy.number is None
+            else measured(100 * busy.number, busy.source),
+            "family_io_bytes_per_s": self._rate("family_io_bytes_per_s", family.io_bytes, now_s),
+        }
+
+    def _rate(self, name: str, count: Reading, now_s: float) -> Reading:
+        before = self._counted.pop(name, None)
+        if count.number is None:
+            return count
+        self._counted[name] = now_s, count.number
+        if before is None or now_s <= before[0] or count.number < before[1]:
+            return absent(_TWO_LOOKS, count.source)
+        return measured((count.number - before[1]) / (now_s - before[0]), count.source)
+
+    def _trainer_readings(self, pid: int | None) -> dict[str, Reading]:
+        if pid is None:
+            self._before = None
+            names = ("trainer_rss_bytes", "trainer_threads", "trainer_cpu_pct")
+            return dict.fromkeys(names, absent("no trainer is running", "pid of the trainer"))
+        now_s = self._clock()
+        process = self._host.process(pid)
+        return {
+            "trainer_rss_bytes": process.rss_bytes,
+            "trainer_threads": process.threads,
+            "trainer_cpu_pct": self._cpu_pct(pid, process.start_ticks, process.cpu_s, now_s),
+        }
+
+    def _cpu_pct(self, pid: int, start: Reading, cpu_s: Reading, now_s: float) -> Reading:
+        before, self._before = self._before, None
+        if start.number is None or cpu_s.number is None:
+            return cpu_s if cpu_s.number is None else start
+        self._before = (pid, start.number, cpu_s.number, now_s)
+        if before is None or before[:2] != (pid, start.number) or now_s <= before[3]:
+            return absent("needs two looks at the same process, some time apart", cpu_s.source)
+        used_s = cpu_s.number - before[2]
+        return measured(100 * used_s / (now_s - before[3]), cpu_s.source)
+
+
+class _Duty:
+    """The share of the time that a series of ticks took."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self._first_s: float | None = None
+        self._spent_s = self._newest_s = 0.0
+
+    def after(self, began_s: float, spent_s: float) -> float | None:
+        """The share in percent once there were two ticks. The newest is left out: the time until
+        the next, which belongs to it, has not passed."""
+        if self._first_s is None:
+            self._first_s = began_s
+        self._spent_s += self._newest_s
+        self._newest_s = spent_s
+        self.ticks += 1
+        passed_s = began_s - self._first_s
+        return 100 * self._spent_s / passed_s if passed_s > 0 else None
+
+
+def _values(readings: Mapping[str, Reading]) -> dict[str, float | int | str | None]:
+    return {name: reading.value for name, reading in readings.items()}

@@ -1,0 +1,139 @@
+"""What a run needs or is helped by besides the GPU: packages, a C compiler, the kernel's witnesses.
+
+Versions come from package metadata: nothing is imported, so that a broken torch can still be named.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.machine.host import Host
+from engine.machine.kill_counters import read_kill_counters
+from engine.machine.reading import Reading, absent, measured
+from engine.version import VERSION
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "msgspec",
+    "textual",
+    "nvidia-ml-py",
+)
+_NVIDIA, _DISPLAY_CLASS = "0x10de", "0x03"
+_CAP_SYS_PTRACE = 19
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    versions: dict[str, Reading]
+    c_compiler: Reading
+    kernel_log: Reading
+    """`readable`, or why not."""
+    attach: Reading
+    """Who may read the stack of a trainer from another process, as `py-spy dump` does."""
+    py_spy: Reading
+    memory_pressure_pct: Reading
+    vmstat_oom_kill: Reading
+    memcg_oom_kill: Reading
+    pci_gpus: Reading
+    """NVIDIA display devices on the PCI bus: they are there without a driver too, and in a
+    container that was not given them."""
+
+
+def read_surroundings(
+    kernel_log: Reading,
+    compilers: Sequence[str],
+    host: Host | None = None,
+    sys: Path = Path("/sys"),
+    version_of: Callable[[str], str] = importlib.metadata.version,
+) -> Surroundings:
+    """`compilers` are the commands that the engine tries, in its order."""
+    host = host or Host()
+    counters = read_kill_counters(host)
+    return Surroundings(
+        versions=_versions(version_of),
+        c_compiler=_first_command(compilers),
+        kernel_log=kernel_log,
+        attach=_attach(host),
+        py_spy=_first_command(("py-spy",)),
+        memory_pressure_pct=host.psi_pct("memory")[1],
+        vmstat_oom_kill=counters.vmstat_oom_kill,
+        memcg_oom_kill=counters.memcg_oom_kill,
+        pci_gpus=_pci_gpus(sys / "bus/pci/devices"),
+    )
+
+
+def _versions(version_of: Callable[[str], str]) -> dict[str, Reading]:
+    found = {
+        "engine": measured(VERSION, "engine.version"),
+        "python": measured(platform.python_version(), "the interpreter"),
+        "C library": measured(
+            " ".join(platform.libc_ver()).strip() or "unknown", "the interpreter"
+        ),
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = measured(version_of(name), "package metadata")
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = absent("not installed", "package metadata")
+    return found
+
+
+def find_command(name: str) -> Reading:
+    """Where a program is: on the PATH, or beside the interpreter. The folder of a virtual environment
+    is not on the PATH of a process that was started by its full name.
+    """
+    if path := shutil.which(name):
+        return measured(path, "PATH")
+    folder = Path(sys.executable).parent
+    if path := shutil.which(name, path=str(folder)):
+        return measured(path, "beside the interpreter")
+    return absent(f"{name} is not on the PATH", "PATH")
+
+
+def _first_command(commands: Sequence[str]) -> Reading:
+    for command in commands:
+        if (found := find_command(command)).value is not None:
+            return found
+    which = commands[0] if len(commands) == 1 else f"none of {', '.join(commands)}"
+    return absent(f"{which} is {'not ' if len(commands) == 1 else ''}on the PATH", "PATH")
+
+
+def _attach(host: Host) -> Reading:
+    """The kernel's rule (Yama's ptrace_scope, 0 without it) and this process's capability."""
+    capabilities = host.status_word("CapEff")
+    if capabilities.value is not None and int(str(capabilities.value), 16) >> _CAP_SYS_PTRACE & 1:
+        return measured("allowed: this user has CAP_SYS_PTRACE", capabilities.source)
+    path = host.proc / "sys/kernel/yama/ptrace_scope"
+    try:
+        scope = path.read_text().strip()
+    except OSError:
+        return measured("allowed for processes of the same user", "the kernel's default")
+    if scope == "0":
+        return measured("allowed for processes of the same user", str(path))
+    return absent(f"ptrace_scope is {scope}: only a parent or root may attach", str(path))
+
+
+def _pci_gpus(folder: Path) -> Reading:
+    try:
+        devices = list(folder.iterdir())
+    except OSError as error:
+        return absent(f"not readable: {error.strerror}", str(folder))
+    found = 0
+    for device in devices:
+        try:
+            vendor = (device / "vendor").read_text().strip()
+            kind = (device / "class").read_text().strip()
+        except OSError:
+            continue  # the device was taken away meanwhile
+        found += vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASS)
+    return measured(found, f"{folder}/*/vendor, class")

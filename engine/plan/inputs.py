@@ -1,0 +1,145 @@
+"""Everything that can be wrong with a run's inputs and be seen without torch: checked before a run
+folder exists.
+
+Reads headers, configs and names, not tensors, so it takes well under a second for a 7B teacher. The
+trainer repeats what it can only see with the data in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.checks.catalogue import skipped_ids
+from engine.data.corpus import check_corpus
+from engine.errors import BadInput, TokenizerError
+from engine.formats.open import open_weights
+from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
+from engine.formats.tokenizer import Tokenizer, open_tokenizer
+from engine.models.config import ModelConfig, config_of, read_config
+from engine.models.names import check_fits
+from engine.models.packed_size import PackedSize, packed_size, without_blocks
+from engine.plan.disk_room import check_room
+from engine.spec import RunSpec
+from engine.teachers.store.manifest import fitting_manifest, uses_cache
+from engine.teachers.vocabulary import check_vocabularies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What was read on the way: shapes of both models and the tokenizer."""
+
+    teacher: ModelConfig | None
+    teacher_size: PackedSize | None
+    """What the teacher takes where its blocks stay blocks; None without a teacher."""
+    student: ModelConfig
+    tokenizer: Tokenizer
+    tokenizers: Mapping[str, Tokenizer | None]
+    """All there are, by whose they are; None where a model brings none."""
+    notes: tuple[str, ...]
+    """What could not be checked, or is odd and was not worth refusing, one line each."""
+
+
+def _model(path: str) -> tuple[ModelConfig, PackedSize]:
+    with open_weights(Path(path)) as weights:
+        config = config_of(weights)
+        check_fits(config, weights, path, weights.convention)
+        return config, packed_size(config, weights)
+
+
+def _tokenizers(spec: RunSpec) -> dict[str, Tokenizer | None]:
+    """Whose tokenizers there are, None where a model brings none. The ids of a student that is made
+    new mean nothing yet, so it has none to speak of.
+    """
+    found: dict[str, Tokenizer | None] = {}
+    if spec.data.tokenizer:
+        found["data.tokenizer"] = open_tokenizer(spec.data.tokenizer)
+    for whose, path in (("teacher", spec.teacher.path), ("student", spec.student.path)):
+        if path:
+            found[whose] = _brought(path)
+    return found
+
+
+def _brought(path: str) -> Tokenizer | None:
+    """The tokenizer in a model's folder or file."""
+    if Path(path).is_dir() and (Path(path) / TOKENIZER_FILE).exists():
+        return open_tokenizer(path)
+    with open_weights(Path(path)) as weights:
+        raw = weights.tokenizer_json()
+    return None if raw is None else open_tokenizer(path, raw=raw)
+
+
+def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokenizer:
+    """The tokenizer the spec names, else the one that the teacher or the student brings."""
+    for tokenizer in tokenizers.values():
+        if tokenizer is not None:
+            return tokenizer
+    brought = [path for path in (spec.teacher.path, spec.student.path) if path]
+    where = " nor ".join(brought) or "no model that brings one"
+    raise TokenizerError(
+        f"data.tokenizer: expected a tokenizer.json, found none in {where}",
+        hint="set data.tokenizer to a folder or file",
+    )
+
+
+def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
+    """The student's ids are the teacher's first ones."""
+    if student.vocab_size > teacher.vocab_size:
+        raise BadInput(
+            f"vocabulary: student — expected at most the teacher's {teacher.vocab_size} ids, "
+            f"found {student.vocab_size}",
+            hint="ids that the teacher does not have cannot be taught; cut the student's embedding",
+        )
+    if spec.vocab.align == "refuse" and student.vocab_size != teacher.vocab_size:
+        raise BadInput(
+            f"vocabulary: student — expected the teacher's {teacher.vocab_size} ids, because "
+            f"vocab.align is refuse, found {student.vocab_size}",
+            hint="vocab.align=truncate cuts the teacher's columns beyond the student's",
+        )
+
+
+def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
+    """Open and check every input of `spec`; with `run`, also that there is room for its
+    checkpoints, and that its stored teacher outputs are of this teacher. Raises BadInput.
+    """
+    skipped_ids(spec.checks.skip)
+    teacher, teacher_size = _model(spec.teacher.path) if spec.teacher.path else (None, None)
+    if spec.student.path:
+        student, _ = _model(spec.student.path)
+    else:
+        student = read_config(Path(spec.student.config))
+    if teacher is not None:
+        _check_widths(spec, teacher, student)
+    packed = spec.teacher.backend == "quantized"
+    if packed and teacher_size is not None and not teacher_size.matrices:
+        raise without_blocks(spec.teacher.path)
+    tokenizers = _tokenizers(spec)
+    tokenizer = _first(tokenizers, spec)
+    if not spec.has_teacher:
+        tokenizers.pop("teacher", None)
+    notes = check_vocabularies(tokenizers, student.vocab_size)
+    tokenizer.fits(student.vocab_size, f"student {spec.student.path or spec.student.config}")
+    if spec.data.seq_len > student.max_position_embeddings:
+        raise BadInput(
+            f"data.seq_len: expected at most the student's {student.max_position_embeddings} positions, "
+            f"found {spec.data.seq_len}"
+        )
+    if teacher is not None and spec.data.seq_len > teacher.max_position_embeddings:
+        raise BadInput(
+            f"data.seq_len: expected at most the teacher's {teacher.max_position_embeddings} positions, "
+            f"found {spec.data.seq_len}"
+        )
+    check_corpus(spec.data.corpus)
+    if run is not None:
+        check_room(spec, student, run)
+        if teacher is not None and uses_cache(spec):
+            fitting_manifest(spec, teacher, student)
+    return Inputs(
+        teacher=teacher,
+        teacher_size=teacher_size,
+        student=student,
+        tokenizer=tokenizer,
+        tokenizers=tokenizers,
+        notes=notes,
+    )

@@ -1,0 +1,1 @@
+"""A teacher read from stored outputs."""

@@ -1,0 +1,379 @@
+"""A folder of stored teacher outputs. Nothing in it is believed before it was compared; a shard is there whole,
+or not at all.
+
+    STORE/
+      manifest.json               what the rows are and whose (`manifest.py`)
+      shard-000000.safetensors    some rows: one tensor (rows, T, ...) for each field of the form
+      shard-000000.json           {"version": 1, "bytes": N, "rows": [[key, digest], ...]}
+      lock, prepare.jsonl         of the process that writes
+
+A shard without its .json was never finished and is no shard. When a store is opened, each shard's
+size and header are compared with what its .json and the manifest say; that costs a few kilobytes of
+reading a shard. The data are compared row by row, whenever a row is read:
+
+    digest = SHA-256( key | the row's bytes in each field )
+
+in the buffer that the row is then used from. A digest over a whole shard would have to be stamped
+with size, time and inode to be affordable (a quarter of a gigabyte at the first touch, in random order
+for all shards at once), and would trust the stamp from then on. A digest a row costs the same hashing,
+spread evenly, and is compared at every read of every epoch; hashing runs in the reader's threads,
+without the interpreter's lock, at one to two gigabytes a second each. It holds the key, so that rows
+that changed places are found too.
+
+Rows are read with `pread`, not mapped: a file that is cut short while it is mapped ends the process
+with SIGBUS, where a short read is an error that can be said.
+
+A shard that does not compare is refused by name, with all of its rows, for as long as this process
+lives: they are misses from then on.
+
+Rows are gathered in memory until a shard is full. Then, in this order: the shard under a partial name,
+written and fsynced; renamed; its .json the same way; the folder fsynced. The .json comes last and makes
+the shard: a process that is killed anywhere before it leaves a file that nobody reads and the next
+writer replaces. So what is lost is at most one shard of rows, and what is found was finished.
+
+The same rows in the same order give the same bytes, headers included, and a shard that is missing
+between others is filled first: a store that was interrupted and continued is equal, file by file, to
+one that was not.
+
+One writer per store, held by `flock` on `lock`; readers need no lock, because a finished shard is
+never written again. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import limits
+from engine.errors import NO_ROOM, DiskFull, EngineError
+from engine.files import read_json
+from engine.formats.safetensors import fsync_folder
+from engine.formats.safetensors_header import read_header
+from engine.signals import partial_output
+from engine.teachers.store.manifest import CacheError, Field, Identity, Manifest, read_manifest
+
+VERSION = 1
+SHARD_BYTES = 256 * 2**20
+"""About a second of a 7B teacher on one GPU: what a kill can cost."""
+LOCK = "lock"
+_PARTIAL = ".partial"
+_SHARD = re.compile(r"shard-([0-9]{6})\.json")
+
+
+class ShardDamaged(CacheError):
+    """A shard that is not what was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    number: int
+    path: Path
+    """Of the safetensors file."""
+    starts: tuple[int, ...]
+    """Where the data of each field begin in the file."""
+    rows: tuple[tuple[bytes, bytes], ...]
+    """Key and digest of each row."""
+
+
+class Store:
+    """The rows of a store that could be opened. Reading is thread-safe."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self.identity: Identity = manifest.identity
+        self.refusals: list[str] = []
+        """Why each shard that is not used is not, by name."""
+        self.unreadable: list[Path] = []
+        """Shards that were refused when the store was opened."""
+        self._guard = threading.Lock()
+        self._places: dict[bytes, tuple[Shard, int]] = {}
+        self.shards: dict[int, Shard] = {}
+        for number in shard_numbers(path):
+            try:
+                self._add(_open_shard(path, number, self.identity))
+            except ShardDamaged as error:
+                self.refusals.append(error.message)
+                self.unreadable.append(shard_path(path, number))
+
+    def _add(self, shard: Shard) -> None:
+        self.shards[shard.number] = shard
+        for row, (key, _) in enumerate(shard.rows):
+            self._places.setdefault(key, (shard, row))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    def read(self, key: bytes, into: Sequence[memoryview]) -> None:
+        """Fills one buffer of bytes for each field with the row under `key`.
+
+        Raises KeyError where there is none, and ShardDamaged, naming the shard, where it is not what
+        was written: its rows are gone from this store then, and the buffers hold anything.
+        """
+        shard, row = self._places[key]
+        try:
+            _read_row(shard, row, self.identity.fields, into)
+        except ShardDamaged as error:
+            self._refuse(shard, error.message)
+            raise
+
+    def _refuse(self, shard: Shard, reason: str) -> None:
+        with self._guard:
+            if self.shards.pop(shard.number, None) is None:
+                return  # another thread met it first
+            self.refusals.append(reason)
+            # Made anew: other threads look things up in the old one meanwhile.
+            self._places = {k: p for k, p in self._places.items() if p[0] is not shard}
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Shard]:
+        """Reads every row of every shard; yields the shards that are not what was written, which are
+        refused. `progress(done, total)` counts shards.
+        """
+        buffers = [memoryview(bytearray(field.bytes)) for field in self.identity.fields]
+        shards = list(self.shards.values())
+        for done, shard in enumerate(shards):
+            if progress is not None:
+                progress(done, len(shards))
+            try:
+                for row in range(len(shard.rows)):
+                    _read_row(shard, row, self.identity.fields, buffers)
+            except ShardDamaged as error:
+                self._refuse(shard, error.message)
+                yield shard
+
+
+def open_store(path: str | Path) -> Store:
+    """The store in `path`; shards that do not compare are in its `refusals`. Raises CacheError."""
+    return Store(Path(path), read_manifest(Path(path)))
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:06d}.safetensors"
+
+
+def shard_numbers(folder: Path) -> list[int]:
+    """Of all shards that were finished, in order."""
+    try:
+        found = [_SHARD.fullmatch(name) for name in os.listdir(folder)]
+    except OSError as error:
+        raise CacheError.expected(
+            "teacher.cache", folder, "a readable folder", str(error.strerror)
+        ) from error
+    return sorted(int(match[1]) for match in found if match)
+
+
+def row_digest(key: bytes, parts: Sequence[Any]) -> bytes:
+    """What a row is compared by; `parts` are the buffers of its fields."""
+    digest = hashlib.sha256(key)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def damaged(where: object, expected: str, found: str) -> ShardDamaged:
+    return ShardDamaged.expected("teacher outputs", where, expected, found)
+
+
+def _open_shard(folder: Path, number: int, identity: Identity) -> Shard:
+    path = shard_path(folder, number)
+    sidecar = path.with_suffix(".json")
+    file_bytes, rows = _read_sidecar(sidecar)
+    try:
+        header = read_header(path)
+    except EngineError as error:
+        raise ShardDamaged(error.message) from error
+    if header.file_bytes != file_bytes:
+        raise damaged(path, f"{file_bytes} bytes", str(header.file_bytes))
+    wanted = {field.name: (field.dtype, (len(rows), *field.shape)) for field in identity.fields}
+    found = {name: (info.dtype, info.shape) for name, info in header.tensors.items()}
+    if found != wanted:
+        raise damaged(path, f"tensors {wanted}", str(found))
+    starts = tuple(header.tensors[field.name].start for field in identity.fields)
+    return Shard(number=number, path=path, starts=starts, rows=rows)
+
+
+def _read_sidecar(path: Path) -> tuple[int, tuple[tuple[bytes, bytes], ...]]:
+    found = read_json(path, "teacher.cache", limits.STORE_ROWS, error=ShardDamaged)
+    try:
+        version, file_bytes, listed = found["version"], found["bytes"], found["rows"]
+        rows = tuple((bytes.fromhex(key), bytes.fromhex(digest)) for key, digest in listed)
+    except (TypeError, KeyError, ValueError) as error:
+        raise damaged(path, "version, bytes and rows", f"{error}") from error
+    if version != VERSION or not isinstance(file_bytes, int):
+        raise damaged(path, f"version {VERSION}", f"{version!r:.40}")
+    if not rows or any(len(part) != 32 for row in rows for part in row):
+        raise damaged(path, "rows of two SHA-256 digests", "others")
+    return file_bytes, rows
+
+
+def _read_row(shard: Shard, row: int, fields: Sequence[Field], into: Sequence[memoryview]) -> None:
+    key, expected = shard.rows[row]
+    where = f"{shard.path}, row {row}"
+    try:
+        descriptor = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for field, start, buffer in zip(fields, shard.starts, into, strict=True):
+                assert buffer.nbytes == field.bytes, where
+                done = 0
+                while done < field.bytes:
+                    at = start + row * field.bytes + done
+                    got = os.preadv(descriptor, [buffer[done:]], at)
+                    if not got:
+                        raise damaged(where, f"{field.bytes} bytes at {at - done}", f"{done}")
+                    done += got
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise damaged(where, "a readable file", str(error.strerror)) from error
+    found = row_digest(key, into)
+    if found != expected:
+        raise damaged(where, f"sha256 {expected.hex()}", found.hex())
+
+
+def rows_per_shard(identity: Identity, shard_bytes: int = SHARD_BYTES) -> int:
+    return max(1, shard_bytes // identity.row_bytes)
+
+
+def disk_bytes(identity: Identity, rows: int, each: int) -> int:
+    """Exactly what `rows` more rows take on the disk, in shards of `each` rows."""
+    full, rest = divmod(rows, each)
+    return full * _shard_bytes(identity, each) + (_shard_bytes(identity, rest) if rest else 0)
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Makes the folder where there is none, and holds it. Raises CacheError where another process
+    does.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CacheError.expected(
+                "teacher outputs",
+                folder,
+                "no other writer",
+                "one that is alive",
+                hint="`engine prepare` is already filling this store; wait for it",
+            ) from None
+        for left in folder.glob(f"*{_PARTIAL}"):  # nobody else is here: its writer is dead
+            left.unlink()
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class ShardWriter:
+    """Rows into shards of `each` rows; `taken` are the numbers of shards that are there.
+
+    Only within `only_writer`. Raises DiskFull or CacheError, with every finished shard as it was.
+    """
+
+    def __init__(self, folder: Path, identity: Identity, each: int, taken: Iterable[int]) -> None:
+        self.folder, self.identity, self.each = folder, identity, each
+        self.rows = 0
+        """Finished."""
+        self.bytes = 0
+        self._taken = set(taken)
+        self._waiting: list[tuple[bytes, bytes, list[bytes]]] = []
+
+    def add(self, key: bytes, parts: Sequence[Any]) -> None:
+        """One row: a buffer for each field, copied."""
+        held = [bytes(part) for part in parts]
+        for field, part in zip(self.identity.fields, held, strict=True):
+            assert len(part) == field.bytes, (field, len(part))
+        self._waiting.append((key, row_digest(key, held), held))
+        if len(self._waiting) == self.each:
+            self.finish()
+
+    def finish(self) -> None:
+        """Writes what is gathered as a shard, however few rows it is."""
+        if not self._waiting:
+            return
+        number = next(n for n in range(len(self._taken) + 1) if n not in self._taken)
+        path, rows = shard_path(self.folder, number), len(self._waiting)
+        pieces = [_header(self.identity.fields, rows)]
+        for index in range(len(self.identity.fields)):
+            pieces += [parts[index] for _, _, parts in self._waiting]
+        sidecar = _sidecar(
+            sum(map(len, pieces)), [(key, digest) for key, digest, _ in self._waiting]
+        )
+        _publish(path, pieces)
+        _publish(path.with_suffix(".json"), [sidecar])
+        self._taken.add(number)
+        self._waiting.clear()
+        self.rows += rows
+        self.bytes += sum(map(len, pieces)) + len(sidecar)
+
+
+def remove_shard(path: Path) -> None:
+    """Takes a shard out of its store: first what makes it one."""
+    path.with_suffix(".json").unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def _header(fields: Sequence[Field], rows: int) -> bytes:
+    """Length and JSON of a safetensors header. Fields lie in their order: all have the same width, so
+    each starts at a multiple of it.
+    """
+    entries, end = {}, 0
+    for field in fields:
+        begin, end = end, end + rows * field.bytes
+        entries[field.name] = {
+            "dtype": field.dtype,
+            "shape": [rows, *field.shape],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _sidecar(file_bytes: int, rows: Sequence[tuple[bytes, bytes]]) -> bytes:
+    listed = [[key.hex(), digest.hex()] for key, digest in rows]
+    return json.dumps({"version": VERSION, "bytes": file_bytes, "rows": listed}).encode() + b"\n"
+
+
+def _shard_bytes(identity: Identity, rows: int) -> int:
+    file_bytes = len(_header(identity.fields, rows)) + rows * identity.row_bytes
+    return file_bytes + len(_sidecar(file_bytes, [(bytes(32), bytes(32))] * rows))
+
+
+def _publish(path: Path, pieces: Sequence[bytes]) -> None:
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        with partial_output(partial):
+            with partial.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+            fsync_folder(path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> CacheError | DiskFull:
+    reason = str(error.strerror)
+    if error.errno in NO_ROOM:
+        hint = "make room and give the same command again: finished shards are kept"
+        return DiskFull.expected("teacher outputs", path, "room for them", reason, hint=hint)
+    return CacheError.expected("teacher outputs", path, "a path that can be written", reason)

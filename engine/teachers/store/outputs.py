@@ -1,0 +1,102 @@
+"""What is kept of a teacher's distribution, made from its hidden states and head.
+
+Over the first V ids, the student's, renormalised as the loss does it, at the loss's temperature:
+
+    log p_v = t_v / T - log sum_{u < V} e^{t_u / T}
+
+    top_k      the K largest log p, with their ids, largest first; fp32. 1 - sum of the p kept is the
+               tail's, so rounding them to 16 bits would move the tail by up to 1e-3 and make it negative
+               where it is small
+    sampled    id = the first v with sum_{u <= v} p_u > r, for each of m numbers r in [0, 1): the inverse
+               of the distribution function, summed in float64, whose rounding is far below any p that
+               could be drawn. So P(id = v) = p_v, and the mean of a function over the m draws is
+               unbiased for its mean under p (random-sampling distillation)
+
+Logits are made some tokens at a time and dropped.
+"""
+
+# Shapes: N tokens, C tokens of a chunk, V student vocabulary, E teacher width, K ids of a token
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.errors import InternalError
+from engine.models.head import Head, project
+from engine.models.product import operand_dtype, sum_dtype
+from engine.teachers.store.manifest import SAMPLED, TOP_K, Identity, uniforms
+
+CHUNK_BYTES = 256 * 2**20
+"""Of fp32 logits at once; drawing takes three times as much beside them."""
+
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
+
+
+class SparseOutputs(NamedTuple):
+    """What a teacher says of N tokens, of some ids each."""
+
+    ids_NK: Tensor
+    """int32."""
+    log_probs_NK: Tensor | None
+    """fp32, at the temperature of the loss; None for draws, which have a weight of 1 / K each."""
+    kind: Literal["top_k", "sampled"]
+
+
+# contract: topk-cache-fidelity-v1
+@torch.inference_mode()
+def sparse_parts(
+    identity: Identity, hidden_NE: Tensor, head: Head, keys: list[bytes]
+) -> tuple[Tensor, ...]:
+    """One tensor of N rows for each field of a sparse form. `keys` are those of the rows of the batch,
+    whose N tokens these are; draws depend on them.
+    """
+    vocabulary, temperature = identity.vocabulary, identity.temperature
+    if vocabulary is None or temperature is None or head.vocab_size < vocabulary:
+        raise InternalError(f"teacher outputs: {identity.words} of a head of {head.vocab_size} ids")
+    dtype = operand_dtype(hidden_NE)
+    slices = head.slices(vocabulary, dtype)
+    uniforms_NK = _uniforms(identity, keys) if identity.form == SAMPLED else None
+    chunk = max(16, CHUNK_BYTES // (4 * vocabulary))
+    found: list[tuple[Tensor, ...]] = []
+    for first in range(0, len(hidden_NE), chunk):
+        chunk_CE = hidden_NE[first : first + chunk].to(dtype)
+        logits_CV = chunk_CE.new_empty(len(chunk_CE), vocabulary, dtype=sum_dtype(dtype))
+        project(logits_CV, chunk_CE, slices, scale=1 / temperature)
+        if uniforms_NK is None:
+            found.append(_likeliest(logits_CV, identity.count))
+        else:
+            found.append((_drawn(logits_CV, uniforms_NK[first : first + chunk]),))
+    return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+
+
+def as_outputs(identity: Identity, parts: tuple[Tensor, ...]) -> SparseOutputs:
+    """The fields of a sparse form as the loss takes them."""
+    if identity.form == TOP_K:
+        return SparseOutputs(parts[0], parts[1], "top_k")
+    return SparseOutputs(parts[0], None, "sampled")
+
+
+def _likeliest(logits_CV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    sums_C1 = logits_CV.logsumexp(1, keepdim=True)
+    values_CK, ids_CK = logits_CV.topk(count, dim=1)
+    return ids_CK.int(), (values_CK - sums_C1).float()
+
+
+def _drawn(logits_CV: Tensor, uniforms_CK: NDArray[np.float64]) -> Tensor:
+    weights_CV = (logits_CV - logits_CV.amax(1, keepdim=True)).double().exp_()
+    sums_CV = weights_CV.cumsum_(1)
+    # Below the total by construction, but for one rounding.
+    at_CK = torch.from_numpy(uniforms_CK).to(sums_CV.device) * sums_CV[:, -1:]
+    ids_CK = torch.searchsorted(sums_CV, at_CK, right=True)
+    return ids_CK.clamp_(max=logits_CV.shape[1] - 1).int()
+
+
+def _uniforms(identity: Identity, keys: list[bytes]) -> NDArray[np.float64]:
+    assert identity.seed is not None
+    shape = (identity.seq_len, identity.count)
+    return np.concatenate([uniforms(identity.seed, key, shape) for key in keys])

@@ -1,0 +1,367 @@
+"""A teacher read from stored outputs: the teacher itself is asked only for what is not in the store.
+
+    hidden     hidden states and the head, as from any teacher: the same loss, exactly
+    top_k      `targets`, some ids a token, for the loss in the place of hidden states and head
+    sampled    the same, of draws
+
+The rows of a batch are all there, or the batch is a miss: then the teacher itself is asked for the
+whole batch, the same teacher in the same arithmetic that the store was made with, which is loaded at
+the first miss (or the miss is refused, as `teacher.cache_miss` says). Misses are counted and said;
+what they cost is seen in the step.
+
+Rows are known by their content (`manifest.py`), which is on the host before it is on
+the device. `note` says that two tensors on the device are a batch of the host, and begins to read it;
+who asks with these very tensors gets what was read. Tensors that were not noted are read back from the
+device, which waits for it: right, and for checks and evaluations only.
+
+On a GPU rows are copied on a stream of their own: they are asked for when the step before is still
+computed, and are there when their turn comes.
+
+Goes around every other teacher. It reads ahead by itself, so nothing needs to go around it.
+
+Rows are read into host memory by some threads at once, ahead of who asks for them. At 100k tokens a second,
+hidden states of 7 KB a token are 0.7 GB/s to read, compare and copy. So the rows of a batch are read by threads
+of their own from the moment the batch is known, each row straight into its place in one buffer, pinned where a
+GPU will take it: the copy to the device is then asynchronous, and nobody copies on the host. The threads spend
+their time in `pread` and in SHA-256, both outside of the interpreter's lock.
+
+A buffer is used again once the device has finished copying it. There are as many as batches are under
+way: with one batch ahead of the one that trains, two.
+
+With stored hidden states a run needs the teacher's output matrix and nothing else of it: 1.1 GB of the
+15 GB of a 7B teacher in bf16. `load_head` reads it as `engine.models.load` and `load_packed` do, from the one
+tensor of the file that holds it: of a tied model, the embedding.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.data.batches import Batch
+from engine.errors import TrainingFailed
+from engine.formats.open import open_weights
+from engine.kernels.linear import Scratch
+from engine.models.config import config_of
+from engine.models.head import DenseHead, Head
+from engine.models.load import as_floats, check_tied, non_finite, refuse_non_finite
+from engine.models.names import check_fits, embedding_and_head
+from engine.models.packed import PackedHead, reserve
+from engine.quant.planes import PackedMatrix, pack
+from engine.quant.tensor import QuantTensor
+from engine.teachers.prefetching import DeviceBatch
+from engine.teachers.protocol import NoHiddenStates, Teacher
+from engine.teachers.store.folder import ShardDamaged, Store
+from engine.teachers.store.manifest import HIDDEN
+from engine.teachers.store.outputs import TORCH_DTYPES, SparseOutputs, as_outputs, sparse_parts
+
+# Shapes: B rows, T tokens, N = B*T, E teacher width, K ids of a token
+
+REMEMBERED = 4
+"""Noted batches at most: those of one step that are under way, and the one ahead of it."""
+THREADS = 4
+
+
+class Reading:
+    """A batch of rows that is being read."""
+
+    def __init__(
+        self, buffer: Tensor, fields: tuple[Tensor, ...], rows: list[Future[None]]
+    ) -> None:
+        self.buffer = buffer
+        self._fields = fields
+        self._rows = rows
+
+    def wait(self) -> tuple[Tensor, ...] | None:
+        """One tensor of N tokens for each field, on the host; None where a row was not what had been
+        written. Every row has ended then.
+        """
+        problems = [row.exception() for row in self._rows]
+        for problem in problems:
+            if problem is not None and not isinstance(problem, ShardDamaged | KeyError):
+                raise problem
+        return None if any(problems) else self._fields
+
+
+class Reader:
+    """Reads rows of `store`; buffers are pinned where `device` is a GPU."""
+
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self._store = store
+        self._device = device
+        self._pool = ThreadPoolExecutor(
+            min(THREADS, os.cpu_count() or 1), thread_name_prefix="teacher-outputs"
+        )
+        self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def begin(self, keys: Sequence[bytes]) -> Reading:
+        """Starts to read one batch; a key that is not there is found by `Reading.wait`."""
+        fields = self._store.identity.fields
+        buffer = self._buffer(len(keys) * self._store.identity.row_bytes)
+        raw, start = buffer.numpy().data, 0
+        views: list[memoryview] = []
+        tensors: list[Tensor] = []
+        for field in fields:
+            end = start + len(keys) * field.bytes
+            views.append(raw[start:end])
+            part = buffer[start:end].view(TORCH_DTYPES[field.dtype])
+            tensors.append(part.view(len(keys) * field.shape[0], *field.shape[1:]))
+            start = end
+        rows = [
+            self._pool.submit(
+                self._store.read,
+                key,
+                [
+                    view[row * field.bytes : (row + 1) * field.bytes]
+                    for field, view in zip(fields, views, strict=True)
+                ],
+            )
+            for row, key in enumerate(keys)
+        ]
+        return Reading(buffer, tuple(tensors), rows)
+
+    def take_back(self, reading: Reading) -> None:
+        """Says that a reading's tensors are no longer looked at by the host, and that the current
+        stream was given the last copy of them. On a CPU they may still be in use: nothing is reused.
+        """
+        if self._device.type == "cuda":
+            event = torch.cuda.current_stream(self._device).record_event()
+            self._free.append((reading.buffer, event))
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _buffer(self, size: int) -> Tensor:
+        for index, (buffer, event) in enumerate(self._free):
+            if buffer.numel() == size and (event is None or event.query()):  # type: ignore[no-untyped-call]
+                del self._free[index]
+                return buffer
+        # What has another size is of an evaluation, or of the last batch of an epoch.
+        self._free = [free for free in self._free if free[0].numel() == size]
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """Two tensors on the device, and the rows that they are."""
+
+    batch: DeviceBatch
+    keys: list[bytes]
+    reading: Reading | None
+    """None where a row is not in the store."""
+
+
+# contract: topk-cache-fidelity-v1
+class CachedTeacher:
+    """`store`, with `head` where it holds hidden states.
+
+    `online` loads the teacher that the store was made with, cut to the student's ids; None where a
+    miss is to be refused. `say` is given a line for each thing that a person should know.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        device: torch.device,
+        vocab_size: int,
+        head: Head | None,
+        online: Callable[[], Teacher] | None,
+        say: Callable[[str], None],
+    ) -> None:
+        assert (head is not None) == (store.identity.form == HIDDEN)
+        self.store = store
+        self.hits = 0
+        """Rows that came from the store."""
+        self.misses = 0
+        """Rows of batches that did not."""
+        self._device, self._vocab_size = device, vocab_size
+        self._head, self._load, self._say = head, online, say
+        self._online: Teacher | None = None
+        self._reader = Reader(store, device)
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._noted: deque[_Noted] = deque()
+        self._said = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def gives_hidden(self) -> bool:
+        return self.store.identity.form == HIDDEN
+
+    def holds(self, batch: Batch) -> bool:
+        """Whether every row of a batch is stored."""
+        return _holds(self.store, batch, self.store.identity.keys(batch))
+
+    def head(self) -> Head:
+        if self._head is None:
+            raise self._no_hidden_states()
+        return self._head
+
+    def note(self, batch: Batch, tokens_BT: Tensor, documents_BT: Tensor) -> None:
+        """Says that the tensors hold the tokens and documents of `batch`, and begins to read it."""
+        while len(self._noted) >= REMEMBERED:
+            self._drop(self._noted.popleft())
+        self._noted.append(self._new(batch, tokens_BT, documents_BT))
+
+    def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
+        """Begins to read a batch, where `note` has not."""
+        if not any(noted.batch.is_of(tokens_BT, documents_BT) for noted in self._noted):
+            self.note(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
+
+    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        """As `Teacher.hidden`. Raises NoHiddenStates for a store of another form."""
+        if not self.gives_hidden:
+            raise self._no_hidden_states()
+        stored, keys = self._stored(tokens_BT, documents_BT)
+        if stored is None:
+            return self._asked(len(keys)).hidden(tokens_BT, documents_BT)
+        (hidden_NE,) = stored
+        return hidden_NE.view(*tokens_BT.shape, -1)
+
+    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseOutputs | None:
+        """What the loss takes in the place of hidden states and head; None where those are given."""
+        if self.gives_hidden:
+            return None
+        identity = self.store.identity
+        stored, keys = self._stored(tokens_BT, documents_BT)
+        if stored is None:
+            teacher = self._asked(len(keys))
+            hidden_NE = teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
+            stored = sparse_parts(identity, hidden_NE, teacher.head(), keys)
+        return as_outputs(identity, stored)
+
+    @property
+    def summary(self) -> str:
+        """Hits and misses so far, in words."""
+        asked = self.hits + self.misses
+        text = f"teacher outputs: {self.hits:,} of {asked:,} rows came from {self.store.path}"
+        return f"{text}, {self.misses:,} from the teacher" if self.misses else text
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _new(self, batch: Batch, tokens_BT: Tensor, documents_BT: Tensor) -> _Noted:
+        keys = self.store.identity.keys(batch)
+        reading = self._reader.begin(keys) if _holds(self.store, batch, keys) else None
+        return _Noted(DeviceBatch(tokens_BT, documents_BT), keys, reading)
+
+    def _stored(
+        self, tokens_BT: Tensor, documents_BT: Tensor
+    ) -> tuple[tuple[Tensor, ...] | None, list[bytes]]:
+        """The fields of the rows on the device, None where one of them is missing; and their keys."""
+        noted = next((n for n in self._noted if n.batch.is_of(tokens_BT, documents_BT)), None)
+        if noted is None:
+            noted = self._new(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
+        else:
+            # By place: comparing two of them would compare tensors.
+            self._noted = deque(n for n in self._noted if n is not noted)
+        if noted.reading is None:
+            return None, noted.keys
+        fields = noted.reading.wait()
+        self._say_refusals()
+        if fields is not None:
+            self.hits += len(noted.keys)
+            fields = self._on_device(fields, noted.reading)
+        return fields, noted.keys
+
+    def _on_device(self, fields: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, ...]:
+        """Copies what was read, for the current stream."""
+        if self._stream is None:
+            return tuple(field.to(self._device) for field in fields)
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            copies = tuple(field.to(self._device, non_blocking=True) for field in fields)
+            self._reader.take_back(reading)
+        current.wait_stream(self._stream)
+        for copy in copies:
+            # Its memory is the other stream's, which is not to have it back before this one is done.
+            copy.record_stream(current)
+        return copies
+
+    def _asked(self, rows: int) -> Teacher:
+        """The teacher itself, for a batch of `rows` rows that is a miss."""
+        first, self.misses = not self.misses, self.misses + rows
+        if self._load is None:
+            raise TrainingFailed(
+                f"teacher outputs: {self.store.path} — expected every row, found a batch of {rows} "
+                "that has one that is missing or damaged",
+                hint="`engine prepare` with this spec fills the store; teacher.cache_miss=online asks "
+                "the teacher for what is not there",
+            )
+        if first:
+            self._say(
+                f"{self.store.path}: a batch of {rows} rows is not all there, so the teacher itself is "
+                "asked for it and for any other; their number is in the log at the end"
+            )
+        if self._online is None:
+            self._online = self._load()
+        return self._online
+
+    def _drop(self, noted: _Noted) -> None:
+        """A batch that nobody asked for."""
+        if noted.reading is not None:
+            noted.reading.wait()
+            self._reader.take_back(noted.reading)
+
+    def _say_refusals(self) -> None:
+        for text in self.store.refusals[self._said :]:
+            self._say(f"{text}; its rows are not used")
+            self._said += 1
+
+    def _no_hidden_states(self) -> NoHiddenStates:
+        return NoHiddenStates(
+            f"teacher.cache: the store holds {self.store.identity.words}, and no hidden states to ask for"
+        )
+
+
+def _holds(store: Store, batch: Batch, keys: list[bytes]) -> bool:
+    return batch.tokens_BT.shape[1] == store.identity.seq_len and all(key in store for key in keys)
+
+
+def _read_back(tokens_BT: Tensor, documents_BT: Tensor) -> Batch:
+    """The batch that two tensors hold; waits for the device. It has no labels."""
+    tokens, documents = (np.asarray(t.cpu().numpy()) for t in (tokens_BT, documents_BT))
+    return Batch(
+        tokens_BT=tokens,
+        documents_BT=documents,
+        labels_BT=np.full_like(tokens, -100),
+        row_ids=np.full(len(tokens), -1, dtype=np.int64),
+    )
+
+
+def load_head(path: str | Path, *, packed: bool, dtype: torch.dtype, device: torch.device) -> Head:
+    """The head of the model in `path`: where `packed`, in the blocks of the file if it has any.
+
+    Raises WeightsError.
+    """
+    with open_weights(Path(path)) as weights:
+        config = config_of(weights)
+        check_fits(config, weights, weights.path, weights.convention)
+        check_tied(config, weights)
+        embedding, head = embedding_and_head(weights.convention)
+        name = embedding if config.tie_word_embeddings else head
+        source = weights.get(name)
+        if packed and isinstance(source, QuantTensor):
+            # Whether its scales are finite was checked when the store was made of the same bytes.
+            matrix = pack(source.to(device))
+            matrix = PackedMatrix(matrix.type, *matrix.shape, matrix.data.clone())
+            scratch = Scratch(device, dtype)
+            reserve(scratch, matrix, whole=False)
+            return PackedHead(matrix, scratch)
+        values = as_floats(source, dtype, device)
+        refuse_non_finite(weights.path, non_finite(name, source, values))
+    return DenseHead(values)

@@ -1,0 +1,149 @@
+"""What the checks of `engine.checks` may look at, out of a trainer: nothing here is asked or judged.
+
+The gradients that are checked are those of a real step. A twin of the trainer, which shares student,
+teacher and everything else, takes one step over batches that it is given, with an optimizer that
+changes nothing. So whatever a step does to a batch, to a loss or to a denominator is seen, and the
+run does not move.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.checks.context import Context, Memory, Terms
+from engine.data.batches import Batch
+from engine.data.tokens import TokenStream
+from engine.formats.tokenizer import Tokenizer
+from engine.loss.objective import distillation_loss
+from engine.models.decoder import Decoder
+from engine.models.head import Head
+from engine.spec import RunSpec
+from engine.teachers.protocol import KnowsRows
+from engine.train.heldout import heldout_loss
+from engine.train.optimizer import Uncompiled
+from engine.train.schedule import ScheduleKind, learning_rate
+from engine.train.trainer import Trainer
+
+
+def context_of(
+    trainer: Trainer,
+    spec: RunSpec,
+    *,
+    teacher_decoder: Decoder | None,
+    train_stream: TokenStream,
+    heldout_stream: TokenStream,
+    heldout: Sequence[Batch],
+    tokenizers: Mapping[str, Tokenizer | None],
+    memory: Callable[[], Memory | None] = lambda: None,
+    late_compiles: Callable[[], Sequence[str]] = tuple,
+) -> Context:
+    """The trainer as it stands, before the first step of its session."""
+    fused = trainer.loss.kernel == "fused"
+
+    def objective(
+        hidden_ND: Tensor,
+        head_VD: Tensor,
+        teacher_hidden_NE: Tensor | None,
+        teacher_head: Head | None,
+        labels_N: Tensor,
+        *,
+        denominator: float,
+    ) -> Terms:
+        return distillation_loss(
+            hidden_ND,
+            head_VD,
+            teacher_hidden_NE,
+            teacher_head,
+            labels_N,
+            alpha=spec.loss.alpha,
+            temperature=spec.loss.temperature,
+            denominator=denominator,
+            chunk_rows=spec.loss.chunk_rows or None,
+            divergence=spec.loss.divergence,
+            beta=spec.loss.beta,
+            # The checks ask in float64 too, which the kernel does not know.
+            kernel="fused" if fused and hidden_ND.dtype != torch.float64 else "eager",
+        )
+
+    def evaluate(
+        hidden: Callable[[Tensor, Tensor], Tensor], head: Head, batches: Sequence[Batch]
+    ) -> float:
+        return heldout_loss(hidden, head, batches, trainer.device, trainer.autocast)[0]
+
+    def rate(step: int) -> float:
+        train = spec.train
+        return learning_rate(
+            step,
+            peak=train.lr,
+            warmup_steps=train.warmup_steps,
+            total_steps=train.steps,
+            kind=cast(ScheduleKind, train.schedule),
+            final_ratio=train.final_lr_ratio,
+        )
+
+    return Context(
+        spec=spec,
+        device=trainer.device,
+        step=trainer.step,
+        position=trainer.position,
+        student=trainer.student,
+        optimizer=trainer.optimizer,
+        teacher=trainer.teacher if trainer.teaching else None,
+        teacher_decoder=teacher_decoder if trainer.teaching else None,
+        batches=trainer.batches,
+        train_stream=train_stream,
+        heldout_stream=heldout_stream,
+        heldout=heldout,
+        tokenizers=tokenizers,
+        objective=objective,
+        gradients=lambda batches: step_gradients(trainer, batches),
+        evaluate=evaluate,
+        learning_rate=rate,
+        autocast=trainer.autocast,
+        whole_rows=isinstance(trainer.teacher, KnowsRows),
+        memory=memory,
+        late_compiles=late_compiles,
+    )
+
+
+def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> float:
+    """The loss that a step over these micro-batches would log; its gradients, before clipping, are
+    left in the student's `.grad`."""
+    twin = copy.copy(trainer)
+    twin.batches = cast(Any, _Given(batches))
+    twin.optimizer = cast(Any, _Still(trainer.parameters))
+    # At the step where the trainer stands, which may be its last.
+    steps = max(trainer.train.steps, trainer.step + 1)
+    twin.train = dataclasses.replace(
+        trainer.train, accumulation=len(batches), clip_norm=0.0, steps=steps
+    )
+    # Their gradients would be overwritten by the next.
+    twin.graphs = None
+    twin.forget_ahead()
+    return next(twin.steps()).loss
+
+
+class _Given:
+    """Batches in the order they are asked for, wherever the asker stands."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._left = iter(batches)
+
+    def take(self, position: int, rows: int) -> Batch:
+        return next(self._left)
+
+
+class _Still(Uncompiled):
+    """Changes nothing."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+
+    def step(self, closure: Any = None) -> Any:
+        return None

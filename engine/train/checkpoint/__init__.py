@@ -1,0 +1,1 @@
+"""Checkpoints: written whole or refused by name, kept, deleted, restored."""

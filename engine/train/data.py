@@ -1,0 +1,56 @@
+"""The text of a run as tokens: the corpus read, split and tokenized, and the held-out rows cut out of it.
+
+A run that is resumed must find the tokens that it began with: the order of its rows is a function of the
+seed and a position in them (`engine.data.batches`), and would be another over other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.data.batches import Batch, heldout_rows
+from engine.data.corpus import open_corpus
+from engine.data.tokens import TokenStream, tokenize
+from engine.errors import CorpusError
+from engine.log.events import DataReady
+from engine.log.write import LogWriter
+from engine.plan.inputs import Inputs
+from engine.plan.memory_plan import EVAL_ROWS_AT_ONCE
+from engine.spec import RunSpec
+from engine.train import record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    stream: TokenStream
+    heldout_stream: TokenStream
+    heldout: list[Batch]
+    ready: DataReady
+
+
+def prepare_data(log: LogWriter, spec: RunSpec, inputs: Inputs, seen: DataReady | None) -> Data:
+    """Corpus, split and tokens. `seen` is what the run began with, when it is resumed: other tokens
+    are refused."""
+    data = spec.data
+    record.phase(log, "reading the corpus", data.corpus)
+    corpus = open_corpus(
+        data.corpus,
+        heldout_fraction=data.heldout_fraction,
+        include_tests=data.include_tests,
+        max_bytes=data.max_bytes or None,
+    )
+    count = corpus.train.document_count + corpus.heldout.document_count
+    record.phase(log, "tokenizing", f"{count} documents")
+    train = tokenize(corpus.train.documents, inputs.tokenizer)
+    held = tokenize(corpus.heldout.documents, inputs.tokenizer)
+    rows = heldout_rows(held, data.seq_len, spec.eval.rows)
+    ready = record.data(log, corpus, train, held, data.seq_len)
+    if seen is not None and seen.train_sha256 != ready.train_sha256:
+        raise CorpusError(
+            f"corpus: {data.corpus} — expected the tokens this run began with "
+            f"(sha256 {seen.train_sha256[:12]}), found others ({ready.train_sha256[:12]})",
+            hint="restore the files as they were, or start a new run",
+        )
+    return Data(
+        stream=train, heldout_stream=held, heldout=list(rows.split(EVAL_ROWS_AT_ONCE)), ready=ready
+    )

@@ -1,0 +1,1 @@
+"""One training process for each of several GPUs."""

@@ -1,0 +1,150 @@
+"""What a finished run leaves behind: the student in Hugging Face layout, and a receipt of what
+was really done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.data.batches import epoch_order
+from engine.errors import write_error
+from engine.findings.context import view_of
+from engine.findings.form import now_utc
+from engine.findings.receipt import digest_files, facts_of
+from engine.findings.redact import Redactor
+from engine.findings.source import allowed_environment, engine_source, package_versions
+from engine.formats.safetensors import tensors_sha256
+from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
+from engine.log.events import DataReady, StudentSaved
+from engine.log.folder import RunFolder, write_whole
+from engine.log.write import LogWriter, read_boot_id
+from engine.models.decoder import Decoder
+from engine.models.load import save_decoder
+from engine.plan.inputs import Inputs
+from engine.runtime.device import torch_dtype
+from engine.spec import RunSpec
+from engine.version import VERSION
+
+
+def save_student(
+    log: LogWriter, folder: RunFolder, student: Decoder, inputs: Inputs, save_as: str
+) -> str:
+    """Save the student with its tokenizer, complete or not at all; returns the sha256 of its
+    tensors before they are rounded to `save_as`.
+    """
+    sha256 = tensors_sha256(dict(student.named_parameters()))
+    if folder.student.is_dir():
+        # Left by a session that was killed after saving it and before saying so; this one made the
+        # same steps.
+        try:
+            shutil.rmtree(folder.student)
+        except OSError as error:
+            raise write_error("student", folder.student, "to replace it", error) from error
+    # A teacher in one file brings its tokenizer inside it, so it is written from memory.
+    tokenizer = folder.path / TOKENIZER_FILE
+    write_whole(tokenizer, inputs.tokenizer.raw.decode("utf-8"))
+    save_decoder(student, folder.student, torch_dtype(save_as), extra_files=[tokenizer])
+    size = sum(file.stat().st_size for file in folder.student.iterdir())
+    log.write(StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256))
+    return sha256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The facts of a completed run that its receipt states."""
+
+    spec: RunSpec
+    data: DataReady
+    model_sha256: dict[str, str]
+    """Tensor hashes: `teacher`, `student_start`, `student`."""
+    heldout_losses: dict[str, float]
+    """Nats per token: `teacher`, `untrained`, `student`."""
+    best_step: int | None
+    steps: int
+    rows: int
+    device: str
+    session_s: float
+
+
+def write_receipt(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
+    """Write receipt.json, whole or not at all; returns what it holds.
+
+    What tells the run from any other comes first, then what was done and measured. Everything but the
+    outcome's own fields is read back from the run folder: logs, settings, files.
+    """
+    facts = facts_of(folder, view_of(folder))
+    spec = outcome.spec
+    ended_unix_s, ended_monotonic_s = time.time(), time.monotonic()
+    begun_unix_s = ended_unix_s - outcome.session_s
+    receipt: dict[str, Any] = {
+        "run": folder.name,
+        "engine": VERSION,
+        "tool": engine_source(begun_unix_s),
+        "config": facts["config"],
+        "seeds": {
+            "train.seed": spec.train.seed,
+            "torch.manual_seed": spec.train.seed,
+            "philox_key_of_the_order": [spec.train.seed, "epoch"],
+        },
+        "data": (facts["data"] or {}) | {"order_sha256": order_sha256(outcome)},
+        "weights": facts["weights"],
+        "device_facts": facts["device"],
+        "environment": allowed_environment(),
+        "times": facts["times"]
+        | {
+            "session_started": now_utc(begun_unix_s),
+            "session_ended": now_utc(ended_unix_s),
+            "session_started_monotonic_s": round(ended_monotonic_s - outcome.session_s, 6),
+            "session_ended_monotonic_s": round(ended_monotonic_s, 6),
+            "boot_id": read_boot_id(),
+        },
+        "outcome": "completed",
+        "packages": package_versions() | {"torch": str(torch.__version__)},
+        "decisions": facts["decisions"],
+        "differences": facts["differences"],
+        "rows": facts["rows"] | {"position": outcome.rows},
+        "lineage": facts["lineage"],
+        "eval_seal": {"sha256": None, "why": "no sealed evaluation takes part in a run"},
+        "logs": facts["logs"],
+        "student_files": digest_files(folder.student),
+        "torch": str(torch.__version__),
+        "device": outcome.device,
+        "spec": spec.to_dict(),
+        "spec_sha256": spec.sha256,
+        "train_sha256": outcome.data.train_sha256,
+        "heldout_sha256": outcome.data.heldout_sha256,
+        "model_sha256": outcome.model_sha256,
+        "steps": outcome.steps,
+        "rows_trained": facts["rows"]["rows_trained"],
+        "tokens_trained": facts["rows"]["rows_trained"] * spec.data.seq_len,
+        "heldout_loss_nats": outcome.heldout_losses,
+        "best_step": outcome.best_step,
+        "student": str(folder.student),
+        "last_session_s": round(outcome.session_s, 3),
+        "finished_unix_s": ended_unix_s,
+    }
+    kept, redacted = Redactor().bytes((json.dumps(receipt, indent=2) + "\n").encode())
+    if redacted:
+        receipt = json.loads(kept) | {"redacted": redacted}
+    write_whole(folder.receipt, json.dumps(receipt, indent=2) + "\n")
+    return receipt
+
+
+def order_sha256(outcome: Outcome) -> str:
+    """Hash of the ids of the rows in the order in which training met them, as little-endian 64-bit
+    integers: with the hash of the tokens it says which data was seen, and when."""
+    digest = hashlib.sha256()
+    rows, seed, left = outcome.data.epoch_rows, outcome.spec.train.seed, outcome.rows
+    epoch = 0
+    while left > 0:
+        part = epoch_order(rows, seed, epoch)[:left]
+        digest.update(part.astype("<i8").tobytes())
+        left, epoch = left - len(part), epoch + 1
+    return digest.hexdigest()

@@ -1,0 +1,325 @@
+"""The one place that puts a run together: it reads like the recipe it is.
+
+    settings -> device -> data -> plan -> teacher -> student -> (resume) -> steps, each logged ->
+    held-out losses -> student, receipt
+
+Everything below this module returns values, and has them written into the log by `engine.train.record`.
+What the log says was read back from the built objects: the learning rate from the optimizer, the rows
+from the batches, the hashes from the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.checks.runner import Checks
+from engine.crash import trace_of
+from engine.errors import EXIT_FAIL, DiskFull, EngineError
+from engine.log.beats import BeatWriter, log_of
+from engine.log.events import Note, RunFinished
+from engine.log.folder import RunFolder, open_run
+from engine.log.follow import Follower
+from engine.log.view import RunView
+from engine.log.write import LogWriter
+from engine.models.head import DenseHead
+from engine.plan.choose_ranks import choose_sharded
+from engine.plan.device import Arithmetic, choose_arithmetic
+from engine.plan.inputs import Inputs, check_inputs
+from engine.plan.run_plan import plan_run
+from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
+from engine.signals import Stopped
+from engine.spec import RunSpec, spec_from_dict
+from engine.teachers.store.teacher import CachedTeacher
+from engine.terminal import say
+from engine.train import record
+from engine.train.build import Builder
+from engine.train.checkpoint.keeper import Keeper
+from engine.train.compiles import Compiles
+from engine.train.data import Data, prepare_data
+from engine.train.drift import versions_changed
+from engine.train.prepared import holds_heldout, recall_heldout
+from engine.train.ranks.sharding import least_available, shard_trainer, whole_student
+from engine.train.receipt import Outcome, save_student, write_receipt
+from engine.train.roofline import Bound, flops_per_token, peak_flops
+from engine.train.session import Session
+from engine.train.stopping import StopRequest
+from engine.train.student import put_layers_to_run
+from engine.train.trainer import Trainer
+
+
+def run(
+    path: Path,
+    *,
+    resume: bool,
+    allow_fallback: bool,
+    keep_alive_fd: int | None,
+    allow_restart: bool = False,
+) -> int:
+    """Train the run in `path` to its end; returns the exit code. However it ends, the log says
+    so before this returns. What the two leaves allow is said in `Keeper.restore`.
+    """
+    folder = open_run(path)
+    spec = spec_from_dict(folder.read_effective()["spec"])
+    ranks = ranks_here()
+    before = Follower(folder).read_all() if resume else None
+    writer = "trainer" if ranks.first else f"rank {ranks.rank}"
+    with LogWriter(log_of(folder, ranks.rank), writer=writer) as log:
+        stop = StopRequest()
+        stop.watch_signals()
+        if keep_alive_fd is not None:
+            stop.watch_supervisor(
+                keep_alive_fd, lambda text: log.write(Note(level="error", text=text))
+            )
+        job = _Job(spec, folder, log, stop, before, ranks)
+        try:
+            if ranks.first:
+                folder.keep_reserve()
+            finished = job.carry_out(allow_fallback=allow_fallback, allow_restart=allow_restart)
+        except Stopped as stopped:
+            finished = job.stopped(stop.reason or stopped.name, stopped.exit_code)
+        except EngineError as error:
+            if isinstance(error, DiskFull) and ranks.first:
+                folder.free_reserve()
+            say(error)
+            finished = job.failed(str(error), error.exit_code)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            say(trace_of(error))
+            where = "device" if isinstance(error, torch.OutOfMemoryError) else "host"
+            finished = job.failed(f"the {where} allocator refused: {error}", EXIT_FAIL)
+        except Exception as error:  # noqa: BLE001 - the last place that can say how the run ended
+            say(trace_of(error))
+            finished = job.failed(f"{type(error).__name__}: {error}", EngineError.exit_code)
+        else:
+            leave(ranks)
+        stop.answered()
+        if ranks.first:
+            folder.free_reserve()
+        log.write(finished)
+        try:
+            log.sync()
+        except EngineError as error:
+            # Whoever reads the log is told what the exit code says, if a line can still be written.
+            with contextlib.suppress(EngineError):
+                log.write(job.failed(str(error), error.exit_code))
+            raise
+        return finished.exit_code
+
+
+class _Job:
+    """One session of one run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        folder: RunFolder,
+        log: LogWriter,
+        stop: StopRequest,
+        before: RunView | None,
+        ranks: Ranks,
+    ) -> None:
+        self.spec, self.folder, self.log, self.stop = spec, folder, log, stop
+        self.ranks = ranks
+        self.before = before
+        """What the log of a resumed run says of its earlier sessions."""
+        self.begun_s = time.monotonic()
+        self.keeper = Keeper(log, folder, spec, ranks)
+        self.beat = BeatWriter(folder, ranks.rank) if ranks.many else None
+        self.compiles = Compiles(log)
+        self.checks = Checks(spec)
+        self.session: Session | None = None
+        """None until there is something to train."""
+
+    def failed(self, reason: str, exit_code: int) -> RunFinished:
+        # What stops a resume before it has restored anything leaves the run where it was.
+        before = 0 if self.before is None else self.before.last_step
+        step = before if self.session is None else self.session.step
+        return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
+
+    def stopped(self, reason: str, exit_code: int) -> RunFinished:
+        """Before the first step: what was saved by an earlier session is what there is."""
+        step = self.before.last_step if self.before is not None else 0
+        return RunFinished(
+            state="stopped",
+            reason=f"{reason} before the first step",
+            exit_code=exit_code,
+            step=step,
+        )
+
+    def carry_out(self, *, allow_fallback: bool, allow_restart: bool) -> RunFinished:
+        spec, log, ranks = self.spec, self.log, self.ranks
+        inputs = check_inputs(spec, self.folder.path)
+        for note in inputs.notes:
+            log.write(Note(level="warning", text=note))
+        arithmetic = self._meet()
+        data = prepare_data(log, spec, inputs, self.before.data if self.before else None)
+        with arithmetic.memory.use():
+            plan = plan_run(log, spec, inputs, arithmetic, data.stream)
+            builder = Builder(
+                log=log,
+                spec=spec,
+                inputs=inputs,
+                arithmetic=arithmetic,
+                data=data,
+                plan=plan,
+                compiles=self.compiles,
+                stop=self.stop,
+                ranks=ranks,
+                beat=self.beat,
+            )
+            taught = builder.teacher(self.before)
+            student, student_sha256 = builder.student(taught.decoder)
+            update = builder.warm_up()
+            trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
+        self.session = session = Session(
+            log,
+            spec,
+            inputs,
+            data,
+            budget=plan.fitted.budget,
+            teacher_decoder=taught.decoder,
+            keeper=self.keeper,
+            checks=self.checks,
+            compiles=self.compiles,
+            stop=self.stop,
+        )
+        resumed_from = self._resume(trainer, session, allow_fallback, allow_restart)
+        # Sharded layers are others to a compiler, and are compiled when they are sharded.
+        put_to_run = partial(
+            put_layers_to_run, log, self.compiles, plan=plan, length=spec.data.seq_len
+        )
+        put_to_run(trainer, compiled=plan.running.compiled and not ranks.many)
+        bound = self._bound(trainer, inputs)
+        begun = record.start(log, self.folder.name, spec, trainer, resumed_from, bound)
+        if changed := versions_changed(self.before, begun):
+            log.write(Note(level="warning", text=changed))
+        if trainer.step == 0:
+            self._evaluate_untrained(trainer, session, data)
+        session.check(trainer)
+        if ranks.many:
+            trainer = self._shard(trainer, builder)
+            session.look_at(trainer)
+            # Once nothing holds what every rank had alone.
+            put_to_run(trainer, compiled=plan.running.compiled)
+        with arithmetic.memory.use():  # AdamW makes its moments in the first step
+            ended_early = session.train(trainer)
+        self.compiles.write_counts(session.step)
+        if isinstance(taught.teacher, CachedTeacher):
+            log.write(Note(level="info", text=taught.teacher.summary))
+        if ended_early is not None:
+            return ended_early
+        if spec.checkpoint.at_end:
+            hashes = {"student_start": student_sha256}
+            if taught.sha256 is not None:
+                hashes = {"teacher": taught.sha256, **hashes}
+            self._leave_results(trainer, session, inputs, data, hashes)
+        return RunFinished(
+            state="completed", reason="every step done", exit_code=0, step=trainer.step
+        )
+
+    def _meet(self) -> Arithmetic:
+        """What this rank computes with, once all ranks are there and plan with the same memory."""
+        use_own_gpu(self.ranks)
+        arithmetic = choose_arithmetic(self.log, self.spec)
+        device = arithmetic.device
+        if self.ranks.many:
+            record.phase(self.log, "meeting the other ranks", f"{self.ranks.world} of them")
+            join(self.ranks, device, timeout_s=self.spec.compute.collective_timeout_s)
+            # Ranks that chose for themselves would not do the same collectives.
+            available = least_available(self.ranks, arithmetic.available, device)
+            arithmetic = replace(arithmetic, available=available)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        return arithmetic
+
+    def _resume(
+        self, trainer: Trainer, session: Session, allow_fallback: bool, allow_restart: bool
+    ) -> int | None:
+        """Goes on from the newest checkpoint of a run that is resumed; the step it was made after."""
+        if self.before is None:
+            return None
+        # One rank at a time decides what is damaged and sets it aside: the first.
+        if not self.ranks.first:
+            self.ranks.wait_for_all()
+        # Of a run that cannot be restored, too, the log says where it stands.
+        session.step = self.before.last_step
+        session.heldout_losses |= self.keeper.restore(
+            trainer, self.before, allow_fallback, allow_restart
+        )
+        session.step = trainer.step
+        if self.ranks.first:
+            self.ranks.wait_for_all()
+        return trainer.step
+
+    def _bound(self, trainer: Trainer, inputs: Inputs) -> Bound:
+        on_gpu = trainer.device.type == "cuda"
+        name = torch.cuda.get_device_name(trainer.device) if on_gpu else "a CPU"
+        return Bound(
+            flops_per_token=flops_per_token(
+                inputs.student,
+                inputs.teacher if trainer.teaching else None,
+                self.spec.data.seq_len,
+            ),
+            peak=peak_flops(name, self.ranks.world),
+        )
+
+    def _evaluate_untrained(self, trainer: Trainer, session: Session, data: Data) -> None:
+        """What the student is to come close to, and where it begins."""
+        teacher, student = trainer.teacher, trainer.student
+        if isinstance(teacher, CachedTeacher) and not holds_heldout(teacher, data.heldout):
+            loss = recall_heldout(self.log, teacher, data.heldout)
+            session.heldout_losses |= {} if loss is None else {"teacher": loss}
+        elif teacher is not None:
+            session.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
+        session.evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
+
+    def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
+        """The same trainer with its student shared out over the ranks."""
+        record.phase(self.log, "sharding the student", f"over {self.ranks.world} ranks")
+        trainer = shard_trainer(
+            alone,
+            self.spec,
+            self.ranks,
+            build=lambda student: builder.trainer(
+                student, alone.teacher, update=alone.train.update, ranks=self.ranks
+            ),
+            reshard=builder.plan.fitted.reshard,
+            entering=builder.entering,
+        )
+        # Weights and two moments, in fp32.
+        size = 12 * sum(p.numel() for p in trainer.parameters)
+        choice = choose_sharded(self.spec.checkpoint.sharded, whole_bytes=size)
+        self.keeper.sharded = record.decide(self.log, choice) == "on"
+        return trainer
+
+    def _leave_results(
+        self,
+        trainer: Trainer,
+        session: Session,
+        inputs: Inputs,
+        data: Data,
+        hashes: dict[str, str],
+    ) -> None:
+        """The student and the receipt; `hashes` are those of the models that the run began with."""
+        record.phase(self.log, "saving the student", str(self.folder.student))
+        student = whole_student(trainer.student)
+        if not self.ranks.first:
+            return
+        saved = save_student(self.log, self.folder, student, inputs, self.spec.student.save_as)
+        outcome = Outcome(
+            spec=self.spec,
+            data=data.ready,
+            model_sha256=hashes | {"student": saved},
+            heldout_losses=session.heldout_losses,
+            best_step=self.keeper.best_step,
+            steps=trainer.step,
+            rows=trainer.position,
+            device=str(trainer.device),
+            session_s=time.monotonic() - self.begun_s,
+        )
+        write_receipt(self.folder, outcome)

@@ -1,0 +1,265 @@
+"""The steps of one session of a run, and what is asked between them.
+
+    check -> step, logged -> checks of the step -> evaluation -> checkpoint -> ... -> the last step,
+                                                                                  or an earlier end
+
+A session is what one process trains of a run: from a fresh student or a checkpoint, to the last step, to
+train.stop_after, or to a request to stop. Where nobody looks at the run as a step leaves it, the next is
+launched before its numbers are read (`Trainer.steps`); every look is listed in `_may_run_ahead`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.checks.check import Result
+from engine.checks.context import Context, Memory
+from engine.checks.runner import Checks
+from engine.errors import TrainingFailed
+from engine.log.events import (
+    TRAINING,
+    Evaluated,
+    RunFinished,
+    StopRequested,
+    name_of_non_finite,
+)
+from engine.log.held import HeldWriter
+from engine.log.write import LogWriter
+from engine.models.decoder import Decoder
+from engine.models.head import DenseHead, Head
+from engine.plan.budget import MemoryBudget
+from engine.plan.inputs import Inputs
+from engine.spec import RunSpec
+from engine.train import record
+from engine.train.checking import context_of
+from engine.train.checkpoint.continuing import past_checks
+from engine.train.checkpoint.keeper import Keeper
+from engine.train.checkpoint.manifest import published
+from engine.train.compiles import Compiles
+from engine.train.data import Data
+from engine.train.heldout import heldout_loss
+from engine.train.ranks.sharding import whole_student
+from engine.train.stopping import StopRequest
+from engine.train.trainer import Trainer
+
+MEMORY_SETTLED_AFTER = 3
+"""Steps after which the allocator has seen every phase of a step."""
+SAID_EVERY_S = 10.0
+"""How often an evaluation says how far it is."""
+OF = {
+    "teacher": "the teacher",
+    "untrained": "the student, not yet trained",
+    "student": "the student",
+}
+
+
+class Session:
+    """Trains, and has every step, evaluation, check and checkpoint written into the log."""
+
+    def __init__(
+        self,
+        log: LogWriter,
+        spec: RunSpec,
+        inputs: Inputs,
+        data: Data,
+        *,
+        budget: MemoryBudget,
+        teacher_decoder: Decoder | None,
+        keeper: Keeper,
+        checks: Checks,
+        compiles: Compiles,
+        stop: StopRequest,
+    ) -> None:
+        self.log, self.spec, self.inputs, self.data = log, spec, inputs, data
+        self.budget, self.teacher_decoder = budget, teacher_decoder
+        self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
+        self.step = 0
+        """The last one that was logged, or the one that a resumed run goes on from; 0 before the first."""
+        self.heldout_losses: dict[str, float] = {}
+        """Nats per token: `teacher`, `untrained`, `student`."""
+
+    def check(self, trainer: Trainer) -> None:
+        """First-minute checks; whatever fails, all are asked before the run is stopped."""
+        record.phase(self.log, "checking")
+        self._answer(self.checks.before_training(self._context(trainer)))
+
+    def look_at(self, trainer: Trainer) -> None:
+        """Have the checks after each step look at another trainer of the same run: a sharded one."""
+        self.checks.look_at(self._context(trainer))
+
+    def evaluate(
+        self,
+        subject: str,
+        hidden: Callable[[Tensor, Tensor], Tensor],
+        head: Head,
+        trainer: Trainer,
+    ) -> None:
+        """Logs the held-out loss of `subject`. Raises TrainingFailed for one that is not finite."""
+        begun_s = said_s = time.perf_counter()
+        record.phase(self.log, "evaluating", OF[subject])
+
+        def say(number: int) -> None:
+            nonlocal said_s
+            if time.perf_counter() - said_s > SAID_EVERY_S:
+                said_s = time.perf_counter()
+                done = f"{OF[subject]}, {number} of {len(self.data.heldout)} batches"
+                record.phase(self.log, "evaluating", done)
+
+        loss, labelled = heldout_loss(
+            hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
+        )
+        self.heldout_losses[subject] = loss
+        self.log.write(
+            Evaluated(
+                step=trainer.step,
+                subject=subject,
+                loss=loss,
+                labelled=labelled,
+                eval_s=time.perf_counter() - begun_s,
+            )
+        )
+        if not math.isfinite(loss):
+            record.fail_at(self.log, self.step, "heldout_loss", loss)
+
+    def train(self, trainer: Trainer) -> RunFinished | None:
+        """Every step that is left. None when all are done, else how the run ended before that."""
+        spec = self.spec
+        self.stop.steps_begin()
+        self.step = self.keeper.saved_step = begun_at = trainer.step
+        record.phase(self.log, TRAINING, f"from step {trainer.step} to {spec.train.steps}")
+        held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
+        for step in trainer.steps(lambda step: self._may_run_ahead(step, begun_at)):
+            self.step = step.step
+            record.step(self.log, step, spec.loss.temperature)
+            if trainer.ranks.first:
+                held.look(step.step)
+            self.compiles.write()
+            self._answer(self.checks.after_step(step))
+            if step.step == begun_at + 1:
+                # Whatever torch compiles for itself it has compiled by now.
+                self.compiles.seal()
+            if not step.updated and spec.train.on_non_finite == "stop":
+                names = ", ".join(f"{n} is {name_of_non_finite(v)}" for n, v in step.non_finite())
+                raise TrainingFailed(
+                    f"{names} at step {step.step}; the weights were not changed by it",
+                    hint="look at the steps before it; train.on_non_finite=skip would go on past it",
+                )
+            last = step.step == spec.train.steps
+            settled = trainer.device.type == "cuda" and step.step == begun_at + MEMORY_SETTLED_AFTER
+            if last or settled:
+                record.memory_peak(self.log, step.step, self.budget, trainer.device)
+            save = (last and spec.checkpoint.at_end) or _due(step.step, spec.checkpoint.every)
+            pause = last or save or _due(step.step, spec.eval.every)
+            if pause:
+                student = whole_student(trainer.student)
+                self.evaluate("student", student.hidden, DenseHead(student.head_weight), trainer)
+            if save:
+                record.phase(self.log, "saving a checkpoint")
+                self._save(trainer, student)
+            if pause and not last:
+                record.phase(self.log, TRAINING)
+            if step.stop_asked and not last:
+                return self._stop_as_asked(trainer)
+            if step.step == self._paused_at(begun_at) and not last:
+                return self._pause(trainer)
+        return None
+
+    def _context(self, trainer: Trainer) -> Context:
+        device = trainer.device
+        return context_of(
+            trainer,
+            self.spec,
+            teacher_decoder=self.teacher_decoder,
+            train_stream=self.data.stream,
+            heldout_stream=self.data.heldout_stream,
+            heldout=self.data.heldout,
+            tokenizers=self.inputs.tokenizers,
+            memory=lambda: self._memory(device),
+            late_compiles=lambda: self.compiles.late,
+        )
+
+    def _memory(self, device: torch.device) -> Memory:
+        measured, source = record.peak_of(device)
+        return Memory(
+            predicted_bytes=self.budget.total_bytes, measured_bytes=measured, source=source
+        )
+
+    def _answer(self, results: Iterator[Result]) -> None:
+        """Logs what checks say; TrainingFailed, once all are logged, when one ends the run."""
+        worthless = []
+        for result in results:
+            record.checked(self.log, result)
+            if self.checks.ends_run(result):
+                worthless.append(result)
+        if worthless:
+            raise TrainingFailed(
+                "\n".join(f"check {result}" for result in worthless),
+                hint=f"{worthless[0].about.remedy} {self._past_them(worthless[0])}",
+            )
+
+    def _past_them(self, failed: Result) -> str:
+        """How to go on although a check failed, and with what risk: a saved run stays its owner's."""
+        if not any(published(self.keeper.folder.checkpoints)):
+            return "checks.on_fail=report would go on past it"
+        return (
+            f"If the check is wrong: `{past_checks(self.keeper.folder)}` goes on, and only reports what "
+            f"fails. The risk: {failed.about.means} Every checkpoint so far stays as it is."
+        )
+
+    def _may_run_ahead(self, step: int, begun_at: int) -> bool:
+        """Whether nothing will look at the run as `step` leaves it."""
+        spec = self.spec
+        looks = (
+            step <= begun_at + MEMORY_SETTLED_AFTER
+            or step in (spec.train.steps, self._paused_at(begun_at))
+            or _due(step, spec.checkpoint.every)
+            or _due(step, spec.eval.every)
+        )
+        return not looks and not self.checks.looks_at_weights and self.stop.reason is None
+
+    def _paused_at(self, begun_at: int) -> int:
+        """The step after which train.stop_after ends the session; the last step without it."""
+        after = self.spec.train.stop_after
+        return begun_at + after if after else self.spec.train.steps
+
+    def _save(self, trainer: Trainer, student: Decoder) -> None:
+        """A checkpoint, and what it shows when it is read back; `student` is the whole of one that is
+        sharded.
+        """
+        saved = self.keeper.save(trainer, self.heldout_losses.get("student"))
+        self._answer(self.checks.at_checkpoint(saved, self.step, student))
+
+    def _pause(self, trainer: Trainer) -> RunFinished:
+        record.memory_peak(self.log, self.step, self.budget, trainer.device)
+        reason = f"train.stop_after = {self.spec.train.stop_after}: the step was finished"
+        if not self.spec.checkpoint.at_end:
+            return RunFinished(state="stopped", reason=reason, exit_code=0, step=self.step)
+        if self.keeper.saved_step != self.step:
+            record.phase(self.log, "saving a checkpoint")
+            self._save(trainer, whole_student(trainer.student))
+        return RunFinished(
+            state="stopped", reason=f"{reason} and saved", exit_code=0, step=self.step
+        )
+
+    def _stop_as_asked(self, trainer: Trainer) -> RunFinished:
+        self.stop.answered()
+        reason = self.stop.reason or "asked of another rank"
+        self.log.write(StopRequested(reason=reason, step=self.step))
+        if self.keeper.saved_step != self.step:
+            self.keeper.save(trainer, self.heldout_losses.get("student"))
+        return RunFinished(
+            state="stopped",
+            reason=f"{reason}: the step was finished and saved",
+            exit_code=self.stop.exit_code,
+            step=self.step,
+        )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,458 @@
+"""Who or what ended a process, said only as strongly as the evidence allows.
+
+SIGKILL is not "out of memory": a person, a job scheduler and the kernel's OOM killer all leave the
+same exit status. What tells them apart are counters of the kernel, read before the start and after
+the end. `/proc/vmstat oom_kill` counts every kill for memory on the machine, needs no privilege,
+and is the evidence that each row below rests on.
+
+    exit status   vmstat   cgroup   kernel line   verdict
+    -9 / 137      >= 1     >= 1     yes           OOM_MEMCG, proved
+    -9 / 137      >= 1     >= 1     none          OOM_MEMCG, strong
+    -9 / 137      >= 1     0        yes           OOM_GLOBAL, proved
+    -9 / 137      >= 1     0        none          OOM_GLOBAL, probable: another may be the victim
+    -9 / 137      0        0                      KILLED_EXTERNAL: not the kernel's OOM killer
+    -9 / 137      counters unreadable             UNKNOWN, with the reason
+    -15 / 143                                     TERMINATED
+    -2 / 130                                      INTERRUPTED
+    1 and a MemoryError or OutOfMemoryError       ALLOC_FAILED, of the host or of the device
+    -11 / -7 / -6 ...                             CRASHED
+    0, 1, 2, 64, 65, 70                           the meaning that `engine.errors` gives them
+    any, and another boot id                      HOST_LOST
+    not known                                     UNKNOWN
+
+128 + n is how a shell reports signal n. Where a stop was asked for and nothing speaks of memory,
+SIGKILL is TERMINATED. Refinements, each toward saying less or toward quoting the kernel itself:
+
+- A kernel line that names the constraint decides between OOM_MEMCG and OOM_GLOBAL: a group's
+  `oom_kill` also counts its processes killed because the whole machine ran out.
+- `oom` unchanged (the group's own limit was not the cause) or `.local` unchanged (the victim sat in
+  a group below) lowers OOM_MEMCG from strong to probable.
+- An unreadable group counter does not weaken "vmstat did not move": vmstat counts every group.
+- Exit 0 without the run's own record of its end is UNKNOWN, not COMPLETED.
+
+On an integrated GPU no cgroup counter sees CUDA memory, and a machine may hang without any kill record:
+there the sentence says that unmoved counters prove nothing. What is left as evidence, the least memory
+that was available and the pressure before the end, is added to every SIGKILL that is neither the OOM
+killer's nor asked for here.
+
+`find_kernel_line` reads `/dev/kmsg` where it may, else asks `dmesg`. Both are denied to ordinary users on
+most machines: then there is a reason, and the counters alone speak.
+
+Not covered: userspace killers such as earlyoom and systemd-oomd are KILLED_EXTERNAL or TERMINATED
+here; only their own journals can name them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from engine.log.view import RunView
+from engine.machine.kill_counters import KillCounters
+from engine.machine.reading import Reading, absent, measured
+from engine.units import format_bytes
+from engine.verdict import Level, Verdict
+
+_DMESG_LIMIT_S = 5.0
+_MEMORY_WINDOW_S = 60.0
+
+
+class ExitState(StrEnum):
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    DECLINED = "DECLINED"
+    USAGE = "USAGE"
+    BAD_INPUT = "BAD_INPUT"
+    INTERNAL_ERROR = "INTERNAL_ERROR"
+    ALLOC_FAILED = "ALLOC_FAILED"
+    CRASHED = "CRASHED"
+    TERMINATED = "TERMINATED"
+    INTERRUPTED = "INTERRUPTED"
+    KILLED_EXTERNAL = "KILLED_EXTERNAL"
+    OOM_MEMCG = "OOM_MEMCG"
+    OOM_GLOBAL = "OOM_GLOBAL"
+    HOST_LOST = "HOST_LOST"
+    UNKNOWN = "UNKNOWN"
+
+
+class Certainty(StrEnum):
+    PROVED = "proved"
+    STRONG = "strong"
+    PROBABLE = "probable"
+    NONE = "none"
+    """Only with UNKNOWN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitAttribution:
+    state: ExitState
+    signal_name: str | None
+    cause: str
+    """A few words for a table; `sentence` is for a person."""
+    certainty: Certainty
+    sentence: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """Did the run do its work; UNKNOWN where the exit says nothing about the run itself."""
+        level = {ExitState.COMPLETED: Level.PASS} | dict.fromkeys(_SAYS_NOTHING, Level.UNKNOWN)
+        return Verdict(level.get(self.state, Level.FAIL), self.sentence)
+
+
+_SAYS_NOTHING = (
+    *(ExitState.DECLINED, ExitState.TERMINATED, ExitState.INTERRUPTED),
+    *(ExitState.KILLED_EXTERNAL, ExitState.HOST_LOST, ExitState.UNKNOWN),
+)
+_EXIT_STATES = {
+    1: (ExitState.FAILED, "it reported failure"),
+    2: (ExitState.DECLINED, "it could not decide, or declined"),
+    64: (ExitState.USAGE, "the command line was wrong"),
+    65: (ExitState.BAD_INPUT, "a file or a setting was refused"),
+    70: (ExitState.INTERNAL_ERROR, "the engine broke one of its own promises"),
+}
+_CRASH_SIGNALS = frozenset(
+    {
+        *(signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT),
+        *(signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS),
+    }
+)
+_ANOTHER_VICTIM = (
+    "its control group's counter did not move and no kernel line names this process: another"
+    " process may be the victim"
+)
+_BLIND = (
+    " On an integrated GPU cgroup counters do not see CUDA memory: that they did not move does not"
+    " rule memory exhaustion out; look at the lowest MemAvailable and at memory pressure."
+)
+
+
+# contract: exit-attribution-v1
+def attribute_exit(
+    returncode: int | None,
+    before: KillCounters,
+    after: KillCounters,
+    *,
+    stop_requested: str | None,
+    kernel_line: str | None,
+    finished: bool,
+    exception: str | None = None,
+    integrated_gpu: bool = False,
+    memory: str | None = None,
+) -> ExitAttribution:
+    """Attribute the end of a process by the table above.
+
+    `returncode` as `subprocess` gives it, None when nobody saw the end. `stop_requested` says who
+    asked the process to stop, if anyone did. `kernel_line` is what `find_kernel_line` found.
+    `finished` says that the run recorded its own end. `exception` is the name of the exception that
+    ended it, from its log or `exception_name(stderr)`. `memory` says what the sampler saw of the
+    machine's memory before the end.
+    """
+    boots = (before.boot_id.value, after.boot_id.value)
+    if None not in boots and boots[0] != boots[1]:
+        return _host_lost(finished, integrated_gpu)
+    if returncode is None:
+        return _said(
+            ExitState.UNKNOWN, "no exit status", Certainty.NONE, "Nobody saw the process end"
+        )
+    number = _signal_number(returncode)
+    if number is None:
+        return _exited(returncode, stop_requested, finished, exception)
+    if number == signal.SIGKILL:
+        found = _killed(before, after, stop_requested, kernel_line, integrated_gpu)
+        unexplained = found.state in (ExitState.KILLED_EXTERNAL, ExitState.UNKNOWN)
+        if memory is not None and unexplained:
+            found = replace(found, sentence=f"{found.sentence} {memory}")
+    else:
+        found = _signalled(number, returncode, stop_requested)
+    if not finished:
+        return found
+    recorded = "The run had recorded its end before this; its own record says how it ended."
+    return replace(found, sentence=f"{found.sentence} {recorded}")
+
+
+def _signal_number(returncode: int) -> int | None:
+    """The signal that ended a process, as `subprocess` or as a shell reports it."""
+    if returncode < 0:
+        return -returncode
+    # Only signals with a name: a program may use 255 or 163 as a code of its own.
+    named = {number.value for number in signal.Signals}
+    return returncode - 128 if returncode - 128 in named else None
+
+
+def _said(
+    state: ExitState, cause: str, certainty: Certainty, text: str, name: str | None = None
+) -> ExitAttribution:
+    sentence = text if text.endswith(".") else f"{text}."
+    return ExitAttribution(
+        state=state, signal_name=name, cause=cause, certainty=certainty, sentence=sentence
+    )
+
+
+def _host_lost(finished: bool, integrated_gpu: bool) -> ExitAttribution:
+    text = "The machine restarted while the process was running: boot_id changed"
+    if finished:
+        text = "The machine restarted after the run had recorded its end: boot_id changed"
+    elif integrated_gpu:
+        text += ". On unified memory, exhaustion of memory is possible and is not proved"
+    return _said(ExitState.HOST_LOST, "the machine restarted", Certainty.PROVED, text)
+
+
+def _exited(
+    code: int, stop_requested: str | None, finished: bool, exception: str | None
+) -> ExitAttribution:
+    if code == 0 and finished:
+        return _said(
+            ExitState.COMPLETED, "ran to its end", Certainty.PROVED, "The run completed (exit 0)"
+        )
+    if code == 0 and stop_requested is not None:
+        cause = f"stop requested: {stop_requested}"
+        text = f"The run ended early with exit 0; {cause}"
+        return _said(ExitState.TERMINATED, cause, Certainty.STRONG, text)
+    if code == 0:
+        text = (
+            "The process ended with exit 0 but the run did not record its end: it is not complete"
+        )
+        return _said(ExitState.UNKNOWN, "exit 0 without an end", Certainty.NONE, text)
+    kind = _allocation_kind(exception)
+    if kind is not None:
+        text = f"An allocation of {kind} memory failed inside the process, which ended itself"
+        text += f" ({exception}, exit {code})"
+        return _said(ExitState.ALLOC_FAILED, f"{kind} allocation failed", Certainty.PROVED, text)
+    state, meaning = _EXIT_STATES.get(code, (ExitState.FAILED, "it gave a code without a meaning"))
+    cause = f"exit {code}" if exception is None else f"exit {code}, {exception}"
+    return _said(
+        state, cause, Certainty.PROVED, f"The process ended itself with {cause}: {meaning}"
+    )
+
+
+def _allocation_kind(exception: str | None) -> str | None:
+    name = (exception or "").rpartition(".")[2]
+    if name.endswith("OutOfMemoryError"):
+        return "device"
+    return "host" if name.endswith("MemoryError") else None
+
+
+def _signalled(number: int, returncode: int, stop_requested: str | None) -> ExitAttribution:
+    known = {member.value: member.name for member in signal.Signals}
+    name = known.get(number, f"signal {number}")
+    how = f"{name} (exit status {returncode})"
+    if number in _CRASH_SIGNALS:
+        text = f"The process crashed with {how}"
+        return _said(ExitState.CRASHED, f"crash, {name}", Certainty.PROVED, text, name)
+    state = ExitState.INTERRUPTED if number == signal.SIGINT else ExitState.TERMINATED
+    if stop_requested is not None:
+        cause = f"stop requested: {stop_requested}"
+        text = f"The process was ended by {how}; {cause}"
+        return _said(state, cause, Certainty.STRONG, text, name)
+    text = (
+        f"The process was ended by {how}; no stop was asked for here. The sender is not recorded:"
+        " a person, a time limit, a job scheduler or a userspace memory guard"
+    )
+    return _said(state, f"{name}, sender unknown", Certainty.PROVED, text, name)
+
+
+def _killed(
+    before: KillCounters,
+    after: KillCounters,
+    stop_requested: str | None,
+    kernel_line: str | None,
+    integrated_gpu: bool,
+) -> ExitAttribution:
+    name = signal.SIGKILL.name
+    machine = _rise(before.vmstat_oom_kill, after.vmstat_oom_kill)
+    group = _group_rise(before, after)
+    named = kernel_line is not None
+    blind = _BLIND if integrated_gpu and not group.number else ""
+
+    def say(state: ExitState, cause: str, certainty: Certainty, text: str) -> ExitAttribution:
+        return _said(state, cause, certainty, f"{text}.{blind}", name)
+
+    def unknown(reason: str) -> ExitAttribution:
+        request = f"; stop requested: {stop_requested}" if stop_requested else ""
+        text = f"Ended by SIGKILL; the cause cannot be told: {reason}{request}"
+        return say(ExitState.UNKNOWN, reason, Certainty.NONE, text)
+
+    if machine.number is None:
+        also = "; the kernel log does name this process, read it" if named else ""
+        return unknown(f"{machine.source}: {machine.absent}{also}")
+    counts = f"{machine.source} rose by {machine.number}"
+    if machine.number == 0 and group.number:
+        return unknown(f"{machine.source} did not move but {group.source} rose by {group.number}")
+    if machine.number == 0:
+        seen = f"{machine.source} did not move"
+        seen += "" if group.number is None else f" and neither did {group.source}"
+        text = f"Ended by SIGKILL from outside, not the kernel's OOM killer: {seen}"
+        if stop_requested is not None:
+            cause = f"stop requested: {stop_requested}"
+            return say(ExitState.TERMINATED, cause, Certainty.STRONG, f"{text}; {cause}")
+        text += ". A person, a job scheduler or a userspace memory guard sent it"
+        return say(ExitState.KILLED_EXTERNAL, "SIGKILL from outside", Certainty.PROVED, text)
+    if group.number is None and not named:
+        return unknown(
+            f"{counts}, but {group.source}: {group.absent}, and no kernel line names this process"
+        )
+    of_group = _names_group(kernel_line)
+    if of_group is None:
+        of_group = bool(group.number)
+    state = ExitState.OOM_MEMCG if of_group else ExitState.OOM_GLOBAL
+    whose = "its control group ran out of memory" if of_group else "the machine ran out of memory"
+    counts += f", {group.source} by {group.number}" if group.number else ""
+    if named:
+        text = f"The kernel's OOM killer ended the process because {whose}: {counts}, and the"
+        return say(state, whose, Certainty.PROVED, f"{text} kernel log names this process")
+    doubts = _doubts(before, after) if of_group else [_ANOTHER_VICTIM]
+    if not doubts:
+        text = f"The kernel's OOM killer ended the process because {whose}: {counts}"
+        return say(state, whose, Certainty.STRONG, text)
+    text = f"The kernel's OOM killer probably ended the process because {whose}: {counts}"
+    return say(
+        state, f"probably {whose}", Certainty.PROBABLE, f"{text}; but {' and '.join(doubts)}"
+    )
+
+
+def _rise(before: Reading, after: Reading) -> Reading:
+    """`after - before`, absent when either is or when the counter went back."""
+    if before.number is None or after.number is None:
+        return before if before.number is None else after
+    if after.number < before.number:
+        return absent(f"went back from {before.number} to {after.number}", after.source)
+    return measured(after.number - before.number, after.source)
+
+
+def _group_rise(before: KillCounters, after: KillCounters) -> Reading:
+    """The most that any kill counter of the group rose: hierarchical, local, per group kill."""
+    if before.cgroup != after.cgroup:
+        return absent("read from two different groups", after.memcg_oom_kill.source)
+    main = _rise(before.memcg_oom_kill, after.memcg_oom_kill)
+    others = (
+        _rise(before.memcg_oom_kill_local, after.memcg_oom_kill_local),
+        _rise(before.memcg_oom_group_kill, after.memcg_oom_group_kill),
+    )
+    return max((main, *others), key=lambda r: r.number or 0)
+
+
+def _doubts(before: KillCounters, after: KillCounters) -> list[str]:
+    doubts = []
+    if _rise(before.memcg_oom, after.memcg_oom).number == 0:
+        doubts.append(
+            "the limit that was hit may be that of a parent or of the machine (oom did not move)"
+        )
+    if _rise(before.memcg_oom_kill_local, after.memcg_oom_kill_local).number == 0:
+        doubts.append(
+            "the victim was in a group below, perhaps another process (.local did not move)"
+        )
+    return doubts
+
+
+def _names_group(kernel_line: str | None) -> bool | None:
+    """Whether the kernel says that a group's limit was the cause; None: it does not say."""
+    line = kernel_line or ""
+    if "CONSTRAINT_MEMCG" in line or "Memory cgroup out of memory" in line:
+        return True
+    return False if "constraint=CONSTRAINT_" in line or "Out of memory: Killed" in line else None
+
+
+def exception_name(stderr: str) -> str | None:
+    """The name of the exception of the last traceback in a process's stderr: `MemoryError`,
+    `torch.OutOfMemoryError`.
+    """
+    _, header, tail = stderr.rpartition("Traceback (most recent call last):\n")
+    match = re.search(r"(?m)^([A-Za-z_][\w.]*)(?::|$)", tail) if header else None
+    return match[1] if match else None
+
+
+def find_kernel_line(
+    pid: int, *, since_s: float = 0.0, kmsg: Path = Path("/dev/kmsg")
+) -> tuple[str | None, str | None]:
+    """(The kernel's line on killing `pid` for memory or None, why the kernel log cannot be read or
+    None).
+
+    `since_s` is the monotonic time at which the process started: pids are used again, so older
+    lines speak of another one. The kernel numbers processes as the host does, so that inside a
+    container the pid of the host is needed.
+    """
+    try:
+        return _match_kernel_line(_read_kmsg(kmsg), pid, since_s), None
+    except OSError as error:
+        reason = f"{kmsg}: {error.strerror}"
+    try:
+        done = subprocess.run(["dmesg"], capture_output=True, timeout=_DMESG_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"{reason}; dmesg: {error}"
+    if done.returncode != 0:
+        return None, f"{reason}; {done.stderr.decode('utf-8', 'replace').strip()}"
+    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    return _match_kernel_line(lines, pid, since_s), None
+
+
+def _read_kmsg(path: Path) -> Iterator[str]:
+    """Records as `[seconds] text`, oldest first.
+
+    Each read of the device gives one record, `priority,number,microseconds,flags;text`, and lines
+    of details that begin with a space. At the end a read would wait, so the device is not blocking.
+    """
+    device = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                text = os.read(device, 8192).decode("utf-8", "replace")
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                continue  # a record was overwritten before it was read; the next read goes on
+            if not text:
+                return
+            for record in re.finditer(r"(?m)^\d+,\d+,(\d+),[^;]*;(.*)$", text):
+                yield f"[{int(record[1]) / 1e6:.6f}] {record[2]}"
+    finally:
+        os.close(device)
+
+
+def _match_kernel_line(lines: Iterable[str], pid: int, since_s: float) -> str | None:
+    """The last line that names `pid` as the victim; the line with the constraint is preferred to
+    the one that follows it.
+    """
+    victim = re.compile(rf"oom-kill:constraint=.*\bpid={pid}\b|\bKilled process {pid} \(")
+    named = None
+    for line in lines:
+        stamp = re.match(r"\[\s*(\d+\.\d+)\]", line)
+        if stamp is not None and float(stamp[1]) < since_s:
+            continue
+        if victim.search(line) and not (named and "oom-kill:" in named and "Killed" in line):
+            named = line
+    return named
+
+
+def memory_words(view: RunView) -> str | None:
+    """What the sampler saw of the machine's memory before a trainer ended: the least that was available and
+    the highest pressure of the last minute; None without readings."""
+    table = view.hosts
+    newest = table.last("unix_s")
+    if newest is None:
+        return None
+    begin = bisect.bisect_left(
+        range(len(table)),
+        newest - _MEMORY_WINDOW_S,
+        key=lambda row: table.value("unix_s", row) or 0.0,
+    )
+    available = _finite(table.values("host_available_bytes", begin))
+    pressure = _finite(table.values("psi_memory_full_avg10_pct", begin))
+    if not available:
+        return None
+    total = view.host.host_total_bytes if view.host else None
+    words = f"In its last {_MEMORY_WINDOW_S:.0f} s the least memory available was {format_bytes(min(available))}"
+    words += f" of {format_bytes(total)}" if total else ""
+    words += f" and the highest memory pressure {max(pressure):.0f} %" if pressure else ""
+    return f"{words}."
+
+
+def _finite(values: list[float | None]) -> list[float]:
+    return [v for v in values if v is not None and math.isfinite(v)]

@@ -1,0 +1,176 @@
+"""Starting a run: what `engine distill`, the terminal, a notebook and an experiment all do, in
+the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from engine.errors import BadInput, InternalError, RunLogError, write_error
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.log.read import id_of
+
+START_DEADLINE_S = 30.0
+POLL_S = 0.02
+
+
+class Launched:
+    """A supervisor we started and are attached to. Leave with `detach`; dying instead is seen
+    and recorded as such.
+    """
+
+    def __init__(
+        self, run: RunFolder, process: subprocess.Popen[bytes], begun_unix_s: float
+    ) -> None:
+        self.run, self.process = run, process
+        self.begun_unix_s = begun_unix_s
+        """Wall time just before the start: older lines of the log are of earlier sessions."""
+
+    def send(self, number: int) -> None:
+        """Pass a signal to the supervisor, which passes it to the trainer."""
+        self.process.send_signal(number)
+
+    def leave(self, byte: bytes) -> None:
+        """Say that we go on purpose: b'd' detached, b'h' hang-up. The run goes on."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(byte)
+            self.process.stdin.close()
+        except BrokenPipeError:
+            return  # the supervisor ended first: there is nobody to tell
+
+
+def launch(
+    run: RunFolder,
+    *,
+    resume: bool = False,
+    allow_fallback: bool = False,
+    allow_restart: bool = False,
+) -> Launched:
+    """Start the supervisor of `run` in its own session and wait until it holds the run's watch
+    log. With `resume` the run goes on from its newest checkpoint: from an older one only with
+    `allow_fallback`, from step 0 although it had one only with `allow_restart`.
+    """
+    if run.liveness().trainer or run.liveness().supervisor:
+        raise RunLogError(
+            f"run folder: {run.path} — expected a run that is not going on, found one that is",
+            hint=f"follow it with `engine tail -f {run.path}`",
+        )
+    command = [sys.executable, "-m", "engine.watch", str(run.path)]
+    command += ["--resume"] if resume else []
+    command += ["--allow-fallback"] if allow_fallback else []
+    command += ["--allow-restart"] if allow_restart else []
+    begun_unix_s = time.time()
+    with _open_output(run.stderr) as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        _wait_for_supervisor(run, process)
+    except KeyboardInterrupt:
+        # It has nothing to save yet.
+        process.terminate()
+        raise
+    return Launched(run, process, begun_unix_s)
+
+
+def _open_output(path: Path) -> BinaryIO:
+    """Where a run's processes write what nothing else takes: a FIFO would be waited for, and a link may lead to any
+    file of the user."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        raise write_error("run folder", path, "to open it for writing", error) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RunLogError.expected("run folder", path, "a regular file", "something else")
+    return open(descriptor, "ab")
+
+
+def _wait_for_supervisor(run: RunFolder, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_DEADLINE_S
+    while not run.liveness().supervisor and process.poll() is None:
+        if time.monotonic() > deadline:
+            process.kill()
+            raise InternalError(
+                f"supervisor: expected it to open {run.watch} within {START_DEADLINE_S:.0f} s, found nothing"
+            )
+        time.sleep(POLL_S)
+    if process.poll() not in (None, 0) and not run.watch.exists():
+        tail = run.stderr.read_text(errors="replace").strip().splitlines()[-1:]
+        raise InternalError(
+            f"supervisor: expected it to start, found exit {process.returncode}: {' '.join(tail)}"
+        )
+
+
+def _check_holds(pid: int, log: Path) -> None:
+    """Refuse a process that has not opened a log: it is not the writer of it."""
+    try:
+        wanted = id_of(log.stat())
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if id_of(link.stat()) == wanted:
+                    return
+    except PermissionError:
+        return  # another user's process: the system refuses the signal
+    except OSError:
+        pass
+    raise BadInput.expected(
+        "run log",
+        log,
+        f"process {pid}, which it names as its writer, to hold it",
+        "that it does not",
+    )
+
+
+def stop(run: RunFolder, *, now: bool = False) -> str:
+    """Ask a run to finish its step, save and stop; `now` ends it without saving. Returns what
+    was done, in words.
+    """
+    follower = Follower(run)
+    view = follower.read_all()
+    if not follower.alive.trainer and not follower.alive.supervisor:
+        raise BadInput(f"run {run.name} — expected one that is going on, found it {follower.state}")
+    watcher = view.clocks.get("watch")
+    # A pid is trusted only while its process holds the log that names it: a log may name any.
+    if follower.alive.supervisor and watcher is not None and not now:
+        _check_holds(watcher.pid, run.watch)
+        _signal(run, watcher.pid, signal.SIGTERM)
+        return f"asked run {run.name} to finish its step, save and stop"
+    trainer = view.clocks.get("events")
+    if not follower.alive.trainer or trainer is None:
+        raise BadInput(
+            f"run {run.name} — expected a trainer, found none yet", hint="try again in a moment"
+        )
+    _check_holds(trainer.pid, run.events)
+    _signal(run, trainer.pid, signal.SIGKILL if now else signal.SIGTERM)
+    return f"{'killed' if now else 'asked'} the trainer of run {run.name}{'' if now else ' to save and stop'}"
+
+
+def _signal(run: RunFolder, pid: int, number: int) -> None:
+    """Raises `BadInput` where the process is another user's, or has ended since it was looked at."""
+    try:
+        os.kill(pid, number)
+    except PermissionError as error:
+        owner = run.events.stat().st_uid if run.events.exists() else run.path.stat().st_uid
+        raise BadInput.expected(
+            "run", run.path, "processes of this user", f"those of the user with id {owner}"
+        ) from error
+    except ProcessLookupError as error:
+        raise BadInput.expected(
+            "run", run.path, "one that is going on", "it ended just now"
+        ) from error

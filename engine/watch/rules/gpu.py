@@ -1,0 +1,217 @@
+"""What the GPU does while a model should be at work.
+
+`gpu_util_pct` alone says only that some kernel ran. So a GPU that is idle is seen by it, and a GPU
+that is "busy" is held against its power and, where the device has the counters, its tensor pipes.
+"""
+
+from __future__ import annotations
+
+from engine.units import format_seconds
+from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, mean, rule
+
+WINDOW_S = 30.0
+"""Long enough to bridge the gap between two steps and a small evaluation, short enough to be said
+within a minute."""
+READINGS = 10
+"""Of 30 at 1 Hz; the sampler may have halved its pace once or lost some to a busy machine."""
+IDLE_PCT = 5.0
+"""A GPU that waits between steps of a loaded input line still shows tens of percent."""
+BUSY_PCT = 80.0
+TENSOR_PCT = 3.0
+"""Of the tensor pipes, mean over time: a bf16 training step that is bound by memory still shows 10."""
+POWER_PCT = 35.0
+"""Of the limit in force: cards idle at 10 to 20 % and train above 50 %."""
+SLOWED_SHARE = 0.2
+SLOWED_WINDOW_S = 60.0
+CPU_PCT = 80.0
+"""Most of one core, the least that a host which holds the GPU up must use."""
+TEACHER_SHARE = 0.5
+TEACHER_STEPS = 3
+
+
+def _computing(case: Case) -> None:
+    case.must_go_on()
+    if not case.is_computing:
+        raise CannotJudge(f"no model is at work: {case.phase}")
+    # What came before the work began says nothing about it.
+    begun = max(case.view.started_unix_s or 0.0, case.view.phase_unix_s or 0.0)
+    if case.now_unix_s - begun < WINDOW_S:
+        raise CannotJudge(f"needs {WINDOW_S:.0f} s of work")
+
+
+@rule(
+    ERROR,
+    asks="Is the GPU idle while a model should be at work?",
+    reads=("gpu_util_pct",),
+    threshold=f"mean utilisation of at most {IDLE_PCT:g} % over {WINDOW_S:g} s",
+)
+def gpu_idle(case: Case) -> Symptom | None:
+    gpu = case.gpu
+    _computing(case)
+    util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
+    if util > IDLE_PCT:
+        return None
+    silent_s = case.now_unix_s - (case.view.heartbeat_unix_s or case.now_unix_s)
+    backend = case.choice("teacher.backend")
+    flip = "--set teacher.backend=dequantized" if backend not in (None, "dequantized") else ""
+    return Symptom(
+        f"GPU {gpu} was {util:.1f} % busy for {format_seconds(WINDOW_S)} while step "
+        f"{case.view.last_step + 1} should be computed",
+        [
+            ("gpu_util_pct, mean", util, f"at most {IDLE_PCT:g} is idle"),
+            ("seconds since the last line of the trainer", silent_s, "how long nothing was done"),
+        ],
+        case.recent(WINDOW_S),
+        meaning="the work is not on the GPU: it is done by the CPU, or the process waits for something else",
+        flip=flip,
+        no_flip="" if flip else "look at the stacks of the trainer: they name the line it is in",
+    )
+
+
+@rule(
+    ERROR,
+    asks="Is the teacher computed by the CPU although the run is on a GPU?",
+    reads=("gpu_util_pct", "trainer_cpu_pct", "teacher_s or a stack dump"),
+    threshold=f"utilisation at most {IDLE_PCT:g} %, trainer at {CPU_PCT:g} % CPU or more, half of the "
+    "step time (or the stack) in the teacher",
+)
+def cpu_bound_teacher(case: Case) -> Symptom | None:
+    gpu = case.gpu
+    _computing(case)
+    util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
+    cpu = mean(case.host_readings("trainer_cpu_pct", WINDOW_S, at_least=READINGS))
+    evidence, in_teacher = _time_in_teacher(case)
+    if util > IDLE_PCT or cpu < CPU_PCT or not in_teacher:
+        return None
+    backend = case.choice("teacher.backend") or "not logged"
+    flip = "--set teacher.backend=dequantized" if backend != "dequantized" else ""
+    dump = case.view.stack_dump
+    line = f", at {dump.python_frame}" if dump is not None and dump.python_frame else ""
+    stacks = f"; all threads are in {dump.path}" if dump is not None else ""
+    return Symptom(
+        f"the teacher is computed by the CPU: GPU {gpu} at {util:.1f} %, the trainer at {cpu:.0f} % CPU{line}",
+        [
+            ("gpu_util_pct, mean", util, f"at most {IDLE_PCT:g}"),
+            ("trainer_cpu_pct, mean", cpu, f"at least {CPU_PCT:g}; 100 is one core"),
+            evidence,
+        ],
+        case.recent(WINDOW_S),
+        meaning=f"the operators of the teacher's backend ({backend}) run on the host, whatever its name says{stacks}",
+        flip=flip,
+        no_flip="" if flip else "this backend is the reference itself; the stacks name the line",
+    )
+
+
+def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
+    """Whether the host's time goes into the teacher: by the steps, or by a stack before the first."""
+    view = case.view
+    if len(view.steps) - view.session_row >= TEACHER_STEPS:
+        rows = case.steps(20, at_least=TEACHER_STEPS)
+        times = case.pairs("teacher_s", "step_s", rows)
+        share = sum(a for a, _ in times) / max(sum(b for _, b in times), 1e-9)
+        number = ("share of step time in the teacher", share, f"at least {TEACHER_SHARE:g}")
+        return number, share >= TEACHER_SHARE
+    if view.stack_dump is None:
+        raise CannotJudge(f"needs {TEACHER_STEPS} steps or the stacks of the trainer")
+    depth = next(
+        (n for n, f in enumerate(view.stack_dump.python_stack) if "engine/teachers/" in f), -1
+    )
+    number = ("frames between the innermost line and the teacher", depth, "in the stack dump")
+    return number, depth >= 0
+
+
+@rule(
+    WARNING,
+    asks="Does a GPU that reads busy do any work?",
+    reads=("gpu_util_pct", "tensor_util_pct or gpu_power_w"),
+    threshold=f"utilisation of {BUSY_PCT:g} % or more, and tensor pipes under {TENSOR_PCT:g} % and power "
+    f"under {POWER_PCT:g} % of the limit, as far as they are known",
+)
+def busy_without_work(case: Case) -> Symptom | None:
+    gpu = case.gpu
+    _computing(case)
+    util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
+    numbers = [("gpu_util_pct, mean", util, f"at least {BUSY_PCT:g} counts as busy")]
+    low: list[bool] = []
+    reasons: list[str] = []
+    try:
+        tensor = mean(case.gpu_readings("tensor_util_pct", WINDOW_S, at_least=READINGS))
+        numbers.append(("tensor_util_pct, mean", tensor, f"under {TENSOR_PCT:g} is not working"))
+        low.append(tensor < TENSOR_PCT)
+    except CannotJudge as missing:
+        reasons.append(str(missing))
+    limit = case.view.gpus[gpu].gpu_power_limit_w if gpu in case.view.gpus else None
+    try:
+        power = mean(case.gpu_readings("gpu_power_w", WINDOW_S, at_least=READINGS))
+        if not limit:
+            raise CannotJudge(case.view.absent.get(f"gpu{gpu}.gpu_power_limit_w", "no power limit"))
+        share = 100 * power / limit
+        numbers.append(("power, % of the limit", share, f"under {POWER_PCT:g} is not working"))
+        low.append(share < POWER_PCT)
+    except CannotJudge as missing:
+        reasons.append(str(missing))
+    if not low:
+        raise CannotJudge("; ".join(reasons))
+    # fp32 products use no tensor pipe, so power decides alone there; else everything known is low.
+    if util < BUSY_PCT or not all(low):
+        return None
+    return Symptom(
+        f"GPU {gpu} reads {util:.0f} % busy, but {numbers[-1][0]} is {numbers[-1][1]:.1f}",
+        numbers,
+        case.recent(WINDOW_S),
+        meaning="a kernel is always running and does little: many tiny kernels, a serial one, or one that waits",
+        flip="--set train.rows=" + str(_more_rows(case)),
+    )
+
+
+def _more_rows(case: Case) -> int:
+    return 2 * case.settings.train.rows if case.settings else 2 * case.started.rows_per_step
+
+
+@rule(
+    WARNING,
+    asks="Do heat or the power supply hold the clocks down?",
+    reads=("clock_event_reasons",),
+    threshold=f"in {100 * SLOWED_SHARE:g} % of the readings of {SLOWED_WINDOW_S:g} s",
+)
+def throttled(case: Case) -> Symptom | None:
+    gpu = case.gpu
+    case.must_go_on()
+    slowed = case.gpu_readings("slowed", SLOWED_WINDOW_S, at_least=2 * READINGS)
+    share = mean(slowed)
+    if share < SLOWED_SHARE:
+        return None
+    now = case.view.gpus.get(gpu)
+    words = (now.clock_event_reasons if now else None) or "none"
+    heat = [("gpu_temperature_c", now.gpu_temperature_c, "now")] if now else []
+    return Symptom(
+        f"GPU {gpu} held its clocks down for {100 * share:.0f} % of the last minute ({words})",
+        [
+            ("share of readings", share, f"at least {SLOWED_SHARE:g}"),
+            *((n, v, h) for n, v, h in heat if v is not None),
+        ],
+        case.recent(SLOWED_WINDOW_S),
+        meaning="heat or the power supply limits the GPU: times measured now do not compare with others",
+        no_flip="the cause is outside the run: cooling, power supply, or a limit that was set",
+    )
+
+
+@rule(
+    ERROR,
+    asks="Is the GPU still there?",
+    reads=("any GPU reading",),
+    threshold="NVML says that the GPU is lost",
+)
+def gpu_lost(case: Case) -> Symptom | None:
+    gpu = case.gpu
+    reasons = [r for n, r in case.view.absent.items() if n.startswith(f"gpu{gpu}.")]
+    lost = [r for r in reasons if "GPU is lost" in r]
+    if not lost:
+        return None
+    return Symptom(
+        f"GPU {gpu} is lost: it is off the bus until the machine starts again",
+        [("readings that say so", len(lost), f"of {len(reasons)} without a value")],
+        case.recent(0.0),
+        meaning="the driver lost the GPU (an Xid 79 in the kernel's log); no restart of the run can help",
+        no_flip="this is hardware or driver: look for Xid in the kernel's log",
+    )

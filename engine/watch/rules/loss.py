@@ -1,0 +1,234 @@
+"""The loss, held against what it must be under a theory of failure.
+
+ln V          a student that guesses: nothing was learnt, or it was unlearnt
+alpha * ln V  the mixed loss of a uniform student and a teacher that agrees with it: KL is 0
+KL = 0        at the start: the teacher is the student
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, mean, median, rule
+
+GUESSING_STEPS = 50
+GUESSING_FROM = 100
+"""Steps that a student from fresh weights is given to come below guessing; it takes a few tens."""
+ALPHA_STEPS = 50
+ALPHA_NEAR = 0.02
+ALPHA_CE_NEAR = 0.05
+ALPHA_FLAT = 0.01
+"""Relative change between the halves of the window: a loss that only passes by is falling."""
+KL_STEPS, KL_LEAST = 10, 3
+KL_NEAR_ZERO = 1e-3
+"""Nats. Two models that differ at all are above it; rounding in bf16 is below."""
+SPIKE_BEFORE, SPIKE_WINDOW = 50, 100
+SPIKE_SIGMAS, SPIKE_RATIO = 8.0, 1.5
+"""Both: sigmas alone call a ripple on a smooth curve a spike, a ratio alone a noisy batch."""
+MAD_TO_SIGMA = 1.4826
+HELDOUT_LEAST = 4
+HELDOUT_WORSE_NATS = 0.05
+HELDOUT_IN_A_ROW = 3
+
+
+@rule(
+    ERROR,
+    asks="Was a loss, gradient or weight NaN or infinite?",
+    reads=("non_finite events",),
+    threshold="one number",
+)
+def non_finite(case: Case) -> Symptom | None:
+    seen = case.view.non_finite
+    if not seen:
+        case.steps(1, at_least=1)
+        return None
+    first, last = seen[0], seen[-1]
+    rows = case.steps(1, at_least=1, session=False)
+    return Symptom(
+        f"{first.field} was {first.value} at step {first.step}"
+        + (f", and {len(seen) - 1} more up to step {last.step}" if len(seen) > 1 else ""),
+        [("numbers that are not finite", len(seen), "expected 0")],
+        case.span(rows),
+        meaning="the weights or a batch gave NaN or infinity; everything after it is suspect",
+        flip=f"--set train.lr={_lower_rate(case):g}",
+    )
+
+
+def _lower_rate(case: Case) -> float:
+    return case.started.peak_lr / 10
+
+
+@rule(
+    ERROR,
+    asks="Is the student worse than guessing?",
+    reads=("ce", "vocabulary"),
+    threshold=f"mean ce of {GUESSING_STEPS} steps at ln V or above, from step {GUESSING_FROM} on",
+)
+def loss_not_below_guessing(case: Case) -> Symptom | None:
+    ceiling = case.vocabulary_nats
+    rows = case.steps(GUESSING_STEPS, at_least=GUESSING_STEPS)
+    if case.view.last_step < GUESSING_FROM:
+        raise CannotJudge(f"needs {GUESSING_FROM} steps since the start of the run")
+    ce = mean(case.column("ce", rows))
+    if ce < ceiling:
+        return None
+    return Symptom(
+        f"cross entropy is {ce:.3f}: not below ln V = {ceiling:.3f}, the loss of guessing",
+        [("ce, mean", ce, f"ln V = {ceiling:.4f}")],
+        case.span(rows),
+        meaning="the student knows less than nothing: a wrong forward pass, wrong labels, or a diverged run",
+        flip=f"--set train.lr={_lower_rate(case):g}",
+    )
+
+
+@rule(
+    ERROR,
+    asks="Is the loss that of a uniform student?",
+    reads=("loss", "ce", "vocabulary", "alpha"),
+    threshold=f"flat over {ALPHA_STEPS} steps, within {ALPHA_NEAR:.0%} of alpha * ln V, ce within "
+    f"{ALPHA_CE_NEAR:.0%} of ln V",
+)
+def loss_at_alpha_ln_v(case: Case) -> Symptom | None:
+    alpha, ceiling = case.started.alpha, case.vocabulary_nats
+    if not 0 < alpha < 1:
+        raise CannotJudge(f"alpha is {alpha:g}: the loss is not a mixture")
+    rows = case.steps(ALPHA_STEPS, at_least=ALPHA_STEPS)
+    losses = case.column("loss", rows)
+    level, half = alpha * ceiling, len(losses) // 2
+    first, second = mean(losses[:half] or losses), mean(losses[half:])
+    loss = mean(losses)
+    flat = abs(second - first) <= ALPHA_FLAT * abs(loss)
+    near = abs(loss - level) <= ALPHA_NEAR * level
+    ce = mean(case.column("ce", rows))
+    if not (flat and near and abs(ce - ceiling) <= ALPHA_CE_NEAR * ceiling):
+        return None
+    return Symptom(
+        f"the loss stays at {loss:.4f}, which is alpha * ln V = {level:.4f}",
+        [
+            ("loss, mean", loss, f"alpha * ln V = {level:.4f}, within {ALPHA_NEAR:.0%}"),
+            ("ce, mean", ce, f"ln V = {ceiling:.4f}, within {ALPHA_CE_NEAR:.0%}"),
+        ],
+        case.span(rows),
+        meaning="the student's output is uniform and the KL is 0: what is left is its cross entropy of ln V",
+        flip="--set loss.alpha=1",
+    )
+
+
+@rule(
+    ERROR,
+    asks="Is there anything to learn from the teacher?",
+    reads=("kd", "alpha", "temperature"),
+    threshold=f"median KL of the first {KL_STEPS} steps under {KL_NEAR_ZERO:g} nats",
+)
+def kl_near_zero(case: Case) -> Symptom | None:
+    if case.started.alpha >= 1:
+        raise CannotJudge("alpha is 1: the teacher has no part in the loss")
+    steps = case.view.steps
+    if (steps.value("step", 0) if len(steps) else 1) != 1:
+        raise CannotJudge("the first steps of the run are not in its log")
+    if len(steps) < KL_LEAST:
+        raise CannotJudge(f"needs {KL_LEAST} steps, {len(steps)} are done")
+    rows = range(min(KL_STEPS, len(steps)))
+    # Of the KL itself: the logged term carries the factor T^2.
+    temperature = case.started.temperature
+    if not 0 < temperature < math.inf:
+        raise CannotJudge(f"the temperature is {temperature}")
+    kl = [kd / temperature / temperature for kd in case.column("kd", rows)]
+    if median(kl) >= KL_NEAR_ZERO:
+        return None
+    return Symptom(
+        f"the KL between teacher and student is {median(kl):.2e} nats from the first step on",
+        [("kl, median of the first steps", median(kl), f"under {KL_NEAR_ZERO:g} is no signal")],
+        case.span(rows),
+        meaning="teacher and student are the same model, or the teacher's logits never reach the loss",
+        flip="--set loss.alpha=1",
+    )
+
+
+@rule(
+    WARNING,
+    asks="Did the loss jump?",
+    reads=("loss",),
+    threshold=f"{SPIKE_SIGMAS:g} robust sigmas and {SPIKE_RATIO:g} times the median of the "
+    f"{SPIKE_BEFORE} steps before, within {SPIKE_WINDOW} steps",
+)
+def loss_spike(case: Case) -> Symptom | None:
+    rows = case.steps(SPIKE_BEFORE + SPIKE_WINDOW, at_least=SPIKE_BEFORE + 1)
+    numbered = case.pairs("loss", "step", rows)
+    losses = [loss for loss, _ in numbered]
+    if len(losses) <= SPIKE_BEFORE:
+        raise CannotJudge(f"needs {SPIKE_BEFORE + 1} finite losses")
+    worst: tuple[float, int, float] | None = None
+    for index in range(SPIKE_BEFORE, len(losses)):
+        # The median of what came just before moves little: one look in ten steps is enough, and cheap.
+        if (index - SPIKE_BEFORE) % 10 == 0:
+            before = losses[index - SPIKE_BEFORE : index]
+            usual = median(before)
+            spread = MAD_TO_SIGMA * median([abs(x - usual) for x in before])
+            limit = max(usual + SPIKE_SIGMAS * spread, SPIKE_RATIO * usual)
+        if losses[index] > limit and (worst is None or losses[index] > worst[0]):
+            worst = losses[index], index, limit
+    if worst is None:
+        return None
+    loss, index, limit = worst
+    step = int(numbered[index][1])
+    return Symptom(
+        f"the loss jumped to {loss:.3f} at step {step}",
+        [
+            (
+                "loss",
+                loss,
+                f"over {limit:.4f}: {SPIKE_SIGMAS:g} sigma and {SPIKE_RATIO:g} times usual",
+            )
+        ],
+        case.span(rows),
+        meaning="a batch unlike the others, a rate too high, or a number that went wrong in the hardware",
+        flip=f"--set train.lr={case.started.peak_lr / 2:g}",
+    )
+
+
+@rule(
+    WARNING,
+    asks="Does the held-out loss rise while the training loss falls?",
+    reads=("held-out loss of the student", "ce"),
+    threshold=f"{HELDOUT_IN_A_ROW} evaluations in a row {HELDOUT_WORSE_NATS:g} nats above the best",
+)
+def heldout_diverging(case: Case) -> Symptom | None:
+    evals = [
+        e
+        for e in case.view.evals
+        if e.subject == "student" and e.loss is not None and math.isfinite(e.loss)
+    ]
+    if len(evals) < HELDOUT_LEAST:
+        raise CannotJudge(f"needs {HELDOUT_LEAST} held-out losses, {len(evals)} were measured")
+    losses = [e.loss for e in evals if e.loss is not None]
+    best = min(range(len(losses)), key=losses.__getitem__)
+    since = losses[best + 1 :]
+    limit = losses[best] + HELDOUT_WORSE_NATS
+    if len(since) < HELDOUT_IN_A_ROW or min(since[-HELDOUT_IN_A_ROW:]) < limit:
+        return None
+    then, now = _train_ce(case, evals[best].step), _train_ce(case, evals[-1].step)
+    if now >= then:
+        return None
+    return Symptom(
+        f"held-out loss has been above its best ({losses[best]:.3f} at step {evals[best].step}) for "
+        f"{len(since)} evaluations, while the training loss fell",
+        [
+            ("held-out loss", losses[-1], f"best {losses[best]:.4f} + {HELDOUT_WORSE_NATS:g}"),
+            ("training ce now", now, f"{then:.4f} at the best"),
+        ],
+        case.span(case.steps(1, at_least=1, session=False)),
+        meaning="the student learns its training text by heart; the best checkpoint is kept",
+        flip=f"--set train.steps={evals[best].step}",
+    )
+
+
+def _train_ce(case: Case, step: int) -> float:
+    """Cross entropy of the twenty steps up to one."""
+    steps = case.view.steps
+    row = len(steps)
+    while row and (steps.value("step", row - 1) or 0) > step:
+        row -= 1
+    if not row:
+        raise CannotJudge(f"step {step} is not in the log")
+    return mean(case.column("ce", range(max(0, row - 20), row)))

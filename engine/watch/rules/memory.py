@@ -1,0 +1,278 @@
+"""Memory: where it is going and whose it is, what waits for it, and an allocator that stops before the
+device does.
+
+    held       what tensors take, by torch's own count
+    reserved   what the allocator keeps of the device for them; reserved - held is fragments and caches
+    used       what is taken of the device, by all processes
+
+Of three numbers that grow together the innermost is the cause: a tensor that is kept makes all three grow,
+fragments the last two, another process the last alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from engine.units import format_bytes, format_seconds
+from engine.watch.rules.rule import ERROR, CannotJudge, Case, Number, Symptom, mean, median, rule
+
+TREND_WINDOW_S = 600.0
+TREND_READINGS = 120
+"""Two minutes: what an allocator caches in its first steps is not a trend."""
+TREND_STEPS = 20
+GROWTH_SHARE = 0.02
+"""Of the total within the window; less is the noise of other processes."""
+HORIZON_S = 3600.0
+"""A ceiling that is further away than this is not worth waking anybody for."""
+PRESSURE_PCT = 10.0
+PRESSURE_WINDOW_S = 30.0
+_INNER_SHARE = 0.5
+"""Of a growth, that has to be inside for it to be the inner one's."""
+UNUSED_SHARE = 0.25
+"""An allocation refused while this much of the memory was free met another limit."""
+
+
+@rule(
+    ERROR,
+    asks="Does memory grow from step to step towards its end?",
+    reads=("gpu_mem_used_bytes or host_available_bytes", "step"),
+    threshold=f"medians of three thirds of up to {format_seconds(TREND_WINDOW_S)} rise evenly, by "
+    f"{GROWTH_SHARE:.0%} of the total or more, and reach it within {format_seconds(HORIZON_S)}",
+)
+def memory_ceiling(case: Case) -> Symptom | None:
+    """The GPU's own memory where it has some, what the allocator keeps of it, and the host's."""
+    case.must_go_on()
+    case.steps(TREND_STEPS, at_least=TREND_STEPS)
+    reasons = []
+    pools = (_gpu_pool, _allocator_pool, _host_pool)
+    for pool in pools:
+        try:
+            name, used, total = pool(case)
+        except CannotJudge as missing:
+            reasons.append(str(missing))
+            continue
+        if pool is _host_pool and _others_take_it(case, used):
+            continue
+        whose = _LEAK
+        if pool is not _host_pool:
+            whose = _owner(case, used, TREND_WINDOW_S, TREND_READINGS)
+        if (found := _trend(case, name, used, total, whose)) is not None:
+            return found
+    if len(reasons) == len(pools):
+        raise CannotJudge("; ".join(reasons))
+    return None
+
+
+def _gpu_pool(case: Case) -> tuple[str, list[float], float]:
+    gpu = case.gpu
+    used = case.gpu_readings("gpu_mem_used_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+    total = case.view.gpus[gpu].gpu_mem_total_bytes if gpu in case.view.gpus else None
+    if not total:
+        raise CannotJudge(case.view.absent.get(f"gpu{gpu}.gpu_mem_total_bytes", "no total"))
+    return f"memory of GPU {gpu}", used, total
+
+
+def _allocator_pool(case: Case) -> tuple[str, list[float], float]:
+    """What torch keeps of a GPU whose own counts are not to be had, as where it shares the host's memory."""
+    kept = case.host_readings("memory_reserved_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+    plan = case.view.memory_plan
+    if plan is None or not plan.available_bytes:
+        raise CannotJudge("what the run may take of the device was not planned")
+    return "memory that the allocator may take", kept, plan.available_bytes
+
+
+def _host_pool(case: Case) -> tuple[str, list[float], float]:
+    free = case.host_readings("host_available_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+    total = case.view.host.host_total_bytes if case.view.host else None
+    if not total:
+        raise CannotJudge(case.view.absent.get("host_total_bytes", "no total of the host's memory"))
+    return "memory of the host", [total - available for available in free], total
+
+
+def _others_take_it(case: Case, used: list[float]) -> bool:
+    """Whether what fills the host's memory is not in the trainer. Not known, and so false, where its
+    resident size does not hold what it has: CUDA allocations in shared memory, ranks of its own.
+    """
+    if case.settings is not None and case.settings.compute.gpus > 1:
+        return False
+    try:
+        gpu = case.gpu
+    except CannotJudge:
+        gpu = None
+    if gpu is not None and (
+        gpu not in case.view.gpus or not case.view.gpus[gpu].gpu_mem_total_bytes
+    ):
+        return False
+    try:
+        own = case.host_readings("trainer_rss_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
+    except CannotJudge:
+        return False
+    return _growth(own) < _growth(used) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owner:
+    """Who takes the memory that goes, in words."""
+
+    meaning: str
+    no_flip: str
+    numbers: tuple[Number, ...] = ()
+
+
+_LEAK = _Owner(
+    meaning="something is kept from step to step: a graph, a list of tensors, a cache without a bound",
+    no_flip="a leak is in the code: compare the allocator's snapshots of two steps",
+)
+_FRAGMENTS = _Owner(
+    meaning="no more is held by tensors: the allocator's blocks fit ever fewer requests, as rows or chunks of "
+    "changing sizes make them",
+    no_flip="no setting has it: start the run with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment",
+)
+_OTHERS = _Owner(
+    meaning="it is not in torch's allocator: a library's workspace, or another process on this GPU",
+    no_flip="nothing in the run takes it: see which processes are on the GPU",
+)
+
+
+def _growth(values: list[float]) -> float:
+    """Of the median, from the first third to the last."""
+    third = len(values) // 3
+    return median(values[2 * third :]) - median(values[:third])
+
+
+def _owner(case: Case, used: list[float], seconds: float, at_least: int) -> _Owner:
+    """Whose the growth of `used` in the last seconds is; a leak where the allocator says nothing."""
+    try:
+        held, reserved = (
+            case.host_readings(name, seconds, at_least=at_least)
+            for name in ("memory_held_bytes", "memory_reserved_bytes")
+        )
+    except CannotJudge:
+        return _LEAK
+    inner, outer, all_of_it = _growth(held), _growth(reserved), _growth(used)
+    if inner >= _INNER_SHARE * all_of_it:
+        found = _LEAK
+    elif outer >= _INNER_SHARE * all_of_it:
+        found = _FRAGMENTS
+    else:
+        found = _OTHERS
+    numbers = (
+        ("held by tensors, GiB more", inner / 2**30, "from the first third to the last"),
+        ("reserved by the allocator, GiB more", outer / 2**30, "from the first third to the last"),
+    )
+    return _Owner(meaning=found.meaning, no_flip=found.no_flip, numbers=numbers)
+
+
+def _trend(case: Case, name: str, used: list[float], total: float, whose: _Owner) -> Symptom | None:
+    """Medians of three thirds that rise: a single jump, or a saw tooth, is no trend."""
+    third = len(used) // 3
+    first, middle, last = (median(used[i * third : (i + 1) * third]) for i in range(3))
+    grown = last - first
+    if grown < GROWTH_SHARE * total or not (grown / 4 < middle - first < 3 * grown / 4):
+        return None
+    table = case.view.hosts
+    times = case.reading_rows(table, TREND_WINDOW_S)
+    begin, end = (table.value("unix_s", r) or 0.0 for r in (times.start, times.stop - 1))
+    per_s = grown / max((end - begin) * 2 / 3, 1.0)
+    left_s = max(0.0, total - last) / per_s
+    if left_s > HORIZON_S:
+        return None
+    return Symptom(
+        f"the {name} fills up: {format_bytes(total)} are reached in about {format_seconds(left_s)}",
+        [
+            ("used, GiB", last / 2**30, f"of {total / 2**30:.1f}"),
+            ("growth, GiB per minute", 60 * per_s / 2**30, "over three thirds of the window"),
+            ("seconds left", left_s, f"under {HORIZON_S:g}"),
+            *whose.numbers,
+        ],
+        case.recent(end - begin),
+        meaning=whose.meaning,
+        no_flip=whose.no_flip,
+    )
+
+
+@rule(
+    ERROR,
+    asks="Do all processes wait for memory?",
+    reads=("psi_memory_full_avg10_pct",),
+    threshold=f"{PRESSURE_PCT:g} % of {PRESSURE_WINDOW_S:g} s or more",
+)
+def memory_pressure(case: Case) -> Symptom | None:
+    case.must_go_on()
+    full = mean(case.host_readings("psi_memory_full_avg10_pct", PRESSURE_WINDOW_S, at_least=10))
+    if full < PRESSURE_PCT:
+        return None
+    faults = case.view.host.major_faults_per_s if case.view.host else None
+    return Symptom(
+        f"all processes waited for memory {full:.0f} % of the last {PRESSURE_WINDOW_S:.0f} s",
+        [
+            ("psi_memory_full_avg10_pct, mean", full, f"at least {PRESSURE_PCT:g}"),
+            *([("major_faults_per_s", faults, "now")] if faults is not None else []),
+        ],
+        case.recent(PRESSURE_WINDOW_S),
+        meaning="the machine pages: on unified memory it may hang before the kernel ends any process",
+        flip=f"--set train.rows={_half(case)}" if _half(case) else "",
+        no_flip="" if _half(case) else "a row at a time is the least there is: use smaller models",
+    )
+
+
+def _half(case: Case) -> int:
+    """Half of the rows, 0 when there is but one or none is known."""
+    return case.settings.train.rows // 2 if case.settings else 0
+
+
+_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG]iB)")
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@rule(
+    ERROR,
+    asks="Was an allocation refused although there was memory?",
+    reads=("how the run ended", "gpu_mem_used_bytes, or host_available_bytes where shared"),
+    threshold=f"{UNUSED_SHARE:.0%} of the memory free in the last minute, and twice what was asked for",
+)
+def allocator_ceiling(case: Case) -> Symptom | None:
+    view = case.view
+    said = view.finished.reason if view.finished else view.exit.sentence if view.exit else None
+    if said is None:
+        raise CannotJudge("judged when the run has ended")
+    refused = "device allocator refused" in said or "allocation of device memory failed" in said
+    if not refused:
+        return None
+    pool, free, total = _most_free(case)
+    wanted = _WANTED.search(said)
+    bytes_wanted = float(wanted[1]) * _UNITS[wanted[2]] if wanted else 0.0
+    if free < UNUSED_SHARE * total or free < 2 * bytes_wanted:
+        return None
+    other = "native" if case.choice("memory.allocator") == "managed" else "managed"
+    return Symptom(
+        f"the allocator refused while {format_bytes(free)} of the {pool} were free",
+        [
+            ("free, share of the total", free / total, f"at least {UNUSED_SHARE:g}"),
+            ("asked for, GiB", bytes_wanted / 2**30, "0: the message does not say"),
+        ],
+        case.recent(60.0),
+        meaning="the limit that was met is the allocator's, not the device's; or the memory was in pieces",
+        flip=f"--set memory.allocator={other}",
+    )
+
+
+def _most_free(case: Case) -> tuple[str, float, float]:
+    """The pool the GPU takes its memory from and the least that was free in the last minute."""
+    try:
+        gpu = case.gpu
+        used = case.gpu_readings("gpu_mem_used_bytes", 60.0, at_least=1)
+        total = case.view.gpus[gpu].gpu_mem_total_bytes if gpu in case.view.gpus else None
+        if not total:
+            raise CannotJudge("the total of the GPU's memory is not known")
+    except CannotJudge:
+        facts = case.view.facts or {}
+        if facts.get("cuda0_integrated") != "yes":
+            raise
+        free = min(case.host_readings("host_available_bytes", 60.0, at_least=1))
+        whole = case.view.host.host_total_bytes if case.view.host else None
+        if not whole:
+            raise CannotJudge("the total of the host's memory is not known") from None
+        return "memory that CPU and GPU share", free, whole
+    return f"memory of GPU {gpu}", total - max(used), total

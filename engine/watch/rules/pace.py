@@ -1,0 +1,152 @@
+"""The time of a step: what it waits for, and whether it stays what it was.
+
+`step_s` is the optimizer step alone. Evaluations and checkpoints between two steps are no part of it.
+"""
+
+from __future__ import annotations
+
+from engine.units import format_seconds
+from engine.watch.rules.rule import WARNING, CannotJudge, Case, Symptom, median, rule
+
+DATA_STEPS = 20
+DATA_SHARE = 0.2
+DATA_LEAST_S = 0.5
+"""In total: a fifth of a step of a millisecond is nothing to mend."""
+DATA_BURST_S = 5.0
+"""In total, where most steps do not wait: a single hiccup of the disk is no pattern."""
+BIMODAL_STEPS, BIMODAL_LEAST = 200, 60
+BIMODAL_RATIO = 1.8
+BIMODAL_SHARE = 0.15
+"""Of the steps in the smaller group: single slow steps are no second mode."""
+BIMODAL_GAP = 3.0
+"""The gap between the groups over the wider spread within one of them."""
+DRIFT_WARM_UP, DRIFT_STEPS = 20, 50
+DRIFT_RATIO = 1.5
+LEAST_STEP_S = 0.005
+"""Shorter steps are at the mercy of the operating system."""
+
+
+@rule(
+    WARNING,
+    asks="Do steps wait for data?",
+    reads=("data_s", "step_s"),
+    threshold=f"{DATA_SHARE:.0%} of the time of {DATA_STEPS} steps or more, and {DATA_LEAST_S:g} s; "
+    f"{DATA_BURST_S:g} s where most steps do not wait",
+)
+def data_wait(case: Case) -> Symptom | None:
+    rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
+    times = case.pairs("data_s", "step_s", rows)
+    waited, whole = sum(d for d, _ in times), sum(s for _, s in times)
+    share = waited / whole if whole > 0 else 0.0
+    usual = median([d / s for d, s in times if s > 0] or [0.0])
+    least_s = DATA_LEAST_S if usual >= DATA_SHARE else DATA_BURST_S
+    if share < DATA_SHARE or waited < least_s:
+        return None
+    return Symptom(
+        f"{100 * share:.0f} % of the step time is waiting for data",
+        [
+            ("data_s / step_s", share, f"at least {DATA_SHARE:g}"),
+            ("seconds waited", waited, f"at least {least_s:g} in {len(times)} steps"),
+        ],
+        case.span(rows),
+        meaning="the next batch is not ready when the step begins: reading, tokenizing or packing is too slow",
+        no_flip="nothing to flip: look at data.corpus and what else reads from that disk",
+    )
+
+
+@rule(
+    WARNING,
+    asks="Are there two kinds of step?",
+    reads=("step_s",),
+    threshold=f"two groups with a gap of {BIMODAL_GAP:g} times their spread, medians {BIMODAL_RATIO:g} "
+    f"times apart, {BIMODAL_SHARE:.0%} of {BIMODAL_STEPS} steps in the smaller",
+)
+def step_time_bimodal(case: Case) -> Symptom | None:
+    rows = case.steps(BIMODAL_STEPS, at_least=BIMODAL_LEAST)
+    times = sorted(case.column("step_s", rows))
+    if len(times) < BIMODAL_LEAST:
+        raise CannotJudge(f"needs {BIMODAL_LEAST} timed steps")
+    least = max(1, round(BIMODAL_SHARE * len(times)))
+    # The widest gap that leaves enough on either side.
+    cut = max(range(least, len(times) - least + 1), key=lambda i: times[i] - times[i - 1])
+    low, high = times[:cut], times[cut:]
+    gap, spread = high[0] - low[-1], max(_spread(low), _spread(high))
+    fast, slow = median(low), median(high)
+    if fast < LEAST_STEP_S or slow < BIMODAL_RATIO * fast or gap < BIMODAL_GAP * spread:
+        return None
+    return Symptom(
+        f"steps take either {format_seconds(fast)} or {format_seconds(slow)}, and little between",
+        [
+            ("slow over fast", slow / fast, f"at least {BIMODAL_RATIO:g}"),
+            ("share of slow steps", len(high) / len(times), f"at least {BIMODAL_SHARE:g}"),
+        ],
+        case.span(rows),
+        meaning="two kinds of step: two shapes, a cache that is hit or missed, or another process that comes and goes",
+        no_flip="find what the slow steps share: length, a compile, another job on the machine",
+    )
+
+
+def _spread(times: list[float]) -> float:
+    """Between the tenths at either end: a few outliers within a group do not widen it."""
+    tenth = len(times) // 10
+    return times[-1 - tenth] - times[tenth]
+
+
+@rule(
+    WARNING,
+    asks="Does a step take longer than it did at the beginning?",
+    reads=("step_s",),
+    threshold=f"medians of the last two {DRIFT_STEPS} steps {DRIFT_RATIO:g} times that of the first "
+    f"{DRIFT_STEPS} after {DRIFT_WARM_UP}",
+)
+def step_time_drift(case: Case) -> Symptom | None:
+    everything = case.steps(10**9, at_least=DRIFT_WARM_UP + 3 * DRIFT_STEPS)
+    begin = everything.start + DRIFT_WARM_UP
+    before = median(case.column("step_s", range(begin, begin + DRIFT_STEPS)))
+    # Two windows on end: another job that passes by is no drift.
+    rows = everything[-2 * DRIFT_STEPS :]
+    halves = rows[:DRIFT_STEPS], rows[DRIFT_STEPS:]
+    now = min(median(case.column("step_s", half)) for half in halves)
+    if before < LEAST_STEP_S or now < DRIFT_RATIO * before:
+        return None
+    return Symptom(
+        f"a step takes {format_seconds(now)}; at the beginning it took {format_seconds(before)}",
+        [("now over then, medians", now / before, f"at least {DRIFT_RATIO:g}")],
+        case.span(rows),
+        meaning="the run slows down: heat, memory in pieces, a growing list, or another job on the machine",
+        no_flip="resume the run: if a fresh process is fast again, the cause is inside it",
+    )
+
+
+@rule(
+    WARNING,
+    asks="Did a step wait for a compiler?",
+    reads=("compile events",),
+    threshold="one compile after warm-up",
+)
+def compile_after_warm_up(case: Case) -> Symptom | None:
+    case.steps(1, at_least=1)
+    late = [c for c in case.view.compiles if c.after_warm_up]
+    if not late:
+        return None
+    spent = sum(c.compile_s or 0.0 for c in late)
+    newest = late[-1]
+    why = f"; differs in {', '.join(newest.differs)}" if newest.differs else ""
+    rows = case.steps(1, at_least=1)
+    return Symptom(
+        f"{len(late)} kernels were compiled while steps waited; the last: {newest.kernel}{why}",
+        [
+            ("compiles after warm-up", len(late), "expected 0"),
+            ("seconds", spent, "in total, as far as they are known"),
+        ],
+        case.span(rows),
+        meaning=f"the kernel that was launched is not the one that was warmed: {newest.key}",
+        flip="--set kernels.prewarm=true" if _prewarm_is_off(case) else "",
+        no_flip=""
+        if _prewarm_is_off(case)
+        else "warm-up missed this key: the set that is launched must lie in the set that is warmed",
+    )
+
+
+def _prewarm_is_off(case: Case) -> bool:
+    return case.settings is not None and not case.settings.kernels.prewarm

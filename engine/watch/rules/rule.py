@@ -1,0 +1,334 @@
+"""A rule looks at a run at one moment and answers: an alert, nothing, or that it cannot judge.
+
+    @rule(ERROR, asks=..., reads=..., threshold=...)
+    def its_id(case: Case) -> Symptom | None: ...              or raises CannotJudge
+
+The rules of a family are the functions so marked in one file of this package, which lists them all
+(`RULES`); `engine diagnose`, the supervisor, `--list` and the tests read that list.
+
+A rule is pure: the same view, settings and moment give the same answer, so the supervisor that
+watches a run and `engine diagnose RUN` a year later say the same. It answers from a window of the
+newest steps or readings, never from the whole log, so its cost does not grow with the run.
+
+An alert carries its numbers, what each is held against, the steps and the time they were taken from,
+what it means, and the flip that would test the suspicion: a diagnosis that no flip can refute is a
+guess. A rule whose inputs are missing says so; silence means that it looked and saw nothing.
+
+Raising and clearing is not a rule's business: see `active_alerts`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias
+
+from engine.errors import BadInput
+from engine.log.events import AlertRaised, RunStarted
+from engine.log.folder import RunFolder
+from engine.log.view import RunView, Table
+from engine.spec import RunSpec, spec_from_dict
+
+Alert: TypeAlias = AlertRaised
+Number: TypeAlias = tuple[str, float, str]
+"""Name with its unit, value, and what it is held against."""
+
+WARNING, ERROR = "warning", "error"
+
+
+class CannotJudge(Exception):
+    """An input of a rule is missing, or there is too little of it yet; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The answer of a rule that could not judge."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The steps and the time that evidence was taken from."""
+
+    first_step: int
+    last_step: int
+    from_unix_s: float
+    to_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run at one moment."""
+
+    view: RunView
+    settings: RunSpec | None
+    """The settings of the run (its effective.json); None where they cannot be read."""
+    now_unix_s: float
+
+    # What the run is
+
+    @property
+    def started(self) -> RunStarted:
+        if self.view.started is None or self.view.started_unix_s is None:
+            raise CannotJudge("the run has not said what it will do")
+        return self.view.started
+
+    @property
+    def spec(self) -> RunSpec:
+        if self.settings is None:
+            raise CannotJudge("the settings of the run (effective.json) cannot be read")
+        return self.settings
+
+    @property
+    def vocabulary_nats(self) -> float:
+        """ln V of the student: the loss of guessing."""
+        student = self.view.models.get("student")
+        if student is None or student.vocab_size < 2:
+            raise CannotJudge("the size of the student's vocabulary is not logged")
+        return math.log(student.vocab_size)
+
+    @property
+    def is_over(self) -> bool:
+        return self.view.finished is not None or self.view.exit is not None
+
+    def must_go_on(self) -> None:
+        if self.is_over:
+            raise CannotJudge("the run has ended")
+
+    # Steps
+
+    def steps(self, newest: int, *, at_least: int, session: bool = True) -> range:
+        """Rows of the newest steps, of this session unless all are wanted."""
+        begin = self.view.session_row if session else 0
+        end = len(self.view.steps)
+        if end - begin < at_least:
+            raise CannotJudge(f"needs {at_least} steps, {max(0, end - begin)} are done")
+        return range(max(begin, end - newest), end)
+
+    def column(self, name: str, rows: range) -> list[float]:
+        """The finite numbers of a column; CannotJudge when not one was logged."""
+        values = self.view.steps.values(name, rows.start, rows.stop)
+        found = [v for v in values if v is not None and math.isfinite(v)]
+        if not found:
+            raise CannotJudge(f"{name} is not logged")
+        return found
+
+    def pairs(self, left: str, right: str, rows: range) -> list[tuple[float, float]]:
+        """Two columns where both have finite numbers."""
+        steps = self.view.steps
+        both = zip(
+            steps.values(left, rows.start, rows.stop),
+            steps.values(right, rows.start, rows.stop),
+            strict=True,
+        )
+        found = [
+            (a, b)
+            for a, b in both
+            if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)
+        ]
+        if not found:
+            raise CannotJudge(f"{left} and {right} are not logged")
+        return found
+
+    def span(self, rows: range) -> Span:
+        """The evidence of some steps."""
+        steps = self.view.steps
+        return Span(
+            first_step=int(steps.value("step", rows.start) or 0),
+            last_step=int(steps.value("step", rows.stop - 1) or 0),
+            from_unix_s=steps.value("unix_s", rows.start) or 0.0,
+            to_unix_s=steps.value("unix_s", rows.stop - 1) or 0.0,
+        )
+
+    # Readings
+
+    def reading_rows(self, table: Table, seconds: float) -> range:
+        """Rows of the readings of the last seconds, of this session."""
+        begin_s = max(self.now_unix_s - seconds, self.view.session_unix_s or 0.0)
+        times = range(len(table))
+        begin = bisect.bisect_left(times, begin_s, key=lambda r: table.value("unix_s", r) or 0.0)
+        end = bisect.bisect_right(
+            times, self.now_unix_s, lo=begin, key=lambda r: table.value("unix_s", r) or 0.0
+        )
+        return range(begin, end)
+
+    def readings(
+        self, table: Table, name: str, seconds: float, *, at_least: int, subject: str
+    ) -> list[float]:
+        """Finite readings of the last seconds; CannotJudge with the log's own reason for none."""
+        rows = self.reading_rows(table, seconds)
+        values = table.values(name, rows.start, rows.stop)
+        found = [v for v in values if v is not None and math.isfinite(v)]
+        if len(found) >= at_least:
+            return found
+        # `slowed` is worked out of the words of another reading.
+        source = "clock_event_reasons" if name == "slowed" else name
+        key = f"{subject}.{source}" if subject else source
+        if key in self.view.absent:
+            raise CannotJudge(f"{key}: {self.view.absent[key]}")
+        raise CannotJudge(f"needs {at_least} readings of {key}, {len(found)} were taken")
+
+    def recent(self, seconds: float) -> Span:
+        """The evidence of readings."""
+        return Span(
+            first_step=self.view.last_step,
+            last_step=self.view.last_step,
+            from_unix_s=self.now_unix_s - seconds,
+            to_unix_s=self.now_unix_s,
+        )
+
+    @property
+    def gpu(self) -> int:
+        """NVML's number of the GPU that the run computes on."""
+        # Decided before the models are loaded, and said again when the run begins.
+        decided = self.choice("compute.device") if self.view.started is None else None
+        device = decided or self.started.device
+        if not device.startswith("cuda"):
+            raise CannotJudge(f"the run computes on {device}")
+        facts = self.view.facts or {}
+        ordinal = device.partition(":")[2] or "0"
+        known = facts.get(f"cuda{ordinal}_nvml_index")
+        tables = self.view.gpu_tables
+        if isinstance(known, int) and known in tables:
+            return known
+        if len(tables) == 1:
+            return next(iter(tables))
+        if not tables:
+            why = self.view.absent.get("gpu") or facts.get("nvml_absent") or "none was taken"
+            raise CannotJudge(f"no GPU reading: {why}")
+        raise CannotJudge(f"which of {len(tables)} GPUs the run uses is not known")
+
+    def gpu_readings(self, name: str, seconds: float, *, at_least: int) -> list[float]:
+        gpu = self.gpu
+        return self.readings(
+            self.view.gpu_tables[gpu], name, seconds, at_least=at_least, subject=f"gpu{gpu}"
+        )
+
+    def host_readings(self, name: str, seconds: float, *, at_least: int) -> list[float]:
+        return self.readings(self.view.hosts, name, seconds, at_least=at_least, subject="")
+
+    # What the run is doing
+
+    def choice(self, knob: str) -> str | None:
+        """What was decided for a knob."""
+        return next((d.choice for d in reversed(self.view.decisions) if d.knob == knob), None)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a model should be at work now: not reading, loading or saving."""
+        view = self.view
+        if self.is_over:
+            return False
+        if self.phase.startswith(COMPUTING):
+            return True
+        # The evaluations before the first step have no phase of their own.
+        began = view.started_unix_s
+        return began is not None and (view.phase_unix_s or 0.0) <= began
+
+    @property
+    def phase(self) -> str:
+        """What the trainer is doing: the phase it named last, or training again once a step was done
+        in it, as after a checkpoint."""
+        view = self.view
+        if view.phase is None:
+            return "starting"
+        stepped_s = view.steps.last("unix_s") if len(view.steps) > view.session_row else None
+        return TRAINING if (stepped_s or 0.0) > (view.phase_unix_s or 0.0) else view.phase.name
+
+
+TRAINING = "training"
+COMPUTING = (TRAINING, "evaluating", "measuring")
+"""Phases in which a model is at work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """What a rule saw: its alert, but for the name of the rule."""
+
+    title: str
+    numbers: Sequence[Number]
+    span: Span
+    _: KW_ONLY
+    meaning: str
+    flip: str = ""
+    """The change of the settings that would test the suspicion."""
+    no_flip: str = ""
+    """Or why there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    id: str
+    severity: str = ERROR
+    asks: str
+    """The question, in one sentence."""
+    reads: tuple[str, ...]
+    """The inputs without which it cannot judge."""
+    threshold: str
+    """When it raises an alert, in words with numbers."""
+    judge: Callable[[Case], Symptom | None]
+    clear_after_s: float = 30.0
+    """How long it must have seen nothing wrong before its alert is over."""
+
+    def answer(self, case: Case) -> Alert | Unknown | None:
+        try:
+            found = self.judge(case)
+        except CannotJudge as missing:
+            return Unknown(str(missing))
+        if found is None:
+            return None
+        assert bool(found.flip) != bool(found.no_flip), f"{self.id}: a flip or why there is none"
+        return AlertRaised(
+            id=self.id,
+            severity=self.severity,
+            title=found.title,
+            numbers=[(name, float(value), held) for name, value, held in found.numbers],
+            first_step=found.span.first_step,
+            last_step=found.span.last_step,
+            from_unix_s=found.span.from_unix_s,
+            to_unix_s=found.span.to_unix_s,
+            meaning=found.meaning,
+            flip=found.flip,
+            no_flip=found.no_flip,
+        )
+
+
+def rule(
+    severity: str, *, asks: str, reads: tuple[str, ...], threshold: str, clear_after_s: float = 30.0
+) -> Callable[[Callable[[Case], Symptom | None]], Rule]:
+    """Makes a rule of a function, under the function's name: all that it takes to add one to a family."""
+
+    def named(judge: Callable[[Case], Symptom | None]) -> Rule:
+        return Rule(
+            id=judge.__name__,
+            severity=severity,
+            asks=asks,
+            reads=reads,
+            threshold=threshold,
+            judge=judge,
+            clear_after_s=clear_after_s,
+        )
+
+    return named
+
+
+def mean(values: Sequence[float]) -> float:
+    # Not fsum, which raises where the sum of finite numbers is not one.
+    return sum(values) / len(values)
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def read_settings(run: RunFolder) -> RunSpec | None:
+    """The settings of a run; None when they are not there or of another version. The rules that need
+    them then say so."""
+    try:
+        return spec_from_dict(run.read_effective()["spec"])
+    except BadInput:
+        return None

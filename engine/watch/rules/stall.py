@@ -1,0 +1,275 @@
+"""A trainer that has said nothing for too long, and what it was doing.
+
+Progress is the step counter, not liveness, memory or utilisation. The heartbeat is the newest line of
+the trainer that is no note. How long it may be silent:
+
+    `watch.stall_seconds`, when it is set
+    in training        max(LEAST_S, TIMES * median time between the last steps,
+                           LONG_WORK * the longest evaluation and checkpoint so far)
+    before the first step, or in a phase with a name     that phase's own limit
+
+    in any of these, when nothing was done at all     STILL_S
+
+A load may take ten minutes, and a compiler two without a line. But each of them computes or reads. So where the
+trainer and all that it started have used next to no CPU time, moved next to no bytes, and the GPU of the run ran
+nothing for STILL_S, the run counts as stalled without waiting for the long limit of the phase. A busy but silent
+trainer gets a notice after QUIET_S, which is no alert: what it is doing and how long it may take.
+
+A limit that is too low costs a warning that is taken back when the step arrives; one that is too high
+costs the hours this project began with.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+from engine.log.events import StackDump
+from engine.units import format_seconds
+from engine.watch.rules.rule import (
+    ERROR,
+    TRAINING,
+    CannotJudge,
+    Case,
+    Number,
+    Span,
+    Symptom,
+    median,
+    rule,
+)
+
+LEAST_S = 30.0
+TIMES = 5.0
+LONG_WORK = 3.0
+STEPS = 50
+FIRST_STEP_S = 45.0
+"""No step yet: the first also waits for libraries to load, and a kernel that is compiled logs a line."""
+PHASE_S = {
+    "reading the corpus": 120.0,
+    "tokenizing": 300.0,
+    "loading the teacher": 600.0,
+    "loading the student": 600.0,
+    "making the student": 300.0,
+    "compiling": 600.0,
+    "saving": 600.0,
+    "evaluating": FIRST_STEP_S,
+    "measuring": FIRST_STEP_S,
+}
+"""By the beginning of the phase's name. Loading reads up to hundreds of GB, which may lie on a network; an
+evaluation says every few seconds how far it is."""
+OTHER_PHASE_S = 120.0
+FIRST_LINE_S = 120.0
+"""From the start of the process to its first line: importing torch from a cold disk."""
+STILL_S = 50.0
+STILL_WINDOW_S = 30.0
+"""Counts of the whole family are taken every ten seconds: this is the end of a silence, and no part of before."""
+STILL_READINGS = 10
+STILL_CPU_PCT = 5.0
+"""Of one core. A process that waits uses none, threads that look after others some tenths."""
+STILL_IO_BYTES_PER_S = 1024.0
+QUIET_S = 50.0
+COMPUTING = "computing"
+"""The state of a busy thread in a StackDump."""
+_DEVICE_WAIT = re.compile(
+    r"torch/cuda/\w+\.py:\d+ in synchronize$|^cu\w*Synchronize\b", re.MULTILINE
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """How long the trainer has been silent, and how long it may be."""
+
+    silent_s: float
+    limit_s: float
+    held: str
+    """Where the limit comes from, in words."""
+    doing: str
+    """What the run says it is doing."""
+    since_unix_s: float
+
+    @property
+    def is_stall(self) -> bool:
+        return self.silent_s > self.limit_s
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether somebody should hear of it although it is no stall."""
+        return QUIET_S < self.silent_s <= self.limit_s
+
+
+def silence(case: Case) -> Silence:
+    """The silence of the trainer now; CannotJudge when it has ended or was never heard."""
+    view = case.view
+    case.must_go_on()
+    # A process that never opened its log has been silent since it was started.
+    since_unix_s = view.heartbeat_unix_s or view.trainer_started_unix_s
+    if since_unix_s is None:
+        raise CannotJudge("no trainer was started")
+    limit_s, held = _limit(case)
+    silent_s = case.now_unix_s - since_unix_s
+    if min(silent_s, limit_s) > STILL_S and _is_still(case):
+        limit_s, held = STILL_S, "nothing was computed, read or written"
+    wanted = case.settings.watch.stall_seconds if case.settings else 0
+    if wanted > 0:
+        limit_s, held = float(wanted), "watch.stall_seconds"
+    doing, phase = case.phase, view.phase
+    if phase is not None and phase.detail and phase.name == doing:
+        doing += f" ({phase.detail})"
+    return Silence(
+        silent_s=silent_s,
+        limit_s=limit_s,
+        held=held,
+        doing=doing,
+        since_unix_s=since_unix_s,
+    )
+
+
+def _limit(case: Case) -> tuple[float, str]:
+    view = case.view
+    phase = case.phase
+    if view.phase is None:
+        return FIRST_LINE_S, "before the first phase"
+    if phase != TRAINING:
+        if view.started_unix_s is not None and (view.phase_unix_s or 0.0) <= view.started_unix_s:
+            return FIRST_STEP_S, "before the first step"
+        named = next((s for name, s in PHASE_S.items() if phase.startswith(name)), None)
+        return named or OTHER_PHASE_S, f"phase {phase!r}"
+    rows = range(max(view.session_row, len(view.steps) - STEPS), len(view.steps))
+    if len(rows) < 2:
+        return max(FIRST_STEP_S, _long_work(case)), "before the second step"
+    times = view.steps.values("unix_s", rows.start, rows.stop)
+    known = [t for t in times if t is not None]
+    between = median([b - a for a, b in pairwise(known)])
+    limit_s = max(LEAST_S, TIMES * between, _long_work(case))
+    return limit_s, f"{TIMES:g} times the median step, at least {LEAST_S:g} s, evaluations counted"
+
+
+def _is_still(case: Case) -> bool:
+    """Whether nothing was computed, read or written lately; False, too, where that is not known."""
+    window_s, least = STILL_WINDOW_S, STILL_READINGS
+    try:
+        if max(case.host_readings("family_cpu_pct", window_s, at_least=least)) >= STILL_CPU_PCT:
+            return False
+        moved = case.host_readings("family_io_bytes_per_s", window_s, at_least=least)
+        if max(moved) >= STILL_IO_BYTES_PER_S:
+            return False
+        device = case.choice("compute.device") or ""
+        return not device.startswith("cuda") or not any(
+            case.gpu_readings("gpu_util_pct", window_s, at_least=least)
+        )
+    except CannotJudge:
+        return False
+
+
+def _long_work(case: Case) -> float:
+    """A few times the longest evaluation with the longest checkpoint behind it."""
+    evals = max((e.eval_s or 0.0 for e in case.view.evals[-20:]), default=0.0)
+    saves = max((c.save_s or 0.0 for c in case.view.checkpoints[-20:]), default=0.0)
+    return LONG_WORK * (evals + saves)
+
+
+def stall_dump(case: Case, since_unix_s: float) -> StackDump | None:
+    """The stacks that were taken in this silence."""
+    taken_s = case.view.stack_dump_unix_s
+    return case.view.stack_dump if taken_s is not None and taken_s >= since_unix_s else None
+
+
+def _stalled(case: Case, what: str) -> Symptom | None:
+    found = silence(case)
+    if not found.is_stall:
+        return None
+    dump = stall_dump(case, found.since_unix_s)
+    numbers: list[Number] = [
+        ("seconds of silence", found.silent_s, f"{found.limit_s:.0f} allowed: {found.held}")
+    ]
+    for name, values in _machine(case):
+        numbers.append((name, values, "now"))
+    where = ""
+    meaning = "its stacks were not taken: see `--all` and stderr.txt"
+    if dump is not None:
+        where = f": {_state(dump)}" + (f" at {dump.python_frame}" if dump.python_frame else "")
+        where += f" ({dump.native_frame})" if dump.native_frame else ""
+        meaning = f"{dump.summary}; all threads are in {dump.path}"
+    backend = case.choice("teacher.backend")
+    in_teacher = dump is not None and any("engine/teachers/" in f for f in dump.python_stack)
+    flip = ""
+    if in_teacher and backend not in (None, "dequantized"):
+        flip = "--set teacher.backend=dequantized"
+    return Symptom(
+        f"{what} for {format_seconds(found.silent_s)} in {found.doing}{where}",
+        numbers,
+        Span(
+            first_step=case.view.last_step,
+            last_step=case.view.last_step,
+            from_unix_s=found.since_unix_s,
+            to_unix_s=case.now_unix_s,
+        ),
+        meaning=meaning,
+        flip=flip,
+        no_flip="" if flip else "a silence is traced by its stacks, not by a setting",
+    )
+
+
+def _state(dump: StackDump) -> str:
+    """What the main thread does. CUDA's waits spin, so that to the kernel they are computing."""
+    frames = f"{dump.python_frame}\n{dump.native_frame}"
+    if dump.state == COMPUTING and _DEVICE_WAIT.search(frames):
+        return "waiting for the GPU"
+    return dump.state
+
+
+def _machine(case: Case) -> list[tuple[str, float]]:
+    """GPU and CPU as they are in the silence, as far as they are known."""
+    known: list[tuple[str, float]] = []
+    host = case.view.host
+    if host is not None:
+        names = ("trainer_cpu_pct", "family_cpu_pct", "family_io_bytes_per_s")
+        found = [(name, getattr(host, name)) for name in names]
+        known += [(name, value) for name, value in found if value is not None]
+    try:
+        gpu = case.view.gpus[case.gpu]
+    except (CannotJudge, KeyError):
+        return known
+    if gpu.gpu_util_pct is not None:
+        known.append(("gpu_util_pct", gpu.gpu_util_pct))
+    return known
+
+
+def _steps_in_session(case: Case) -> int:
+    return len(case.view.steps) - case.view.session_row
+
+
+@rule(
+    ERROR,
+    asks="Is the run silent before its first step, and in which phase?",
+    reads=("the newest line of the trainer", "phase", "family_cpu_pct, family_io_bytes_per_s"),
+    threshold=f"{STILL_S:g} s where nothing is computed, read or written; else "
+    f"{FIRST_STEP_S:g} s before the first step; "
+    + ", ".join(f"{name} {seconds:g} s" for name, seconds in PHASE_S.items()),
+    clear_after_s=0.0,
+)
+def stalled_at_start(case: Case) -> Symptom | None:
+    if _steps_in_session(case):
+        return None
+    return _stalled(case, "no step was done and nothing was said")
+
+
+@rule(
+    ERROR,
+    asks="Has the run stopped making steps?",
+    reads=(
+        "the newest line of the trainer",
+        "unix_s of the steps",
+        "family_cpu_pct, family_io_bytes_per_s",
+    ),
+    threshold=f"{TIMES:g} times the median time between steps, at least {LEAST_S:g} s, and "
+    f"{LONG_WORK:g} times the longest evaluation and checkpoint; "
+    f"{STILL_S:g} s where nothing is computed, read or written",
+    clear_after_s=0.0,
+)
+def stalled(case: Case) -> Symptom | None:
+    if not _steps_in_session(case):
+        raise CannotJudge("no step was done in this session: see stalled_at_start")
+    what = f"no step after step {case.view.last_step}"
+    return _stalled(case, what)

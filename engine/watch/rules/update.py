@@ -1,0 +1,89 @@
+"""The update: gradients and their clipping."""
+
+from __future__ import annotations
+
+from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, median, rule
+
+ZERO_STEPS = 10
+ZERO_NORM = 1e-12
+EXPLODING_STEPS, EXPLODING_BEFORE = 10, 100
+EXPLODING_RATIO = 50.0
+CLIPPED_STEPS = 200
+CLIPPED_SHARE = 0.98
+CLIPPED_TIMES = 3.0
+"""The median norm over the limit: a norm that lies just above it is hardly changed by clipping."""
+
+
+@rule(
+    ERROR,
+    asks="Is there a gradient at all?",
+    reads=("grad_norm",),
+    threshold=f"median norm of {ZERO_STEPS} steps at most {ZERO_NORM:g}",
+)
+def gradient_zero(case: Case) -> Symptom | None:
+    rows = case.steps(ZERO_STEPS, at_least=ZERO_STEPS)
+    norm = median(case.column("grad_norm", rows))
+    if norm > ZERO_NORM:
+        return None
+    return Symptom(
+        f"the gradient is {norm:.1e}: no weight moves",
+        [("grad_norm, median", norm, f"at most {ZERO_NORM:g}")],
+        case.span(rows),
+        meaning="the loss does not depend on the weights: a detached graph, masked labels, or equal models",
+        flip="--set loss.alpha=1" if case.started.alpha < 1 else "",
+        no_flip=""
+        if case.started.alpha < 1
+        else "cross entropy alone gives no gradient either: look at the labels",
+    )
+
+
+@rule(
+    ERROR,
+    asks="Does the gradient explode?",
+    reads=("grad_norm",),
+    threshold=f"median norm of {EXPLODING_STEPS} steps {EXPLODING_RATIO:g} times that of the "
+    f"{EXPLODING_BEFORE} before",
+)
+def gradient_exploding(case: Case) -> Symptom | None:
+    rows = case.steps(EXPLODING_STEPS + EXPLODING_BEFORE, at_least=3 * EXPLODING_STEPS)
+    norms = case.column("grad_norm", rows)
+    if len(norms) < 3 * EXPLODING_STEPS:
+        raise CannotJudge(f"needs {3 * EXPLODING_STEPS} finite gradient norms")
+    before, now = median(norms[:-EXPLODING_STEPS]), median(norms[-EXPLODING_STEPS:])
+    if before <= ZERO_NORM or now < EXPLODING_RATIO * before:
+        return None
+    return Symptom(
+        f"the gradient norm is {now:.3g}, {now / before:.0f} times what it was",
+        [("grad_norm, median", now, f"{before:.4g} before; {EXPLODING_RATIO:g} times is too much")],
+        case.span(rows),
+        meaning="training diverges; clipping bounds the step but not the direction",
+        flip=f"--set train.lr={case.started.peak_lr / 10:g}",
+    )
+
+
+@rule(
+    WARNING,
+    asks="Is every gradient clipped, and by much?",
+    reads=("grad_norm", "train.clip_norm"),
+    threshold=f"{CLIPPED_SHARE:.0%} of {CLIPPED_STEPS} steps, with a median norm of "
+    f"{CLIPPED_TIMES:g} times the limit",
+)
+def always_clipped(case: Case) -> Symptom | None:
+    limit = case.spec.train.clip_norm
+    if limit <= 0:
+        raise CannotJudge("train.clip_norm is 0: nothing is clipped")
+    rows = case.steps(CLIPPED_STEPS, at_least=CLIPPED_STEPS)
+    norms = case.column("grad_norm", rows)
+    share = sum(norm > limit for norm in norms) / len(norms)
+    if share < CLIPPED_SHARE or median(norms) < CLIPPED_TIMES * limit:
+        return None
+    return Symptom(
+        f"{100 * share:.0f} % of the gradients were clipped, to a {median(norms) / limit:.1f}th of their norm",
+        [
+            ("share of steps clipped", share, f"at least {CLIPPED_SHARE:g}"),
+            ("grad_norm, median", median(norms), f"{CLIPPED_TIMES:g} times the limit of {limit:g}"),
+        ],
+        case.span(rows),
+        meaning="the size of the gradient has no say any more: a loss that is summed, not averaged, looks like this",
+        flip=f"--set train.clip_norm={2 * median(norms):.3g}",
+    )

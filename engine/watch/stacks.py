@@ -1,0 +1,486 @@
+"""The stacks of a trainer that has gone silent, taken from outside without ending it.
+
+In the trainer, `register(folder)` before anything else: DUMP_SIGNAL then writes the Python stack of every
+thread to `stacks/trainer.txt`, by a handler in C that works while the interpreter is stuck in a call
+and while it holds its lock.
+
+In the supervisor, `Capture` in two steps, one tick apart, so that the supervisor never waits:
+
+    begin    the first look at /proc; the signal, if the trainer has said that it takes it: a process that
+             does not would be ended by it; py-spy with native frames, where it is installed
+    finish   the second look, what was written since, and one file with all of it
+
+What the threads are doing is told by two looks at /proc, some time apart:
+
+    /proc/PID/task/TID/stat      name, state, CPU time
+    /proc/PID/task/TID/syscall   the number of the system call it is in, `running` when in none
+    /proc/PID/task/TID/stack     the kernel's functions, for root alone; `wchan`, the innermost, for others
+
+From the state alone a deadlock, a slow disk and a quiet poll are all "S". What tells them apart:
+
+    T, t                        stopped by a signal, or held by a debugger
+    D                           in the kernel, and not even a kill reaches it: a disk, a network, a driver
+    R, or more than half a core computing
+    S in futex                  waiting for a lock or for another thread
+    S in poll, select, epoll    waiting for input
+    S in read, recv             waiting to read: a pipe, a socket
+    S in nanosleep              sleeping
+    S in ioctl                  inside a driver
+
+Not covered: which lock, and who holds it; the C function that made the call, which needs a debugger.
+
+What could not be had is listed with the reason. A stopped process takes no signal before it goes on,
+and one in an uninterruptible wait not before that ends: neither is sent one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import os
+import platform
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from engine.log.events import StackDump
+from engine.machine.reading import Reading, absent, measured
+from engine.machine.surroundings import find_command
+
+FOLDER = "stacks"
+TRAINER_FILE = "trainer.txt"
+DUMP_SIGNAL = signal.SIGRTMIN + 3
+"""None of the signals that a library takes for itself: LLVM, which a first Triton kernel loads, replaces the
+handlers of SIGUSR1 and SIGUSR2 and calls nobody's."""
+PY_SPY_LIMIT_S = 20.0
+FRAMES_KEPT = 40
+_MAIN = re.compile(r"^main thread (0x[0-9a-f]+)$", re.MULTILINE)
+_HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*:$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+BUSY_PCT = 50.0
+_X86 = {
+    **{
+        0: "read",
+        1: "write",
+        7: "poll",
+        16: "ioctl",
+        23: "select",
+        35: "nanosleep",
+        45: "recvfrom",
+    },
+    **{61: "wait4", 74: "fsync", 75: "fdatasync", 202: "futex", 230: "clock_nanosleep"},
+    **{232: "epoll_wait", 247: "waitid", 257: "openat", 270: "pselect6", 271: "ppoll"},
+    **{281: "epoll_pwait", 2: "open", 17: "pread64", 47: "recvmsg"},
+}
+_ARM = {
+    **{22: "epoll_pwait", 29: "ioctl", 56: "openat", 63: "read", 64: "write", 67: "pread64"},
+    **{72: "pselect6", 73: "ppoll", 82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex"},
+    **{101: "nanosleep", 115: "clock_nanosleep", 207: "recvfrom", 212: "recvmsg", 260: "wait4"},
+}
+SYSTEM_CALLS = {"x86_64": _X86, "aarch64": _ARM}.get(platform.machine(), {})
+
+COMPUTING, STOPPED, UNINTERRUPTIBLE = (
+    "computing",
+    "stopped by a signal",
+    "in the kernel, not interruptible",
+)
+LOCK, INPUT, READING, SLEEPING = (
+    "waiting for a lock",
+    "waiting for input",
+    "waiting to read",
+    "sleeping",
+)
+DRIVER, CHILD, DISK = "inside a driver call", "waiting for a child process", "waiting for the disk"
+ENDED, WAITING = "ended", "waiting"
+_WAITS = {
+    "futex": LOCK,
+    **dict.fromkeys(("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait"), INPUT),
+    **dict.fromkeys(("read", "pread64", "recvfrom", "recvmsg"), READING),
+    **dict.fromkeys(("open", "openat"), "waiting to open a file"),
+    **dict.fromkeys(("nanosleep", "clock_nanosleep"), SLEEPING),
+    **dict.fromkeys(("wait4", "waitid"), CHILD),
+    **dict.fromkeys(("fsync", "fdatasync"), DISK),
+    "write": "waiting to write",
+    "ioctl": DRIVER,
+}
+
+_open_files: list[IO[str]] = []
+"""The handler writes to a descriptor: its file must stay open for as long as the process lives."""
+
+
+def dump_file(rank: int) -> str:
+    """Where a rank's stacks go; the first is the trainer of a run of one process."""
+    return TRAINER_FILE if rank == 0 else f"rank-{rank}.txt"
+
+
+def register(run: Path, rank: int = 0) -> None:
+    """In the trainer: write all stacks to RUN/stacks/trainer.txt, or the file of its rank, whenever
+    DUMP_SIGNAL comes."""
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    file = (folder / dump_file(rank)).open("a")
+    file.write(f"main thread 0x{threading.main_thread().ident or 0:016x}\n")
+    file.flush()
+    _open_files.append(file)
+    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonStacks:
+    """A dump of `faulthandler`, read."""
+
+    main: tuple[str, ...]
+    """Frames of the main thread, innermost first, as `file:line in function`."""
+    others: int
+    """How many other threads run Python."""
+
+
+def read_dump(text: str, main_id: str | None) -> PythonStacks | None:
+    """The newest dump in the text of `stacks/trainer.txt`; None when there is none."""
+    threads: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            # A thread that was named before begins the next dump.
+            if any(name == head[1] for name, _ in threads):
+                threads = []
+            threads.append((head[1], []))
+        elif threads and (frame := _FRAME.match(line)):
+            threads[-1][1].append(f"{frame[1]}:{frame[2]} in {frame[3]}")
+    if not threads:
+        return None
+    # faulthandler writes the main thread last; the id that it registered with is surer.
+    main = next((frames for name, frames in threads if name == main_id), threads[-1][1])
+    return PythonStacks(main=tuple(main[:FRAMES_KEPT]), others=len(threads) - 1)
+
+
+def own_frame(stack: Sequence[str]) -> str:
+    """The innermost frame of this project, which tells a reader more than one inside a library."""
+    return next((f for f in stack if "/engine/" in f.partition(" in ")[0]), "")
+
+
+def takes_signal(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Whether a process has a handler for the signal: without one it would be ended by it."""
+    try:
+        status = (proc / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (DUMP_SIGNAL - 1) & 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One thread at one moment."""
+
+    tid: int
+    name: str
+    letter: str
+    """R, S, D, T, t, Z, ... of /proc."""
+    cpu_s: float
+    call: Reading
+    """The system call it is in, by name or number; absent when in none or when it may not be read."""
+    kernel: Reading
+    """The innermost function of the kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thread:
+    tid: int
+    name: str
+    state: str
+    """One of the words above."""
+    cpu_pct: float | None
+    """Between the two looks; 100 is one core."""
+    call: Reading
+    kernel: Reading
+
+    def line(self) -> str:
+        cpu = "not measured" if self.cpu_pct is None else f"{self.cpu_pct:.0f} %"
+        return (
+            f"{self.tid} {self.name}: {self.state}, CPU {cpu}, in {self.call}, kernel {self.kernel}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looks:
+    """All threads at one moment."""
+
+    pid: int
+    at_s: float
+    threads: dict[int, Look]
+
+
+def look_at(
+    pid: int, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic
+) -> Looks:
+    """Every thread of a process now; none when there is no such process."""
+    threads: dict[int, Look] = {}
+    try:
+        names = sorted(os.listdir(proc / str(pid) / "task"), key=int)
+    except OSError:
+        names = []
+    for name in names:
+        look = _look(proc / str(pid) / "task" / name, int(name))
+        if look is not None:
+            threads[look.tid] = look
+    return Looks(pid=pid, at_s=clock(), threads=threads)
+
+
+def _look(folder: Path, tid: int) -> Look | None:
+    try:
+        text = (folder / "stat").read_text(errors="replace")
+    except OSError:
+        return None  # it ended between the listing and the look
+    match = re.fullmatch(r"(?s)\d+ \((.*)\) (\S)(?: \S+){10} (\d+) (\d+) .*", text)
+    if match is None:
+        return None
+    ticks = int(match[3]) + int(match[4])
+    return Look(
+        tid=tid,
+        name=match[1],
+        letter=match[2],
+        cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+        call=_call(folder / "syscall"),
+        kernel=_kernel(folder),
+    )
+
+
+def _call(path: Path) -> Reading:
+    try:
+        first = path.read_text().split()[:1]
+    except OSError as error:
+        return absent(f"not readable: {error.strerror}", str(path))
+    if not first or not first[0].lstrip("-").isdecimal() or int(first[0]) < 0:
+        return absent("in no system call", str(path))
+    number = int(first[0])
+    return measured(SYSTEM_CALLS.get(number, f"system call {number}"), str(path))
+
+
+def _kernel(folder: Path) -> Reading:
+    try:
+        lines = (folder / "stack").read_text().splitlines()
+        if lines and (match := re.match(r"\[<\S+>\] (\w+)", lines[0])):
+            return measured(match[1], str(folder / "stack"))
+    except OSError:
+        pass  # for root alone; the next file is for everybody
+    try:
+        word = (folder / "wchan").read_text().strip()
+    except OSError as error:
+        return absent(f"not readable: {error.strerror}", str(folder / "wchan"))
+    # "0" is what the kernel shows of a running thread, and of any where symbols are hidden.
+    if word in ("", "0"):
+        return absent("the kernel does not say", str(folder / "wchan"))
+    return measured(word, str(folder / "wchan"))
+
+
+def compare(before: Looks, after: Looks) -> list[Thread]:
+    """Every thread of the second look, the main thread first, then those that used the CPU most."""
+    passed_s = after.at_s - before.at_s
+    threads = []
+    for tid, look in after.threads.items():
+        earlier = before.threads.get(tid)
+        pct = None
+        if earlier is not None and passed_s > 0:
+            pct = 100 * (look.cpu_s - earlier.cpu_s) / passed_s
+        threads.append(
+            Thread(
+                tid=tid,
+                name=look.name,
+                state=_state(look, pct),
+                cpu_pct=pct,
+                call=look.call,
+                kernel=look.kernel,
+            )
+        )
+    threads.sort(key=lambda t: (t.tid != after.pid, -(t.cpu_pct or 0.0)))
+    return threads
+
+
+def _state(look: Look, cpu_pct: float | None) -> str:
+    if look.letter in "Tt":
+        return STOPPED
+    if look.letter == "D":
+        return UNINTERRUPTIBLE
+    if look.letter in "ZX":
+        return ENDED
+    if look.letter == "R" or (cpu_pct is not None and cpu_pct >= BUSY_PCT):
+        return COMPUTING
+    return _WAITS.get(str(look.call.value), WAITING)
+
+
+@dataclass(slots=True)
+class Capture:
+    """One capture of the stacks of `pid`, into RUN/stacks/`name`.txt."""
+
+    run: Path
+    pid: int
+    name: str
+    why: str
+    rank: int = 0
+    proc: Path = Path("/proc")
+    begun_s: float = field(default_factory=time.monotonic)
+    _before: Looks | None = None
+    _offset: int = 0
+    _py_spy: subprocess.Popen[bytes] | None = None
+    _py_spy_file: Path | None = None
+    _missing: list[str] = field(default_factory=list)
+
+    def begin(self) -> None:
+        folder = self.run / FOLDER
+        folder.mkdir(exist_ok=True)
+        self._before = look_at(self.pid, self.proc)
+        self._offset = self._dump_size()
+        main = self._before.threads.get(self.pid)
+        letter = main.letter if main else "X"
+        if letter in "TtD":
+            self._missing.append(
+                f"Python stacks: the process is in state {letter} and takes no signal"
+            )
+        elif not takes_signal(self.pid, self.proc):
+            self._missing.append("Python stacks: the trainer has no handler for the signal yet")
+        else:
+            os.kill(self.pid, DUMP_SIGNAL)
+        self._start_py_spy(folder)
+
+    def _dump_size(self) -> int:
+        try:
+            return (self.run / FOLDER / dump_file(self.rank)).stat().st_size
+        except OSError:
+            return 0
+
+    def _start_py_spy(self, folder: Path) -> None:
+        program = find_command("py-spy")
+        if program.value is None:
+            self._missing.append("native frames: py-spy is not installed")
+            return
+        self._py_spy_file = folder / f"{self.name}-py-spy.txt"
+        with self._py_spy_file.open("wb") as output:
+            self._py_spy = subprocess.Popen(
+                [str(program.value), "dump", "--native", "--pid", str(self.pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def is_ready(self, now_s: float) -> bool:
+        """Whether there is nothing left to wait for."""
+        if self._py_spy is None or self._py_spy.poll() is not None:
+            return True
+        if now_s - self.begun_s < PY_SPY_LIMIT_S:
+            return False
+        self._py_spy.kill()
+        self._py_spy.wait()
+        self._missing.append(f"native frames: py-spy did not end within {PY_SPY_LIMIT_S:.0f} s")
+        return True
+
+    def finish(self) -> StackDump:
+        """Put together what was found; also when the process has ended meanwhile."""
+        before = self._before or look_at(self.pid, self.proc)
+        threads = compare(before, look_at(self.pid, self.proc))
+        dump, stacks = self._python()
+        native, native_text = self._native()
+        main = threads[0] if threads else None
+        frame = stacks.main[0] if stacks and stacks.main else ""
+        call = str(main.call.value) if main is not None and main.call.value is not None else ""
+        state = main.state if main is not None else "ended"
+        summary = self._summary(main, threads, stacks)
+        path = Path(FOLDER) / f"{self.name}.txt"
+        (self.run / path).write_text(
+            "\n".join(
+                [
+                    f"{self.why}",
+                    f"process {self.pid}: {summary}",
+                    *(f"not had: {text}" for text in self._missing),
+                    "",
+                    "threads",
+                    *(f"  {thread.line()}" for thread in threads),
+                    "",
+                    "Python stacks, innermost line first",
+                    dump or "  none",
+                    "",
+                    "py-spy",
+                    native_text or "  none",
+                    "",
+                ]
+            )
+        )
+        return StackDump(
+            path=str(path),
+            state=state,
+            summary=summary,
+            python_frame=frame,
+            native_frame=native or call,
+            python_stack=list(stacks.main) if stacks else [],
+            busy_threads=sum(t.state == COMPUTING for t in threads),
+            missing=self._missing,
+        )
+
+    def _python(self) -> tuple[str, PythonStacks | None]:
+        try:
+            text = (self.run / FOLDER / dump_file(self.rank)).read_text(errors="replace")
+        except OSError:
+            return "", None
+        main = _MAIN.findall(text)
+        new = text.encode()[self._offset :].decode("utf-8", "replace")
+        stacks = read_dump(new, main[-1] if main else None)
+        if stacks is None and not self._missing_python():
+            self._missing.append("Python stacks: the trainer did not answer the signal")
+        return new, stacks
+
+    def _missing_python(self) -> bool:
+        return any(text.startswith("Python stacks") for text in self._missing)
+
+    def _native(self) -> tuple[str, str]:
+        if self._py_spy_file is None or self._py_spy is None:
+            return "", ""
+        text = self._py_spy_file.read_text(errors="replace")
+        self._py_spy_file.unlink()
+        if self._py_spy.returncode != 0:
+            said = text.strip().splitlines()
+            self._missing.append(f"native frames: py-spy: {said[-1] if said else 'failed'}")
+            return "", text
+        return native_frame(text), text
+
+    def _summary(
+        self, main: Thread | None, threads: Sequence[Thread], stacks: PythonStacks | None
+    ) -> str:
+        if main is None:
+            return "the process has ended"
+        words = f"the main thread is {main.state}"
+        if main.cpu_pct is not None and main.state == COMPUTING:
+            words += f" ({main.cpu_pct:.0f} % CPU)"
+        elif main.state == STOPPED:
+            words += f": `kill -CONT {self.pid}` lets it go on"
+        elif main.state == UNINTERRUPTIBLE:
+            words += f" ({main.kernel}): a disk, a network file system or a driver does not answer"
+        elif main.call.value is not None:
+            words += f" ({main.call})"
+        busy = [t for t in threads if t is not main and t.state == COMPUTING]
+        if busy:
+            spent = sum(t.cpu_pct or 0.0 for t in busy)
+            words += f"; {len(busy)} other threads compute ({spent:.0f} % CPU)"
+        if stacks is not None and stacks.main:
+            words += f"; innermost line {stacks.main[0]}"
+            ours = own_frame(stacks.main)
+            if ours and ours != stacks.main[0]:
+                words += f", from {ours}"
+        return words
+
+
+def native_frame(text: str) -> str:
+    """The innermost frame of the main thread in a dump of py-spy with native frames: one with a name
+    where there is one, since a library without symbols has only addresses."""
+    lines = text.splitlines()
+    begin = next(
+        (n for n, line in enumerate(lines) if line.startswith("Thread") and "MainThread" in line),
+        len(lines),
+    )
+    rest = lines[begin + 1 :]
+    frames = [line.strip() for line in itertools.takewhile(lambda x: x.startswith("    "), rest)]
+    return next((f for f in frames if not f.startswith("0x")), frames[0] if frames else "")

@@ -1,0 +1,355 @@
+"""The supervisor: a small process without torch that starts the trainer, samples the machine, watches
+the run's logs and records how the trainer ended.
+
+    launcher --(stdin pipe)--> supervisor --(keep-alive pipe)--> trainer
+
+It runs in a session of its own, so closing a terminal does not reach it. Each pipe tells its reader
+when the writer is gone, however it went, because the kernel closes a dead process's end:
+
+- the launcher writes one byte before it leaves on purpose (`d` detached, `h` hang-up). An end
+  without a byte means it was killed. The run goes on in every case and the watch log says which it
+  was.
+- the trainer sees the keep-alive pipe close when the supervisor dies. It then saves, says so in its
+  log, and stops: a run is never left to itself unseen.
+
+SIGTERM and SIGINT are passed to the trainer, which finishes its step and saves. A second one ends
+it at once. Before its first step a trainer has nothing to finish: one that has not left within a second,
+because it is inside native code, is sent the second signal from here, and all that it started is ended.
+A run with `watch.on_stall = stop` gets the same when the watcher says that it has stalled, and one with
+`watch.on_thrash = stop` when the machine is about to hang for want of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from engine.errors import DiskFull, RunLogError
+from engine.log.beats import read_lost_rank
+from engine.log.events import (
+    TRAINING,
+    Event,
+    FactsRead,
+    GpuSample,
+    HostSample,
+    LauncherGone,
+    Note,
+    StopForwarded,
+    TrainerExited,
+    TrainerStarted,
+)
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.log.held import forget_held, held_readings
+from engine.log.keeper import Keeper
+from engine.log.recover import repair
+from engine.log.write import LogWriter
+from engine.machine.facts import read_facts
+from engine.machine.kill_counters import KillCounters, read_kill_counters
+from engine.machine.nvml import open_nvml
+from engine.machine.sampler import Sampler
+from engine.machine.threads import VARIABLE, choose_thread_wait
+from engine.signals import AGAIN_S, GRACE_S, descendants, end
+from engine.spec import RunSpec, spec_from_dict
+from engine.watch.attribution import (
+    attribute_exit,
+    exception_name,
+    find_kernel_line,
+    memory_words,
+)
+from engine.watch.machine_guard import ClockWatch, MemoryGuard
+from engine.watch.watcher import Watcher
+
+TICK_S = 1.0
+TRAINER = "APR_WORKBENCH_TRAINER"
+"""Words of a module to start in the place of `engine.distill`, with the same arguments: how a drill plants
+its defect (`engine.drills.plant`). The watch log says so."""
+_LAST_BYTES = 1 << 20
+LAUNCHER_BYTES = {b"d": "detached", b"h": "hangup"}
+
+
+def supervise(run: RunFolder, flags: list[str]) -> int:
+    """Run the trainer of `run` to its end, `flags` are the trainer's own; returns its exit code,
+    128 + n when signal n ended it.
+    """
+    with (
+        LogWriter(run.watch, writer="supervisor") as watch,
+        LogWriter(run.device, writer="sampler") as device,
+    ):
+        cut = repair(run.events)
+        if cut is not None:
+            watch.write(Note(level="warning", text=cut))
+        return _Supervisor(run, watch, device).run_trainer(flags)
+
+
+class _Supervisor:
+    def __init__(self, run: RunFolder, watch: LogWriter, device: LogWriter) -> None:
+        self.run, self.watch, self.device = run, watch, device
+        self.selector = selectors.DefaultSelector()
+        self.signals: list[int] = []
+        self.stop_signal: str | None = None
+        self.leave_by_s = math.inf
+        """When a trainer that was asked to stop before its first step is ended."""
+        self.asked = int(signal.SIGTERM)
+        self.started: dict[int, int] = {}
+        """What a trainer had started that was asked to stop before its first step: pidfds, ended after it."""
+        self.ended_early: int | None = None
+        """The signal that we had to send a second time."""
+        self.integrated_gpu = False
+        self.guard, self.clocks = MemoryGuard(), ClockWatch()
+
+    def run_trainer(self, flags: list[str]) -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_write)
+        self.selector.register(wake_read, selectors.EVENT_READ, "signal")
+        self.selector.register(sys.stdin.fileno(), selectors.EVENT_READ, "launcher")
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # A handler runs between any two lines of ours, so it only takes note; the loop writes
+            # and forwards.
+            signal.signal(number, lambda n, _frame: self.signals.append(n))
+        forget_held(self.run)
+        begun_s = time.monotonic()
+        trainer, keep_alive = _start_trainer(self.run, flags)
+        before = read_kill_counters(pid=trainer.pid)
+        self.watch.write(TrainerStarted(trainer_pid=trainer.pid, supervisor_pid=os.getpid()))
+        if os.environ.get(TRAINER):
+            text = (
+                f"the trainer is `python -m {os.environ[TRAINER]}` ({TRAINER}), not engine.distill"
+            )
+            self._write_watch(Note(level="warning", text=text))
+        self.selector.register(os.pidfd_open(trainer.pid), selectors.EVENT_READ, "trainer")
+
+        watcher = Watcher(
+            self.run,
+            trainer.pid,
+            self._write_watch,
+            lambda why, now: self._stop(trainer, why, "watch.on_stall", now=now),
+        )
+        self._watch_until_exit(trainer, watcher, wake_read)
+        returncode = trainer.wait()
+        end(self.started.values())
+        os.close(keep_alive)
+        self._record_exit(trainer.pid, returncode, before, begun_s, memory_words(watcher.view))
+        if self.ended_early is not None:
+            return 128 + self.ended_early
+        return returncode if returncode >= 0 else 128 - returncode
+
+    def _watch_until_exit(
+        self, trainer: subprocess.Popen[bytes], watcher: Watcher, wake_read: int
+    ) -> None:
+        nvml = open_nvml()
+        facts = read_facts(nvml=nvml)
+        self.integrated_gpu = facts.has_integrated_gpu is True
+        self._write_device(FactsRead(facts=facts.as_event_fields()))
+        every_s = _spec(self.run).watch.sample_seconds
+        sampler = Sampler(
+            lambda: trainer.pid,
+            nvml=nvml,
+            tick_s=every_s,
+            own_memory=partial(held_readings, self.run),
+        )
+        keeper = Keeper(self.run)
+        next_tick = time.monotonic()
+        next_sample = next_tick if every_s else math.inf
+        self._forward_all(trainer)
+        while True:
+            if time.monotonic() >= next_sample:
+                next_sample = max(next_sample + sampler.tick_s, time.monotonic())
+                self._sample(sampler)
+            watcher.tick()
+            keeper.tick()
+            self._look_after_machine(trainer, watcher)
+            # Ticks that were missed (a suspended machine) are skipped, not made up for.
+            next_tick = max(next_tick + TICK_S, time.monotonic())
+            while (left := next_tick - time.monotonic()) > 0:
+                if time.monotonic() >= self.leave_by_s:
+                    self._end_early(trainer)
+                left = min(left, max(0.0, self.leave_by_s - time.monotonic()))
+                for key, _ in self.selector.select(left):
+                    match key.data:
+                        case "trainer":
+                            return
+                        case "launcher":
+                            self._read_launcher()
+                        case _:
+                            with contextlib.suppress(BlockingIOError):
+                                os.read(wake_read, 4096)
+                self._forward_all(trainer)
+
+    def _sample(self, sampler: Sampler) -> None:
+        for sample in sampler.sample():
+            kind = {"host": HostSample, "gpu": GpuSample}[sample.kind]
+            self._write_device(kind(**sample.fields, absent=sample.absent))
+        if (news := sampler.news()) is not None:
+            self._write_watch(Note(level="info", text=news))
+
+    def _write_device(self, event: Event) -> None:
+        # Readings may be lost to a full disk; the exit record may not, and the trainer stops by
+        # itself when it cannot write.
+        with contextlib.suppress(DiskFull):
+            self.device.write(event)
+
+    def _write_watch(self, event: Event) -> None:
+        # What the watcher saw may be lost to a full disk too.
+        with contextlib.suppress(DiskFull):
+            self.watch.write(event)
+
+    def _read_launcher(self) -> None:
+        byte = os.read(sys.stdin.fileno(), 1)
+        self.selector.unregister(sys.stdin.fileno())
+        self.watch.write(LauncherGone(how=LAUNCHER_BYTES.get(byte, "killed")))
+
+    def _forward_all(self, trainer: subprocess.Popen[bytes]) -> None:
+        while self.signals:
+            number = self.signals.pop(0)
+            name = signal.Signals(number).name
+            if self.stop_signal is None and not has_steps(self.run):
+                self.leave_by_s = time.monotonic() + GRACE_S
+                self.asked = number
+                # Whose children they were is not known any more once it is gone.
+                self.started = descendants(trainer.pid)
+            self.stop_signal = name
+            self.watch.write(StopForwarded(signal=name))
+            trainer.send_signal(number)
+
+    def _end_early(self, trainer: subprocess.Popen[bytes]) -> None:
+        """The second signal to a trainer that has not left; SIGKILL where that is not enough."""
+        # Between our look and the signal it may have begun with its steps: then it finishes one.
+        if has_steps(self.run):
+            self.leave_by_s, self.started = math.inf, {}
+            return
+        again = self.ended_early is not None
+        self.ended_early = self.asked
+        self.leave_by_s = math.inf if again else time.monotonic() + AGAIN_S
+        if not again:
+            text = f"the trainer is still there {GRACE_S:g} s after {self.stop_signal}, before its first step: "
+            self._write_watch(Note(level="info", text=f"{text}it is ended"))
+        self.started = descendants(trainer.pid) | self.started
+        trainer.send_signal(signal.SIGKILL if again else self.asked)
+
+    def _look_after_machine(self, trainer: subprocess.Popen[bytes], watcher: Watcher) -> None:
+        for sentence in self.clocks.look():
+            self._write_watch(Note(level="warning", text=sentence))
+        found = self.guard.look()
+        if found.low:
+            # What was read last is what is left to look at when the machine hangs.
+            with contextlib.suppress(RunLogError, DiskFull):
+                self.device.sync()
+        if not (found.stop or found.end):
+            if found.why:
+                self._write_watch(Note(level="info", text=found.why))
+            return
+        if watcher.settings is not None and watcher.settings.watch.on_thrash == "stop":
+            self._stop(trainer, found.why, "watch.on_thrash", now=found.end)
+        elif found.stop:
+            self._write_watch(Note(level="warning", text=f"{found.why}; watch.on_thrash = report"))
+
+    def _stop(self, trainer: subprocess.Popen[bytes], why: str, setting: str, *, now: bool) -> None:
+        """What a setting whose value is `stop` asks for."""
+        number = signal.SIGKILL if now else signal.SIGTERM
+        self.stop_signal = f"{number.name}, {setting} = stop"
+        self._write_watch(Note(level="warning", text=f"{number.name} to the trainer: {why}"))
+        trainer.send_signal(number)
+
+    def _record_exit(
+        self,
+        pid: int,
+        returncode: int,
+        before: KillCounters,
+        begun_s: float,
+        memory: str | None,
+    ) -> None:
+        after = read_kill_counters(cgroup=before.cgroup)
+        killed = returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)
+        line, unreadable = (
+            find_kernel_line(pid, since_s=begun_s) if killed else (None, "not looked for")
+        )
+        exit_ = attribute_exit(
+            returncode,
+            before,
+            after,
+            stop_requested=self.stop_signal,
+            kernel_line=line,
+            finished=self._wrote_its_end(),
+            exception=exception_name(_tail(self.run.stderr)),
+            integrated_gpu=self.integrated_gpu,
+            memory=memory,
+        )
+        lost = read_lost_rank(self.run)
+        self.watch.write(
+            TrainerExited(
+                trainer_pid=pid,
+                returncode=returncode,
+                state=str(exit_.state),
+                signal=exit_.signal_name,
+                cause=exit_.cause,
+                certainty=exit_.certainty,
+                sentence=exit_.sentence if lost is None else f"{lost.sentence}: {exit_.sentence}",
+            )
+        )
+        if killed and unreadable is not None:
+            self.watch.write(
+                Note(level="info", text=f"the kernel's log was not read: {unreadable}")
+            )
+        self.watch.sync()
+
+    def _wrote_its_end(self) -> bool:
+        """Whether the trainer's own log says how the run ended."""
+        return Follower(self.run).read_all().finished is not None
+
+
+def has_steps(run: RunFolder) -> bool:
+    """Whether the trainer that writes the log now has begun with its steps. Cheap: the last stretch of the log."""
+    try:
+        with run.events.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+            last = file.read()
+    except OSError:
+        return False
+    # A session that is longer than this stretch has steps in it.
+    before, opened, session = last.rpartition(b'"kind":"log_opened"')
+    return f'"name":"{TRAINING}"'.encode() in (session if opened else before + session) or (
+        not opened and len(last) >= _LAST_BYTES
+    )
+
+
+def _tail(path: Path) -> str:
+    """The last 16 KiB of a text file: where a traceback ends."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        return file.read().decode("utf-8", "replace")
+
+
+def _spec(run: RunFolder) -> RunSpec:
+    return spec_from_dict(run.read_effective()["spec"])
+
+
+def _start_trainer(run: RunFolder, flags: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+    """The trainer process, and our end of the pipe that tells it we live."""
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    spec = _spec(run)
+    ranks = spec.compute.gpus
+    module = shlex.split(os.environ.get(TRAINER, ""))
+    if not module:
+        module = ["engine.distill"] if ranks == 1 else ["engine.train.ranks.launch"]
+    command = [sys.executable, "-X", "faulthandler", "-u", "-m", *module, str(run.path)]
+    command += ["--keep-alive-fd", str(read_end), *flags]
+    command += [] if ranks == 1 else ["--gpus", str(ranks)]
+    wait = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
+    environment = {**os.environ, VARIABLE: wait}
+    trainer = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, pass_fds=(read_end,), env=environment
+    )
+    os.close(read_end)
+    return trainer, write_end

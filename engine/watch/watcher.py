@@ -1,0 +1,219 @@
+"""The watcher inside the supervisor: reads the run's own logs, asks the rules, has stacks taken.
+
+    every tick          what is new in the logs is folded, a bounded part at a time
+    every LOOK_S        the rules are asked; alerts go to watch.jsonl, each raised and cleared once
+    at a stall          the stacks of the trainer are taken first, so that the alert can name the line;
+                        then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and ended when
+                        it has not answered within STOP_GRACE_S
+    in a long silence   that is no stall, once in each phase: the stacks are taken, and a note says where it
+                        is and how long it may take; loading or compiling may take minutes
+    when the GPU idles  the stacks are taken too: they say what it waits for
+
+The watcher must never end the run it watches. A log that cannot be read is a note, once, and ends the
+watching, not the run; a rule that fails is a note and is left out.
+
+It stays small: of the columns of a long run only their beginning and their end are kept, since no rule
+looks at more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import RunLogError
+from engine.log.beats import behind, read_beats, waited_for
+from engine.log.events import AlertRaised, Event, Note, StackDump
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.log.view import RunView, Table
+from engine.units import format_seconds
+from engine.watch.active_alerts import Ledger
+from engine.watch.rules.rule import CannotJudge, Case, read_settings
+from engine.watch.rules.stall import Silence, silence
+from engine.watch.stacks import Capture
+
+LOOK_S = 5.0
+CHUNK_BYTES = 1 << 20
+"""Of each log in one tick: about 30 ms of work. A resumed run with a long log is caught up with in
+some minutes."""
+HEAD_ROWS, TAIL_ROWS = 512, 4096
+STALLS = ("stalled", "stalled_at_start")
+STOP_GRACE_S = 60.0
+
+
+class Watcher:
+    def __init__(
+        self,
+        run: RunFolder,
+        pid: int,
+        write: Callable[[Event], None],
+        stop: Callable[[str, bool], None],
+        *,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`write` puts an event into watch.jsonl. `stop(why, now)` asks the trainer to stop, or ends
+        it."""
+        self.run, self.pid = run, pid
+        self._write, self._stop = write, stop
+        self._wall, self._monotonic = wall, monotonic
+        self.settings = read_settings(run)
+        self.ledger = Ledger()
+        self._follower = Follower(run)
+        self._works = True
+        self._next_look_s = 0.0
+        self._capture: Capture | None = None
+        self._captured_for: float | None = None
+        """The heartbeat after which stacks were taken: a silence is looked at once."""
+        self._captures = 0
+        self._quiet: Silence | None = None
+        """The silence that a note is about to be written on."""
+        self._told: set[str] = set()
+        """Phases in which there was such a note."""
+        self._asked_s: float | None = None
+        self._ended = False
+
+    @property
+    def view(self) -> RunView:
+        return self._follower.view
+
+    def tick(self) -> None:
+        """Read, and look when it is time. Cheap when there is nothing to do; never raises for what a
+        run may have done to its logs."""
+        if not self._works:
+            return
+        now_s = self._monotonic()
+        try:
+            self._follower.poll(CHUNK_BYTES)
+        except RunLogError as broken:
+            self._works = False
+            self._write(Note(level="warning", text=f"the run is watched no further: {broken}"))
+            return
+        self._follower.view = trimmed(self.view)
+        if self._capture is not None:
+            self._finish_capture(now_s)
+        elif now_s >= self._next_look_s:
+            self._next_look_s = now_s + LOOK_S
+            self._look(now_s)
+        self._end_if_unanswered(now_s)
+
+    def _case(self) -> Case:
+        return Case(view=self.view, settings=self.settings, now_unix_s=self._wall())
+
+    def _silence(self, case: Case) -> Silence | None:
+        try:
+            return silence(case)
+        except CannotJudge:
+            return None
+
+    def _look(self, now_s: float) -> None:
+        case = self._case()
+        still = self._silence(case)
+        if still is not None and still.is_stall and self._captured_for != still.since_unix_s:
+            self._captured_for = still.since_unix_s
+            self._begin_capture(f"silent for {still.silent_s:.0f} s in {still.doing}")
+            # The alert waits for the stacks, a tick or two.
+            self._judge(case, without=STALLS)
+            return
+        self._judge(case)
+        if still is not None and still.is_quiet and self._capture is None:
+            self._tell_quiet(case.phase, still)
+
+    def _tell_quiet(self, phase: str, still: Silence) -> None:
+        if phase not in self._told:
+            self._told.add(phase)
+            self._begin_capture(f"quiet for {still.silent_s:.0f} s in {still.doing}")
+            self._quiet = still if self._capture is not None else None
+
+    def _judge(self, case: Case, without: tuple[str, ...] = ()) -> None:
+        for event in self.ledger.look(case, without):
+            self._write(event)
+            if not isinstance(event, AlertRaised):
+                continue
+            if event.id == "gpu_idle" and self._capture is None:
+                self._begin_capture(event.title)
+            if event.id in STALLS and self.settings and self.settings.watch.on_stall == "stop":
+                self._asked_s = self._monotonic()
+                self._stop(f"watch.on_stall = stop: {event.title}", False)
+
+    def _begin_capture(self, why: str) -> None:
+        self._captures += 1
+        name = f"{self._captures:03}-step-{self.view.last_step}"
+        pid, rank = self.pid, 0
+        beats = read_beats(self.run)
+        if beats:
+            # Ranks that wait for another all look alike: the one they wait for is looked at.
+            first = (behind(beats) or beats)[0]
+            pid, rank = first.pid, first.rank
+            why = f"{why}; {waited_for(beats) or 'all ranks have come equally far'}"
+        capture = Capture(run=self.run.path, pid=pid, rank=rank, name=f"{pid}-{name}", why=why)
+        try:
+            capture.begin()
+        except OSError as error:
+            self._write(Note(level="warning", text=f"no stacks were taken: {error}"))
+            return
+        self._capture = capture
+
+    def _finish_capture(self, now_s: float) -> None:
+        capture = self._capture
+        if capture is None or not capture.is_ready(now_s):
+            return
+        self._capture = None
+        try:
+            dump = capture.finish()
+            self._write(dump)
+            if self._quiet is not None:
+                self._write(Note(level="info", text=quiet_text(self._quiet, dump)))
+        except OSError as error:
+            self._write(Note(level="warning", text=f"the stacks could not be kept: {error}"))
+        self._quiet = None
+        # At the next tick, when the dump has been read back from the log.
+        self._next_look_s = 0.0
+
+    def _end_if_unanswered(self, now_s: float) -> None:
+        if self._asked_s is None or self._ended or now_s - self._asked_s < STOP_GRACE_S:
+            return
+        self._ended = True
+        self._stop(f"it did not answer within {STOP_GRACE_S:.0f} s", True)
+
+
+def quiet_text(still: Silence, dump: StackDump) -> str:
+    """A silence that is no stall yet, for a person who wonders."""
+    frame = f" at {dump.python_frame}" if dump.python_frame else ""
+    return (
+        f"silent for {format_seconds(still.silent_s)} in {still.doing}{frame}: {dump.summary}; it counts as "
+        f"stalled after {format_seconds(still.limit_s)} ({still.held}); all threads are in {dump.path}"
+    )
+
+
+def trimmed(view: RunView) -> RunView:
+    """`view` without the middle of its long columns, once they are twice as long as what is kept."""
+    changes: dict[str, Any] = {}
+    if len(view.steps) >= 2 * (2 * HEAD_ROWS + TAIL_ROWS):
+        begin, end = view.session_row, len(view.steps)
+        session = max(begin, HEAD_ROWS)
+        tail = max(session, end - TAIL_ROWS)
+        head = range(session, min(session + HEAD_ROWS, tail))
+        changes["steps"] = _rows(view.steps, range(HEAD_ROWS), head, range(tail, end))
+        changes["session_row"] = min(begin, HEAD_ROWS)
+    if len(view.hosts) >= 2 * TAIL_ROWS:
+        changes["hosts"] = _tail(view.hosts)
+    if any(len(table) >= 2 * TAIL_ROWS for table in view.gpu_tables.values()):
+        changes["gpu_tables"] = {i: _tail(table) for i, table in view.gpu_tables.items()}
+    return replace(view, **changes) if changes else view
+
+
+def _tail(table: Table) -> Table:
+    return _rows(table, range(max(0, len(table) - TAIL_ROWS), len(table)))
+
+
+def _rows(table: Table, *parts: range) -> Table:
+    """A new table of some rows of another."""
+    columns = {
+        name: [v for part in parts for v in table.values(name, part.start, part.stop)]
+        for name in table.columns
+    }
+    return Table(table.columns).extended_by(columns)

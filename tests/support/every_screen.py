@@ -1,0 +1,73 @@
+"""Every screen of the workbench, opened as a person would: by keys, from the list of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from textual.pilot import Pilot
+
+from engine.spec import load_spec
+from tests.support.run_folders import completed, corrupt, killed, resumed, vanished
+from tests.support.screens import on_screen, press, settle
+from workbench.cli import demo_spec
+from workbench.tui.places import PLACES
+
+Visit = Callable[[Pilot[None], str], Awaitable[None]]
+
+A_RUN = ("slash", *"small", "enter", "enter")
+ROUTES: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("runs", (), 0),
+    ("run", A_RUN, 1),
+    ("compare", ("space", "down", "space", "c"), 1),
+    ("flip", (*A_RUN, "F"), 2),
+    ("new run", ("n",), 1),
+    *((place.name, (*A_RUN, place.key), 2) for place in PLACES if place.key),
+)
+"""A name for each screen, the keys that lead there, and how many screens it is above the runs."""
+ACTING = ("flip", *(place.name for place in PLACES if place.acts))
+"""The screens that are there to start something: read-only mode does not open them."""
+
+
+def some_runs(folder: Path) -> Path:
+    """A folder with a run in each state that a dead one can be in; returns it."""
+    completed(folder / "kd-small", nan=(40,))
+    killed(folder / "kd-killed")
+    vanished(folder / "kd-vanished")
+    corrupt(folder / "kd-corrupt")
+    resumed(folder / "kd-resumed")
+    spec, _ = load_spec(demo_spec(), [])
+    for run in folder.iterdir():
+        effective = json.loads((run / "effective.json").read_text())
+        (run / "effective.json").write_text(
+            json.dumps({**effective, "spec": asdict(spec)}, default=str)
+        )
+    return folder
+
+
+async def back_to_the_runs(pilot: Pilot[None]) -> None:
+    """Leave every screen but the first."""
+    while len(pilot.app.screen_stack) > 2:
+        pilot.app.pop_screen()
+        await settle(pilot)
+    assert pilot.app.is_running, "it has broken"
+    await press(pilot, "escape", "u", "home")
+
+
+def on_every_screen(folder: Path, size: tuple[int, int], visit: Visit, **options: bool) -> None:
+    """Call `visit` with each screen of ROUTES and its name. In read-only mode a screen that only
+    acts does not open, and is left out."""
+
+    async def script(pilot: Pilot[None]) -> None:
+        for name, keys, height in ROUTES:
+            await back_to_the_runs(pilot)
+            await press(pilot, *keys)
+            opened = len(pilot.app.screen_stack) >= 2 + height
+            if opened:
+                await visit(pilot, name)
+            else:
+                assert options.get("read_only") and name in ACTING, f"{name}: opened nothing"
+
+    on_screen([folder], size, script, **options)

@@ -1,0 +1,421 @@
+"""What is written to a disk, each with what must be so after any of its operations failed.
+
+`python fault_scenarios.py SCENARIO FOLDER CODE...` runs in a process with `faults.c` preloaded: the
+first operation fails, then the second, and so on until one run is through untouched, each once and
+for good. It prints the number of operations that were made to fail, and every broken promise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError, DiskFull, EngineError
+from engine.log.events import Note
+from engine.log.folder import RunFolder, create_run, is_run, write_whole
+from engine.log.read import LogReader
+from engine.log.write import LogWriter
+from tests.support.faults import CODES, NO_ROOM, WAYS, Shim
+
+
+@dataclass
+class Scenario:
+    """Something that is written. `done` is what was acknowledged, in order, by `act`."""
+
+    folder: Path
+    done: list[Any] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """What was there before."""
+
+    def act(self) -> None:
+        raise NotImplementedError
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        """Assert every promise; `failed` when `act` raised."""
+        raise NotImplementedError
+
+
+def notes_of(log: Path) -> list[str]:
+    """The texts that the log can be read for, up to its last whole line."""
+    return [event.text for event in LogReader(log).poll() if isinstance(event, Note)]
+
+
+class Log(Scenario):
+    """A log is opened, written, synced, closed, and opened by the next writer."""
+
+    def act(self) -> None:
+        path = self.folder / "events.jsonl"
+        for session in range(2):
+            with LogWriter(path, writer="trainer") as log:
+                for line in range(3):
+                    text = f"{session}.{line}"
+                    log.write(Note(level="info", text=text))
+                    self.done.append(text)
+                log.sync()
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        path = self.folder / "events.jsonl"
+        assert notes_of(path) == self.done, (
+            "a line that was acknowledged is missing, or another is there"
+        )
+        with LogWriter(path, writer="trainer") as log:
+            log.write(Note(level="info", text="after"))
+        assert notes_of(path) == [*self.done, "after"]
+
+
+class FailingOn(Scenario):
+    """A log whose writer goes on after an error, as the trainer does to say how it ended."""
+
+    def act(self) -> None:
+        error: EngineError | None = None
+        with LogWriter(self.folder / "events.jsonl", writer="trainer") as log:
+            for line in range(6):
+                try:
+                    log.write(Note(level="info", text=str(line)))
+                    self.done.append(str(line))
+                except EngineError as found:
+                    error = found
+        if error is not None:
+            raise error
+
+    check = Log.check
+
+
+class NewRun(Scenario):
+    """A run folder is made, and its reserve."""
+
+    def act(self) -> None:
+        path = self.folder / "runs" / "run"
+        create_run(path, "[train]\n", {"spec": {"train": {"steps": 1}}})
+        self.done.append("created")
+        RunFolder(path).keep_reserve()
+        self.done.append("reserve")
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        path = self.folder / "runs" / "run"
+        if is_run(path):
+            effective = json.loads((path / "effective.json").read_text())
+            assert effective == {"spec": {"train": {"steps": 1}}}
+            assert (path / "spec.toml").read_text() == "[train]\n"
+        else:
+            assert not self.done, "a run that was created is none"
+            if not persistent:
+                assert not path.exists(), "half a run folder was left"
+        if not self.done and not path.exists():
+            create_run(path, "[train]\n", {})
+
+
+class SmallFile(Scenario):
+    """A receipt is written in the place of another."""
+
+    def prepare(self) -> None:
+        write_whole(self.folder / "receipt.json", "before")
+
+    def act(self) -> None:
+        write_whole(self.folder / "receipt.json", "after")
+        self.done.append("after")
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        text = (self.folder / "receipt.json").read_text()
+        assert text in ("before", "after") and (not self.done or text == "after")
+        if not persistent:
+            assert os.listdir(self.folder) == ["receipt.json"]
+
+
+@cache
+def trainers_at_steps_1_to_3() -> tuple[Any, ...]:
+    """Three trainers of one run, each as far as its place: saving one changes nothing of it."""
+    import numpy
+    import torch
+
+    from engine.data.batches import Batches
+    from engine.data.tokens import TokenStream
+    from engine.models.config import ModelConfig
+    from engine.models.load import new_decoder
+    from engine.spec import LossSection, TrainSection
+    from engine.train.trainer import Trainer
+    from tests.support.kit import tiny_config
+
+    small = tiny_config(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    stream = TokenStream(
+        tokens=numpy.arange(64, dtype=numpy.uint16) % 16,
+        documents=numpy.zeros(64, dtype=numpy.int32),
+        sha256="",
+    )
+    found = []
+    for step in (1, 2, 3):
+        trainer = Trainer(
+            student=new_decoder(ModelConfig.from_dict(small, "small"), seed=0),
+            teacher=None,
+            batches=Batches(stream, seq_len=8, rows_per_batch=1, seed=0),
+            train=TrainSection(steps=9, rows=1, warmup_steps=0),
+            loss=LossSection(alpha=1.0),
+            device=torch.device("cpu"),
+            precision="fp32",
+        )
+        steps = trainer.steps()
+        for _ in range(step):
+            next(steps)
+        found.append(trainer)
+    return tuple(found)
+
+
+class Checkpoint(Scenario):
+    """The keeper of a run saves a third checkpoint, says so, and deletes the first."""
+
+    def prepare(self) -> None:
+        from engine.spec import RunSpec
+        from engine.spec.sections import CheckpointSection
+        from engine.train.checkpoint.keeper import Keeper
+
+        self.run = create_run(self.folder / "run", "", {})
+        self.log = LogWriter(self.run.events, writer="trainer")
+        spec = RunSpec(checkpoint=CheckpointSection(keep_last=2))
+        self.keeper = Keeper(self.log, self.run, spec)
+        first, second, self.trainer = trainers_at_steps_1_to_3()
+        self.keeper.save(first, None)
+        self.keeper.save(second, None)
+
+    def act(self) -> None:
+        try:
+            self.done.append(self.keeper.save(self.trainer, None).name)
+        except OSError:
+            raise
+        finally:
+            self.log.close()
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        from engine.log.events import CheckpointSaved
+        from engine.train.checkpoint import state_files
+        from engine.train.checkpoint.manifest import newest
+        from engine.train.checkpoint.write import save
+
+        log = LogReader(self.run.events).poll()
+        said = [event.step for event in log if isinstance(event, CheckpointSaved)]
+        assert said[:2] == [1, 2]
+        found = newest(self.run.checkpoints)
+        assert found is not None and found.step >= said[-1] and not found.refused
+        assert state_files.unpack(found).step == found.step
+        assert not self.done or said[-1] == 3
+        names = sorted(entry.name for entry in self.run.checkpoints.iterdir())
+        if not persistent:
+            assert not [name for name in names if ".partial" in name], names
+        save(self.run.checkpoints, 4, {"state.json": b"{}"})
+        left = [entry.name for entry in self.run.checkpoints.iterdir() if "." in entry.name]
+        assert not left, f"the next save leaves {left}"
+
+
+@cache
+def small_student() -> Any:
+    from engine.models.config import ModelConfig
+    from engine.models.load import new_decoder
+    from tests.support.kit import tiny_config
+
+    return new_decoder(ModelConfig.from_dict(tiny_config(num_hidden_layers=1), "small"), seed=0)
+
+
+class Student(Scenario):
+    """The trained student is saved where a killed session had left one."""
+
+    def prepare(self) -> None:
+        from types import SimpleNamespace
+
+        self.run = create_run(self.folder / "run", "", {})
+        self.student = small_student()
+        self.inputs: Any = SimpleNamespace(tokenizer=SimpleNamespace(raw=b"{}"))
+        self.log = LogWriter(self.run.events, writer="trainer")
+        self.run.student.mkdir()
+        (self.run.student / "config.json").write_text("{}")
+
+    def act(self) -> None:
+        from engine.train.receipt import save_student
+
+        try:
+            self.done.append(save_student(self.log, self.run, self.student, self.inputs, "fp32"))
+        finally:
+            self.log.close()
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        import torch
+
+        from engine.formats.safetensors import tensors_sha256
+        from engine.log.events import StudentSaved
+        from engine.models.load import load_decoder
+
+        said = [e for e in LogReader(self.run.events).poll() if isinstance(e, StudentSaved)]
+        assert len(said) >= len(self.done)
+        if said:
+            loaded = load_decoder(self.run.student, dtype=torch.float32, device=torch.device("cpu"))
+            assert tensors_sha256(dict(loaded.named_parameters())) == said[0].sha256
+        if not persistent:
+            left = [name for name in os.listdir(self.run.path) if "partial" in name]
+            assert not left, left
+
+
+class Flip(Scenario):
+    """A flip is registered, measures two pairs and writes its verdict."""
+
+    def act(self) -> None:
+        from engine.flips.record import create_flip
+        from tests.support.findings import HERE
+        from tests.support.flip_pairs import plan, timed
+
+        folder = create_flip(self.folder / "flips" / "one", plan(), HERE)
+        self.done.append("plan")
+        try:
+            for pair in timed([-0.3, -0.31]):
+                folder.add(pair)
+                self.done.append(pair.number)
+        finally:
+            folder.close()
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        from engine.flips.record import create_flip, find_flips, open_flip, read_pairs
+        from tests.support.findings import HERE
+        from tests.support.flip_pairs import plan, timed
+
+        path = self.folder / "flips" / "one"
+        if "plan" in self.done:
+            opened, again = open_flip(path)
+            numbers = [pair.number for pair in opened.pairs]
+            assert numbers[: len(self.done) - 1] == self.done[1:] and again == plan()
+            opened.add(timed([0.1] * 3)[-1])
+            opened.close()
+            assert [pair.number for pair in read_pairs(path)] == [*numbers, 3]
+        elif not persistent:
+            assert not path.exists(), "a flip that was not registered is in the way of the next"
+            assert find_flips(path.parent) == []
+            create_flip(path, plan(), HERE).close()
+
+
+class Evidence(Scenario):
+    """A finding is made from a run, then a second piece of evidence is linked to it."""
+
+    def prepare(self) -> None:
+        from engine.findings.capture import capture_statement
+        from engine.findings.whys import blobs_of, link
+        from tests.support.findings import AT, NO_SECRETS, hanging_run, idle, seen
+
+        run = hanging_run(self.folder / "run")
+        self.first = seen(run), blobs_of(idle(run))
+        note = capture_statement("later", NO_SECRETS)
+        self.second = link(self.first[0], "n1", note, at=AT), blobs_of(note)
+
+    def act(self) -> None:
+        from engine.findings.bundle import Bundle
+
+        bundle = Bundle.create(self.folder / "evidence", *self.first)
+        self.done.append(1)
+        bundle.save(*self.second)
+        self.done.append(2)
+        bundle.export()
+        self.done.append("exported")
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        from engine.findings.bundle import Bundle, find_bundles, logged_seal
+
+        found = find_bundles(self.folder / "evidence")
+        assert found or not self.done
+        for bundle in found:
+            finding = bundle.load()
+            for artifact in finding.artifacts:
+                bundle.read_artifact(artifact)
+            evidence = sum(len(node.evidence) for node in finding.nodes)
+            assert evidence >= len(self.done[:2])
+            bundle.save(*self.second)
+            if "exported" in self.done:
+                assert logged_seal(bundle.path.parent / "LOG.md", bundle.path.name)
+        if not found and not persistent:
+            Bundle.create(self.folder / "evidence", *self.first)
+
+
+SCENARIOS: dict[str, type[Scenario]] = {
+    "log": Log,
+    "log that goes on": FailingOn,
+    "run folder": NewRun,
+    "small file": SmallFile,
+    "checkpoint": Checkpoint,
+    "student": Student,
+    "flip": Flip,
+    "evidence": Evidence,
+}
+
+
+def said_well(error: BaseException, code: int, folder: Path) -> str:
+    """What is wrong with how a failure was told; empty when nothing is."""
+    if not isinstance(error, EngineError):
+        return f"{type(error).__name__} reached the user: {error}"
+    words = str(error)
+    if os.strerror(code) not in words:
+        return f"does not say {os.strerror(code)!r}: {words}"
+    if str(folder) not in words:
+        return f"names no file: {words}"
+    if isinstance(error, DiskFull) != (code in NO_ROOM) and isinstance(
+        error, CheckpointError | DiskFull
+    ):
+        return f"{type(error).__name__} for {errno.errorcode[code]}"
+    if error.exit_code != 65:
+        return f"exit code {error.exit_code}"
+    return ""
+
+
+def fail_each(
+    make: Callable[[Path], Scenario], shim: Shim, folder: Path, code: int, how: str
+) -> tuple[int, list[str]]:
+    """How many operations were made to fail, and what was wrong after which."""
+    problems: list[str] = []
+    for nth in count(1):
+        place = folder / "place"
+        place.mkdir()
+        scenario = make(place)
+        scenario.prepare()
+        error: BaseException | None = None
+        with shim.armed(place, nth, code, how=how):
+            try:
+                scenario.act()
+            except Exception as found:  # noqa: BLE001 - what may come out is what is tested
+                error = found
+            hits = shim.hits
+        where = f"{errno.errorcode[code]} at operation {nth}, {how}"
+        if error is not None and (wrong := said_well(error, code, place)):
+            problems.append(f"{where}: {wrong}")
+        if hits == 0 and error is not None:
+            raise error
+        try:
+            scenario.check(error is not None, how == "persistent")
+        except Exception:  # noqa: BLE001 - likewise
+            problems.append(f"{where}: {traceback.format_exc(limit=-3)}")
+        shutil.rmtree(place)
+        if hits == 0:
+            return nth - 1, problems
+    raise AssertionError
+
+
+def main() -> None:
+    name, folder, *codes = sys.argv[1:]
+    shim, points, problems = Shim(), 0, []
+    for code in codes:
+        for how in WAYS:
+            if code == "EINTR" and how == "persistent":
+                continue  # Python asks again after EINTR, for ever: no kernel answers so for ever
+            done, found = fail_each(SCENARIOS[name], shim, Path(folder), CODES[code], how)
+            points, problems = points + done, problems + found
+    print(json.dumps({"points": points, "problems": problems}))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

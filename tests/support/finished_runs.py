@@ -1,0 +1,61 @@
+"""Runs that really came to their end, made in this process; and evaluations of their students."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.evaluate.model import weights_sha256
+from engine.log.folder import RunFolder, create_run
+from engine.spec import load_spec
+from engine.train import run as trainer_module
+from tests.support.kit import Kit
+
+
+def finish(kit: Kit, folder: Path, **changes: object) -> RunFolder:
+    """A completed run of six steps in `folder`/run."""
+    run, code = carried_out(kit, folder, **changes)
+    assert code == 0
+    return run
+
+
+def carried_out(kit: Kit, folder: Path, **changes: object) -> tuple[RunFolder, int]:
+    """A run in `folder`/run, of six steps unless said otherwise, and the trainer's exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0} | changes
+    spec, text = load_spec(kit.spec(folder, **settings), [])
+    run = folder / "run"
+    create_run(run, text, {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
+    code = trainer_module.run(run, resume=False, allow_fallback=False, keep_alive_fd=None)
+    return RunFolder(run), code
+
+
+def results_file(path: Path, run: RunFolder, *, right: int, judged: int, problems: int) -> Path:
+    """Results of `engine eval humaneval`, as far as it came: `right` of `judged` programs pass."""
+    about: dict[str, Any] = {
+        "kind": "evaluation",
+        "v": 1,
+        "benchmark": "humaneval",
+        "problems": problems,
+        "model": str(run.path),
+        "weights_sha256": weights_sha256(run.student),
+        "data_sha256": "d" * 64,
+        "without": [],
+        "settings": {"samples": 1},
+    }
+    lines: list[dict[str, Any]] = [
+        {
+            "kind": "result",
+            "task_id": f"HumanEval/{index}",
+            "sample": 0,
+            "completion": "    return 1\n",
+            "outcome": "pass" if index < right else "fail",
+            "reason": "",
+            "tokens": 4,
+            "ended": "stop",
+        }
+        for index in range(judged)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in [about, *lines]))
+    return path

@@ -1,0 +1,245 @@
+"""Healthy runs of differing shape, rate and precision, from a seed: nothing is wrong with any of them, and
+no check may keep one from going on from any of its checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checks.check import Result
+from engine.checks.context import Context
+from engine.checks.runner import Checks
+from engine.data.batches import Batches, heldout_rows
+from engine.log.folder import RunFolder, create_run
+from engine.log.follow import Follower
+from engine.models.config import ModelConfig
+from engine.models.load import load_decoder, new_decoder
+from engine.spec import RunSpec, build_spec
+from engine.teachers.frozen import DequantizedTeacher
+from engine.train import run as trainer_module
+from engine.train.checking import context_of
+from engine.train.checkpoint import state, state_files
+from engine.train.checkpoint import write as checkpoint
+from engine.train.checkpoint.keeper import Keeper
+from engine.train.checkpoint.manifest import verify
+from engine.train.trainer import Trainer
+from tests.support.checked_runs import Run, World
+from tests.support.kit import Kit, tiny_config
+
+STEPS = 20
+HIGH_RATE = 4e-3
+
+
+def drawn(world: World, seed: int, steps: int = STEPS) -> Drawn:
+    """The run of a seed. Half of them train at HIGH_RATE or above, a quarter in bf16."""
+    rng = random.Random(seed)
+    width = rng.choice([16, 32, 64])
+    heads = rng.choice([2, 4])
+    family = rng.choice(
+        [
+            {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+            {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+        ]
+    )
+    student = family | {
+        "hidden_size": width,
+        "intermediate_size": width * rng.choice([1, 2, 3]),
+        "num_hidden_layers": rng.choice([1, 1, 2, 3, 4]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([1, heads]),
+        "tie_word_embeddings": rng.random() < 0.5,
+    }
+    low, high = ((1e-4, HIGH_RATE), (HIGH_RATE, 3e-2))[seed % 2]
+    spec = {
+        "data": {"seq_len": rng.choice([16, 32, 64])},
+        "loss": {
+            "alpha": rng.choice([0.0, 0.3, 0.7, 1.0]),
+            "temperature": rng.choice([1.0, 2.0, 4.0]),
+        },
+        "train": {
+            "steps": steps,
+            "rows": rng.choice([2, 3, 4]),
+            "accumulation": rng.choice([1, 1, 2]),
+            "lr": low * (high / low) ** rng.random(),
+            "warmup_steps": rng.choice([0, 2, 4]),
+            "schedule": rng.choice(["cosine", "constant"]),
+            "weight_decay": rng.choice([0.0, 0.1]),
+            "clip_norm": rng.choice([0.0, 1.0]),
+            "seed": seed,
+        },
+    }
+    return Drawn(world, student, spec, "bf16" if seed % 8 > 5 else "fp32")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A run that can be made again and again, each time from its first step."""
+
+    world: World
+    student: dict[str, Any]
+    settings: dict[str, dict[str, Any]]
+    precision: str
+
+    @property
+    def seed(self) -> int:
+        return int(self.settings["train"]["seed"])
+
+    def make(self) -> Run:
+        """The run before its first step."""
+        teacher_path = (
+            {} if self.settings["loss"]["alpha"] == 1.0 else {"path": str(self.world.teacher)}
+        )
+        tree = self.settings | {
+            "teacher": teacher_path,
+            "student": {"config": "student.json", "precision": self.precision},
+            "compute": {"device": "cpu"},
+            # Asked once, from the checkpoint: what is asked again later is the same.
+            "checks": {"every": -1},
+        }
+        spec = build_spec(tree, check_paths=False)
+        length, seed = spec.data.seq_len, spec.train.seed
+        teacher = DequantizedTeacher(load_decoder(self.world.teacher)) if spec.has_teacher else None
+        trainer = Trainer(
+            student=new_decoder(
+                ModelConfig.from_dict(tiny_config(**self.student), "student"), seed=seed
+            ),
+            teacher=teacher,
+            batches=Batches(
+                self.world.train, seq_len=length, rows_per_batch=spec.train.rows, seed=seed
+            ),
+            train=spec.train,
+            loss=spec.loss,
+            device=torch.device("cpu"),
+            precision=self.precision,
+        )
+        return Run(spec, trainer, self.context(spec, trainer), Checks(spec), {})
+
+    def context(self, spec: RunSpec, trainer: Trainer) -> Context:
+        length, teacher = spec.data.seq_len, trainer.teacher
+        return context_of(
+            trainer,
+            spec,
+            teacher_decoder=teacher.decoder if isinstance(teacher, DequantizedTeacher) else None,
+            train_stream=self.world.train,
+            heldout_stream=self.world.heldout,
+            heldout=list(heldout_rows(self.world.heldout, length, 4).split(4)),
+            tokenizers={"teacher": self.world.tokenizer},
+        )
+
+    def train(self, folder: Path) -> tuple[list[Path], float]:
+        """All steps, with a checkpoint before the first and after each but the last; their paths, and the
+        largest loss there was."""
+        run = self.make()
+        trainer, worst = run.trainer, 0.0
+        saved = [_save(run, folder)]
+        for step in trainer.steps():
+            worst = max(worst, step.loss)
+            if trainer.step < trainer.train.steps:
+                saved.append(_save(run, folder))
+        return saved, worst
+
+    def resume(self, path: Path) -> Run:
+        """The run as it goes on from a checkpoint, before its first check."""
+        run = self.make()
+        found = state_files.unpack(verify(path))
+        state.restore(found, run.trainer.student, run.trainer.optimizer)
+        run.trainer.step, run.trainer.position = found.step, found.position["rows"]
+        return dataclasses.replace(run, context=self.context(run.spec, run.trainer))
+
+
+def _save(run: Run, folder: Path) -> Path:
+    captured = state.capture(
+        run.trainer.student,
+        run.trainer.optimizer,
+        step=run.trainer.step,
+        seed=run.spec.train.seed,
+        spec_sha256=run.spec.sha256,
+        position={"rows": run.trainer.position},
+        best_held_out_loss=None,
+    )
+    return checkpoint.save(folder, run.trainer.step, state_files.pack(captured)).path
+
+
+def asked(run: Run) -> list[Result]:
+    """What a resumed run's checks answer before its first step, after it, and of a checkpoint then."""
+    found = list(run.checks.before_training(run.context))
+    for step in run.trainer.steps():
+        found += run.checks.after_step(step)
+        break
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a process of a run ended that should have taken one step, saved it and been killed."""
+
+    step: int
+    """The one it should have taken: from the second on a resume."""
+    code: int
+    """Minus the signal, or the exit code."""
+    saved: bool
+    reason: str
+    """In the run's own words, where it came to say one."""
+
+
+def killed_after_each_step(kit: Kit, run: Drawn, folder: Path, steps: int) -> Iterator[Ended]:
+    """The run in `folder`, a process for each of its steps, each killed when it has saved; as far as the first
+    that does not."""
+    target = RunFolder(folder / "run")
+    folder.mkdir(parents=True)
+    (folder / "student.json").write_text(json.dumps(tiny_config(**run.student)))
+    tree = run.settings | {
+        "train": run.settings["train"] | {"steps": steps + 1},
+        "data": run.settings["data"] | {"corpus": str(kit.corpus), "heldout_fraction": 0.2},
+        "teacher": {"path": str(kit.teacher)},
+        "student": {"config": str(folder / "student.json"), "precision": run.precision},
+        "eval": {"rows": 4},
+        "checkpoint": {"every": 1, "keep_last": 1},
+        "compute": {"device": "cpu", "threads": 1},
+    }
+    if run.settings["loss"]["alpha"] == 1.0:
+        tree["data"] |= {"tokenizer": str(kit.teacher / "tokenizer.json")}
+        tree["teacher"] = {}
+    spec = build_spec(tree)
+    create_run(target.path, "", {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
+    for step in range(1, steps + 1):
+        code = _one_step_in_a_process(target, resume=step > 1)
+        view = Follower(target).read_all()
+        saved = code == -signal.SIGKILL and view.last_step == step
+        reason = "" if view.finished is None else view.finished.reason
+        yield Ended(step=step, code=code, saved=saved, reason=reason)
+        if not saved:
+            return
+
+
+def _one_step_in_a_process(target: RunFolder, *, resume: bool) -> int:
+    child = os.fork()
+    if child == 0:
+        save = Keeper.save
+
+        def saves_and_dies(keeper: Keeper, *arguments: Any) -> Path:
+            save(keeper, *arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError("a killed process goes on")
+
+        Keeper.save = saves_and_dies  # type: ignore[method-assign]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        code = 70
+        try:
+            code = trainer_module.run(
+                target.path, resume=resume, allow_fallback=False, keep_alive_fd=None
+            )
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,0 +1,101 @@
+"""A log is packed while operations fail, or the process is killed at one of them; with `faults.c` preloaded.
+
+`python pack_file_faults.py FOLDER CODE` prints the number of operations that failed, and every broken promise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from itertools import count
+from pathlib import Path
+
+from engine.log.folder import RunFolder
+from engine.log.gather import Gatherer
+from engine.log.keeper import Keeper
+from engine.log.pack_files import PackFiles
+from engine.log.read import LogReader
+from engine.log.view import RunView
+from tests.support.fault_scenarios import Scenario, fail_each
+from tests.support.faults import CODES, KILL, WAYS, Shim
+from tests.support.run_events import picture
+from tests.support.small_logs import gathered, long_log, small_sizes
+
+
+class Keeping(Scenario):
+    """A keeper keeps the packs of two chunks, one of which was there in a stale form."""
+
+    def prepare(self) -> None:
+        self.run = RunFolder(self.folder)
+        long_log(self.run.events, 20)
+        self.keep()
+        with self.run.events.open("r+b") as file:
+            file.truncate(2000)
+        (self.folder / "columns" / "events-000001.pack.partial-1-1").write_bytes(b"half")
+        long_log(self.run.events, 40)
+        self.wanted = self.run.events.read_bytes()
+
+    def keep(self) -> None:
+        now = [0.0]
+        keeper = Keeper(self.run, monotonic=lambda: now[0])
+        for _ in range(len(self.run.events.read_bytes()) // 1500 + 2):
+            now[0] += 1e6
+            keeper.tick()
+
+    def act(self) -> None:
+        self.keep()
+
+    def check(self, failed: bool, persistent: bool) -> None:
+        assert not failed, "the supervisor was told"
+        assert self.run.events.read_bytes() == self.wanted
+        files = PackFiles(self.run.events)
+        for use in (True, False):
+            view = gathered(RunView(), "events", Gatherer(LogReader(self.run.events), files=use))
+            self.done.append(picture(view))
+        assert self.done[-1] == self.done[-2], "something else is shown"
+        self.keep()
+        every = set(range(len(self.wanted) // 1500))
+        assert {n for n in files.numbers() if files.load(n)} == every, "the next one cannot go on"
+        assert not list(files.folder.glob("*partial*"))
+
+
+def kill_each(shim: Shim, folder: Path) -> tuple[int, list[str]]:
+    problems = []
+    for nth in count(1):
+        place = folder / "place"
+        place.mkdir()
+        scenario = Keeping(place)
+        scenario.prepare()
+        child = os.fork()
+        if not child:
+            with shim.armed(place, nth, KILL):
+                scenario.act()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        try:
+            scenario.check(False, False)
+        except AssertionError as problem:
+            problems.append(f"killed at operation {nth}: {problem}")
+        shutil.rmtree(place)
+        if status == 0:
+            return nth - 1, problems
+    raise AssertionError
+
+
+def main() -> None:
+    folder, code = Path(sys.argv[1]), sys.argv[2]
+    shim, points, problems = Shim(), 0, []
+    with small_sizes():
+        if code == "KILL":
+            points, problems = kill_each(shim, folder)
+        else:
+            for how in WAYS:
+                done, found = fail_each(Keeping, shim, folder, CODES[code], how)
+                points, problems = points + done, problems + found
+    print(json.dumps({"points": points, "problems": problems}))
+
+
+if __name__ == "__main__":
+    main()

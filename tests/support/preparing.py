@@ -1,0 +1,66 @@
+"""Stores of real teacher outputs for tests, made as `engine prepare` makes them.
+
+Run as a program, it kills prepares: `python -m tests.preparing SPEC OUT SHARD_BYTES PLACE...` prepares
+into OUT again and again, each time in a process that is killed (SIGKILL) before the PLACE-th operation
+on a file of that folder, and at last in one that is left alone. It counts operations with `faults.c`, with
+which it must be started, so that a place is the same on a machine of any speed. Processes are forked from
+one that has loaded everything, so that a kill costs no start.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine.spec import load_spec
+from tests.support.faults import KILL, Shim
+
+
+def make_store(spec: Path, out: Path, *sets: str, **wanted: Any) -> Any:
+    """The `Prepared` of a store in `out`; a `stop` among the keywords ends it early."""
+    from engine.train.prepare import prepare
+    from engine.train.prepare_plan import Wanted, plan_job
+    from engine.train.stopping import StopRequest
+
+    stop = wanted.pop("stop", None) or StopRequest()
+    progress = wanted.pop("progress", lambda rows, seconds: None)
+    say = wanted.pop("say", lambda text: None)
+    job = plan_job(load_spec(spec, list(sets))[0], Wanted(out=out, **wanted))
+    return prepare(job, stop=stop, say=say, progress=progress)
+
+
+def files_of(store: Path) -> dict[str, bytes]:
+    """Everything that a run reads of it, but the stamps of the teacher's files, which are of a machine."""
+    return {f.name: f.read_bytes() for f in sorted(store.glob("shard-*"))}
+
+
+def _kill_at(spec: Path, out: Path, shard_bytes: int, place: int) -> bool:
+    """Whether the process was killed before it was done; 0 kills none."""
+    child = os.fork()
+    if not child:
+        shim = Shim()
+        with shim.armed(out, place, KILL):
+            make_store(spec, out, shard_bytes=shard_bytes)
+            assert shim.calls, "expected operations, found none: was faults.c preloaded?"
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0
+
+
+def main() -> None:
+    spec, out, shard_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    import engine.train.prepare  # noqa: F401 - before the first fork
+
+    for place in map(int, sys.argv[4:]):
+        found = len(list(out.glob("shard-*.json")))
+        killed = _kill_at(spec, out, shard_bytes, place)
+        print(f"{found} shards, killed at {place}: {killed}", flush=True)
+    assert not _kill_at(spec, out, shard_bytes, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Two ranks that hold the same teachers whole and in parts: `python sharded_ranks.py FOLDER PORT`. What each
+saw goes to FOLDER/<rank>.json; `test_sharded_teacher` asks it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from engine.checks.weights import names, whole
+from engine.formats.open import open_weights
+from engine.formats.safetensors import tensors_sha256
+from engine.machine.reading import measured
+from engine.models.config import ModelConfig
+from engine.models.packed_size import packed_size
+from engine.models.tensors import Tensors
+from engine.plan.memory_model import predict
+from engine.runtime.ranks import Ranks, join, leave, ranks_here
+from engine.spec import spec_from_dict
+from engine.teachers.build import BuiltTeacher, build_teacher
+from engine.teachers.identity import value_digest
+from engine.teachers.sharded import ShardedLayers
+from tests.support.packed_models import make_batch, make_config
+
+LAYERS = {"dense": 5, "joined": 6, "blocks": 5, "fp8": 5}
+"""An odd number and an even one: the last layer's room is, or is not, the first one's."""
+PRECISION = {"dense": "fp32", "joined": "bf16", "blocks": "fp32", "fp8": "fp8"}
+CPU = torch.device("cpu")
+PROBE = make_batch(2, 16)
+
+
+def config_of(kind: str) -> ModelConfig:
+    return make_config(num_hidden_layers=LAYERS[kind])
+
+
+def path_of(folder: Path, kind: str) -> Path:
+    return folder / f"{kind}.gguf" if kind == "blocks" else folder / f"floats-{LAYERS[kind]}"
+
+
+def build(folder: Path, kind: str, shards: ShardedLayers | None = None) -> BuiltTeacher:
+    return build_teacher(
+        path_of(folder, kind),
+        backend="quantized" if kind == "blocks" else "dequantized",
+        precision=PRECISION[kind],
+        kernel="auto",
+        device=CPU,
+        student_vocab=99,
+        probe=PROBE,
+        shards=shards,
+        joined=kind == "joined",
+    )
+
+
+def storages(root: nn.Module) -> Iterator[torch.UntypedStorage]:
+    for module in root.modules():
+        for value in (*vars(module).values(), *module.buffers(recurse=False)):
+            if isinstance(value, torch.Tensor):
+                yield value.untyped_storage()
+
+
+def held_bytes(built: BuiltTeacher, shards: ShardedLayers) -> int:
+    """Of every storage that the teacher reaches; the scratch of blocks is asked for apart."""
+    found = {s.data_ptr(): s.nbytes() for s in storages(built.decoder)}
+    found |= {p.data_ptr(): p.nbytes for p in shards.parts}
+    return sum(found.values())
+
+
+def predicted_bytes(folder: Path, kind: str) -> int:
+    config, path = config_of(kind), path_of(folder, kind)
+    with open_weights(path) as weights:
+        size = packed_size(config, weights)
+    each = 2 if PRECISION[kind] in ("bf16", "fp8") else 4
+    budget = predict(
+        spec_from_dict(
+            {
+                "teacher": {"path": "t"},
+                "student": {"config": "s.json"},
+                "compute": {"gpus": 2},
+            }
+        ),
+        teacher=config,
+        teacher_packed_bytes=size.weight_bytes(each),
+        teacher_packed_layers=size.layer_bytes(each),
+        teacher_shard=True,
+        backend="quantized" if kind == "blocks" else "dequantized",
+        teacher_precision=PRECISION[kind],
+        student_precision="fp32",
+        student=make_config(),
+        device="cpu",
+        available=measured(1 << 60, "a test"),
+    )
+    sizes = {item.name: item.bytes for item in budget.items}
+    return sizes["teacher weights"] + sizes["teacher layers put together"]
+
+
+def look(folder: Path, kind: str, ranks: Ranks) -> dict[str, object]:
+    entered = []
+    alone = build(folder, kind)
+    shards = ShardedLayers(ranks, CPU, lambda: entered.append(1))
+    shared = build(folder, kind, shards)
+    batches = [make_batch(2, 16 + more) for more in range(3)]
+    same, counts = [], []
+    for batch in batches:
+        tokens_BT, documents_BT, _ = batch.to_torch(CPU)
+        before = shards.gathered
+        answers = [each.teacher.hidden(tokens_BT, documents_BT) for each in (alone, shared)]
+        same.append(torch.equal(*answers) and bool(answers[0].isfinite().all()))
+        counts.append(shards.gathered - before)
+    hashes = [tensors_sha256(Tensors(each.decoder)) for each in (alone, shared)]
+    values = {
+        name: torch.equal(whole(alone.decoder, name), whole(shared.decoder, name))
+        for name in names(alone.decoder)
+    }
+    last = f"layers.{LAYERS[kind] - 1}.mlp.down.weight"
+    digests = [value_digest(each.decoder, last) for each in (alone, shared)]
+    return {
+        "same_answers": same,
+        "gathered": counts,
+        "entered": len(entered) == shards.gathered,
+        "hashes": hashes,
+        "other_values": [name for name, equal in values.items() if not equal],
+        "digests": digests,
+        "held": held_bytes(shared, shards),
+        "predicted": predicted_bytes(folder, kind),
+        "whole": sum({s.data_ptr(): s.nbytes() for s in storages(alone.decoder)}.values()),
+    }
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    # Before anything has threads: what was imported is there twice for the price of once.
+    child = os.fork()
+    rank = "0" if child else "1"
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[2])
+    ranks = ranks_here()
+    join(ranks, CPU, timeout_s=60)
+    found = {kind: look(folder, kind, ranks) for kind in LAYERS}
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+    leave(ranks)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Logs of some lines that are treated as long ones, and the view that their lines give one by one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import strategies as st
+
+import engine.log.extremes as extremes_module
+import engine.log.fold as fold_module
+import engine.log.gather as gather_module
+import engine.log.pack as pack_module
+import engine.log.pack_files as files_module
+import engine.log.shares as shares_module
+import engine.log.skim as skim_module
+from engine.log.events import AnyEvent, Evaluated, Event, LogOpened, Note
+from engine.log.fold import fold
+from engine.log.gather import Gatherer
+from engine.log.read import decode_line
+from engine.log.view import RunView, Source
+from engine.log.write import encode
+from tests.support.run_events import numbered, opened, runs, started, step, write_log
+from tests.support.run_folders import Unknown
+
+
+class small_sizes:
+    def __enter__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        for module, name, value in (
+            (skim_module, "LINES_KEPT", 3),
+            (fold_module, "LOG_LINES_KEPT", 3),
+            (gather_module, "FROM_BYTES", 1),
+            (shares_module, "HELP_FROM_BYTES", 1),
+            (shares_module, "PART_BYTES", 200),
+            (files_module, "CHUNK_BYTES", 1500),
+            (files_module, "LEFT_BYTES", 0),
+            (extremes_module, "BLOCK", 2),
+            (extremes_module, "MANY", 2),
+            (pack_module, "TAIL_BYTES", 32),
+            (files_module, "TAIL_BYTES", 32),
+        ):
+            self.patch.setattr(module, name, value)
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+
+EXTRA: list[Event] = [
+    Unknown(cups=3),
+    Note(level="info", text="x"),
+    Evaluated(step=3, subject="student", loss=math.nan, labelled=9, eval_s=None),
+    step(7, phases={"loss": math.inf}),
+]
+
+
+@st.composite
+def long_logs(draw: st.DrawFn) -> dict[Source, bytes]:
+    """The bytes of the logs of a run: with kinds of another version, NaN in any place, a clock that is set, and
+    a torn last line."""
+    logs = {}
+    for source, events in draw(runs()).items():
+        rows: list[Any] = list(events)
+        # Only the trainer writes of its steps.
+        some = EXTRA if source == "events" else EXTRA[:2]
+        for extra in draw(st.lists(st.sampled_from(some), max_size=4)):
+            rows.insert(draw(st.integers(1, len(rows))) if rows else 0, extra)
+        if rows and type(rows[0]) is not LogOpened:
+            rows.insert(0, opened(5.0))
+        set_to = st.sampled_from([5.0, 2.0, 9_000.0, 40_000.0])
+        rows = [opened(draw(set_to)) if type(row) is LogOpened else row for row in rows]
+        lines = [encode(cast(Event, e), e.seq, e.t_s) for e in numbered(rows, 0.25)]
+        torn = draw(st.integers(0, 60)) if lines else 0
+        logs[source] = b"".join(lines) + (
+            lines[-1][: min(torn, len(lines[-1]) - 1)] if lines else b""
+        )
+    return logs
+
+
+def one_by_one(view: RunView, source: Source, data: bytes) -> RunView:
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        event = decode_line(line, "")
+        view = fold(view, source, [event])
+    return view
+
+
+def gathered(view: RunView, source: Source, gatherer: Gatherer, most: int = 1 << 20) -> RunView:
+    while events := gatherer.read(most):
+        view = fold(view, source, events)
+    return view
+
+
+def long_log(path: Path, count: int = 200) -> list[AnyEvent]:
+    return write_log(path, [opened(1.0), started(), *(step(n) for n in range(1, count))])

@@ -1,0 +1,343 @@
+"""Publishing: what a run has to show before its student is given to others, what the folder then holds,
+and that it appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine.demo as demo_package
+from engine.cli.main import main
+from engine.errors import BadInput
+from engine.evaluate.model import open_model
+from engine.evaluate.statistics import wilson
+from engine.export.bases import bases_of, inherited
+from engine.export.manifest import MANIFEST, check_manifest
+from engine.export.package import Published, Wanted, publish
+from engine.export.proof import examine
+from engine.formats.open import open_weights
+from engine.log.folder import RunFolder
+from engine.models.completions import end_ids
+from engine.models.generate import generate
+from engine.verdict import Level
+from tests.support.finished_runs import finish, results_file
+from tests.support.kit import Kit
+
+
+@pytest.fixture(scope="module")
+def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return finish(kit, tmp_path_factory.mktemp("publish"))
+
+
+@pytest.fixture
+def run(whole: RunFolder, tmp_path: Path) -> RunFolder:
+    return RunFolder(Path(shutil.copytree(whole.path, tmp_path / "run")))
+
+
+def published(run: RunFolder, folder: Path, **how: Any) -> Published:
+    wanted = Wanted(folder=folder, name="tiny", unverified=True)
+    return publish(run, replace(wanted, **how), lambda text: None)
+
+
+def without_evaluations(run: RunFolder) -> None:
+    """As of a run that was killed before it wrote a receipt, and that evaluated nothing."""
+    run.receipt.unlink()
+    records = [json.loads(line) for line in run.events.read_text().splitlines()]
+    kept = [record for record in records if record["kind"] not in ("eval", "run_finished")]
+    lines = [json.dumps(record | {"seq": seq}) for seq, record in enumerate(kept)]
+    run.events.write_text("\n".join(lines) + "\n")
+
+
+# The demo's student is made by the same commands from the same kind of run.
+def test_a_published_student_loads_in_transformers_and_gives_the_same_text(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out" / "tiny"
+    assert main(["publish", str(run.path), str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    ways = {way["id"]: way for way in told["verification"]["ways"]}
+    sure = ["files", "engine", "apr tiny.apr", "transformers", "gguf tiny-Q4_K_M.gguf"]
+    assert {name: ways[name]["level"] for name in sure} == dict.fromkeys(sure, "pass"), ways
+    assert ways["transformers"]["numbers"]["steps"] == 50
+    # Where llama.cpp is not installed, that is what is said.
+    for way in (ways["llama float"], ways["llama tiny-Q4_K_M.gguf"]):
+        assert way["level"] == "pass" or "is not installed" in way["reason"]
+
+    # The text that both gave is the one that the run's own student gives.
+    model = open_model(run.path, device="cpu", precision="fp32")
+    ids = model.tokenizer.encode_documents([told["verification"]["prompt"]])[0]
+    found = generate(model.decoder, [[int(one) for one in ids]], max_tokens=50, tile=1)
+    text = model.tokenizer.decode([one.token for one in found])
+    assert text and told["verification"]["text"] == text
+
+
+def test_the_folder_holds_the_run_and_every_figure_of_its_card(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    results = results_file(tmp_path / "r.jsonl", run, right=3, judged=10, problems=10)
+    done = published(run, tmp_path / "tiny", evaluations=(results,))
+    receipt = run.read_receipt()
+    assert receipt is not None
+    names = {path.name for path in done.folder.iterdir()}
+    assert names == {
+        *("README.md", "config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "tiny.apr", "tiny-Q4_K_M.gguf"),
+        *("receipt.json", "spec.toml", "effective.json", "data_receipt.json", MANIFEST),
+        "evaluation_humaneval.jsonl",
+    }
+    for name, recorded in receipt["student_files"].items():
+        manifest = json.loads((done.folder / MANIFEST).read_text())["files"]
+        assert manifest[name] == recorded
+    model = open_model(done.folder, device="cpu", precision="fp32")
+    ends = json.loads((done.folder / "generation_config.json").read_text())["eos_token_id"]
+    assert (ends,) == end_ids(model.decoder, model.tokenizer)
+    assert (done.folder / "receipt.json").read_bytes() == run.receipt.read_bytes()
+    data = json.loads((done.folder / "data_receipt.json").read_text())
+    assert data["order_sha256"] == receipt["data"]["order_sha256"]
+    assert check_manifest(done.folder).level == Level.PASS
+    card = (done.folder / "README.md").read_text()
+    for loss in receipt["heldout_loss_nats"].values():
+        assert f"{loss:.4f}" in card
+    interval = wilson(3, 10)
+    assert interval is not None
+    assert f"30.0% [{interval.low:.1%}, {interval.high:.1%}]" in card
+    assert "**Not verified**" in card and "Unevaluated" not in card
+    front = card.split("---")[1]
+    (index,) = json.loads(re.findall(r"model-index: (.*)", front)[0])
+    assert {one["dataset"]["type"] for one in index["results"]} == {"heldout", "openai_humaneval"}
+    with open_weights(done.folder / "tiny-Q4_K_M.gguf") as weights:
+        assert weights.metadata["general.name"] == "tiny"
+
+
+def test_what_is_missing_is_named_with_the_command_that_makes_it(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    without_evaluations(run)
+    with pytest.raises(BadInput) as caught:
+        published(run, tmp_path / "tiny")
+    said = caught.value.message
+    assert "a completed run" in said and "a receipt of the run" in said
+    assert f"engine distill --resume {run.path}" in said
+    assert f"engine eval ppl {run.path} --data TEXT --json" in said
+    assert not (tmp_path / "tiny").exists()
+    done = published(run, tmp_path / "tiny", unevaluated=True)
+    card = (done.folder / "README.md").read_text()
+    assert "> **Unevaluated.**" in card and "- an evaluation of the student" in card
+    assert '- "unevaluated"' in card and "None: nothing was measured." in card
+    assert "model-index" not in card
+
+
+def flipped(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+
+
+def another_receipt(run: RunFolder, **changes: object) -> None:
+    receipt = run.read_receipt()
+    assert receipt is not None
+    run.receipt.write_text(json.dumps(receipt | changes))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda run: flipped(run.student / "model.safetensors"), "sha256 of model.safetensors"),
+        (lambda run: (run.student / "merges.txt").write_text("x"), "merges.txt is not in the rec"),
+        (lambda run: another_receipt(run, steps=7), "steps, as the logs say"),
+        (
+            lambda run: another_receipt(run, heldout_loss_nats={"student": 0.1}),
+            "heldout_loss_nats, as the logs say",
+        ),
+    ],
+)
+def test_what_contradicts_is_refused_whatever_is_asked(
+    change: Any, words: str, run: RunFolder, tmp_path: Path
+) -> None:
+    change(run)
+    with pytest.raises(BadInput, match=re.escape(words)):
+        published(run, tmp_path / "tiny", unevaluated=True)
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_tensors_with_another_hash_than_the_run_logged_are_refused(run: RunFolder) -> None:
+    """Files and receipt changed together: the log still has the hash that the trainer took."""
+    flipped(run.student / "model.safetensors")
+    receipt = run.read_receipt()
+    assert receipt is not None
+    from engine.findings.receipt import digest_files
+
+    another_receipt(run, student_files=digest_files(run.student))
+    with pytest.raises(BadInput, match="tensors of the student: expected sha256"):
+        examine(run)
+
+
+def test_an_evaluation_of_other_weights_or_one_that_is_not_finished_is_refused(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    half = results_file(tmp_path / "half.jsonl", run, right=3, judged=4, problems=10)
+    with pytest.raises(BadInput, match="6 of 10 that are not"):
+        examine(run, [half])
+    other = results_file(tmp_path / "other.jsonl", run, right=3, judged=10, problems=10)
+    about, *lines = other.read_text().splitlines()
+    record = json.loads(about) | {"weights_sha256": "0" * 64}
+    other.write_text("\n".join([json.dumps(record), *lines]) + "\n")
+    with pytest.raises(BadInput, match="expected one of these weights"):
+        examine(run, [other])
+    (tmp_path / "notes.txt").write_text("pass@1 is 99 %\n")
+    with pytest.raises(BadInput, match="results of `engine eval"):
+        examine(run, [tmp_path / "notes.txt"])
+
+
+def test_perplexity_as_it_was_printed_is_evidence(
+    run: RunFolder, kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("part_00.py", "part_01.py"):
+        shutil.copyfile(kit.corpus / name, texts / name)
+    assert main(["eval", "ppl", str(run.path), "--data", str(texts), "--json"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "ppl.json").write_text(printed)
+    without_evaluations(run)
+    done = examine(run, [tmp_path / "ppl.json"])
+    (found,) = done.evaluations
+    assert found.metrics[0].value == json.loads(printed)["loss"]["value"]
+    assert {one.what for one in done.missing} == {
+        "a completed run (it is vanished)",
+        "a receipt of the run",
+    }
+
+
+def test_the_same_command_again_changes_nothing_and_says_so(run: RunFolder, tmp_path: Path) -> None:
+    first = published(run, tmp_path / "tiny")
+    before = {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    again = published(run, tmp_path / "tiny")
+    assert again.was_there and not first.was_there
+    assert before == {path: path.stat().st_mtime_ns for path in first.folder.iterdir()}
+    results = results_file(tmp_path / "r.jsonl", run, right=1, judged=2, problems=2)
+    with pytest.raises(BadInput, match="a card without it"):
+        published(run, tmp_path / "tiny", evaluations=(results,))
+    flipped(first.folder / "tiny.apr")
+    with pytest.raises(BadInput, match=r"tiny\.apr has other content"):
+        published(run, tmp_path / "tiny")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(BadInput, match="found something else"):
+        published(run, tmp_path / "other")
+
+
+def test_one_that_was_killed_is_begun_anew_and_two_at_once_refuse_each_other(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    partial = tmp_path / ".tiny.publish"
+    partial.mkdir()
+    (partial / "model.safetensors").write_bytes(b"half")
+    holder = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(BadInput, match="another that is publishing"):
+        published(run, tmp_path / "tiny")
+    assert (partial / "model.safetensors").read_bytes() == b"half"
+    os.close(holder)
+    done = published(run, tmp_path / "tiny")
+    assert check_manifest(done.folder).level == Level.PASS and not partial.exists()
+
+
+def test_a_publication_that_fails_leaves_nothing(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("engine.export.package.write_manifest", full)
+    with pytest.raises(BadInput, match="No space left"):
+        published(run, tmp_path / "tiny")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_files_are_left_out_or_of_another_type_when_asked(run: RunFolder, tmp_path: Path) -> None:
+    done = published(run, tmp_path / "tiny", gguf="none", apr="bf16")
+    made = {path.name for path in done.folder.iterdir() if path.suffix in (".gguf", ".apr")}
+    assert made == {"tiny-BF16.apr"}
+
+
+def readme(folder: Path, licence: str) -> Path:
+    folder.mkdir()
+    (folder / "README.md").write_text(f"---\nlicense: {licence}\nlanguage: en\n---\nmit\n")
+    (folder / "LICENSE").write_text("the words of it")
+    return folder
+
+
+def test_a_licence_is_inherited_where_the_bases_say_one_and_unknown_else(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    student, teacher = readme(tmp_path / "s", "apache-2.0"), readme(tmp_path / "t", "'apache-2.0'")
+    silent = tmp_path / "silent"
+    silent.mkdir()
+
+    def licence(first: Path | str, second: Path | str, given: str | None = None) -> str:
+        spec = {"student": {"path": str(first)}, "teacher": {"path": str(second)}}
+        return inherited(bases_of(spec, {}), given).identifier
+
+    assert licence(student, teacher) == licence("", teacher) == "apache-2.0"
+    assert licence(student, silent) == licence(silent, teacher) == licence("", "") == "unknown"
+    assert licence(student, readme(tmp_path / "m", "mit")) == "other"
+    assert licence(silent, "", given="mit") == "mit"
+    assert licence(tmp_path / "gone", "") == "unknown"
+    done = published(run, tmp_path / "tiny")
+    card = (done.folder / "README.md").read_text()
+    assert 'license: "unknown"' in card and "Nobody has said under which terms" in card
+
+
+def test_a_student_of_the_demos_teacher_inherits_its_licence() -> None:
+    demo = Path(demo_package.__file__).parent
+    spec = {"student": {"path": ""}, "teacher": {"path": str(demo / "teacher")}}
+    licence = inherited(bases_of(spec, {}), None)
+    assert licence.identifier == "apache-2.0" and "inherited" in licence.why
+    # Whose text it learnt from is said beside it.
+    assert "PSF-2.0" in (demo / "teacher" / "README.md").read_text()
+
+
+def test_a_base_in_a_cache_of_the_hub_has_its_name_there(tmp_path: Path) -> None:
+    folder = tmp_path / "models--Qwen--Qwen2.5-0.5B" / "snapshots"
+    folder.mkdir(parents=True)
+    readme(folder / "abc", "apache-2.0")
+    (base,) = bases_of({"student": {"path": str(folder / "abc")}}, {"student_start": "0" * 64})
+    assert (base.name, base.on_hub, base.sha256) == ("Qwen/Qwen2.5-0.5B", True, "0" * 64)
+
+
+def test_a_folder_that_was_published_is_what_its_manifest_says(
+    run: RunFolder, tmp_path: Path
+) -> None:
+    folder = published(run, tmp_path / "tiny").folder
+    (folder / ".gitattributes").write_text("*.gguf filter=lfs\n")
+    assert check_manifest(folder).level == Level.PASS
+    (folder / "notes.md").write_text("added")
+    assert check_manifest(folder).level == Level.UNKNOWN
+    (folder / "notes.md").unlink()
+    (folder / "tokenizer.json").unlink()
+    assert check_manifest(folder).reason == "tokenizer.json is lost"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["RUN"], "expected RUN and DIR, or --verify DIR"),
+        (["RUN", "x", "--verify", "y"], "expected no RUN beside it"),
+        (["RUN", "x", "--name", "../up"], "expected letters, digits"),
+    ],
+)
+def test_a_command_line_that_is_wrong_exits_64(
+    arguments: list[str], words: str, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(run.path) if one == "RUN" else one for one in arguments]
+    assert main(["publish", *given]) == 64
+    assert words in capsys.readouterr().err

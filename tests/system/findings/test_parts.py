@@ -1,0 +1,105 @@
+"""What bundles are made of: plots that hide nothing, the kernel's log, and no torch anywhere."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.findings.context import kernel_excerpt, view_of
+from engine.findings.logs import Point
+from engine.findings.plot import line_plot, sparkline
+from tests.support.findings import hanging_run
+from tests.support.run_folders import Scene, started
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def points(values: list[float | None]) -> list[Point]:
+    return [Point(unix_s=1000.0 + i, value=v) for i, v in enumerate(values)]
+
+
+@given(st.lists(st.none() | st.floats(width=32), max_size=50), st.text())
+def test_any_numbers_and_any_title_make_a_picture(values: list[float | None], title: str) -> None:
+    text = line_plot(points(values), title.encode("utf-8", "replace").decode())
+    if title.isprintable():
+        xml.etree.ElementTree.fromstring(text)
+    assert "nan" not in text.split("</text>", 1)[1] and "inf" not in text.split("</text>", 1)[1]
+    assert len(sparkline(points(values))) == len(values)
+
+
+def test_a_gap_breaks_the_line_and_a_lone_value_is_a_dot() -> None:
+    text = line_plot(points([1.0, 2.0, None, 3.0, math.nan, 4.0, 5.0]), "x")
+    assert text.count("<polyline") == 2 and text.count("<circle") == 1
+    assert sparkline(points([1.0, 2.0, None, 3.0])) == "▁▅·█"
+
+
+def test_one_spike_among_a_hundred_thousand_points_is_drawn() -> None:
+    values: list[float | None] = [0.5] * 100_000
+    values[54_321] = 1000.0
+    values[77_777] = math.nan
+    text = line_plot(points(values), "x")
+    assert ">1000<" in text and len(text) < 40_000
+    assert text.count("<polyline") == 2, "the gap is kept too"
+    # The top of the frame is at 24: the spike reaches it.
+    assert ",24.0 " in text
+
+
+def test_a_gpu_that_does_nothing_is_drawn_at_the_bottom() -> None:
+    assert sparkline(points([0.0, 0.0])) == "▁▁" and sparkline(points([96.0, 96.0])) == "██"
+
+
+def fake(tmp_path: Path, text: str, code: int = 0) -> tuple[str, ...]:
+    script = tmp_path / "fake-dmesg"
+    script.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+    script.chmod(0o755)
+    return (str(script),)
+
+
+def test_the_kernels_lines_of_the_time_of_a_run_are_kept(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "run", start_unix_s=time.time()).open()
+    scene.events(started("run", 1))
+    view = view_of(scene.close().run)
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    lines = [
+        f"[{now - 4000:12.6f}] Out of memory: Killed process 1 (old)",
+        f"[{now:12.6f}] NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus",
+        f"[{now:12.6f}] usb 1-1: new device",
+        f"[{now + 4000:12.6f}] oom-kill:constraint=CONSTRAINT_NONE",
+    ]
+    found = kernel_excerpt(view, fake(tmp_path, "\n".join(lines)))
+    assert found["lines"] == [lines[1]]
+    denied = kernel_excerpt(view, fake(tmp_path, "", code=1))
+    assert denied["lines"] is None and "exit 1" in denied["why"]
+    absent = kernel_excerpt(view, (str(tmp_path / "none"),))
+    assert absent["lines"] is None and absent["why"]
+
+
+def test_a_run_of_before_the_start_of_the_machine_has_no_kernel_lines(tmp_path: Path) -> None:
+    found = kernel_excerpt(view_of(hanging_run(tmp_path / "run")), fake(tmp_path, "x"))
+    assert found == {"lines": None, "why": "the machine was started after the run"}
+
+
+def test_findings_are_read_and_checked_without_torch() -> None:
+    modules = "bundle capture command context differences finding flips form locate logs plot prior receipt"
+    modules += " redact report rules source verify whys"
+    imports = "; ".join(f"import engine.findings.{name}" for name in modules.split())
+    code = f"import sys; {imports}; import engine.cli.why, engine.cli.evidence; "
+    code += (
+        "print([m for m in ('torch', 'numpy', 'safetensors', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    assert done.stdout.strip() == "[]"

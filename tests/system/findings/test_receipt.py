@@ -1,0 +1,233 @@
+"""Receipts: what a run really did, checked against the folder that it left."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.data.batches import epoch_order
+from engine.findings.context import view_of
+from engine.findings.differences import differences, rows_of
+from engine.findings.receipt import lineage_of
+from engine.findings.source import checkout_state
+from engine.log.events import Event
+from engine.log.folder import RunFolder
+from engine.spec import spec_from_dict
+from tests.support.findings import ask, hanging_run
+from tests.support.kit import Kit
+from tests.support.run_folders import Scene, checkpoint, completed, killed, started
+from tests.support.running import engine
+
+IDENTITY = (
+    *("tool", "config", "seeds", "data", "weights", "device_facts", "environment", "times"),
+    "outcome",
+)
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, ROWS = 6, 4
+
+
+@pytest.fixture(scope="module")
+def whole(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    folder = tmp_path_factory.mktemp("receipt")
+    spec = kit.spec(folder, train__steps=STEPS, checkpoint__every=3, eval__every=0)
+    done = engine("distill", spec, "--out", folder / "run", "--set", "train.lr=0.001")
+    assert done.returncode == 0, done.stderr
+    return RunFolder(folder / "run")
+
+
+@pytest.fixture
+def run(whole: RunFolder, tmp_path: Path) -> RunFolder:
+    return RunFolder(Path(shutil.copytree(whole.path, tmp_path / "run")))
+
+
+def receipt_of(run: RunFolder) -> dict[str, Any]:
+    receipt = run.read_receipt()
+    assert receipt is not None
+    return receipt
+
+
+def test_what_identifies_a_run_comes_first_and_none_of_it_is_empty(whole: RunFolder) -> None:
+    receipt = receipt_of(whole)
+    assert tuple(receipt)[2:11] == IDENTITY and all(receipt[name] for name in IDENTITY)
+    assert receipt["outcome"] == "completed"
+    assert receipt["config"]["recorded"] == receipt["config"]["found"] == receipt["spec_sha256"]
+    assert receipt["seeds"]["train.seed"] == receipt["spec"]["train"]["seed"]
+    assert receipt["tool"]["version"] == receipt["engine"]
+    assert set(receipt["weights"]) == {"teacher", "student"}
+    times = receipt["times"]
+    assert len(times["sessions"]) == 1 and times["boot_id"] == times["sessions"][0]["boot_id"]
+    assert times["session_ended_monotonic_s"] > times["session_started_monotonic_s"] > 0
+    assert receipt["device_facts"]["machine"]
+    assert receipt["environment"]["variables"]["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_tool_is_named_by_commit_and_by_what_differs_from_it(whole: RunFolder) -> None:
+    tool = receipt_of(whole)["tool"]
+    # None where the suite runs from a copy without git; `checkout_state` has tests of its own.
+    assert tool["commit"] == checkout_state(ROOT, only="engine")["commit"]
+    assert (tool["dirty_files"] == 0) == (tool["dirty_sha256"] is None)
+    assert isinstance(tool["changed_since_start"], list)
+
+
+def test_the_order_hash_is_of_the_rows_that_training_met(whole: RunFolder) -> None:
+    receipt = receipt_of(whole)
+    rows = receipt["data"]["epoch_rows"]
+    seed = receipt["seeds"]["train.seed"]
+    epochs = [epoch_order(rows, seed, epoch) for epoch in range(STEPS * ROWS // rows + 1)]
+    order = np.concatenate(epochs)[: STEPS * ROWS].astype("<i8")
+    assert receipt["data"]["order_sha256"] == hashlib.sha256(order.tobytes()).hexdigest()
+
+
+def test_decisions_are_those_that_were_taken(whole: RunFolder) -> None:
+    taken = {d["knob"]: d["choice"] for d in receipt_of(whole)["decisions"]}
+    logged = {d.knob: d.choice for d in view_of(whole).decisions}
+    assert taken == logged and taken["teacher.backend"] == "dequantized"
+
+
+def test_what_was_asked_for_and_done_otherwise_is_shown(whole: RunFolder) -> None:
+    found = {d["key"]: d for d in receipt_of(whole)["differences"]}
+    backend = found["teacher.backend"]
+    assert (backend["requested"], backend["effective"]) == ("auto", "dequantized")
+    assert backend["why"]
+    assert not set(found) & {"train.steps", "steps done", "train.lr", "rows per step", "loss.alpha"}
+
+
+def test_the_lineage_chains_the_checkpoints_by_their_manifests(whole: RunFolder) -> None:
+    first, last = receipt_of(whole)["lineage"]
+    assert (first["step"], last["step"]) == (3, STEPS)
+    assert first["parent_manifest_sha256"] is None
+    assert last["parent_manifest_sha256"] == first["manifest_sha256"]
+    manifest = whole.checkpoints / f"step-{STEPS:08d}" / "MANIFEST.json"
+    assert last["manifest_sha256"] == hashlib.sha256(manifest.read_bytes()).hexdigest()
+
+
+def test_rows_are_counted_from_the_log(whole: RunFolder) -> None:
+    receipt = receipt_of(whole)
+    assert receipt["rows"]["rows_seen"] == receipt["rows"]["rows_trained"] == STEPS * ROWS
+    assert receipt["rows_trained"] == STEPS * ROWS == receipt["rows"]["position"]
+    assert receipt["tokens_trained"] == STEPS * ROWS * 32
+
+
+def test_a_receipt_agrees_with_its_run(whole: RunFolder) -> None:
+    ran = ask("evidence", "receipt", whole.path)
+    assert ran.code == 0 and "FAIL" not in ran.out, ran.out
+    for text in (
+        "sha256 of model.safetensors",
+        "bytes of events.jsonl",
+        "manifest of step 6",
+        "auto",
+    ):
+        assert text in ran.out, text
+    value = ask("evidence", "receipt", whole.path, "--json").json
+    assert value["level"] == "pass" and value["is_receipt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("student/model.safetensors", "sha256 of model.safetensors"),
+        ("student/config.json", "sha256 of config.json"),
+        ("events.jsonl", "bytes of events.jsonl"),
+        ("device.jsonl", "bytes of device.jsonl"),
+        ("checkpoints/step-00000006/MANIFEST.json", "manifest of step 6"),
+    ],
+)
+def test_a_changed_byte_of_what_a_run_left_is_found(run: RunFolder, name: str, said: str) -> None:
+    file = run.path / name
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    ran = ask("evidence", "receipt", run.path)
+    assert ran.code == 1
+    assert any(line.startswith("FAIL") and said in line for line in ran.out.splitlines()), ran.out
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("spec_sha256", "0" * 64, "hash of effective.json's settings"),
+        ("data", {"train_sha256": "0" * 64}, "data, as the logs say"),
+        ("decisions", [], "decisions, as the logs say"),
+        ("model_sha256", {"student": "0" * 64}, "model_sha256, as the logs say"),
+        ("heldout_loss_nats", {"student": 0.1}, "heldout_loss_nats, as the logs say"),
+        ("differences", [], "differences, as the logs say"),
+        ("lineage", [], "lineage, as the logs say"),
+        ("rows", {"rows_seen": 24, "rows_trained": 25}, "rows, as the logs say"),
+        ("steps", 7, "steps, as the logs say"),
+        ("device_facts", {"machine": "another"}, "device, as the logs say"),
+    ],
+)
+def test_a_receipt_that_says_something_else_than_the_log_is_found(
+    run: RunFolder, key: str, value: object, said: str
+) -> None:
+    run.receipt.write_text(json.dumps(receipt_of(run) | {key: value}))
+    ran = ask("evidence", "receipt", run.path)
+    assert ran.code == 1 and said in ran.out
+
+
+def test_a_receipt_of_fewer_fields_is_unknown_where_it_says_nothing(run: RunFolder) -> None:
+    receipt = receipt_of(run)
+    del receipt["decisions"], receipt["logs"]
+    run.receipt.write_text(json.dumps(receipt))
+    ran = ask("evidence", "receipt", run.path)
+    assert ran.code == 2 and "decisions, as the logs say: the receipt has none" in ran.out
+
+
+def test_a_run_without_a_receipt_says_what_its_logs_say(tmp_path: Path) -> None:
+    ran = ask("evidence", "receipt", hanging_run(tmp_path / "run").path)
+    assert ran.code == 2 and "no receipt: the run has not come to its end" in ran.out
+
+
+def test_a_resumed_run_descends_from_the_checkpoint_it_was_resumed_from(tmp_path: Path) -> None:
+    def saved(step: int, manifest: str) -> Event:
+        return msgspec.structs.replace(checkpoint(step), manifest_sha256=manifest * 32)
+
+    scene = Scene(tmp_path / "run").open()
+    scene.events(started("run", 30), saved(10, "aa"), saved(20, "bb")).close()
+    scene.open().events(
+        started("run", 30, resumed_from=10), saved(20, "cc"), saved(30, "dd")
+    ).close()
+    found = [
+        (e["step"], e["manifest_sha256"], e["parent_manifest_sha256"])
+        for e in lineage_of(scene.run)
+    ]
+    assert found == [
+        (10, "aa" * 32, None),
+        (20, "bb" * 32, "aa" * 32),
+        (20, "cc" * 32, "aa" * 32),
+        (30, "dd" * 32, "cc" * 32),
+    ]
+
+
+def test_a_step_that_was_not_applied_is_seen_and_not_trained(tmp_path: Path) -> None:
+    run = completed(tmp_path / "run", total=10, nan={4})
+    rows = rows_of(view_of(run))
+    assert rows["rows_seen"] - rows["rows_trained"] == 16 and rows["steps_not_applied"] == 1
+    found = {d.key: d for d in differences(run, view_of(run))}
+    assert found["rows trained"].requested == 160 and found["rows trained"].effective == 144
+
+
+def test_a_run_that_was_killed_shows_the_steps_it_did_not_do(
+    whole: RunFolder, tmp_path: Path
+) -> None:
+    run = killed(tmp_path / "run", done=30, total=60)
+    effective = json.loads(whole.effective.read_text())
+    effective["spec"]["train"]["steps"] = 60
+    run.effective.write_text(json.dumps(effective))
+    found = {d.key: d for d in differences(run, view_of(run))}
+    assert (found["steps done"].requested, found["steps done"].effective) == (60, 30)
+    assert "rows per step" in found, "the log says 16, the settings 4"
+
+
+def test_a_setting_of_the_command_line_is_what_was_asked_for(whole: RunFolder) -> None:
+    effective = json.loads(whole.effective.read_text())
+    assert effective["sets"] == ["train.lr=0.001"]
+    assert spec_from_dict(effective["spec"]).train.lr == 0.001
+    assert "train.lr" not in {d.key for d in differences(whole, view_of(whole))}

@@ -1,0 +1,315 @@
+"""Secrets are never kept: tokens planted wherever text comes from, and looked for in every byte written."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.findings.bundle import Bundle
+from engine.findings.capture import capture_events, capture_metric
+from engine.findings.command import capture_command
+from engine.findings.context import run_blobs
+from engine.findings.redact import Redactor, is_secret_name
+from engine.findings.source import allowed_environment, checkout_state
+from engine.findings.verify import check_bundle
+from engine.findings.whys import blobs_of, link, new_finding
+from engine.log.events import FactsRead, Note
+from engine.log.read import decode_line
+from tests.support.findings import AT, ask, hanging_run, why
+from tests.support.run_folders import Scene, started
+
+# Put together here, so that no scanner of this repository takes them for real ones.
+HUGGING_FACE = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
+AWS_ID = "AKIA" + "IOSFODNN7EXAMPLE"
+AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/" + "bPxRfiCYEXAMPLEKEY"
+BEARER = "abcdef0123456789" + "abcdef"
+PASSWORD = "s3cr3t-pass" + "w0rd"
+JWT = "eyJhbGciOiJIUzI1NiJ9" + ".eyJzdWIiOiIxMjM0In0." + "c2lnbmF0dXJl"
+OWN = "an-unusual-form-" + "of-a-key"
+GITHUB = "ghp_" + "0123456789abcdefghijABCDEFGHIJ"
+PLANTED = (HUGGING_FACE, AWS_ID, AWS_SECRET, BEARER, PASSWORD, JWT, OWN, GITHUB)
+
+
+@pytest.mark.parametrize(
+    ("text", "secret", "sort"),
+    [
+        (f"HF_TOKEN={HUGGING_FACE}", HUGGING_FACE, "Hugging Face token"),
+        (f"/models/{HUGGING_FACE}/x", HUGGING_FACE, "Hugging Face token"),
+        (AWS_ID, AWS_ID, "AWS key"),
+        (f"aws_secret_access_key = {AWS_SECRET}", AWS_SECRET, "value of a secret setting"),
+        (f"Authorization: Bearer {BEARER}", BEARER, "authorization header"),
+        (f"sent bearer {BEARER}", BEARER, "bearer token"),
+        (f"https://me:{PASSWORD}@host/x.git", PASSWORD, "URL credentials"),
+        (f"https://{GITHUB}@github.com/x", GITHUB, "URL credentials"),
+        (f"cloned with {GITHUB}", GITHUB, "GitHub token"),
+        (f"s3://b/k?X-Amz-Signature={BEARER}&n=1", BEARER, "URL signature"),
+        (JWT, JWT, "JWT"),
+        (f'{{"password": "{PASSWORD}"}}', PASSWORD, "value of a secret setting"),
+        (f'"{{\\"api_key\\": \\"{PASSWORD}\\"}}"', PASSWORD, "value of a secret setting"),
+        (
+            "-----BEGIN RSA PRIVATE KEY-----\nMIIabc\n-----END RSA PRIVATE KEY-----",
+            "MIIabc",
+            "private key",
+        ),
+    ],
+)
+def test_each_form_of_a_secret_is_found_and_named(text: str, secret: str, sort: str) -> None:
+    done = Redactor({}).text(f"before {text} after")
+    assert secret not in done.text and sort in done.found, done
+    assert done.text.startswith("before ") and "[redacted: " in done.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"tokens": 2048, "tokens_per_s": 123456789.5, "max_token": 123456789}',
+        '{"data.tokenizer": "/models/qwen/tokenizer.json", "sha256": "' + "ab" * 32 + '"}',
+        "git@github.com:me/project.git, https://host/path?step=3, mail me@host",
+        "the token distribution is even; basic authentication was not asked for",
+        "https://pypi.org/simple/@scope/x",
+        "HF_TOKEN=$HF_TOKEN engine distill; HF_TOKEN is not set; use --token to give it",
+        "eos_token: <|endoftext|>, pad_token=[PAD], loss per token: 2.31, max_token=77",
+        "PWD=/home/me/project",
+        "if token == 'x': token = stream.next(3)",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    done = Redactor({}).text(text)
+    assert done.text == text and not done.found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "QX_TOKEN=@",
+        "train --api-key @ --steps 3",
+        '{"a": 1, "dbPassword": "@", "b": 2}',
+        '{"pass_phrase": 1, "passphrase": ["@", "@"]}',
+        "secret: |\n  @\nsteps: 3",
+        "- client_secret: '@'",
+        "X-Auth-Token: @",
+        "Authorization: @",
+        "https://h/x?a=1&access_token=@&b=2",
+        "q=%7B%22password%22%3A%22@%22%7D",
+        "<password>@</password>",
+        "ENV HUB_TOKEN @",
+        'os.environ["WANDB_API_KEY"] = "@"',
+        '["x", "--hub-token", "@"]',
+    ],
+)
+@pytest.mark.parametrize("value", ["x~7", "q9", "Zz0-" * 9])
+def test_what_stands_behind_a_telling_name_goes_whatever_its_length(text: str, value: str) -> None:
+    done = Redactor({}).text(f"before\n{text.replace('@', value)}\nafter")
+    assert value not in done.text, done.text
+    assert done.text.startswith("before\n") and done.text.endswith("\nafter") and done.found
+
+
+@pytest.mark.parametrize("before", ["", "a", "ab"])
+def test_copies_and_pieces_of_a_known_secret_go(before: str) -> None:
+    redactor = Redactor({"QX_API_KEY": AWS_SECRET})
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        text = encode(f"{before}{AWS_SECRET}\n".encode()).decode()
+        done = redactor.text(f"sent {text} now").text
+        kept = done.replace("[redacted: value of a secret variable]", "")
+        assert len(kept) < len("sent  now") + 9, done
+    assert redactor.text(f"began with {AWS_SECRET[:8]}...").text.startswith("began with [redacted")
+    assert AWS_SECRET[9:18] not in redactor.text(f"x{AWS_SECRET[9:18]}").text
+
+
+def test_a_secret_that_an_argument_tells_is_cut_out_of_what_is_printed() -> None:
+    capture = capture_command(["sh", "-c", 'echo "used $2"', "x", "--key-token", OWN], Redactor({}))
+    kept = [capture.blob, *capture.attached]
+    assert all(OWN[:8].encode() not in (blob.data or b"") for blob in kept)
+    assert any(b"used [redacted" in (blob.data or b"") for blob in kept)
+
+
+def test_the_value_of_a_secret_variable_is_found_whatever_its_form() -> None:
+    redactor = Redactor({"MY_API_KEY": OWN, "PLAIN": "kept-as-it-is", "SHORT_TOKEN": "abc"})
+    done = redactor.text(f"x {OWN} kept-as-it-is abc")
+    assert done.text == "x [redacted: value of a secret variable] kept-as-it-is abc"
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "aws_secret_access_key", "WANDB_API_KEY", "PASSWORD"])
+def test_names_that_say_secret(name: str) -> None:
+    assert is_secret_name(name)
+    assert not is_secret_name("TOKENIZERS_PARALLELISM") and not is_secret_name("MONKEY")
+
+
+def test_arguments_behind_a_secret_option_go_whatever_they_are() -> None:
+    argv, found = Redactor({}).argv(
+        ["x", "--token", "abc", "--hub-token=defghijkl", "--steps", "3"]
+    )
+    assert argv[:3] == ("x", "--token", "[redacted: argument of a secret option]")
+    assert "defghijkl" not in argv[3] and argv[4:] == ("--steps", "3") and sum(found.values()) == 2
+
+
+@given(st.dictionaries(st.text(), st.text() | st.integers() | st.floats(allow_nan=False)))
+def test_json_stays_json(value: dict[str, object]) -> None:
+    text = json.dumps({**value, "password": PASSWORD, "url": f"https://a:{PASSWORD}@h/"})
+    done = Redactor({}).text(text)
+    assert PASSWORD not in done.text
+    assert json.loads(done.text).keys() == json.loads(text).keys() or done.found
+
+
+@given(st.text())
+def test_cleaning_twice_changes_nothing_more(text: str) -> None:
+    redactor = Redactor({"A_TOKEN": OWN})
+    once = redactor.text(f"{text} {HUGGING_FACE} https://a:b@c {OWN}").text
+    assert redactor.text(once).text == once
+
+
+def test_only_listed_variables_are_taken() -> None:
+    environ = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "HF_TOKEN": HUGGING_FACE,
+        "TORCH_AUTH_TOKEN": PASSWORD,
+        "LD_LIBRARY_PATH": f"/x/{PASSWORD}/lib",
+        "HOME": "/home/me",
+    }
+    found = allowed_environment({**environ, "MY_SECRET": PASSWORD})
+    assert set(found["variables"]) == {"CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"}
+    assert PASSWORD not in json.dumps(found) and found["redacted"]
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    git(folder, "remote", "add", "origin", f"https://me:{PASSWORD}@host/project.git")
+    (folder / "train.py").write_text("a = 1\n")
+    git(folder, "add", ".")
+    git(folder, "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "x")
+    return folder
+
+
+def test_the_state_of_a_checkout_is_a_commit_and_one_hash_of_what_differs(checkout: Path) -> None:
+    clean = checkout_state(checkout)
+    assert len(clean["commit"]) == 40 and clean["dirty_sha256"] is None
+    assert clean["remote"] == "https://[redacted: URL credentials]@host/project.git"
+    seen = set()
+    for text in ("a = 2\n", "a = 3\n"):
+        (checkout / "train.py").write_text(text)
+        seen.add(checkout_state(checkout)["dirty_sha256"])
+    (checkout / "train.py").write_text("a = 1\n")
+    for text in ("b", "c"):
+        (checkout / "unknown.py").write_text(text)
+        seen.add(checkout_state(checkout)["dirty_sha256"])
+    assert len(seen) == 4 and None not in seen
+    assert (
+        checkout_state(checkout, only="nothing-of-it")["why"] == "its files are in no git checkout"
+    )
+
+
+def test_a_folder_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checkout_state(tmp_path)["why"] == "not a git checkout"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checkout_state(tmp_path)["why"] == "git is not installed"
+
+
+def test_planted_tokens_are_in_no_byte_of_a_bundle_and_the_bundle_says_what_was_taken_out(
+    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", HUGGING_FACE)
+    monkeypatch.setenv("MY_SERVICE_KEY_TOKEN", OWN)
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/opt/{OWN}/lib")
+    monkeypatch.setenv("CUDA_CACHE_PATH", f"https://u:{PASSWORD}@cache/x")
+    monkeypatch.chdir(checkout)
+    run = hanging_run(tmp_path / f"run-{HUGGING_FACE}")
+    (run.path / "spec.toml").write_text(
+        f'[teacher]\npath = "https://me:{PASSWORD}@hub/{GITHUB}/model"\n'
+    )
+    run.effective.write_text(
+        json.dumps({"spec": {"teacher": {"path": f"/m/{HUGGING_FACE}"}}, "sets": [f"a={AWS_ID}"]})
+    )
+    run.stderr.write_text(
+        f"GET https://x Authorization: Bearer {BEARER}\naws_secret_access_key={AWS_SECRET}\n{JWT}\n"
+    )
+    (run.path / "stacks").mkdir()
+    (run.path / "stacks" / "1.txt").write_text(f"argv: --token {OWN}\n")
+    scene = Scene(tmp_path / "chatty").open()
+    scene.events(
+        started("chatty", 3),
+        Note(level="info", text=f"password={PASSWORD} {OWN} Bearer {BEARER}"),
+        Note(level="info", text=f"key {AWS_ID}, secret_key: {AWS_SECRET}, {JWT}"),
+    )
+    scene.device(FactsRead(facts={"url": f"https://{GITHUB}@host"}))
+    chatty = scene.close().run
+
+    folder = tmp_path / "evidence"
+    made = ask("why", "new", "leaks", "--evidence", folder, "--claim", f"seen with {HUGGING_FACE}")
+    assert made.code == 0, made.err
+    said = [
+        ask("why", "link", "n1", run.path, "--exit", "--evidence", folder),
+        ask("why", "link", "n1", chatty.path, "--events", "1-3", "--evidence", folder),
+        ask("why", "link", "n1", run.stderr, "--evidence", folder),
+        ask("why", "link", "n1", "--note", f"I used {JWT}", "--evidence", folder),
+        ask(
+            *("why", "link", "n1", "--evidence", folder, "--run-command"),
+            f"sh -c 'echo $HF_TOKEN; echo Bearer {BEARER} >&2' x --api-key {PASSWORD}",
+        ),
+        ask(
+            "why", "add", "--why-of", "n1", "--claim", f"because of {AWS_ID}", "--evidence", folder
+        ),
+    ]
+    assert all(ran.code == 0 for ran in said), [ran.err for ran in said]
+    assert sum("redacted: " in ran.err for ran in said) >= 4, "people are told"
+    ask("why", "export", "--evidence", folder)
+
+    (bundle,) = [Bundle(p) for p in folder.iterdir() if p.is_dir()]
+    written = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    for secret in PLANTED:
+        where = [p.name for p, data in written.items() if secret.encode() in data]
+        assert not where, (secret[:6], where)
+        assert not any(secret in str(p) for p in written)
+        assert not any(secret in ran.out + ran.err for ran in said), secret[:6]
+    assert not check_bundle(bundle).faults
+    finding = bundle.load()
+    sorts = {sort for artifact in finding.artifacts for sort in artifact.redacted}
+    assert {"Hugging Face token", "URL credentials", "value of a secret variable"} & sorts
+    assert "redacted: " in (bundle.path / "README.md").read_text()
+
+
+def test_a_slice_of_a_log_without_its_secrets_is_still_a_log(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "run").open()
+    scene.events(
+        started("run", 3), Note(level="info", text=f'a "quoted" {PASSWORD}, token={PASSWORD}')
+    )
+    run = scene.close().run
+    capture = capture_events(run, "events", 0, 2, Redactor({"X_TOKEN": PASSWORD}))
+    assert capture.blob.data is not None and PASSWORD.encode() not in capture.blob.data
+    lines = capture.blob.data.splitlines()
+    assert [decode_line(line, "x").seq for line in lines] == [0, 1, 2]
+
+
+def test_digests_are_of_what_is_kept_so_that_none_of_a_secret_remains(tmp_path: Path) -> None:
+    run = hanging_run(tmp_path / "run")
+    run.stderr.write_text(HUGGING_FACE)
+    blobs = run_blobs(run, Redactor({}), tmp_path)
+    digests = {blob.artifact.sha256 for blob in blobs}
+    assert hashlib.sha256(HUGGING_FACE.encode()).hexdigest() not in digests
+    assert hashlib.sha256(b"[redacted: Hugging Face token]").hexdigest() in digests
+
+
+def test_evidence_of_another_environment_is_compared_by_its_own_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = hanging_run(tmp_path / "run")
+    capture = capture_metric(run, "loss", Redactor({}))
+    finding = new_finding("x", "a loss", author="t", at=AT)
+    where = tmp_path / "e" / f"{AT[:10]}-x"
+    finding = why(link(finding, "n1", capture, relative_to=where, at=AT), "y")
+    bundle = Bundle.create(tmp_path / "e", finding, blobs_of(capture))
+    monkeypatch.setenv("LATER_TOKEN", "grad_norm")  # a word of the log, secret from now on
+    assert not check_bundle(bundle).faults

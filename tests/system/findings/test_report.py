@@ -1,0 +1,140 @@
+"""`engine report`: one HTML file that needs nothing else, of a run, a flip or a finding."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from engine.errors import BadInput
+from engine.findings.bundle import Bundle
+from engine.findings.capture import capture_metric
+from engine.findings.figures import flip_figure
+from engine.findings.html import report
+from engine.findings.redact import Redactor
+from engine.findings.whys import blobs_of, link, new_finding
+from engine.flips.record import create_flip
+from engine.flips.surroundings import Surroundings
+from tests.support.flip_pairs import plan, timed
+from tests.support.run_folders import completed, corrupt, killed, running
+from tests.support.running import engine
+
+
+class Page(HTMLParser):
+    """What a page would load, and whether its elements are closed."""
+
+    VOID = frozenset({"meta", "rect", "polyline", "polygon"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [str(v) for k, v in attrs if k in ("src", "href", "data", "action", "srcset")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def whole(text: str) -> Page:
+    """The page, once it is known to stand alone."""
+    page = Page(text)
+    assert page.open == [] and page.loads == []
+    assert "script" not in page.tags and "url(" not in text and "@import" not in text
+    return page
+
+
+def test_a_run_is_one_file_with_its_figures(tmp_path: Path) -> None:
+    run = completed(tmp_path / "run", total=4000, nan=(2000,))
+    text = report(run.path)
+    page = whole(text)
+    assert page.tags.count("svg") == 4 and len(text) < 150_000
+    assert "COMPLETED | step 4000/4000" in text and "held-out loss of the student" in text
+    assert "teacher.backend" in text and "×" in text
+    assert report(run.path) == text
+
+
+def test_the_line_is_broken_where_a_loss_was_not_a_number(tmp_path: Path) -> None:
+    def lines(nan: tuple[int, ...]) -> int:
+        text = report(completed(tmp_path / f"run{len(nan)}", nan=nan).path)
+        return len(re.findall("<polyline", text.partition("step time</title>")[0]))
+
+    # The steps of ce and kd go on: only the line of the loss has a gap.
+    assert lines((30,)) == lines(()) + 1
+
+
+@pytest.mark.parametrize("make", [killed, corrupt, lambda path: running(path).close().run])
+def test_a_run_that_did_not_end_well_has_a_page_too(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    text = report(make(tmp_path / "run").path)
+    whole(text)
+    if make is killed:
+        assert "KILLED" in text
+    if make is corrupt:
+        assert "events.jsonl" in text and "expected" in text.partition("<h2>")[0]
+
+
+def test_a_name_is_text_and_no_markup(tmp_path: Path) -> None:
+    finding = new_finding("x", "<script>alert(1)</script>", title="<img src=x>")
+    bundle = Bundle.create(tmp_path / "evidence", finding)
+    text = report(bundle.path)
+    whole(text)
+    assert "&lt;script&gt;" in text and "<img" not in text
+
+
+def test_a_flip_has_its_plan_its_pairs_and_the_margin(tmp_path: Path) -> None:
+    asked = plan()
+    surroundings = {name: None for name in Surroundings.__dataclass_fields__}
+    folder = create_flip(tmp_path / "flip", asked, Surroundings(**surroundings))  # type: ignore[arg-type]
+    for pair in timed([0.1, 0.2, 0.15, 0.12]):
+        folder.add(pair)
+    folder.close()
+    text = report(tmp_path / "flip")
+    whole(text)
+    assert "no verdict" in text and "compute.threads" in text and asked.sha256 in text
+    figure = flip_figure(asked, timed([0.1, 0.2]))
+    assert figure in flip_figure(asked, timed([0.1, 0.2])) and figure.count("<polygon") == 3
+
+
+def test_a_finding_shows_its_evidence_and_names_what_was_changed(tmp_path: Path) -> None:
+    run = completed(tmp_path / "run")
+    finding = new_finding("slow", "the loss fell")
+    capture = capture_metric(run, "loss", Redactor())
+    finding = link(finding, "n1", capture)
+    bundle = Bundle.create(tmp_path / "evidence", finding, blobs_of(capture))
+    text = report(bundle.path)
+    assert whole(text).tags.count("svg") == 1 and "loss of run" in text
+    assert "Changed since" not in text
+    (artifact, *_) = [a for a in bundle.load().artifacts if a.kept]
+    with (bundle.path / artifact.path).open("ab") as file:
+        file.write(b"x")
+    assert "Changed since it was taken" in report(bundle.path)
+
+
+def test_the_command_writes_the_file_and_keeps_one_that_exists(tmp_path: Path) -> None:
+    run = completed(tmp_path / "run")
+    done = engine("report", run.path, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "report-run.html\n")
+    whole((tmp_path / "report-run.html").read_text())
+    again = engine("report", run.path, cwd=tmp_path)
+    assert again.returncode == 65 and "--force" in again.stderr
+    assert engine("report", run.path, "--force", cwd=tmp_path).returncode == 0
+    assert engine("report", tmp_path, cwd=tmp_path).returncode == 65
+
+
+def test_what_is_none_of_the_three_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="a run, a flip or a finding"):
+        report(tmp_path)
+    with pytest.raises(BadInput, match="nothing there"):
+        report(tmp_path / "no")

@@ -1,0 +1,219 @@
+"""What is concluded from pairs: each verdict from pairs that call for it, and from none that do not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from engine.flips.judge import Judgement, Pair, guards_of, judge
+from engine.flips.plan import Plan
+from engine.verdict import Level, Verdict
+from tests.support.flip_pairs import hang, incomplete, outcome, pair, plan, timed
+
+STEADY = [0.001, -0.002, 0.0015, -0.001]
+
+
+def verdict_of(plan: Plan, pairs: list[Pair], ended: str = "") -> str | None:
+    judgement = judge(plan, pairs, ended)
+    return judgement.verdict if judgement else None
+
+
+def judged(plan: Plan, pairs: list[Pair], ended: str = "") -> Judgement:
+    judgement = judge(plan, pairs, ended)
+    assert judgement is not None
+    return judgement
+
+
+def test_an_interval_outside_or_inside_the_margin_decides() -> None:
+    assert verdict_of(plan(), timed([x - 0.3 for x in STEADY])) == "B_FASTER"
+    assert verdict_of(plan(), timed([x + 0.3 for x in STEADY])) == "B_SLOWER"
+    assert verdict_of(plan(), timed(STEADY)) == "EQUIVALENT"
+
+
+def test_fewer_pairs_than_registered_decide_nothing() -> None:
+    assert verdict_of(plan(), timed([-1.0, -1.0, -1.0])) is None
+    assert verdict_of(plan(), []) is None
+
+
+def test_an_end_without_a_decision_is_inconclusive_and_says_how_many_pairs_it_takes() -> None:
+    judgement = judged(plan(), timed([0.2, -0.1, 0.15, -0.12]), "out of budget")
+    assert judgement.verdict == "INCONCLUSIVE" and judgement.reason == "out of budget"
+    assert judgement.pairs_needed is not None and judgement.pairs_needed > 4
+    assert verdict_of(plan(), [], "interrupted") == "INCONCLUSIVE"
+
+
+def test_hang_against_progress_is_decided_by_one_pair_as_a_screen() -> None:
+    judgement = judged(plan(), [pair(1, hang("A"), outcome("B", steps=57, seconds=290.0))])
+    assert judgement.verdict == "A_DID_NOT_COMPLETE" and judgement.is_screen
+    assert "A made 0 steps in 300 s" in judgement.reason
+    assert "B made 57 in 290 s" in judgement.reason
+    assert judgement.interval is None, "a time that was not measured is not made up"
+    assert judgement.censored["bound_ln_b_over_a"] == pytest.approx(math.log(290 / 300))
+    assert judgement.censored["p"] == 0.5
+
+
+def test_the_bound_of_a_hang_of_b_points_the_other_way() -> None:
+    judgement = judged(plan(), [pair(1, outcome("A", seconds=30.0), hang("B"))])
+    assert judgement.verdict == "B_DID_NOT_COMPLETE"
+    assert judgement.censored["bound_ln_b_over_a"] == pytest.approx(math.log(10))
+    assert "B takes at least 10.0 times as long" in judgement.reason
+
+
+def test_a_crash_is_repeated_until_chance_would_rarely_do_it() -> None:
+    one = pair(1, outcome("A"), incomplete("B", "alloc_failed", reason="no memory"))
+    assert verdict_of(plan(), [one] * 4) is None
+    judgement = judged(plan(), [one] * 5)
+    assert judgement.verdict == "B_DID_NOT_COMPLETE" and not judgement.is_screen
+    assert judgement.censored["p"] == 1 / 32 and judgement.censored["bound_ln_b_over_a"] is None
+    assert "alloc_failed after 0 steps: no memory" in judgement.reason
+
+
+def test_a_crash_that_ends_early_is_reported_as_a_screen() -> None:
+    one = pair(1, outcome("A"), incomplete("B", "oom_memcg"))
+    judgement = judged(plan(), [one], "out of budget")
+    assert judgement.verdict == "B_DID_NOT_COMPLETE" and judgement.is_screen
+
+
+def test_a_kill_from_outside_is_left_out_and_does_not_end_the_flip() -> None:
+    killed = pair(1, outcome("A"), incomplete("B", "killed_external"))
+    rest = [replace(p, number=p.number + 1) for p in timed([x - 0.3 for x in STEADY])]
+    assert verdict_of(plan(), [killed]) is None
+    assert verdict_of(plan(), [killed, *rest[:3]]) is None
+    judgement = judged(plan(), [killed, *rest])
+    assert judgement.verdict == "B_FASTER"
+    assert judgement.interval is not None and judgement.interval.pairs == 4
+
+
+def test_one_kill_from_outside_proves_nothing_of_the_arm() -> None:
+    killed = pair(1, outcome("A"), incomplete("B", "killed_external"))
+    assert verdict_of(plan(), [killed], "interrupted") == "INCONCLUSIVE"
+
+
+def test_an_arm_that_is_killed_every_time_did_not_complete() -> None:
+    killed = pair(1, outcome("A"), incomplete("B", "killed_external", reason="not the OOM killer"))
+    judgement = judged(plan(), [killed] * 5)
+    assert judgement.verdict == "B_DID_NOT_COMPLETE"
+    assert "killed_external after 0 steps: not the OOM killer" in judgement.reason
+
+
+def test_an_arm_that_fails_by_itself_now_and_then_makes_the_flip_invalid() -> None:
+    pairs = [*timed([-0.3] * 4), pair(5, outcome("A"), incomplete("B", "crashed"))]
+    judgement = judged(plan(), pairs)
+    assert judgement.verdict == "INVALID" and "1 of 5 pairs" in judgement.reason
+
+
+@pytest.mark.parametrize("state", ["over the limit", "failed"])
+def test_a_pair_in_which_neither_arm_completes_is_invalid(state: str) -> None:
+    pairs = [pair(1, incomplete("A", state), incomplete("B", state))]
+    assert "neither arm" in judged(plan(), pairs).reason
+
+
+@pytest.mark.parametrize(
+    ("proof", "verdict"), [("parity", "PARITY_FAIL"), ("flipped", "INVALID"), ("equal", "INVALID")]
+)
+def test_a_proof_that_fails_ends_the_flip_whatever_the_times_say(proof: str, verdict: str) -> None:
+    pairs = timed([-0.5] * 4)
+    proofs = {**pairs[1].proofs, proof: Verdict(Level.FAIL, "as planted")}
+    pairs[1] = replace(pairs[1], proofs=proofs)
+    judgement = judged(plan(), pairs)
+    assert judgement.verdict == verdict and judgement.reason == "as planted (pair 2)"
+
+
+def test_a_metric_that_is_not_measured_is_said_with_its_reason() -> None:
+    a = outcome("A", None, no_value="torch keeps no peak of CPU memory")
+    judgement = judged(plan(metric="peak_memory_bytes"), [pair(1, a, outcome("B"))])
+    assert judgement.verdict == "INVALID"
+    assert judgement.reason == ("no peak_memory_bytes of arm A: torch keeps no peak of CPU memory")
+
+
+def test_pairs_that_depend_on_their_order_are_invalid_not_decided() -> None:
+    b_first = [True, False] * 4
+    pairs = timed([0.4 + 0.05 * first + 0.001 * i for i, first in enumerate(b_first)], b_first)
+    judgement = judged(plan(pairs_min=8), pairs)
+    assert judgement.verdict == "INVALID" and "began with B" in judgement.reason
+
+
+def test_other_metrics_are_asked_together() -> None:
+    guards = guards_of(plan(), timed([x - 0.3 for x in STEADY]))
+    assert guards["tokens_per_s"]["differs"]
+    assert guards["tokens_per_s"]["ratio"] == pytest.approx(math.exp(0.3), rel=0.01)
+    assert not guards_of(plan(), timed(STEADY))["tokens_per_s"]["differs"]
+
+
+# The whole judge under the noise of a real host
+
+
+class Machine:
+    """Run medians under the noise a real host shows: a process has its own speed (1.5 %), steps are
+    autocorrelated with rare long ones, and the machine drifts by 5 % over the experiment."""
+
+    def __init__(self, seed: int, drift: str, process_deviation: float = 0.015) -> None:
+        self.random = np.random.default_rng(seed)
+        self.drift, self.done, self.walk = drift, 0, 0.0
+        self.process_deviation = process_deviation
+
+    def run(self, log_effect: float) -> float:
+        random, steps = self.random, 20
+        noise = np.empty(steps)
+        noise[0] = random.normal(0, 0.01)
+        for i in range(1, steps):
+            noise[i] = 0.5 * noise[i - 1] + random.normal(0, 0.01)
+        spikes = (random.random(steps) < 0.02) * random.exponential(1.0, steps)
+        self.walk += random.normal(0, 0.005)
+        drift = 0.05 * self.done / 40 if self.drift == "ramp" else self.walk
+        self.done += 1
+        level = log_effect + drift + random.normal(0, self.process_deviation)
+        return float(np.median(np.exp(level + noise + spikes)))
+
+
+def experiment(
+    seed: int, ratio: float, drift: str, *, process_deviation: float = 0.015
+) -> tuple[str, int]:
+    """A whole flip as the engine does it: the plan's coins, a look after every pair."""
+    machine = Machine(seed, drift, process_deviation)
+    registered = plan(order_seed=seed)
+    pairs: list[Pair] = []
+    for number, b_first in enumerate(registered.order(), start=1):
+        values = {b: machine.run(math.log(ratio) * b) for b in (b_first, not b_first)}
+        a, b = outcome("A", values[False]), outcome("B", values[True])
+        pairs.append(pair(number, a, b, b_first=b_first))
+        if (said := judge(registered, pairs)) is not None:
+            return said.verdict, number
+    return judged(registered, pairs, "no more pairs").verdict, len(pairs)
+
+
+@pytest.mark.parametrize("drift", ["ramp", "walk"])
+def test_equal_arms_are_called_different_in_at_most_two_percent_of_experiments(drift: str) -> None:
+    said = [experiment(seed, 1.0, drift)[0] for seed in range(500)]
+    assert sum(s in ("B_FASTER", "B_SLOWER") for s in said) <= 10
+    assert said.count("EQUIVALENT") >= 450
+    assert said.count("INVALID") <= 15
+
+
+@pytest.mark.parametrize("drift", ["ramp", "walk"])
+@pytest.mark.parametrize("ratio", [0.5, 0.8, 1.25])
+def test_large_effects_are_decided_in_four_to_eight_pairs(drift: str, ratio: float) -> None:
+    found = [experiment(seed, ratio, drift) for seed in range(200)]
+    expected = "B_FASTER" if ratio < 1 else "B_SLOWER"
+    assert sum(s == expected and n <= 8 for s, n in found) >= 190
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.1])
+def test_an_effect_of_ten_percent_is_decided_in_eight_pairs_and_never_wrongly(ratio: float) -> None:
+    expected = "B_FASTER" if ratio < 1 else "B_SLOWER"
+    found = [experiment(seed, ratio, "ramp") for seed in range(400)]
+    assert {s for s, _ in found} <= {expected, "INCONCLUSIVE", "INVALID"}
+    assert sum(s == expected and n <= 8 for s, n in found) >= 380
+
+
+@pytest.mark.parametrize("drift", ["ramp", "walk"])
+def test_an_effect_as_large_as_the_margin_is_called_larger_in_at_most_five_percent(
+    drift: str,
+) -> None:
+    """The worst case of a one-sided claim: the effect is where the claim stops being true."""
+    said = [experiment(seed, 1.05, drift)[0] for seed in range(300)]
+    assert said.count("B_SLOWER") <= 15 and said.count("EQUIVALENT") <= 15
+    assert "B_FASTER" not in said

@@ -1,0 +1,212 @@
+"""Every kernel compiles for every GPU it is meant for, and is not worse than what was kept."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import triton
+
+from engine.kernels import aot
+from engine.kernels.aot import AotFigure, figure, regressions
+from engine.kernels.compiler import ARCHITECTURES, first_stage, key_for
+from engine.kernels.key import Constant, Variant
+from engine.loss import fused as fused_chunks
+from tests.support.small_kernels import crowded, scaled
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+NAMES = {
+    name: [arch for arch in ARCHITECTURES if name in {v.name for v in aot.some_variants(arch)}]
+    for name in {v.name: None for arch in ARCHITECTURES for v in aot.some_variants(arch)}
+}
+"""Every kernel, and the targets it is meant for."""
+
+
+def a_third(arch: int) -> tuple[Variant, ...]:
+    """One variant of every third kernel or so: each kernel is compiled for two targets, one before
+    Blackwell and one of it, where it is meant for both."""
+    wanted = set()
+    for place, (name, targets) in enumerate(NAMES.items()):
+        for some in ([a for a in targets if a < 100], [a for a in targets if a >= 100]):
+            if some and some[place % len(some)] == arch:
+                wanted.add(name)
+    return tuple(variant for variant in aot.some_variants(arch) if variant.name in wanted)
+
+
+# One test for each target, so that workers share them.
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "variants", [a_third, pytest.param(aot.all_variants, marks=pytest.mark.soak)]
+)
+def test_every_kernel_compiles_and_is_no_worse_than_what_was_kept(
+    arch: int, variants: Callable[[int], tuple[Variant, ...]]
+) -> None:
+    figures = [figure(variant, arch) for variant in variants(arch)]
+    version, kept = aot.read_kept()
+    if version != triton.__version__:
+        pytest.skip(
+            f"compiled; figures of triton {version} are not compared with {triton.__version__}"
+        )
+    worse = regressions(figures, kept)
+    assert not worse, "\n".join(worse)
+
+
+def test_every_kernel_is_compiled_for_a_target_before_blackwell_and_for_one_of_it() -> None:
+    for arch in ARCHITECTURES:
+        some, every = aot.some_variants(arch), aot.all_variants(arch)
+        assert {variant.function for variant in some} == {variant.function for variant in every}
+    for name, meant in NAMES.items():
+        targets = [a for a in ARCHITECTURES if name in {v.name for v in a_third(a)}]
+        assert [a >= 100 for a in targets] == sorted({a >= 100 for a in meant}), (
+            f"{name}: {targets}"
+        )
+
+
+def test_nothing_is_kept_of_kernels_that_are_gone() -> None:
+    version, kept = aot.read_kept()
+    assert version == triton.__version__
+    now = {str(variant) for arch in ARCHITECTURES for variant in aot.all_variants(arch)}
+    assert kept.keys() <= now, f"`{aot.COMMAND}` drops them"
+
+
+def test_registers_spills_and_shared_memory_are_read_from_the_machine_code() -> None:
+    plain, spilling = figure(scaled(), 90), figure(crowded(64, warps=1), 90)
+    assert 8 <= plain.registers <= 32
+    assert plain.stack_bytes == 0
+    assert spilling.registers == 255
+    assert spilling.stack_bytes > 0
+    assert plain.seconds > 0
+
+
+KEPT = {"k()[] 4 warps, 1 stages": {"sm_90": [40, 0, 1024]}}
+NOW = AotFigure(
+    variant="k()[] 4 warps, 1 stages",
+    arch=90,
+    registers=40,
+    stack_bytes=0,
+    shared_bytes=1024,
+    seconds=0.1,
+)
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (NOW, None),
+        (replace(NOW, registers=48, shared_bytes=0), None),
+        (replace(NOW, registers=49), "49 registers, were 40"),
+        (replace(NOW, stack_bytes=8), "8 bytes of stack, were 0"),
+        (replace(NOW, shared_bytes=1025), "1025 bytes of shared memory, were 1024"),
+        (replace(NOW, arch=80), "no figures kept"),
+        (replace(NOW, variant="other"), "no figures kept"),
+    ],
+)
+def test_a_regression_is_named(now: AotFigure, message: str | None) -> None:
+    worse = regressions([now], KEPT)
+    assert len(worse) == (message is not None)
+    assert message is None or message in worse[0]
+
+
+def test_figures_are_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "KEPT", tmp_path / "kernels" / "aot.json")
+    aot.write_kept([NOW, replace(NOW, arch=80, stack_bytes=16)])
+    assert aot.read_kept() == (
+        triton.__version__,
+        {NOW.variant: {"sm_90": [40, 0, 1024], "sm_80": [40, 16, 1024]}},
+    )
+    assert json.loads(aot.KEPT.read_text())["command"] == aot.COMMAND
+
+
+def test_every_kernel_is_launched_by_something() -> None:
+    assert aot.idle_functions() == []
+
+
+def test_every_file_with_kernels_has_a_parity_test() -> None:
+    # The interpreted tests compare with the slow oracle; they run in a process of their own.
+    tests = "\n".join(
+        path.read_text() for path in (ROOT / "tests" / "interpreted").glob("test_*.py")
+    )
+    texts = {module.__name__: inspect.getsource(module) for module in aot.modules()}
+    launchers = {
+        module.__name__
+        for module in aot.modules()
+        if hasattr(module, "launch") or aot.functions_of(module)
+    }
+    texts[fused_chunks.__name__] = inspect.getsource(fused_chunks)
+    launchers.add(fused_chunks.__name__)
+    for module in aot.modules():
+        if not aot.functions_of(module):
+            continue
+        # A file is tested through the one that launches its kernels.
+        reached = {module.__name__}
+        for _ in range(len(launchers)):
+            reached |= {
+                name
+                for name in launchers
+                if any(f"from {file} import" in texts[name] for file in reached)
+            }
+        imports = [
+            line
+            for name in reached
+            for line in (
+                f"from {name} import",
+                "from {} import {}\n".format(*name.rsplit(".", 1)),
+            )
+        ]
+        assert any(line in tests for line in imports), (
+            f"{module.__name__}: no test in tests/interpreted imports it, or what launches it"
+        )
+
+
+def one_of_each_kernel() -> list[Variant]:
+    return list({variant.function: variant for variant in aot.all_variants(90)}.values())
+
+
+@pytest.mark.parametrize("variant", one_of_each_kernel(), ids=lambda variant: variant.name)
+def test_every_constant_of_a_kernel_reaches_its_code(variant: Variant) -> None:
+    """A constant that is in the key and not in the code is one that the code has a fixed value for."""
+    whole = anonymous(variant)
+    for name, value in variant.constants:
+        changed = replace_constant(variant, name, other(value))
+        try:
+            code = anonymous(changed)
+        except triton.CompilationError:
+            continue  # The code has opinions about it.
+        assert code != whole, f"{variant}: {name} has no effect"
+
+
+def other(value: Constant) -> Constant:
+    """Another value of the same kind; a power of two stays one."""
+    if isinstance(value, bool):
+        return not value
+    # A width that may be absent is a number of whole blocks.
+    return f"{value}x" if isinstance(value, str) else value * 2 or 256
+
+
+def replace_constant(variant: Variant, name: str, value: Constant) -> Variant:
+    return Variant(
+        variant.function,
+        variant.types,
+        tuple((n, value if n == name else v) for n, v in variant.constants),
+        variant.warps,
+        variant.stages,
+        variant.fp_fusion,
+        variant.early,
+    )
+
+
+def anonymous(variant: Variant) -> str:
+    """The first stage of a kernel without the name it is given for its key."""
+    key = key_for(variant, 90)
+    return first_stage(variant, 90, key).replace(key.symbol, variant.name)

@@ -1,0 +1,316 @@
+"""Going on with a run: nothing is begun again unasked, no check keeps a saved run from its owner, and no more
+room is asked for than will be written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.checks.runner import AT_ONCE
+from engine.data.batches import IGNORED, Batch
+from engine.errors import DiskFull
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from engine.plan.inputs import check_inputs
+from engine.spec import load_spec
+from engine.train import run as trainer_module
+from engine.verdict import Level
+from tests.support.checked_runs import Run, World, make_run, make_world
+from tests.support.finished_runs import carried_out
+from tests.support.healthy_runs import Drawn
+from tests.support.kit import Kit
+from tests.support.running import engine, engine_here
+
+
+@pytest.fixture(scope="module")
+def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+# A check that is not certain says so
+
+
+def stepped(run: Run, steps: int) -> Run:
+    for step in run.trainer.steps():
+        if step.step == steps:
+            break
+    looked_at = dataclasses.replace(
+        run.context, step=run.trainer.step, position=run.trainer.position
+    )
+    return dataclasses.replace(run, context=looked_at)
+
+
+def of_gradients(run: Run, factor: float) -> Level:
+    """What is said of a step whose gradient is `factor` times the logged loss's."""
+
+    def spoilt(batches: Sequence[Batch]) -> float:
+        loss = run.context.gradients(batches)
+        for parameter in run.trainer.parameters:
+            if parameter.grad is not None:
+                parameter.grad *= factor
+        return loss
+
+    looked_at = dataclasses.replace(run.context, gradients=spoilt)
+    return AT_ONCE["loss_gradient"](looked_at).verdict.level
+
+
+WRONG = (-1.0, 0.25, 0.5, 0.96, 1.04, 2.0, 16.0)
+
+
+def test_a_healthy_run_at_a_high_rate_is_not_refused_where_its_loss_curves(world: World) -> None:
+    student = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5}
+    student |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    train = {"steps": 24, "rows": 6, "lr": 4.855e-3, "warmup_steps": 0, "seed": 25}
+    settings = {
+        "data": {"seq_len": 64},
+        "loss": {"alpha": 0.0, "temperature": 2.0},
+        "train": train | {"weight_decay": 0.1, "clip_norm": 0.0},
+    }
+    run = stepped(Drawn(world, student, settings, "fp32").make(), 4)
+    answer = AT_ONCE["loss_gradient"](run.context)
+    assert answer.verdict.level is Level.PASS, answer.verdict
+    # Two step sizes alone would not have shown it.
+    assert answer.numbers["step_share"] < 0.1
+    assert {of_gradients(run, factor) for factor in (-1.0, 0.5, 2.0)} == {Level.FAIL}
+    assert of_gradients(run, 1.04) is not Level.PASS
+
+
+def test_a_wrong_gradient_is_refused_where_the_loss_hardly_curves(world: World) -> None:
+    run = make_run(world)
+    assert {of_gradients(run, factor) for factor in WRONG} == {Level.FAIL}
+    assert of_gradients(run, 1.0) is Level.PASS
+
+
+def test_a_nan_is_looked_for_where_there_is_a_label(world: World) -> None:
+    looked_at = make_run(world).context
+
+    class FirstTokenEndsItsDocument:
+        def take(self, position: int, rows: int) -> Batch:
+            batch = looked_at.batches.take(position, rows)
+            labels_BT = batch.labels_BT.copy()
+            labels_BT[:, :3] = IGNORED
+            return dataclasses.replace(batch, labels_BT=labels_BT)
+
+    ended = dataclasses.replace(looked_at, batches=FirstTokenEndsItsDocument())  # type: ignore[arg-type]
+    assert AT_ONCE["nan_not_masked"](ended).verdict.level is Level.PASS
+
+
+# A run that goes on
+
+
+@pytest.fixture(scope="module")
+def saved(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of 8 steps that was stopped after 6, with checkpoints of steps 2, 4 and 6."""
+    run, code = carried_out(
+        kit,
+        tmp_path_factory.mktemp("saved"),
+        train__steps=8,
+        train__stop_after=6,
+        checkpoint__every=2,
+        checkpoint__keep_last=3,
+    )
+    assert code == 0
+    return run
+
+
+def copied(saved: RunFolder, folder: Path) -> RunFolder:
+    shutil.copytree(saved.path, folder / "run")
+    return RunFolder(folder / "run")
+
+
+def steps_saved(run: RunFolder) -> list[int]:
+    return [int(path.name[5:]) for path in sorted(run.checkpoints.glob("step-*"))]
+
+
+def go_on(run: RunFolder, *, allow_restart: bool = False) -> int:
+    return trainer_module.run(
+        run.path, resume=True, allow_fallback=False, allow_restart=allow_restart, keep_alive_fd=None
+    )
+
+
+def test_without_any_checkpoint_nothing_is_begun_again_unasked(
+    saved: RunFolder, tmp_path: Path
+) -> None:
+    run = copied(saved, tmp_path)
+    shutil.rmtree(run.checkpoints)
+    log = run.events.read_bytes()
+    for detach in ([], ["--detach"]):
+        refused = engine_here("distill", "--resume", run.path, *detach)
+        assert refused.returncode == 65
+        assert "the checkpoint of step 6" in refused.stderr and "--allow-restart" in refused.stderr
+    assert run.events.read_bytes() == log
+    # The trainer refuses by itself, too: it may be started by torchrun.
+    assert go_on(run) == 65
+    ended = Follower(run).read_all().finished
+    assert ended is not None and ended.step == 6 and "--allow-restart" in ended.reason
+    assert go_on(run, allow_restart=True) == 0
+    view = Follower(run).read_all()
+    assert any("step 6 is gone" in note.text for note in view.notes)
+    assert view.started is not None and view.started.resumed_from == 0
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_what_a_resumed_run_prints_goes_into_a_file_of_its_own(
+    saved: RunFolder, tmp_path: Path, kind: str
+) -> None:
+    run, elsewhere = copied(saved, tmp_path / "run"), tmp_path / "elsewhere"
+    elsewhere.write_text("mine\n")
+    run.stderr.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(run.stderr)
+    else:
+        run.stderr.symlink_to(elsewhere)
+    done = engine_here("distill", "--resume", run.path)
+    assert done.returncode == 65 and str(run.stderr) in done.stderr, done.stderr
+    assert elsewhere.read_text() == "mine\n"
+
+
+def test_a_newest_checkpoint_that_is_gone_is_told(
+    saved: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(saved, tmp_path)
+    shutil.rmtree(run.checkpoints / "step-00000006")
+    (run.checkpoints / "step-00000006").with_suffix(".mine").mkdir()
+    resumed = engine("distill", "--resume", run.path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "a checkpoint of step 6 was safe" in resumed.stderr
+    view = Follower(run).read_all()
+    notes = [note.text for note in view.notes if "step 6 was safe" in note.text]
+    assert len(notes) == 1 and "going on from step 4" in notes[0]
+    assert view.steps.values("step") == [float(step) for step in range(1, 9)]
+
+
+def test_an_untouched_run_is_told_nothing_of_missing_checkpoints(
+    saved: RunFolder, tmp_path: Path
+) -> None:
+    run = copied(saved, tmp_path)
+    assert go_on(run) == 0
+    assert not [note for note in Follower(run).read_all().notes if "was safe" in note.text]
+
+
+def test_a_damaged_newest_checkpoint_names_the_option_that_goes_on(
+    saved: RunFolder, tmp_path: Path
+) -> None:
+    run = copied(saved, tmp_path)
+    (run.checkpoints / "step-00000006" / "state.json").write_text("{}")
+    assert go_on(run) == 65
+    ended = Follower(run).read_all().finished
+    assert ended is not None and "--allow-fallback" in ended.reason and ended.step == 6
+
+
+def moved_in_the_data(run: RunFolder, rows: int) -> None:
+    """The newest checkpoint as one that verifies and would go on elsewhere in the data."""
+    newest = max(run.checkpoints.iterdir())
+    state = json.loads((newest / "state.json").read_text())
+    state["position"]["rows"] += rows
+    text = json.dumps(state).encode()
+    (newest / "state.json").write_bytes(text)
+    manifest = json.loads((newest / "MANIFEST.json").read_text())
+    manifest["files"]["state.json"] = {
+        "sha256": hashlib.sha256(text).hexdigest(),
+        "size": len(text),
+    }
+    (newest / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def test_a_resume_that_a_check_stops_says_the_command_that_goes_on_and_it_works(
+    saved: RunFolder, tmp_path: Path
+) -> None:
+    run = copied(saved, tmp_path)
+    moved_in_the_data(run, 4)
+    stopped = engine("distill", "--resume", run.path)
+    assert stopped.returncode == 1 and "check resume_continues" in stopped.stderr
+    assert "The risk: " in stopped.stderr
+    ended = Follower(run).read_all().finished
+    assert ended is not None and ended.step == 6
+    advice = [line for line in stopped.stderr.splitlines() if line.startswith("continue")]
+    assert len(advice) == 1 and advice[0] in stopped.stderr.splitlines()
+    words = shlex.split(advice[0].split(": ", 1)[1])
+    assert words[0] == "engine"
+    assert " ".join(words) in ended.reason
+    assert steps_saved(run) == steps_saved(saved)
+    again = engine(*words[1:])
+    assert again.returncode == 0, again.stderr
+    view = Follower(run).read_all()
+    assert view.checks["resume_continues"].level == "fail"
+    assert view.last_step == 8 and view.finished is not None
+    assert view.finished.state == "completed"
+
+
+# Room on the disk
+
+
+def room_asked(
+    kit: Kit,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Path | None = None,
+    **changes: object,
+) -> bool:
+    """Whether a run is refused on a disk with a kilobyte left."""
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    try:
+        check_inputs(load_spec(kit.spec(folder, **changes))[0], run or folder / "run")
+    except DiskFull:
+        return True
+    return False
+
+
+def test_room_is_asked_for_what_will_be_written(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: RunFolder
+) -> None:
+    none = {"checkpoint__every": 0, "checkpoint__at_end": False}
+    assert not room_asked(kit, tmp_path, monkeypatch, **none)
+    assert room_asked(kit, tmp_path, monkeypatch, **(none | {"checkpoint__at_end": True}))
+    assert room_asked(kit, tmp_path, monkeypatch, **(none | {"checkpoint__every": 20}))
+    # The run ends before the first that is due.
+    assert not room_asked(kit, tmp_path, monkeypatch, **(none | {"checkpoint__every": 21}))
+    late = none | {"checkpoint__every": 5, "train__stop_after": 4}
+    assert not room_asked(kit, tmp_path, monkeypatch, **late)
+    # Its next one is beyond the pause, counted from where it goes on.
+    resumed = none | {"checkpoint__every": 5, "train__steps": 20, "train__stop_after": 3}
+    assert not room_asked(kit, tmp_path, monkeypatch, saved.path, **resumed)
+    later = resumed | {"train__stop_after": 4}
+    assert room_asked(kit, tmp_path, monkeypatch, saved.path, **later)
+
+
+@pytest.mark.parametrize(
+    ("changes", "times"),
+    [
+        ({"checkpoint__every": 0}, 1.5),
+        ({"checkpoint__every": 10}, 2.5),
+        ({"checkpoint__every": 1, "checkpoint__keep_last": 1}, 3.5),
+        ({"checkpoint__every": 1, "checkpoint__keep_last": 1000}, 20.5),
+    ],
+    ids=str,
+)
+def test_as_much_room_is_asked_as_the_checkpoints_take_that_are_there_at_once(
+    kit: Kit,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    saved: RunFolder,
+    changes: dict[str, object],
+    times: float,
+) -> None:
+    newest = max(saved.checkpoints.iterdir())
+    size = sum(file.stat().st_size for file in newest.iterdir())
+    spec = load_spec(kit.spec(tmp_path, **changes))[0]
+    usage = shutil.disk_usage(tmp_path)
+    for share, enough in ((1.05, True), (0.9, False)):
+        free = round(size * times * share)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        if enough:
+            check_inputs(spec, tmp_path / "run")
+        else:
+            with pytest.raises(DiskFull):
+                check_inputs(spec, tmp_path / "run")

@@ -1,0 +1,172 @@
+"""A signal before the first step ends a command within two seconds, wherever it is: with 128 + n, without
+children and without half-written files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.cli.progress import exit_code
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from tests.support.kit import Kit
+from tests.support.run_folders import killed
+from tests.support.running import DEADLINE_S, engine, environment, wait_for, wait_until_ended
+
+WITHIN_S = 2.0
+LEEWAY_S = float(os.environ.get("APR_TEST_LEEWAY_S", "2"))
+"""For a machine that other tests keep busy; measured alone every case ends within WITHIN_S."""
+
+
+class Held:
+    """An `engine` command, or the trainer it starts, that stands still at one function."""
+
+    def __init__(
+        self, folder: Path, where: str, how: str, *arguments: object, trainer: bool = False
+    ) -> None:
+        self.reached = folder / "held"
+        env = environment() | {"HOLD": where, "HOLD_IN": how, "HELD": str(self.reached)}
+        command = [sys.executable, "-m", "tests.holding", "engine.cli.main"]
+        if trainer:
+            env["APR_WORKBENCH_TRAINER"] = "tests.holding engine.distill"
+            command = [sys.executable, "-m", "engine"]
+        self.process = subprocess.Popen(
+            [*command, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        deadline = time.monotonic() + DEADLINE_S
+        while not self.reached.exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "it never came there"
+            time.sleep(0.01)
+        self.pids = [int(word) for word in self.reached.read_text().split()]
+
+    def end(self, number: int) -> str:
+        """Ends it by this signal; returns what it said."""
+        begun = time.monotonic()
+        self.process.send_signal(number)
+        said = self.process.communicate(timeout=DEADLINE_S)[1]
+        took = time.monotonic() - begun
+        # A process that a signal ended has the same code in a shell.
+        code = self.process.returncode
+        assert (code if code >= 0 else 128 - code) == 128 + number, said
+        assert took < WITHIN_S + LEEWAY_S, said
+        while any(is_running(pid) for pid in self.pids):
+            assert time.monotonic() - begun < WITHIN_S + LEEWAY_S, "a process is left"
+            time.sleep(0.01)
+        assert "Traceback" not in said
+        return said
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "number"),
+    [
+        ("engine.train.data:prepare_data", "sleep", signal.SIGINT),
+        ("engine.train.build:Builder.teacher", "lock", signal.SIGTERM),
+    ],
+)
+def test_a_run_is_ended_before_its_first_step_wherever_its_trainer_is(
+    kit: Kit, tmp_path: Path, where: str, how: str, number: int
+) -> None:
+    run = tmp_path / "run"
+    held = Held(tmp_path, where, how, "distill", kit.spec(tmp_path), "--out", run, trainer=True)
+    held.end(number)
+    ended = Follower(RunFolder(run))
+    ended.read_all()
+    assert not ended.alive.trainer and not ended.alive.supervisor
+    name = signal.Signals(number).name
+    assert ended.view.exit is not None and name in ended.view.exit.sentence
+    if how == "sleep":
+        assert ended.view.finished is not None
+        assert ended.view.finished.reason == f"{name} before the first step"
+    assert ended.view.last_step == 0 and not list(run.glob("checkpoints/*"))
+
+
+def test_what_it_took_to_end_a_run_that_was_asked_to_end_is_not_its_exit_code(
+    tmp_path: Path,
+) -> None:
+    view = Follower(killed(tmp_path / "run")).read_all()
+    assert exit_code(view, 128 + signal.SIGTERM) == 143
+    assert exit_code(view, 128 + signal.SIGKILL) == 137
+    assert exit_code(view, -signal.SIGKILL) == 137, "the supervisor was killed too"
+
+
+def test_a_run_that_was_ended_before_its_first_step_can_be_resumed(
+    kit: Kit, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    spec = kit.spec(tmp_path, train__steps=2)
+    where = "engine.train.build:Builder.student"
+    Held(tmp_path, where, "sleep", "distill", spec, "--out", run, trainer=True).end(signal.SIGTERM)
+    again = engine("distill", "--resume", run)
+    assert again.returncode == 0, again.stderr
+
+
+def test_a_signal_while_inputs_are_read_leaves_no_run_folder(kit: Kit, tmp_path: Path) -> None:
+    run, spec = tmp_path / "runs" / "run", kit.spec(tmp_path)
+    where = "engine.plan.inputs:check_inputs"
+    Held(tmp_path, where, "lock", "distill", spec, "--out", run).end(signal.SIGTERM)
+    assert not run.parent.exists()
+
+
+@pytest.mark.parametrize(("how", "number"), [("sleep", signal.SIGHUP), ("lock", signal.SIGTERM)])
+def test_a_signal_while_a_model_is_converted_leaves_no_part_of_a_file(
+    kit: Kit, tmp_path: Path, how: str, number: int
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    where = "engine.formats.gguf_write:_check_model"
+    held = Held(tmp_path, where, how, "convert", kit.teacher, out / "m.gguf", "--quant", "f32")
+    assert list(out.iterdir()), "it had begun to write"
+    held.end(number)
+    assert not list(out.iterdir())
+
+
+def test_a_signal_while_a_teacher_is_loaded_ends_prepare(kit: Kit, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    where = "engine.train.prepare:_load_teacher"
+    held = Held(tmp_path, where, "lock", "prepare", kit.spec(tmp_path), "--out", store)
+    held.end(signal.SIGTERM)
+    done = engine("prepare", kit.spec(tmp_path), "--out", store)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_killed_supervisor_ends_a_trainer_that_has_not_begun(kit: Kit, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    spec = kit.spec(tmp_path)
+    where = "engine.train.data:prepare_data"
+    held = Held(tmp_path, where, "sleep", "distill", spec, "--out", run, trainer=True)
+    follower = wait_for(run, lambda view: "watch" in view.clocks)
+    os.kill(follower.view.clocks["watch"].pid, signal.SIGKILL)
+    held.process.communicate(timeout=DEADLINE_S)
+    view = wait_until_ended(run).view
+    assert view.finished is not None and "supervisor lost" in view.finished.reason
+    os.kill(held.pids[1], signal.SIGKILL)  # a child of the trainer's, which nobody asked to end
+
+
+def test_a_signal_that_is_ignored_already_stays_so(tmp_path: Path) -> None:
+    program = (
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from engine.signals import guard_command; guard_command()\n"
+        "import os; os.kill(os.getpid(), signal.SIGHUP); print('alive')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment()
+    )
+    assert done.stdout == "alive\n", done.stderr

@@ -1,0 +1,127 @@
+"""Every file operation of the engine fails in turn, and the power goes at every one of them: what was
+acknowledged is there, nothing half-made is taken for whole, and the error names the file and its cause.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.faults import CODES, HERE, compiled, environment
+from tests.support.kit import Kit
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def kit_file(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kit-file") / "kit.json"
+    path.write_text(json.dumps({k: str(v) for k, v in dataclasses.asdict(kit).items()}))
+    return path
+
+
+def asked(library: Path, script: str, *arguments: object) -> dict[str, Any]:
+    """The JSON that a script of this folder prints, run with `faults.c` preloaded."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment(library),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+MANY, FEW = tuple(CODES), ("ENOSPC", "EINTR")
+REST = ("EIO", "EDQUOT", "EROFS")
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "least"),
+    [
+        ("log", MANY, 140),
+        ("log that goes on", MANY, 70),
+        ("run folder", MANY, 150),
+        ("small file", MANY, 50),
+        ("flip", MANY, 180),
+        ("checkpoint", FEW, 260),
+        ("student", FEW, 120),
+        ("evidence", FEW, 200),
+        pytest.param("checkpoint", REST, 300, marks=pytest.mark.soak),
+        pytest.param("student", REST, 150, marks=pytest.mark.soak),
+        pytest.param("evidence", REST, 200, marks=pytest.mark.soak),
+    ],
+)
+def test_every_operation_may_fail_in_every_way(
+    library: Path, tmp_path: Path, name: str, codes: tuple[str, ...], least: int
+) -> None:
+    answer = asked(library, "fault_scenarios.py", name, tmp_path, *codes)
+    assert not answer["problems"], "\n".join(answer["problems"][:5])
+    assert answer["points"] >= least, "operations have gone that used to be seen"
+
+
+@pytest.mark.parametrize(
+    ("code", "mode", "first", "step"),
+    [
+        ("ENOSPC", "once", 5, 167),
+        ("EIO", "persistent", 11, 193),
+        *(
+            pytest.param(code, mode, first, 5, marks=pytest.mark.soak)
+            for first, (code, mode) in enumerate(
+                [
+                    ("ENOSPC", "once"),
+                    ("ENOSPC", "persistent"),
+                    ("EIO", "once"),
+                    ("EIO", "persistent"),
+                    ("EROFS", "persistent"),
+                ],
+                start=1,
+            )
+        ),
+    ],
+)
+def test_a_run_that_meets_an_error_of_the_disk_says_so_and_is_resumed_to_the_same_end(
+    library: Path, kit_file: Path, tmp_path: Path, code: str, mode: str, first: int, step: int
+) -> None:
+    answer = asked(library, "whole_runs.py", "fail", kit_file, tmp_path, code, mode, first, step)
+    assert not answer["problems"], "\n".join(answer["problems"][:5])
+    assert answer["points"] == len(range(first, answer["calls"] + 1, step)) >= 3
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 21))]
+)
+def test_a_power_loss_at_any_operation_of_a_run_loses_nothing_that_was_acknowledged(
+    library: Path, kit_file: Path, tmp_path: Path, seed: int
+) -> None:
+    answer = asked(library, "whole_runs.py", "power", kit_file, tmp_path, seed)
+    assert answer["journal_is_whole"], "a write was not seen: the states prove nothing"
+    assert not answer["problems"], "\n".join(answer["problems"][:5])
+    assert answer["states"] >= 200 and answer["resumed"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("seed", "wanted"),
+    [
+        (1, 25),
+        (3, 25),
+        *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(2, 23)),
+    ],
+)
+def test_runs_killed_at_random_moments_come_to_the_same_end(
+    library: Path, kit_file: Path, tmp_path: Path, seed: int, wanted: int
+) -> None:
+    answer = asked(library, "whole_runs.py", "kills", kit_file, tmp_path, seed, wanted)
+    assert not answer["problems"], "\n".join(answer["problems"][:5])
+    assert answer["kills"] >= wanted

@@ -1,0 +1,632 @@
+"""Faults that no other test plants: a machine that restarts, crashes, second signals, readers that stand
+still, settings, versions and files that change between two sessions, and a machine without memory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import RunLogError
+from engine.flips.outcome import sum_up
+from engine.flips.proof import equal
+from engine.log import write as write_module
+from engine.log.events import Note, StopForwarded
+from engine.log.folder import RunFolder, create_run
+from engine.log.follow import Follower
+from engine.log.read import BrokenLog, LogReader
+from engine.log.recover import repair
+from engine.log.view import RunView
+from engine.log.write import LogWriter
+from engine.machine.host import Host
+from engine.machine.kill_counters import read_kill_counters
+from engine.models.config import ModelConfig
+from engine.models.load import new_decoder, save_decoder
+from engine.spec import RunSpec, load_spec
+from engine.teachers.build import build_teacher
+from engine.train import run as trainer_module
+from engine.train.checkpoint.manifest import newest
+from engine.train.checkpoint.write import save
+from engine.train.drift import versions_changed
+from engine.train.trainer import Trainer
+from engine.verdict import Level
+from engine.watch.attribution import ExitState, attribute_exit
+from engine.watch.launch import launch
+from engine.watch.machine_guard import (
+    GRACE_S,
+    HELD_S,
+    SUSPENDED,
+    ClockWatch,
+    MemoryGuard,
+)
+from engine.watch.supervisor import _Supervisor
+from tests.support.flip_pairs import outcome, plan
+from tests.support.kit import Kit, tiny_config
+from tests.support.packed_models import lively, make_config, write
+from tests.support.run_folders import Scene, started
+from tests.support.running import (
+    engine,
+    engine_here,
+    environment,
+    start,
+    wait_for,
+    wait_until_ended,
+)
+from tests.system.workbench.test_terminal import Terminal
+from tests.unit.machine.test_host import MACHINE, write_tree
+
+# Row 7: the machine restarts.
+
+
+def lost(path: Path, monkeypatch: pytest.MonkeyPatch, **facts: str) -> RunFolder:
+    """A run that was going on in another boot, and whose end nobody wrote."""
+    with monkeypatch.context() as patched:
+        patched.setattr(write_module, "read_boot_id", lambda: "another-boot")
+        scene = Scene(path).open().begin(60).steps(1, 30)
+    if facts:
+        from engine.log.events import FactsRead
+
+        scene.device(FactsRead(facts=dict(facts)))
+    return scene.close().run
+
+
+def test_a_run_that_ended_with_its_machine_is_host_lost_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = lost(tmp_path / "kd", monkeypatch)
+    follower = Follower(run)
+    follower.read_all()
+    assert follower.state == "host_lost"
+    said = engine_here("runs", tmp_path)
+    assert "HOST_LOST | step 30/60" in said.stdout and "stopped or restarted" in said.stdout
+    assert "--resume" in said.stdout and "memory" not in said.stdout
+    assert "ended: HOST_LOST | step 30/60" in engine_here("diagnose", run.path).stdout
+
+
+def test_on_unified_memory_a_lost_machine_may_have_run_out_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost(tmp_path / "kd", monkeypatch, cuda0_integrated="yes")
+    assert "possible and not proved" in engine_here("runs", tmp_path).stdout
+
+
+def test_without_a_boot_id_nothing_is_said_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = lost(tmp_path / "kd", monkeypatch)
+    with monkeypatch.context() as patched:
+        patched.setattr("engine.log.folder.read_boot_id", lambda: "unknown")
+        follower = Follower(run)
+        follower.read_all()
+    assert follower.state == "vanished"
+
+
+def test_a_hole_that_a_power_loss_left_in_a_log_is_named_cut_off_and_its_lines_kept(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events.jsonl"
+    with LogWriter(path, writer="trainer") as log:
+        for index in range(4):
+            log.write(Note(level="info", text=str(index)))
+    raw = path.read_bytes()
+    begin = raw.index(b'"text":"1"')
+    begin = raw.rindex(b"\n", 0, begin) + 1
+    end = raw.index(b"\n", begin) + 20
+    path.write_bytes(raw[: begin + 5] + bytes(end - begin - 5) + raw[end:])
+    with pytest.raises(BrokenLog, match="had not reached the disk") as broken:
+        LogReader(path).poll()
+    assert broken.value.hole and len(broken.value.before) == 2
+    said = repair(path)
+    assert said is not None and f"events.jsonl.lost-{begin}" in said
+    assert (tmp_path / f"events.jsonl.lost-{begin}").read_bytes().endswith(raw[end:])
+    assert repair(path) is None
+    with LogWriter(path, writer="trainer") as log:
+        log.write(Note(level="info", text="after"))
+    texts = [e.text for e in LogReader(path).poll() if isinstance(e, Note)]
+    assert texts == ["0", "after"]
+
+
+# Row 8 and row 5: exceptions of the trainer.
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The trainer takes the signals of its process; give them back."""
+    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def trained_here(kit: Kit, folder: Path, **changes: object) -> tuple[int, RunFolder]:
+    """A run of the trainer in this process; its exit code and its folder."""
+    spec, text = load_spec(kit.spec(folder, **changes), [])
+    run = create_run(folder / "run", text, {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
+    code = trainer_module.run(run.path, resume=False, allow_fallback=False, keep_alive_fd=None)
+    return code, run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ZeroDivisionError("division by zero"), 70, "ZeroDivisionError: division by zero"),
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), 1, "the device allocator refused"),
+        (MemoryError("a list"), 1, "the host allocator refused"),
+    ],
+)
+def test_an_exception_in_a_step_is_told_and_keeps_the_checkpoint(
+    kit: Kit,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    handlers: None,
+    error: Exception,
+    code: int,
+    said: str,
+) -> None:
+    real = Trainer.steps
+
+    def fails_after_seven(self: Trainer, *arguments: Any) -> Iterator[Any]:
+        for step in real(self, *arguments):
+            yield step
+            if step.step == 7:
+                raise error
+
+    monkeypatch.setattr(Trainer, "steps", fails_after_seven)
+    found, run = trained_here(kit, tmp_path)
+    view = Follower(run).read_all()
+    assert found == code and view.finished is not None
+    assert (view.finished.state, view.finished.exit_code) == ("failed", code)
+    assert said in view.finished.reason and view.finished.step == 7
+    assert type(error).__name__ in capfd.readouterr().err
+    kept = newest(run.checkpoints)
+    assert kept is not None and kept.step == 5
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_room_is_an_allocation_that_failed(
+    kit: Kit, tmp_path: Path, handlers: None
+) -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-4)
+    try:
+        code, run = trained_here(
+            kit, tmp_path, compute__device="cuda", memory__allocator="native", data__seq_len=64
+        )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    view = Follower(run).read_all()
+    assert code == 1 and view.finished is not None
+    assert "the device allocator refused" in view.finished.reason
+
+
+# Row 9: crashes.
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
+def test_a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr(
+    kit: Kit, tmp_path: Path, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    launched = start("distill", kit.spec(tmp_path, train__steps=100000), "--out", run)
+    view = wait_for(run, lambda view: "events" in view.clocks).view
+    os.kill(view.clocks["events"].pid, number)
+    _, stderr = launched.communicate(timeout=240)
+    ended = wait_until_ended(run)
+    assert ended.state == "crashed" and ended.view.exit is not None
+    assert ended.view.exit.signal == number.name
+    assert launched.returncode == 128 + number and number.name in stderr
+    for command in (("runs", tmp_path), ("diagnose", run)):
+        assert f"crashed with {number.name}" in engine(*command).stdout
+    assert "Fatal Python error" in (run / "stderr.txt").read_text()
+
+
+# Row 27: the second signal.
+
+
+def test_a_second_signal_ends_a_run_whose_step_does_not_end(kit: Kit, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    spec = kit.spec(tmp_path, train__accumulation=1_000_000)
+    launched = start("distill", spec, "--out", run)
+    wait_for(run, lambda view: view.phase is not None and view.phase.name == "training")
+
+    def forwarded(view: RunView) -> int:
+        return sum(isinstance(line.event, StopForwarded) for line in view.lines)
+
+    launched.send_signal(signal.SIGTERM)
+    wait_for(run, lambda view: forwarded(view) == 1)
+    launched.send_signal(signal.SIGTERM)
+    launched.communicate(timeout=240)
+    ended = wait_until_ended(run)
+    assert launched.returncode == 143 and ended.state == "terminated"
+    assert ended.view.exit is not None and "stop requested: SIGTERM" in ended.view.exit.sentence
+
+
+# Rows 19, 29, 30, 40: what a run that goes on does not depend on.
+
+
+class Going:
+    """A run that goes on, with a teacher of its own."""
+
+    def __init__(self, kit: Kit, folder: Path) -> None:
+        self.teacher = Path(shutil.copytree(kit.teacher, folder / "teacher"))
+        self.path = folder / "run"
+        spec = kit.spec(
+            folder, teacher__path=str(self.teacher), train__steps=10**6, checkpoint__every=0
+        )
+        done = engine("distill", spec, "--out", self.path, "--detach")
+        assert done.returncode == 0, done.stderr
+        pid = wait_for(self.path, lambda view: view.last_step >= 2).view.trainer_pid
+        assert pid is not None
+        self.pid = pid
+
+    def goes_on(self, steps: int = 30) -> RunView:
+        """Wait for so many more steps."""
+        done = Follower(RunFolder(self.path)).read_all().last_step
+        return wait_for(self.path, lambda view: view.last_step >= done + steps).view
+
+
+@pytest.fixture(scope="module")
+def resting(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Going]:
+    run = Going(kit, tmp_path_factory.mktemp("going"))
+    os.kill(run.pid, signal.SIGSTOP)
+    yield run
+    engine_here("stop", run.path, "--now")
+    wait_until_ended(run.path)
+
+
+@pytest.fixture
+def going(resting: Going) -> Iterator[Going]:
+    """It goes on as long as a test looks, and leaves the processor to the others."""
+    os.kill(resting.pid, signal.SIGCONT)
+    yield resting
+    os.kill(resting.pid, signal.SIGSTOP)
+
+
+def test_a_trainer_has_no_worker_to_lose_and_no_shared_memory_to_fill(going: Going) -> None:
+    tasks = Path(f"/proc/{going.pid}/task")
+    children = [pid for t in tasks.iterdir() for pid in (t / "children").read_text().split()]
+    assert children == []
+    assert "/dev/shm" not in Path(f"/proc/{going.pid}/maps").read_text()
+
+
+def test_a_screen_that_is_killed_leaves_the_run_alone_and_the_next_shows_all_of_it(
+    going: Going,
+) -> None:
+    first = Terminal(str(going.path))
+    first.read_until("RUNNING")
+    os.kill(first.pid, signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    view = going.goes_on()
+    assert view.steps.values("step", 0, 3) == [1.0, 2.0, 3.0]
+    second = Terminal(str(going.path))
+    second.read_until("RUNNING")
+    second.press("q")
+    assert second.wait() == 0
+
+
+def test_a_reader_that_stands_still_never_holds_up_a_step_or_costs_a_line(going: Going) -> None:
+    read, written = os.pipe()
+    fcntl.fcntl(written, fcntl.F_SETPIPE_SZ, 4096)
+    tail = subprocess.Popen(
+        [sys.executable, "-m", "engine", "tail", "-f", str(going.path)],
+        stdout=written,
+        env=environment(),
+    )
+    try:
+        os.close(written)
+        assert os.read(read, 1), "it prints, and nobody reads on"
+        os.kill(tail.pid, signal.SIGSTOP)
+        view = going.goes_on(90)
+        steps = view.steps.values("step")
+        assert steps == [float(i) for i in range(1, len(steps) + 1)]
+    finally:
+        tail.kill()
+        tail.wait()
+        os.close(read)
+
+
+def test_a_model_file_that_is_emptied_while_a_run_goes_on_changes_nothing(going: Going) -> None:
+    assert str(going.teacher) not in Path(f"/proc/{going.pid}/maps").read_text()
+    for file in going.teacher.glob("*.safetensors"):
+        os.truncate(file, 0)
+    going.goes_on()
+
+
+def test_a_teacher_in_blocks_keeps_no_mapping_of_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", lively(make_config()), "Q4_K")
+    teacher, _ = build_teacher(
+        str(path),
+        backend="quantized",
+        precision="fp32",
+        kernel="auto",
+        device=torch.device("cpu"),
+        student_vocab=make_config().vocab_size,
+    )
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    os.truncate(path, 0)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    assert teacher.hidden(tokens, torch.zeros_like(tokens)).isfinite().all()
+
+
+# Rows 36, 37, 40: what may have changed when a run is resumed.
+
+
+@pytest.fixture(scope="module")
+def stopped(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 steps that was stopped after its first checkpoint; to be copied."""
+    folder = tmp_path_factory.mktemp("stopped")
+    teacher = shutil.copytree(kit.teacher, folder / "teacher")
+    spec = kit.spec(folder, teacher__path=str(teacher), train__steps=200)
+    launched = start("distill", spec, "--out", folder / "run")
+    wait_for(folder / "run", lambda view: bool(view.checkpoints))
+    launched.terminate()
+    launched.communicate(timeout=240)
+    assert wait_until_ended(folder / "run").state == "stopped"
+    return folder
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped / "run", tmp_path / "run"))
+
+
+def test_a_setting_changed_on_resume_is_refused_with_both_values(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (run / "effective.json").read_bytes()
+    asked = engine("distill", "--resume", run, "--set", "train.lr=0.001")
+    assert asked.returncode == 65 and "train.lr = 0.001 (was 0.0003)" in asked.stderr
+    assert "--allow-change train.lr" in asked.stderr
+    monkeypatch.setenv("MANAGED_MEMORY", "1")
+    asked = engine("distill", "--resume", run)
+    assert asked.returncode == 65 and "memory.allocator = 'managed' (was 'auto')" in asked.stderr
+    unknown = engine("distill", "--resume", run, "--allow-change", "train.loss_rate")
+    assert unknown.returncode == 64 and "train.loss_rate" in unknown.stderr
+    assert (run / "effective.json").read_bytes() == before
+
+
+def test_a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions(
+    run: Path,
+) -> None:
+    log = (run / "events.jsonl").read_bytes()
+    ours = f'"torch":"{torch.__version__}"'.encode()
+    assert ours in log
+    (run / "events.jsonl").write_bytes(log.replace(ours, b'"torch":"2.0.0"'))
+    step = Follower(RunFolder(run)).read_all().last_step
+    changed = ["--set", f"train.steps={step + 4}", "--allow-change", "train.steps"]
+    done = engine("distill", "--resume", run, *changed)
+    assert done.returncode == 0, done.stderr
+    follower = Follower(RunFolder(run))
+    view = follower.read_all()
+    assert follower.state == "completed" and view.last_step == step + 4
+    notes = "\n".join(note.text for note in view.notes)
+    assert f"as allowed: train.steps 200 -> {step + 4}" in notes
+    assert "torch 2.0.0 -> " in notes and "not bit for bit" in notes
+    (change,) = json.loads((run / "effective.json").read_text())["changes"]
+    assert (change["key"], change["was"], change["is"]) == ("train.steps", 200, step + 4)
+
+
+def test_versions_that_are_the_same_are_not_worth_a_word() -> None:
+    now = started("kd", 60)
+    assert versions_changed(None, now) == ""
+    assert versions_changed(RunView(started=now), now) == ""
+
+
+def test_a_teacher_replaced_between_two_sessions_is_refused(
+    kit: Kit, stopped: Path, run: Path
+) -> None:
+    kept, teacher = stopped / "kept", stopped / "teacher"
+    teacher.rename(kept)
+    try:
+        config = ModelConfig.from_dict(tiny_config(hidden_size=48), "other")
+        tokenizer = kit.teacher / "tokenizer.json"
+        save_decoder(new_decoder(config, seed=8), teacher, torch.float32, extra_files=[tokenizer])
+        asked = engine("distill", "--resume", run)
+    finally:
+        shutil.rmtree(teacher)
+        kept.rename(teacher)
+    assert asked.returncode == 65, asked.stderr
+    assert "expected the weights this run began with" in asked.stderr
+    assert str(teacher) in asked.stderr
+
+
+def test_a_run_whose_output_cannot_be_kept_is_refused_in_words(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", "", {"spec": RunSpec().to_dict()})
+    run.stderr.mkdir()
+    with pytest.raises(
+        RunLogError, match=r"stderr\.txt — expected to open it for writing, found Is"
+    ):
+        launch(run)
+
+
+# Row 25: leases of processes that are no more.
+
+
+def test_a_folder_left_by_a_dead_process_is_swept_though_its_pid_lives_again(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 1, {"state.json": b"{}"})
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        partial = tmp_path / f"step-00000002.partial-{other.pid}"
+        partial.mkdir()
+        save(tmp_path, 3, {"state.json": b"{}"})
+        assert partial.is_dir(), "its writer lives"
+        os.utime(partial, (1.0e9, 1.0e9))
+        save(tmp_path, 4, {"state.json": b"{}"})
+        assert not partial.exists(), "older than the process of that number"
+    finally:
+        other.kill()
+        other.wait()
+
+
+# Rows 6 and 35: the machine itself.
+
+
+def proc(root: Path, available_kib: int, full_pct: float) -> Host:
+    texts = MACHINE | {
+        "proc/meminfo": f"MemTotal: 125829120 kB\nMemAvailable: {available_kib} kB\n",
+        "proc/pressure/memory": f"some avg10={full_pct} avg60=0\nfull avg10={full_pct:.2f} avg60=0\n",
+    }
+    return write_tree(root, texts)
+
+
+def test_a_machine_about_to_hang_has_its_run_stopped_and_then_ended(tmp_path: Path) -> None:
+    now = [0.0]
+    host = proc(tmp_path, 500_000, 65.0)
+    guard = MemoryGuard(host, monotonic=lambda: now[0])
+    seen = []
+    for _ in range(int(HELD_S + GRACE_S) + 3):
+        found = guard.look()
+        assert found.low
+        seen.append((found.stop, found.end))
+        now[0] += 1.0
+    assert seen.index((True, False)) == HELD_S and seen.index((False, True)) == HELD_S + GRACE_S
+    assert seen.count((True, False)) == seen.count((False, True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("available_kib", "full_pct", "low"),
+    [(500_000, 3.0, True), (60_000_000, 90.0, False), (60_000_000, 0.0, False)],
+)
+def test_little_memory_or_pressure_alone_stops_nothing(
+    tmp_path: Path, available_kib: int, full_pct: float, low: bool
+) -> None:
+    now = [0.0]
+    guard = MemoryGuard(proc(tmp_path, available_kib, full_pct), monotonic=lambda: now[0])
+    for _ in range(60):
+        found = guard.look()
+        assert (found.low, found.stop, found.end) == (low, False, False)
+        now[0] += 1.0
+
+
+def test_a_kernel_without_pressure_readings_is_not_guarded_and_that_is_said_once(
+    tmp_path: Path,
+) -> None:
+    host = proc(tmp_path, 500_000, 65.0)
+    (tmp_path / "proc/pressure/memory").unlink()
+    guard = MemoryGuard(host)
+    assert "not guarded" in guard.look().why and guard.look().why == ""
+
+
+@pytest.mark.parametrize(("asked", "returncode"), [("stop", -signal.SIGTERM), ("report", None)])
+def test_the_supervisor_does_what_the_guard_finds_and_says_why(
+    tmp_path: Path, asked: str, returncode: int | None
+) -> None:
+    run = create_run(tmp_path / "run", "", {})
+    now = [0.0]
+    child = subprocess.Popen(["sleep", "60"])
+    with (
+        LogWriter(run.watch, writer="supervisor") as watch,
+        LogWriter(run.device, writer="sampler") as device,
+    ):
+        supervisor = _Supervisor(run, watch, device)
+        supervisor.guard = MemoryGuard(proc(tmp_path, 500_000, 65.0), monotonic=lambda: now[0])
+        settings = SimpleNamespace(watch=SimpleNamespace(on_thrash=asked))
+        watcher: Any = SimpleNamespace(settings=settings)
+        for _ in range(8):
+            supervisor._look_after_machine(child, watcher)
+            now[0] += 1.0
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=None if returncode is not None else 0.0)
+        assert child.poll() == returncode
+        notes = [e.text for e in LogReader(run.watch).poll() if isinstance(e, Note)]
+        assert len(notes) == 1 and "all processes wait for memory 65 %" in notes[0]
+        if asked == "stop":
+            assert supervisor.stop_signal == "SIGTERM, watch.on_thrash = stop"
+            assert notes[0].startswith("SIGTERM to the trainer: ")
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_suspended_machine_and_a_set_clock_are_told_apart() -> None:
+    times = {"monotonic": 100.0, "boot": 150.0, "wall": 1000.0}
+    clocks = ClockWatch(*(lambda name=name: times[name] for name in times))  # type: ignore[misc]
+    for name in times:
+        times[name] += 1.0
+    assert clocks.look() == []
+    times |= {"boot": times["boot"] + 300.0, "wall": times["wall"] + 300.0}
+    assert clocks.look() == [f"{SUSPENDED} 300 s; durations do not count it"]
+    times["wall"] -= 3600.0
+    assert clocks.look() == ["the wall clock was set by -3600 s; durations do not count it"]
+    times["wall"] += 0.4
+    assert clocks.look() == []
+
+
+def test_a_pair_in_which_the_machine_slept_proves_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "run").open().begin(20).steps(1, 10)
+    scene.watch(Note(level="warning", text=f"{SUSPENDED} 300 s; durations do not count it"))
+    scene.steps(11, 20)
+    view = Follower(scene.close().run).read_all()
+    slept = sum_up(plan(), "B", "arms/01-b", view, "completed", 10.0, over=False)
+    assert slept.suspended
+    said = equal(plan(), outcome("A"), outcome("B", suspended=True))
+    assert said.level == Level.FAIL and "slept in B" in said.reason
+
+
+def test_a_clock_that_is_set_back_changes_no_duration_in_a_log(tmp_path: Path) -> None:
+    wall = iter([5000.0, 1000.0])
+    mono = iter([10.0, 10.0, 12.5])
+    path = tmp_path / "events.jsonl"
+    with LogWriter(
+        path, writer="trainer", wall=lambda: next(wall), monotonic=lambda: next(mono)
+    ) as log:
+        log.write(Note(level="info", text="later"))
+    assert [event.t_s for event in LogReader(path).poll()] == [0.0, 2.5]
+
+
+# Row 2: a real control group that runs out of memory.
+
+EATER = "b = []\nwhile True: b.append(bytearray(1 << 20))"
+
+
+@pytest.mark.soak  # it moves /proc/vmstat oom_kill, from which tests beside it would conclude
+def test_a_child_beyond_the_limit_of_a_real_control_group_is_oom_memcg(tmp_path: Path) -> None:
+    found = Host().find_cgroup("memory")
+    if not hasattr(found, "mount"):
+        pytest.skip(f"no control group of memory here: {found}")
+    group = found.mount / f"apr-oom-{os.getpid()}"
+    limit = "memory.max" if found.version == 2 else "memory.limit_in_bytes"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(64 << 20))
+    except OSError as error:
+        with suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"import sys; sys.stdin.read(1)\n{EATER}"], stdin=subprocess.PIPE
+        )
+        (group / "cgroup.procs").write_text(str(child.pid))
+        before = read_kill_counters(pid=child.pid)
+        child.communicate(b"x", timeout=240)
+        after = read_kill_counters(cgroup=before.cgroup)
+    finally:
+        deadline = time.monotonic() + 120.0
+        while group.exists() and time.monotonic() < deadline:
+            with suppress(OSError):
+                group.rmdir()
+    said = attribute_exit(
+        child.returncode, before, after, stop_requested=None, kernel_line=None, finished=False
+    )
+    assert child.returncode == -signal.SIGKILL
+    assert said.state is ExitState.OOM_MEMCG, said.sentence
+    assert "control group ran out of memory" in said.sentence

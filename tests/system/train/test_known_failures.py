@@ -1,0 +1,274 @@
+"""Which part of the workbench would have caught each failure that is known: the seventeen assertions that the
+prior system lacked, and the ten gaps of other trainers. A part that does not exist fails here, so the table
+cannot say more than is so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engine.checks.catalogue import ABOUT
+from engine.drills.catalogue import drill
+from engine.export.gate.gate import IDS as GATES
+from engine.watch.rules import RULES
+from tests.unit.train.test_fault_matrix import names_in
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Failure:
+    id: str
+    what: str
+    checks: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    gates: tuple[str, ...] = ()
+    drills: tuple[str, ...] = ()
+    """In which it is planted in a real run and must be named."""
+    tests: tuple[str, ...] = ()
+    """`file::function`, without `test_` and `.py`."""
+    evidence: str = ""
+
+
+ASSERTIONS = (
+    Failure(
+        "A1",
+        "the teacher is the student",
+        checks=("teacher_not_student",),
+        rules=("kl_near_zero",),
+        drills=("identical_teacher",),
+        tests=("identical::it_is_refused_unless_it_is_asked_for",),
+    ),
+    Failure(
+        "A2",
+        "a model that is worse than guessing, or not the published one",
+        checks=("teacher_knows_text", "weights_alive"),
+        rules=("loss_not_below_guessing",),
+        drills=("random_teacher", "zero_teacher", "teacher_ids_differ"),
+        tests=(
+            "decoder::logits_equal_transformers",
+            "decoder::logits_of_qwen3_and_llama_equal_transformers",
+        ),
+    ),
+    Failure(
+        "A3",
+        "a forward pass of another model, at positions beyond the first",
+        checks=("forward_is_the_model", "positions_matter", "causal_mask", "documents_isolated"),
+        gates=("teacher",),
+        drills=(
+            "rotary_neighbours",
+            "rotary_missing",
+            "qkv_bias_missing",
+            "norm_eps_fixed",
+            "causal_mask_missing",
+            "document_mask_missing",
+            "kernel_key_deaf",
+        ),
+    ),
+    Failure(
+        "A4",
+        "a gradient that is not the logged loss's",
+        checks=("loss_gradient",),
+        drills=("t_squared_missing",),
+    ),
+    Failure(
+        "A5",
+        "rows in the loss that are not in the update",
+        checks=("rows_in_update", "ignored_rows_have_no_part"),
+        drills=("last_row_only", "last_position_only", "denominator_per_pass"),
+    ),
+    Failure(
+        "A6",
+        "settings that never reached the run",
+        checks=("effective_settings", "effective_learning_rate"),
+        rules=("learning_rate", "batch_not_as_set", "run_not_as_set"),
+        drills=("rate_lost",),
+    ),
+    Failure(
+        "A7",
+        "a tensor that does not move, or a frozen one that does",
+        checks=("tensors_moved",),
+        drills=("frozen_embedding",),
+    ),
+    Failure(
+        "A8",
+        "a NaN that is masked",
+        checks=("nan_not_masked",),
+        rules=("non_finite",),
+        drills=("nan_masked",),
+    ),
+    Failure(
+        "A9",
+        "a loss that stands at ln V or alpha ln V",
+        rules=("loss_not_below_guessing", "loss_at_alpha_ln_v"),
+    ),
+    Failure(
+        "A10",
+        "a compile after warm-up, a cached body of another constant",
+        checks=("no_late_compile",),
+        rules=("compile_after_warm_up",),
+        drills=("stale_body",),
+        tests=("kernel_bodies::a_planted_stale_body_is_refused_naming_its_constant",),
+    ),
+    Failure(
+        "A11",
+        "a GPU that is idle while a step runs",
+        rules=("gpu_idle", "cpu_bound_teacher"),
+        drills=("host_operators",),
+        tests=("watcher::an_idle_gpu_has_the_stacks_taken",),
+        evidence="the-story/summary.json",
+    ),
+    Failure(
+        "A12",
+        "a plan that cannot fit, a kill that is taken for out of memory",
+        checks=("memory_as_planned",),
+        drills=("plan_that_cannot_fit", "killed_from_outside", "memory_leak"),
+        tests=("attribution::each_row_of_the_table",),
+    ),
+    Failure(
+        "A13",
+        "a checkpoint that is none",
+        checks=("checkpoint_reloads",),
+        drills=("small_checkpoint",),
+    ),
+    Failure(
+        "A14",
+        "no held-out loss, and no baseline of the same budget without a teacher",
+        checks=("eval_baseline",),
+        rules=("heldout_diverging",),
+        gates=("heldout",),
+        evidence="demo-kd-vs-ce/summary.json",
+    ),
+    Failure(
+        "A15",
+        "an evaluation that passes gibberish",
+        gates=("eval",),
+        tests=(
+            "evaluate::a_random_model_scores_below_one_percent",
+            "evaluate::reference_solutions_pass_and_empty_ones_fail",
+            "evaluate::a_harness_that_cannot_tell_right_from_wrong_is_refused",
+        ),
+    ),
+    Failure(
+        "A16",
+        "a student that cannot learn one batch by heart",
+        gates=("smoke",),
+        tests=("gate::every_step_of_the_smoke_gate_has_the_same_rows",),
+    ),
+    Failure(
+        "A17",
+        "a contract whose test is absent, or stays green with the bug planted",
+        tests=(
+            "contract_rules::every_id_that_is_named_is_there_and_no_id_is_there_twice",
+            "contract_run::what_was_not_run_is_unknown",
+            "contract_run::planted_bugs_of_this_project_are_caught",
+        ),
+    ),
+)
+
+GAPS = (
+    Failure(
+        "G1",
+        "what must be true of any loss, at every step",
+        checks=("loss_invariants",),
+        tests=("step_invariants::a_broken_invariant_is_an_error_in_the_log",),
+    ),
+    Failure(
+        "G2",
+        "the reported loss against the applied gradient, and the batch split otherwise",
+        checks=("loss_gradient", "rows_in_update"),
+        drills=("t_squared_missing", "denominator_per_pass"),
+    ),
+    Failure(
+        "G3",
+        "a teacher that may not teach",
+        checks=("teacher_knows_text", "weights_alive", "teacher_fp8_within_noise_floor"),
+        drills=("random_teacher", "zero_teacher"),
+    ),
+    Failure(
+        "G4",
+        "shift and mask",
+        checks=(
+            "shift_proof",
+            "labels_are_next_tokens",
+            "student_shift",
+            "padding_not_trained",
+        ),
+        drills=("labels_unshifted", "labels_shifted_twice", "padding_trained"),
+    ),
+    Failure(
+        "G5",
+        "ids that are other tokens, the mass that a cut drops",
+        checks=("vocabulary_by_bytes",),
+        tests=("truncating_teacher::the_dropped_mass_is_what_the_softmax_says",),
+    ),
+    Failure(
+        "G6",
+        "a divergence below the rounding of its gradient",
+        checks=("gradient_above_rounding",),
+        tests=("checks_single::logits_that_are_rounded_to_16_bits_drown_a_small_divergence",),
+    ),
+    Failure(
+        "G7",
+        "where the time of a step goes, as shares of what the device could do",
+        tests=("roofline::a_share_is_of_the_device_that_is_named_and_an_unknown_one_has_none",),
+    ),
+    Failure(
+        "G8",
+        "a run that stands still",
+        rules=("stalled_at_start", "stalled"),
+        drills=("loader_stalls", "deadlock", "cuda_wait"),
+        tests=("ranks_hang::a_stopped_rank_ends_the_run_with_its_name",),
+    ),
+    Failure(
+        "G9",
+        "a checkpoint from which another run would go on",
+        checks=("checkpoint_reloads", "resume_continues"),
+        drills=("optimizer_lost", "position_lost"),
+        tests=(
+            "checks_single::a_checkpoint_that_would_go_on_as_another_run_is_found",
+            "run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
+        ),
+    ),
+    Failure(
+        "G10",
+        "stored answers of another teacher or row, blocks that may not teach",
+        gates=("cache", "teacher"),
+        tests=(
+            "teacher_store::one_changed_byte_anywhere_is_found_and_named",
+            "cached_teacher::a_miss_asks_the_teacher_is_counted_and_said_once",
+            "gate::a_quantized_teacher_is_held_to_the_noise_of_its_blocks",
+        ),
+    ),
+)
+
+FAILURES = (*ASSERTIONS, *GAPS)
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.id)
+def test_what_would_have_caught_it_exists(failure: Failure) -> None:
+    assert failure.checks or failure.rules or failure.gates or failure.tests
+    assert set(failure.checks) <= ABOUT.keys()
+    assert set(failure.rules) <= {rule.id for rule in RULES}
+    assert set(failure.gates) <= set(GATES)
+    for id_ in failure.drills:
+        # What names it in a real run is what the table says.
+        by = {expected.id for expected in drill(id_).expected}
+        told = {*failure.checks, *failure.rules}
+        assert by & told or not {*ABOUT, *(rule.id for rule in RULES)} & by, (id_, by)
+    for test in failure.tests:
+        file, name = test.split("::")
+        assert f"test_{name}" in names_in(HERE / f"test_{file}.py"), test
+    if failure.evidence:
+        assert (HERE.parent / "evidence" / failure.evidence).is_file()
+
+
+def test_every_failure_is_in_the_table_and_so_is_every_check() -> None:
+    assert [one.id for one in ASSERTIONS] == [f"A{n}" for n in range(1, 18)]
+    assert [one.id for one in GAPS] == [f"G{n}" for n in range(1, 11)]
+    # Checks of the run's own text, which no published failure asked for.
+    own = {"split_disjoint", "batch_not_degenerate"}
+    assert {id_ for one in FAILURES for id_ in one.checks} | own == ABOUT.keys()

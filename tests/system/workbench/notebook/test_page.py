@@ -1,0 +1,218 @@
+"""Pages in a real browser: eight widgets on one, a drag that becomes evidence, notebooks and reports without a kernel.
+
+Takes minutes and wants Chromium, so it runs with `make notebooks` and in the soak.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
+
+from engine.findings.html import report
+from tests.support import notebook_lab
+from tests.support.hostile_logs import hostile_run
+from tests.support.notebook_lab import (
+    CHROMIUM,
+    DEADLINE_S,
+    HIGH,
+    NOTEBOOKS,
+    WIDE,
+    comms,
+    open_notebook,
+    run_cell,
+    status,
+    sync_api,
+    until,
+)
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here"),
+]
+folder, lab, page, shoot = (
+    notebook_lab.folder,
+    notebook_lab.lab,
+    notebook_lab.page,
+    notebook_lab.shoot,
+)
+EIGHT = (
+    """\
+import os
+from pathlib import Path
+from IPython.display import display
+from workbench.notebook import Live, Whys
+runs = Path(os.environ["APR_NOTEBOOK_RUNS"])
+first = Live(os.environ["APR_NOTEBOOK_SPEC"], set=["train.steps=400"], out=runs / "eight")
+first.start()
+panels = [first, *(Live(runs / "eight") for _ in range(7))]""",
+    "display(*panels)",
+    """\
+whys = Whys("grew", claim="the trainer grew", folder=runs / "evidence")
+whys""",
+    """\
+for panel in (*panels, whys):
+    panel.close()""",
+)
+"""A page of eight widgets on one run, a finding that takes a window of the last of them, and the end of all."""
+COUNT = """() => {
+  const real = HTMLCanvasElement.prototype.getContext;
+  window.drawn = 0;
+  HTMLCanvasElement.prototype.getContext = function (...kind) {
+    window.drawn += 1;
+    return real.apply(this, kind);
+  };
+}"""
+"""Counts charts that are drawn: each asks for its canvas's pen once."""
+CHART_S = 0.01
+"""CPU seconds of the page for each chart drawn, with all else that it does: a click waits for 32 of them at most."""
+STILL = """() => {
+  const still = [...document.querySelectorAll('img')].filter(i => i.src.startsWith('data:image/svg'));
+  return still.filter(i => i.complete && i.naturalWidth > 300 && i.offsetParent !== null).length;
+}"""
+"""Figures that are drawn, as a browser says."""
+
+
+def spent(session: sync_api.CDPSession) -> float:
+    """CPU seconds of the thread that draws the page and answers a click."""
+    found = session.send("Performance.getMetrics")["metrics"]
+    numbers = {metric["name"]: metric["value"] for metric in found}
+    return float(numbers["ThreadTime"])
+
+
+def test_a_notebook_from_elsewhere_and_an_exported_one_show_the_result(
+    page: sync_api.Page,
+    lab: str,
+    folder: Path,
+    shoot: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("APR_NOTEBOOK_EVIDENCE", str(NOTEBOOKS.parent / "evidence"))
+    notebook = nbformat.read(NOTEBOOKS / "05_a_7b_teacher_on_one_gpu.ipynb", 4)
+    NotebookClient(notebook, timeout=DEADLINE_S).execute()
+    nbformat.write(notebook, folder / "06_from_elsewhere.ipynb")
+    # Nobody has signed it, so JupyterLab trusts nothing in it, and there was never a kernel of it here.
+    open_notebook(page, lab, "06_from_elsewhere.ipynb")
+    until(lambda: page.evaluate(STILL) >= 4, "the figures")
+    assert "within: COMPLETED | step 60/60" in page.inner_text(".jp-Notebook")
+    shoot("06-from-elsewhere", whole=True)
+
+    exported = folder / "exported.html"
+    exported.write_text(HTMLExporter().from_notebook_node(notebook)[0])
+    assert page.context.browser is not None
+    with page.context.browser.new_context(
+        offline=True, viewport={"width": WIDE, "height": HIGH}
+    ) as offline:
+        alone = offline.new_page()
+        # Its scripts are elsewhere on the web, and it does without them.
+        alone.goto(exported.as_uri(), wait_until="domcontentloaded")
+        until(lambda: alone.evaluate(STILL) >= 6, "the figures")
+        assert "within: COMPLETED | step 60/60" in alone.inner_text("body")
+        alone.screenshot(path=shoot("06-exported"), full_page=True)
+        asked: list[str] = []
+        alone.on("request", lambda request: asked.append(request.url))
+        for source in ("distill/within", "2026-11-21-hang-at-step-zero"):
+            one = folder / f"{Path(source).name}.html"
+            one.write_text(report(NOTEBOOKS.parent / "evidence" / source))
+            asked.clear()
+            alone.goto(one.as_uri())
+            assert asked == [one.as_uri()] and alone.locator("svg").first.is_visible()
+            alone.screenshot(path=shoot(f"report-{one.stem}"), full_page=True)
+
+
+def test_eight_widgets_stay_responsive_a_drag_becomes_evidence_and_nothing_is_left(
+    page: sync_api.Page, lab: str, folder: Path, shoot: Callable[..., Path]
+) -> None:
+    notebook = nbformat.read(NOTEBOOKS / "01_first_run.ipynb", 4)
+    notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in EIGHT]
+    nbformat.write(notebook, folder / "08_widgets.ipynb")
+    open_notebook(page, lab, "08_widgets.ipynb")
+    run_cell(page, 0)
+    run_cell(page, 1)
+    until(lambda: page.locator(".apr-live canvas").count() >= 32, "eight widgets")
+    until(lambda: "step" in status(page), "the first steps")
+    shoot("08-running")
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    page.evaluate(COUNT)
+    begun = spent(session)
+    everywhere = page.locator(".apr-live .apr-status").all_inner_texts
+    until(lambda: all("COMPLETED" in text for text in everywhere()), "the end in all of them")
+    # In CPU time, so that it is the page's own whatever else the machine does.
+    thread_s, drawn = spent(session) - begun, page.evaluate("window.drawn")
+    session.detach()
+    assert 0 < thread_s < CHART_S * drawn, f"{thread_s} s of the page for {drawn} charts drawn"
+    run_cell(page, 2)
+    page.get_by_placeholder("loss, gpu0").wait_for()
+    chart = page.locator(".apr-live").last.locator("canvas").last
+    box = chart.bounding_box()
+    assert box is not None
+    # Each waits until the page has come to rest and the chart is what lies under the mouse.
+    chart.hover(position={"x": 0.4 * box["width"], "y": 0.5 * box["height"]})
+    page.mouse.down()
+    chart.hover(position={"x": 0.7 * box["width"], "y": 0.5 * box["height"]})
+    page.mouse.up()
+    until(lambda: re.search(r"window of ([\d.]+) s", page.inner_text(".jp-Notebook")), "the window")
+    page.get_by_placeholder("loss, gpu0").fill("trainer_rss_bytes")
+    page.get_by_role("button", name="link window").click()
+    until(lambda: "e1  supports: trainer_rss_bytes" in page.inner_text(".jp-Notebook"), "evidence")
+    shoot("08-linked")
+    (finding,) = (folder / "runs" / "evidence").glob("*-grew/finding.json")
+    (evidence,) = json.loads(finding.read_text())["nodes"][0]["evidence"]
+    said = re.search(r"window of ([\d.]+) s", page.inner_text(".jp-Notebook"))
+    window_s = evidence["locator"]["to_unix_s"] - evidence["locator"]["from_unix_s"]
+    # From the first reading in the window to the last.
+    assert said is not None and 0 < window_s <= float(said[1]) + 0.06
+    assert len(comms(page)) > 9 * 8
+    run_cell(page, 3)
+    until(lambda: not comms(page), "the end of every comm")
+    until(lambda: not page.locator(".apr-live").count(), "the end of every widget")
+    # What stays is what everyone sees who opens the notebook later.
+    assert page.locator("[data-apr-static] img").first.is_visible()
+    shoot("08-closed")
+
+
+HOSTILE = (
+    """\
+import os
+from pathlib import Path
+from IPython.display import display
+from workbench.notebook import Live
+runs = sorted((Path(os.environ["APR_NOTEBOOK_RUNS"]) / "hostile").iterdir())
+panels = [Live(run) for run in runs]""",
+    "display(*panels)",
+)
+ACTED = """() => [
+  ...document.querySelectorAll('.jp-OutputArea img[src="x"], .jp-OutputArea script'),
+  ...document.querySelectorAll('.jp-OutputArea a[href^="javascript:"], .jp-OutputArea [onerror]'),
+].map(one => one.outerHTML)"""
+"""Elements in outputs that no widget of ours makes: the log would have made them."""
+
+
+def test_hostile_logs_make_no_element_and_run_no_script(
+    page: sync_api.Page, lab: str, folder: Path
+) -> None:
+    for seed in range(12):
+        run = hostile_run(folder / "runs" / "hostile", seed)
+        if seed == 1:
+            run.path.rename(run.path.with_name("<img src=x onerror=alert(1)>"))
+    asked: list[str] = []
+    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+    notebook = nbformat.read(NOTEBOOKS / "01_first_run.ipynb", 4)
+    notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in HOSTILE]
+    nbformat.write(notebook, folder / "09_hostile.ipynb")
+    open_notebook(page, lab, "09_hostile.ipynb")
+    run_cell(page, 0)
+    run_cell(page, 1)
+    until(lambda: page.locator(".apr-live").count() >= 12, "a widget for each run")
+    states = page.locator(".apr-live .apr-status").all_inner_texts
+    until(lambda: len(states()) >= 12 and all(states()), "what is said of each run")
+    assert "<img src=x onerror=alert(1)>" in " ".join(states()), "it is shown, as text"
+    assert page.evaluate(ACTED) == [] and asked == []

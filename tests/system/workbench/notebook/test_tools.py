@@ -1,0 +1,192 @@
+"""Flip, Whys, Compare and Doctor in a kernel without a page: the real engine answers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import ipywidgets
+import pytest
+
+from engine.errors import BadInput, UsageError
+from engine.findings.bundle import find_bundles
+from engine.findings.whys import CannotClose
+from engine.flips.record import read_verdict
+from tests.support.findings import starting
+from tests.support.kit import Kit
+from tests.support.notebook_pages import drawn, until
+from tests.support.run_folders import completed, killed
+from tests.support.running import engine
+from workbench.notebook import Compare, Doctor, Flip, Live, Whys
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A lock of its own, so that tests beside this one may flip too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    spec = kit.spec(folder, train__steps=2, eval__every=0, checkpoint__every=0)
+    done = engine("distill", spec, "--out", folder / "run")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_choosing_a_suspicion_fills_the_form_and_shows_its_plan(run: Path, tmp_path: Path) -> None:
+    flip = Flip(run, flips=tmp_path / "flips", refresh_s=0.05)
+    until(lambda: len(flip._choice.options) > 1)
+    label, value = flip._choice.options[1]
+    flip._choice.value = value
+    assert flip._set.value == value[0] and label.startswith(value[0])
+    flip._set.value = "compute.thread_wait=active"
+    until(
+        lambda: "compute.thread_wait" in flip._progress.value and "margin" in flip._progress.value
+    )
+    flip._set.value = "compute.thread_wait=dance"
+    until(lambda: "passive, active" in flip._progress.value)
+    flip._budget.value = "soon"
+    until(lambda: "expected a time as 90s" in flip._progress.value)
+    assert flip.result is None and not (tmp_path / "flips").exists()
+    with pytest.raises(UsageError):
+        flip.start()
+    flip.close()
+
+
+@pytest.fixture(scope="module")
+def flip(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flip]:
+    """A flip that was started by a click and has ended."""
+    out = tmp_path_factory.mktemp("flips") / "slow"
+    flip = Flip(run, set="compute.slow_by=3", hypothesis="<b>", budget="24s", out=out)
+    flip._start_button.click()
+    until(lambda: flip._feed is not None)
+    assert flip.wait(120) and flip.result is not None, flip._progress.value
+    yield flip
+    flip.close()
+
+
+def test_a_click_runs_the_flip_and_its_verdict_is_an_object(flip: Flip, run: Path) -> None:
+    result = flip.result
+    assert result is not None, flip._progress.value
+    assert result.fields == read_verdict(result.folder)
+    assert result.verdict in str(result) and result.changes == ("compute.slow_by: 0.0 -> 3.0",)
+    assert result.verdict in flip._progress.value and "<svg" in flip._progress.value
+    # What a person wrote is text, not markup.
+    assert "<b>" not in flip._progress.value and "&lt;b&gt;" in flip._progress.value
+    # The cell, run again in another kernel, shows the same flip and starts none.
+    again = Flip(run, out=result.folder)
+    assert again.wait(30) and again.result == result
+    assert again.start() == result.folder and again._started is None
+    again.close()
+
+
+def test_a_flip_is_evidence(flip: Flip, run: Path, tmp_path: Path) -> None:
+    whys = Whys("slow", claim="steps are slow", folder=tmp_path / "evidence")
+    whys.link(flip, "n1")
+    (evidence,) = whys.bundle.load().node("n1").evidence
+    assert flip.result is not None and evidence.locator.verdict == flip.result.verdict  # type: ignore[union-attr]
+    other = Flip(run, flips=tmp_path / "flips")
+    with pytest.raises(UsageError, match="a verdict"):
+        whys.link(other, "n1")
+    other.close()
+    whys.close()
+
+
+def test_a_refused_flip_says_why_and_may_be_tried_again(run: Path, tmp_path: Path) -> None:
+    flip = Flip(run, set="compute.threads=1", out=tmp_path / "flips" / "x", refresh_s=0.05)
+    flip.start()
+    assert flip.wait(60) and flip.result is None
+    assert "refused" in "\n".join(flip.still()[1])
+    until(lambda: flip._feed is None)
+    assert "another value than arm A" in flip._progress.value
+    assert not flip._start_button.disabled
+    flip._set.value = "compute.thread_wait=active"
+    until(lambda: "margin" in flip._progress.value)
+    flip.close()
+
+
+def test_a_finding_is_begun_linked_to_a_window_verified_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = Live(completed(tmp_path / "run").path)
+    live.wait(30)
+    evidence = tmp_path / "evidence"
+    whys = Whys("loss-falls", claim="the loss <fell>", folder=evidence)
+    with pytest.raises(UsageError, match="a metric or a selected window"):
+        whys.link(live, "n1")
+    whys._metric.value = "loss"
+    monkeypatch.setattr(Live, "selected", None)
+    whys._buttons["link window"].click()
+    until(lambda: "expected a window" in whys._said.value)
+    live._hear(None, {"kind": "window", "x": "seconds", "from": 2.0, "to": 6.0}, [])
+    whys._buttons["link window"].click()
+    until(lambda: whys._said.value == "linked e1 under n1")
+    assert whys.link(live, "n1") == "e2"
+    assert whys.add("the rate was right", why_of=["n1"]) == "n2"
+    finding = whys.bundle.load()
+    (window, _) = finding.node("n1").evidence
+    assert window.locator.count == 9  # type: ignore[union-attr]
+    assert finding.node("n1").status == "observed" and finding.node("n2").status == "unverified"
+    whys._of.value, whys._claim.value = "n2", "it was tried before"
+    whys._buttons["add"].click()
+    until(lambda: "it was tried before" in whys._tree.value)
+    assert "&lt;fell&gt;" in whys._tree.value
+    assert whys.verify().integrity.level.name == "PASS"
+    assert whys.export() == whys.bundle.path and (evidence / "LOG.md").is_file()
+    argv = starting(tmp_path / "runs" / "again", 0, "again")
+    test = shlex.join(argv)
+    other = whys.suspect("n2", "luck", test=test, if_true="-", if_false="+", minutes=1)
+    with pytest.raises(CannotClose, match="E-WHY-002"):
+        whys.conclude("the rate was right")
+    seen = whys.reproduce("n2", argv, expect_text="again")
+    with pytest.raises(CannotClose, match="E-WHY-004"):
+        whys.conclude("the rate was right")
+    whys.answer(other, "excluded", "it fell again", evidence=seen)
+    never = starting(tmp_path / "runs" / "never", 0)
+    whys.reproduce("n3", never, expect_exit=1, says="contradicts")
+    mistaken = whys.link(live, "n3")
+    whys.withdraw(mistaken, "it is of the other rate")
+    until(lambda: "<s>" in whys._tree.value and "of the other rate" in whys._tree.value)
+    whys.refute("n3", "nobody tried it")
+    whys.conclude("the rate was right")
+    assert whys.bundle.load().closed is not None
+    whys.close()
+    again = Whys("loss-falls", claim="the loss fell", folder=evidence)
+    assert again.bundle == whys.bundle and len(find_bundles(evidence)) == 1
+    with pytest.raises(BadInput):
+        again.add("no such parent", why_of=["n9"])
+    again.close()
+    live.close()
+
+
+def test_runs_are_compared_in_a_figure_and_a_frame(tmp_path: Path) -> None:
+    runs = [completed(tmp_path / "a", nan=(7,)).path, killed(tmp_path / "b").path]
+    compare = Compare(runs)
+    bundle = compare._repr_mimebundle_()
+    figure = bundle["application/vnd.plotly.v1+json"]
+    assert [trace["name"] for trace in figure["data"]] == ["a", "a", "b", "b"]
+    losses = figure["data"][0]["y"]
+    assert losses[6] is None and losses[5] == pytest.approx(4.963, abs=0.01)
+    json.dumps(figure, allow_nan=False, default=list)
+    assert drawn(bundle["text/html"]).count("<svg") == 2 and "KILLED" in bundle["text/plain"]
+    assert dict(compare.frame()["run"].value_counts()) == {"a": 60, "b": 30}
+    with pytest.raises(UsageError, match="a list"):
+        Compare(runs[0])  # type: ignore[arg-type]
+
+
+def test_the_doctor_answers_without_a_comm_or_a_thread_left() -> None:
+    before = len(ipywidgets.widgets.widget._instances)
+    doctor = Doctor()
+    assert doctor.level in ("pass", "unknown", "fail")
+    assert any(line.startswith("Verdict") for line in doctor.lines)
+    assert len(ipywidgets.widgets.widget._instances) == before
+    assert "apr-doctor" not in {thread.name for thread in threading.enumerate()}

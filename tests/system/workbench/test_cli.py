@@ -1,0 +1,173 @@
+"""The command line of the workbench: what it prints, what it refuses, and what it never loads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.log.folder import RunFolder
+from engine.spec import load_spec
+from engine.version import VERSION
+from tests.support.run_folders import completed, corrupt, killed, running
+from workbench import cli
+from workbench.feed import RunFeed
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "workbench", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("module", ["workbench.cli", "workbench.feed", "workbench.tui.app"])
+def test_the_workbench_loads_no_torch(module: str) -> None:
+    code = (
+        f"import sys, {module}; "
+        "print([m for m in ('torch', 'numpy', 'safetensors', 'tokenizers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_command_line_loads_no_textual_until_it_draws() -> None:
+    code = "import sys, workbench.cli; print('textual' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_version_is_the_packages() -> None:
+    assert run_cli("--version").stdout.strip() == f"apr-workbench {VERSION}"
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help")])
+def test_help_names_every_option(arguments: tuple[str, ...]) -> None:
+    done = run_cli(*arguments)
+    assert done.returncode == 0
+    wanted = ["--read-only", "--ascii", "--version"]
+    wanted += ["--set", "--out"] if "demo" in arguments else ["RUNS", "demo", "NO_COLOR"]
+    assert all(option in done.stdout for option in wanted)
+
+
+def test_a_path_that_does_not_exist_is_refused_in_words(tmp_path: Path) -> None:
+    done = run_cli(str(tmp_path / "nothing"))
+    assert done.returncode == 65
+    assert "expected a run, found nothing there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_a_terminal_it_names_the_command_that_prints(tmp_path: Path) -> None:
+    done = run_cli(str(tmp_path))
+    assert done.returncode == 64
+    assert "expected a terminal" in done.stderr
+    assert "engine tail" in done.stderr
+    assert done.stdout == ""
+
+
+def test_an_unknown_option_is_a_usage_error() -> None:
+    done = run_cli("--colour")
+    assert done.returncode == 64
+    assert "--colour" in done.stderr
+
+
+def test_the_packaged_demo_is_a_spec_that_the_engine_accepts() -> None:
+    spec, _ = load_spec(cli.demo_spec(), [])
+    assert spec.train.steps > 0
+
+
+class Became(BaseException):
+    """Stands where this process ends because it has become another."""
+
+
+@pytest.fixture
+def became(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines that this process has become."""
+    lines: list[list[str]] = []
+
+    def execv(path: str, arguments: list[str]) -> None:
+        assert path == arguments[0] == sys.executable
+        lines.append(arguments)
+        raise Became
+
+    monkeypatch.setattr(os, "execv", execv)
+    return lines
+
+
+def test_a_demo_without_a_terminal_becomes_the_engine(
+    tmp_path: Path, became: list[list[str]]
+) -> None:
+    with pytest.raises(Became):
+        cli.main(["demo", "--set", "train.steps=3", "--out", str(tmp_path / "run")])
+    assert became == [
+        [
+            *(sys.executable, "-m", "engine", "distill", str(cli.demo_spec())),
+            *("--set", "train.steps=3", "--out", str(tmp_path / "run")),
+        ]
+    ]
+
+
+def test_the_default_folder_of_a_demo_is_named_for_its_time(became: list[list[str]]) -> None:
+    with pytest.raises(Became):
+        cli.main(["demo"])
+    out = Path(became[0][-1])
+    assert out.parent == Path("runs")
+    assert out.name.startswith("demo-2")
+
+
+def farewell_of(run: RunFolder) -> str:
+    return "\n".join(cli.farewell(RunFeed(run).read_all()))
+
+
+def test_the_farewell_of_a_completed_run_is_its_result(tmp_path: Path) -> None:
+    text = farewell_of(completed(tmp_path / "run"))
+    assert text.startswith("COMPLETED | step 60/60")
+    assert "held-out loss of the student at step 60: 2.6290 nats/token" in text
+    assert f"run folder: {tmp_path / 'run'}" in text
+    assert "reattach" not in text
+
+
+def test_the_farewell_of_a_run_that_goes_on_says_how_to_reach_it(tmp_path: Path) -> None:
+    scene = running(tmp_path / "run")
+    text = farewell_of(scene.run)
+    scene.close()
+    path = scene.run.path
+    for command in (f"apr-workbench {path}", f"engine tail {path}", f"engine stop {path}"):
+        assert command in text
+
+
+def test_the_farewell_of_a_killed_run_tells_the_cause(tmp_path: Path) -> None:
+    assert "killed by SIGKILL, sender not known" in farewell_of(killed(tmp_path / "run"))
+
+
+def test_the_farewell_of_an_unreadable_run_tells_the_fault(tmp_path: Path) -> None:
+    text = farewell_of(corrupt(tmp_path / "run"))
+    assert text.startswith("UNREADABLE")
+    assert "expected line number 20" in text
+
+
+def test_the_environment_is_the_one_the_process_was_given() -> None:
+    code = "from workbench.cli import launch_environ; print(launch_environ().get('LC_CTYPE'))"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=environ | {"LANG": "C"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "None", "Python's own LC_CTYPE=C.UTF-8 is not the terminal's"

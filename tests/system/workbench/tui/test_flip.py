@@ -1,0 +1,355 @@
+"""One key from a run to a flip: what is suggested, what would be registered, and the verdict of a
+real one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
+
+from engine.findings.bundle import find_bundles
+from engine.findings.verify import check_bundle
+from engine.flips.judge import Pair
+from engine.flips.record import find_flips, read_verdict
+from engine.log.events import AlertRaised, DecisionMade, Event, FactsRead
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
+from tests.support.findings import NONE, SAME, flip
+from tests.support.flip_pairs import plan, timed
+from tests.support.kit import Kit
+from tests.support.run_folders import Scene, completed
+from tests.support.running import engine
+from tests.support.screens import on_screen, poll, press, settle, shows, text_of, texts_of, words_of
+from workbench.feed import RunFeed
+from workbench.flips import FlipFeed, FlipsFeed, going_on
+from workbench.launch import start_flip
+from workbench.suspicions import settings_of, suspicions
+from workbench.tui.canvas import plain
+from workbench.tui.forest import render_forest
+from workbench.tui.screens.flip import FlipScreen
+
+
+def _view(tmp_path: Path, *events: Event) -> RunView:
+    scene = Scene(tmp_path / "run").open()
+    for event in events:
+        (scene.watch if isinstance(event, AlertRaised) else scene.events)(event)
+    scene.close()
+    return RunFeed(scene.run).read_all().view
+
+
+def _alert(severity: str, flip: str) -> AlertRaised:
+    return AlertRaised(id=f"rule_{severity}", severity=severity, title="the GPU idles", flip=flip)
+
+
+def test_alerts_come_first_and_errors_before_warnings(tmp_path: Path) -> None:
+    chosen = DecisionMade(
+        knob="teacher.backend", choice="quantized", reason="fits", rejected=[("dequantized", "big")]
+    )
+    found = suspicions(
+        _view(
+            tmp_path,
+            chosen,
+            _alert("warning", "--set compute.threads=1"),
+            _alert("error", "--set memory.allocator=native"),
+        )
+    )
+    assert [s.assignment for s in found] == [
+        "memory.allocator=native",
+        "compute.threads=1",
+        "teacher.backend=dequantized",
+    ]
+    assert "the GPU idles" in found[0].hypothesis
+
+
+def test_what_is_no_setting_is_not_suggested_and_nothing_twice(tmp_path: Path) -> None:
+    odd = DecisionMade(knob="weather", choice="rain", reason="-", rejected=[("sun", "-")])
+    twice = DecisionMade(
+        knob="compute.threads", choice="2", reason="-", rejected=[("1", "slow"), ("1", "slow")]
+    )
+    alert = _alert("error", "--set compute.threads=1")
+    found = suspicions(_view(tmp_path, odd, twice, alert))
+    assert [s.assignment for s in found] == ["compute.threads=1"]
+    assert found[0].source.startswith("alert")
+
+
+@pytest.fixture(scope="module")
+def run(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("flip")
+    spec = kit.spec(folder, train__steps=2, eval__every=0, checkpoint__every=0)
+    done = engine("distill", spec, "--out", folder / "run")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def test_the_key_opens_the_plan_that_would_be_registered(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "F")
+        screen = pilot.app.screen
+        assert isinstance(screen, FlipScreen)
+        assert screen.query_one("#assignment", Input).value in words_of(pilot)
+        screen.query_one("#assignment", Input).value = "compute.thread_wait=active"
+        await settle(pilot)
+        assert "compute.thread_wait A 'auto' B 'active'" in words_of(pilot)
+        # A moment later: what `engine flip --dry-run` says of time, memory and device.
+        for words in ("memory of one run", "device: the CPU", "time: ", "limits: at most 5m"):
+            assert await shows(pilot, words), words_of(pilot)
+        screen.query_one("#assignment", Input).value = "compute.thread_wait=dance"
+        await settle(pilot)
+        assert "passive, active" in words_of(pilot)
+        screen.query_one("#budget", Input).value = "soon"
+        await settle(pilot)
+        assert "expected a time as 90s" in words_of(pilot)
+        await press(pilot, "escape")
+        assert not isinstance(pilot.app.screen, FlipScreen)
+        assert not (tmp_path / "flips").exists()
+
+    on_screen([run], (120, 40), script)
+
+
+def test_a_read_only_screen_starts_no_flip(run: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "F")
+        assert not isinstance(pilot.app.screen, FlipScreen)
+
+    on_screen([run], (120, 40), script, read_only=True)
+
+
+def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    shown: list[str] = []
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "F")
+        screen = pilot.app.screen
+        assert isinstance(screen, FlipScreen)
+        screen.query_one("#assignment", Input).value = "compute.slow_by=3"
+        screen.query_one("#hypothesis", Input).value = "waiting makes steps longer"
+        # A pair or two: enough for a verdict to be written, whatever it says.
+        screen.query_one("#budget", Input).value = "10s"
+        screen.query_one("#budget", Input).focus()
+        await press(pilot, "enter")
+        started = screen._started
+        assert started is not None
+        started._process.wait(timeout=240)
+        await poll(pilot)
+        words = words_of(pilot)
+        assert "pair order" in words, words
+        shown.append(words)
+        assert "waiting makes steps longer" in words
+
+    on_screen([run], (120, 40), script)
+    (folder,) = find_flips(tmp_path / "flips")
+    verdict = read_verdict(folder)
+    assert verdict is not None and f"{verdict['verdict']} ({verdict['class']})" in shown[0]
+    assert FlipFeed(folder).poll().verdict == verdict and going_on(tmp_path / "flips", run) is None
+
+
+def test_a_refused_flip_says_why(run: Path, tmp_path: Path) -> None:
+    started = start_flip(run, "compute.threads=1", tmp_path / "flips" / "x", budget="5m")
+    started._process.wait(timeout=240)
+    snapshot = FlipFeed(tmp_path / "flips" / "x", started).poll()
+    # The kit's spec has one thread already.
+    assert not snapshot.going_on and snapshot.plan is None and snapshot.state == "refused"
+    assert "another value than arm A's" in snapshot.error
+
+
+def test_a_folder_of_no_flip_is_a_text_and_no_exception(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text("not json\n")
+    (tmp_path / "plan.json").write_text("{}")
+    snapshot = FlipFeed(tmp_path).poll()
+    assert snapshot.error and not snapshot.going_on
+
+
+def test_checks_and_kernels_have_panes_of_their_own(run: Path, tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "7")
+        assert "+ pass vocabulary_by_bytes" in words_of(pilot)
+        await press(pilot, "8")
+        assert "nothing was compiled" in words_of(pilot)
+
+    on_screen([run], (120, 40), script)
+    plain: RunFolder = completed(tmp_path / "plain")
+
+    async def without(pilot: Pilot[None]) -> None:
+        await press(pilot, "7")
+        assert "no check was asked yet" in words_of(pilot)
+
+    on_screen([plain.path], (80, 24), without)
+
+
+def test_a_decision_without_an_alternative_suggests_nothing(tmp_path: Path) -> None:
+    only = DecisionMade(knob="compute.device", choice="cpu", reason="set by the user")
+    assert suspicions(_view(tmp_path, only)) == ()
+
+
+def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> None:
+    managed = DecisionMade(
+        knob="memory.allocator", choice="native", reason="-", rejected=[("managed", "no GPU")]
+    )
+    dense = DecisionMade(
+        knob="teacher.backend",
+        choice="dequantized",
+        reason="-",
+        rejected=[
+            ("quantized", "the file has no quantized blocks"),
+            ("none", "a teacher is given"),
+        ],
+    )
+    device = DecisionMade(knob="compute.device", choice="cpu", reason="-", rejected=[("cuda", "-")])
+    facts = FactsRead(facts={"cuda_count": None, "gpu_count": None})
+    view = _view(
+        tmp_path, facts, managed, dense, device, _alert("error", "--set compute.threads=2")
+    )
+    found = suspicions(view, {"compute.threads": 2})
+    assert [one.assignment for one in found if not one.impossible] == ["teacher.backend=none"]
+    why = {one.assignment: one.impossible for one in found if one.impossible}
+    assert why == {
+        "compute.threads=2": "it is 2 already",
+        "memory.allocator=managed": (
+            "managed memory belongs to a GPU, and the run computes on the CPU"
+        ),
+        "teacher.backend=quantized": (
+            "the teacher's file holds dense weights: it has no quantized blocks"
+        ),
+        "compute.device=cuda": "no GPU was found on this machine",
+    }
+
+
+def test_a_choice_that_the_run_made_by_itself_is_no_alternative(tmp_path: Path) -> None:
+    chosen = DecisionMade(knob="compute.threads", choice="4", reason="-", rejected=[("2", "-")])
+    view = _view(tmp_path, chosen, _alert("error", "--set compute.threads=4"))
+    found = suspicions(view, {"compute.threads": 0})
+    assert [(one.assignment, bool(one.impossible)) for one in found] == [
+        ("compute.threads=2", False),
+        ("compute.threads=4", True),
+    ]
+
+
+def test_the_impossible_is_shown_and_cannot_be_chosen(run: Path) -> None:
+    assert settings_of(RunFolder(run))["compute.threads"] == 1
+
+    async def script(pilot: Pilot[None]) -> None:
+        # As the command palette does it; F of the run's screen is tested above.
+        await pilot.app.run_action("app.visit('flip')")
+        await settle(pilot)
+        await poll(pilot)
+        screen = pilot.app.screen
+        assert isinstance(screen, FlipScreen)
+        options = screen.query_one(OptionList).options
+        refused = [str(option.prompt) for option in options if option.disabled]
+        words = "/ memory.allocator=managed   not here: managed memory belongs to a GPU"
+        assert any(text.startswith(words) for text in refused), refused
+        assert options[-1].disabled and not options[0].disabled
+        screen.query_one(OptionList).action_last()
+        await settle(pilot)
+        assert screen.query_one("#assignment", Input).value + " " not in "".join(refused)
+
+    on_screen([run], (160, 45), script)
+
+
+def _forest(pairs: list[Pair], width: int, *, ascii_only: bool = False) -> list[str]:
+    return plain(render_forest(plan(), pairs, width, 20, ascii_only=ascii_only))
+
+
+def test_the_interval_is_drawn_against_the_margin() -> None:
+    inside = _forest(timed(SAME), 80)
+    assert all(len(row) == 80 for row in inside)
+    left, right = inside[4].index("┊"), inside[4].rindex("┊")
+    assert left < inside[4].index("├") < inside[4].index("●") < inside[4].index("┤") < right
+    assert inside[0].index("-5%") + 1 == left and inside[0].index("+5%") + 1 == right
+    assert "◂" in inside[1] and "▸" in inside[1], "one pair has no interval yet"
+    outside = _forest(timed([-0.301, -0.299, -0.3, -0.302]), 80, ascii_only=True)
+    assert all(row.isascii() for row in outside)
+    assert outside[4].index("o") < outside[4].index(":"), "all of it is below the margin"
+    assert "0.740 [0.738, 0.743]" in outside[4]
+
+
+def test_few_rows_show_the_newest_pairs_and_none_show_nothing() -> None:
+    rows = plain(render_forest(plan(), timed([0.1] * 9), 60, 4, ascii_only=True))
+    assert [row.split()[0] for row in rows] == ["pair", "7", "8", "9"]
+    assert render_forest(plan(), timed([0.1]), 10, 4, ascii_only=True) == []
+    assert render_forest(plan(), [], 80, 4, ascii_only=True) == []
+
+
+def _past_flips(folder: Path) -> Path:
+    flip(folder / "flips" / "20260101-100000-backend")
+    flip(folder / "flips" / "20260102-100000-threads", SAME, controls=NONE)
+    return folder
+
+
+@pytest.mark.parametrize("size", [(160, 45), (120, 40), (80, 24), (40, 12)])
+def test_past_flips_are_listed_with_verdicts_and_opened(
+    size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(_past_flips(tmp_path))
+    keys = ("E", "down", "enter")
+    _, listed, _, opened = texts_of(tmp_path, size, *keys, ascii_only=size[0] == 80)
+    assert "experiments: 2 flips" in listed
+    assert "+ EQUIVALENT (screen)" in listed and "+ B_FASTER (measured)" in listed
+    assert "20260101-100000-backend: B_FASTER (measured)" in opened
+    assert "pair -28%" in opened, "the interval against the margin"
+    if size[1] > 18:
+        assert "AA: pass" in opened and "parity: pass" in opened and "manipulation" in opened
+
+
+def test_an_empty_list_of_flips_says_how_to_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, text = texts_of(tmp_path, (80, 24), "E")
+    assert "No flip in flips yet" in text and "F on the screen of a run" in text
+
+
+def test_a_broken_flip_is_listed_beside_the_others(tmp_path: Path) -> None:
+    _past_flips(tmp_path)
+    (tmp_path / "flips" / "20260102-100000-threads" / "plan.json").write_text("{")
+    rows = FlipsFeed([tmp_path / "flips"]).poll().rows
+    assert sorted(row.tone for row in rows) == ["bad", "good"]
+
+
+def test_a_verdict_is_put_into_a_new_finding_and_into_one_that_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(_past_flips(tmp_path))
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "E", "down", "enter", "ctrl+w")
+        assert "finding [new]" in words_of(pilot)
+        await press(pilot, "enter")
+        (first,) = find_bundles(tmp_path / "evidence")
+        assert "less than A's" in first.load().nodes[0].claim
+        await press(pilot, "ctrl+w", "shift+tab", "right", "enter")
+        assert len(find_bundles(tmp_path / "evidence")) == 1
+        finding = first.load()
+        assert [node.why_of for node in finding.nodes] == [(), ("n1",)]
+        assert check_bundle(first).faults == ()
+
+    on_screen([tmp_path], (120, 40), script)
+
+
+def test_keys_without_a_verdict_put_nothing_into_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(_past_flips(tmp_path))
+    for path in (tmp_path / "flips").glob("*/verdict.json"):
+        path.unlink()
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "E", "ctrl+w")
+        assert "it has no verdict yet" in words_of(pilot)
+        await press(pilot, "enter")
+        assert "it ended without a verdict" in text_of(pilot)
+        assert "to a finding" not in words_of(pilot)
+
+    on_screen([tmp_path], (120, 40), script)
+    assert not find_bundles(tmp_path / "evidence")

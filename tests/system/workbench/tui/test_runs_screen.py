@@ -1,0 +1,294 @@
+"""The list of runs: each with its numbers, sorted and filtered, and what to do without any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from engine.errors import BadInput
+from engine.log.events import AlertRaised
+from engine.log.folder import RunFolder
+from tests.support.run_folders import completed, corrupt, empty, killed, resumed, running, torn
+from tests.support.screens import on_screen, press, text_of, texts_of, words_of
+from workbench.tui.screens import acting
+from workbench.tui.widgets.runs_table import RunsTable
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+def test_the_list_shows_every_run_with_its_numbers(tmp_path: Path, size: tuple[int, int]) -> None:
+    completed(tmp_path / "first")
+    killed(tmp_path / "second")
+    corrupt(tmp_path / "third")
+    (text,) = texts_of(tmp_path, size)
+    for words in ("3 runs", "first", "completed", "60/60", "2.6290", "4.1k"):
+        assert words in text
+    for words in ("second", "killed", "30/60", "third", "unreadable"):
+        assert words in text
+
+
+def test_an_empty_list_says_how_to_begin(tmp_path: Path) -> None:
+    (text,) = texts_of(tmp_path, (80, 24))
+    assert "No run in" in text
+    assert "make demo" in text
+    assert "engine distill SPEC.toml" in text
+
+
+def test_a_run_that_begins_appears(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        assert "No run in" in words_of(pilot)
+        scene = running(tmp_path / "new-one")
+        await press(pilot, "r")
+        assert "new-one" in words_of(pilot)
+        assert "running" in words_of(pilot)
+        scene.close()
+        completed(tmp_path / "another")
+        await press(pilot, "r", "1", "ctrl+home", "down", "enter")
+        assert "new-one" in words_of(pilot), "the table has the focus since it is there"
+        assert "VANISHED" in words_of(pilot)
+
+    on_screen([tmp_path], (80, 24), script)
+
+
+def test_enter_opens_a_run_and_escape_comes_back(tmp_path: Path) -> None:
+    completed(tmp_path / "alpha")
+    seen = texts_of(tmp_path, (120, 40), "enter", "escape")
+    assert "1 loss, nats per token" in seen[1]
+    assert "COMPLETED" in seen[1]
+    assert "1 run in" in seen[2]
+
+
+def test_the_list_is_filtered_and_sorted(tmp_path: Path) -> None:
+    completed(tmp_path / "alpha")
+    killed(tmp_path / "beta")
+
+    async def script(pilot: Pilot[None]) -> None:
+        def order() -> bool:
+            text = text_of(pilot)
+            return text.index("alpha") < text.index("beta")
+
+        await press(pilot, "1")
+        assert "name▲" in text_of(pilot)
+        assert order()
+        await press(pilot, "1")
+        assert "name▼" in text_of(pilot)
+        assert not order()
+        await press(pilot, "1", "2")
+        assert "name " in text_of(pilot)
+        assert "state▲" in text_of(pilot)
+        assert order(), "completed is before killed: the order is as it was"
+        await press(pilot, "slash", *"kill", "enter")
+        assert "1 of 2 runs" in words_of(pilot)
+        assert "alpha" not in text_of(pilot)
+        await press(pilot, "escape")
+        assert "alpha" in text_of(pilot)
+        await press(pilot, "slash", *"nobody", "enter")
+        assert "None of the 2 runs has 'nobody'" in words_of(pilot)
+
+    on_screen([tmp_path], (80, 24), script)
+
+
+def test_the_cursor_stays_on_its_run_when_the_order_changes(tmp_path: Path) -> None:
+    for name in ("alpha", "beta", "gamma"):
+        completed(tmp_path / name)
+
+    async def script(pilot: Pilot[None]) -> None:
+        table = pilot.app.screen.query_one(RunsTable)
+        await press(pilot, "1", "ctrl+home", "down")
+        assert table.selected is not None
+        assert table.selected.name == "beta"
+        killed(tmp_path / "aardvark")
+        await press(pilot, "r")
+        assert table.selected.name == "beta"
+        # A long path goes over several lines.
+        assert str(tmp_path / "beta") in "".join(text_of(pilot).split())
+
+    on_screen([tmp_path], (80, 24), script)
+
+
+def test_an_unreadable_run_in_the_list_tells_its_fault(tmp_path: Path) -> None:
+    corrupt(tmp_path / "run")
+    completed(tmp_path / "other")
+    seen = texts_of(tmp_path, (120, 40), "2", "ctrl+end")
+    assert "expected line number 20" in " ".join(seen)
+
+
+SIZES = [((160, 45), False), ((120, 40), False), ((80, 24), True), ((40, 12), False)]
+
+
+@pytest.mark.parametrize(("size", "ascii_only"), SIZES)
+def test_rows_fit_at_every_size(tmp_path: Path, size: tuple[int, int], ascii_only: bool) -> None:
+    for make, name in ((completed, "done"), (torn, "torn"), (empty, "new"), (corrupt, "broken")):
+        make(tmp_path / name)
+    resumed(tmp_path / "sweep" / "again")
+
+    async def script(pilot: Pilot[None]) -> None:
+        table = pilot.app.screen.query_one(RunsTable)
+        assert table.virtual_size.width <= size[0], "nothing has to be scrolled to"
+        text = words_of(pilot)
+        for words in (
+            "5 runs",
+            "done completed",
+            "torn vanished",
+            "broken unreadable",
+            "sweep/again",
+        ):
+            assert words in text
+        await press(pilot, "space")
+        assert "marked A" in words_of(pilot)
+        assert not ascii_only or text_of(pilot).isascii()
+
+    on_screen([tmp_path], size, script, ascii_only=ascii_only)
+
+
+def test_a_tiny_terminal_shows_the_heading_alone(tmp_path: Path) -> None:
+    completed(tmp_path / "alpha")
+    (text,) = texts_of(tmp_path, (36, 8))
+    assert "1 run in" in text
+    assert "completed" not in text
+
+
+def test_alerts_are_told_in_words(tmp_path: Path) -> None:
+    scene = running(tmp_path / "ill")
+    scene.watch(AlertRaised(id="data_wait", severity="warning", title="the loader is late"))
+    scene.watch(AlertRaised(id="not_finite", severity="error", title="the loss is NaN"))
+    (text,) = texts_of(tmp_path, (80, 24))
+    scene.close()
+    for words in ("error 2", "error: not_finite", "warning: data_wait", "! 1 with alerts"):
+        assert words in text
+
+
+def test_a_click_on_a_heading_sorts(tmp_path: Path) -> None:
+    completed(tmp_path / "alpha")
+    killed(tmp_path / "beta")
+
+    async def script(pilot: Pilot[None]) -> None:
+        heading = text_of(pilot).splitlines()[1]
+        await pilot.click(RunsTable, offset=(heading.index("loss") + 1, 0))
+        await pilot.pause()
+        assert "loss▲" in text_of(pilot)
+
+    on_screen([tmp_path], (120, 40), script)
+
+
+def test_marks_keep_their_letters_and_six_are_enough(tmp_path: Path) -> None:
+    for name in "1234567":
+        completed(tmp_path / f"run-{name}")
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "1", "ctrl+home", "c")
+        assert "0 of 2 to 6 runs are marked" in words_of(pilot)
+        await press(pilot, *["space"] * 7)
+        assert "A run-1" in text_of(pilot)
+        assert "F run-6" in text_of(pilot)
+        assert "6 runs are marked already" in words_of(pilot)
+        await press(pilot, "ctrl+home", "down", "space")
+        assert "B run-2" not in text_of(pilot)
+        assert "C run-3" in text_of(pilot)
+        await press(pilot, "ctrl+end", "space", "1")
+        assert "B run-7" in text_of(pilot), "the letter that is free is taken"
+        await press(pilot, "u")
+        assert "marked" not in text_of(pilot).splitlines()[0]
+
+    on_screen([tmp_path], (80, 24), script)
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of the engine, in place of asking it."""
+    asked: list[str] = []
+
+    def stop(run: RunFolder) -> str:
+        asked.append(f"stop {run.name}")
+        return "asked the run to stop"
+
+    def resume(run: RunFolder, *, allow_fallback: bool, allow_change: list[str]) -> RunFolder:
+        asked.append(f"resume {run.name} fallback={allow_fallback} changes={[*allow_change]}")
+        if not allow_change:
+            hint = "they come from --set or from the environment; --allow-change memory.allocator goes on"
+            raise BadInput("settings: memory.allocator = 'managed' (was 'auto')", hint=hint)
+        return run
+
+    monkeypatch.setattr(acting, "stop_run", stop)
+    monkeypatch.setattr(acting, "resume_run", resume)
+    return asked
+
+
+def test_the_run_under_the_cursor_is_stopped_after_a_question(
+    tmp_path: Path, commands: list[str]
+) -> None:
+    scene = running(tmp_path / "going")
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "R")
+        assert "resume this run" not in words_of(pilot), "it has not ended"
+        await press(pilot, "x")
+        assert "engine stop" in words_of(pilot)
+        await press(pilot, "n", "x", "escape")
+        assert commands == []
+        await press(pilot, "x", "y")
+        assert "asked the run to stop" in words_of(pilot)
+
+    on_screen([tmp_path], (80, 24), script)
+    scene.close()
+    assert commands == ["stop going"]
+
+
+def test_a_resume_that_is_refused_for_a_changed_setting_is_asked_again(
+    tmp_path: Path, commands: list[str]
+) -> None:
+    killed(tmp_path / "dead")
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "R", "o")
+        assert "settings have changed" in words_of(pilot)
+        assert "memory.allocator = 'managed' (was 'auto')" in words_of(pilot)
+        await press(pilot, "y")
+        assert "resumed dead" in words_of(pilot)
+
+    on_screen([tmp_path], (120, 40), script)
+    assert commands == [
+        "resume dead fallback=True changes=[]",
+        "resume dead fallback=True changes=['memory.allocator']",
+    ]
+
+
+def test_read_only_stops_resumes_and_starts_nothing(tmp_path: Path, commands: list[str]) -> None:
+    scene = running(tmp_path / "going")
+    seen = texts_of(tmp_path, (120, 40), "x", "n", read_only=True)
+    scene.close()
+    assert "read-only" in seen[0]
+    assert "x stop" not in seen[0]
+    assert all("engine stop" not in text for text in seen)
+    assert "choose a spec" not in seen[2]
+    assert commands == []
+
+
+def test_a_thousand_rows_are_drawn_again_only_where_they_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completed(tmp_path / "run")
+    written: list[str] = []
+    real = RunsTable.update_cell
+
+    def spy(self: RunsTable, row: str, column: str, *rest: Any, **options: Any) -> None:
+        written.append(column)
+        real(self, row, column, *rest, **options)
+
+    monkeypatch.setattr(RunsTable, "update_cell", spy)
+
+    async def script(pilot: Pilot[None]) -> None:
+        table = pilot.app.screen.query_one(RunsTable)
+        (row,) = table.rows_shown
+        rows = tuple(replace(row, path=tmp_path / str(n), name=f"run-{n}") for n in range(1000))
+        table.rows_shown = rows
+        await pilot.pause()
+        written.clear()
+        table.rows_shown = (*rows[:-1], replace(rows[-1], loss=1.25))
+        await pilot.pause()
+        assert written == ["loss"]
+
+    on_screen([tmp_path], (120, 40), script)

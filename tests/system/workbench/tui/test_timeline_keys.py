@@ -1,0 +1,225 @@
+"""Keys of the time line and of a replay, on the screen of a run at the sizes people use."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from engine.flips.record import create_flip
+from engine.log.events import AlertRaised
+from engine.log.folder import RunFolder
+from engine.spec import load_spec
+from tests.support.findings import HERE
+from tests.support.flip_pairs import plan
+from tests.support.kit import Kit
+from tests.support.run_events import exited
+from tests.support.run_folders import Scene, completed, corrupt, killed, resumed, torn
+from tests.support.screens import on_screen, poll, press, texts_of, words_of
+from workbench.tui.screens.flip import FlipScreen
+from workbench.tui.screens.run import RunScreen
+from workbench.tui.widgets.log_view import LogView
+from workbench.tui.widgets.timeline_pane import TimelinePane
+
+SIZES = [(40, 12), (80, 24), (120, 40), (160, 45)]
+ALERT = AlertRaised(
+    id="data_wait",
+    severity="warning",
+    title="22% of a step waits for data",
+    numbers=[("data_share", 0.22, "over 0.1")],
+    first_step=10,
+    last_step=20,
+    meaning="the loader is slower than the step",
+    flip="--set data.seq_len=64",
+)
+
+
+def alerted(path: Path) -> RunFolder:
+    scene = Scene(path).open().begin(60).steps(1, 20)
+    scene.watch(ALERT).steps(21, 60)
+    return scene.close().run
+
+
+async def until_past(pilot: Pilot[None], step: int) -> str:
+    """Wait until the replay has drawn a step."""
+    for _ in range(500):
+        await pilot.pause(0.01)
+        if f"step {step}/" in words_of(pilot):
+            break
+    return words_of(pilot)
+
+
+def line_of(pilot: Pilot[None]) -> TimelinePane:
+    return pilot.app.screen.query_one(TimelinePane)
+
+
+def test_the_cursor_reads_out_a_step_and_moves_to_the_ends(tmp_path: Path) -> None:
+    seen = texts_of(completed(tmp_path / "run").path, (160, 45), "left", "home", "right", "end")
+    assert "step 59 at" not in seen[0]
+    assert "step 59 at" in seen[1]
+    assert "step 1 at" in seen[2] and "4.1k tok/s" in seen[2]
+    assert "step 2 at" in seen[3]
+    assert "step 60 at" in seen[4]
+
+
+def test_zoom_pan_and_time_axis(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "plus")
+        low, high = line_of(pilot).window.bounds(1.0, 60.0)
+        assert (high - low, high) == (29.5, 60.0)
+        assert "zoomed" in words_of(pilot)
+        await press(pilot, "comma")
+        assert line_of(pilot).window.bounds(1.0, 60.0)[1] == 45.25
+        await press(pilot, "t")
+        assert "by time" in words_of(pilot)
+        assert line_of(pilot).window.span is None
+        await press(pilot, "minus", "0")
+
+    on_screen([completed(tmp_path / "run").path], (120, 40), script)
+
+
+def test_enter_on_an_alert_tells_it_and_f_opens_its_flip(kit: Kit, tmp_path: Path) -> None:
+    run = alerted(tmp_path / "run")
+    spec, text = load_spec(kit.spec(tmp_path), [])
+    run.spec.write_text(text)
+    run.effective.write_text(json.dumps({"spec": spec.to_dict(), "spec_sha256": spec.sha256}))
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "left_square_bracket")
+        assert "ALERT data_wait" in words_of(pilot)
+        await press(pilot, "enter")
+        assert "means: the loader is slower" in words_of(pilot)
+        assert "data_share 0.22" in words_of(pilot)
+        await press(pilot, "F")
+        assert isinstance(pilot.app.screen, FlipScreen)
+        assert "data.seq_len=64" in words_of(pilot)
+
+    on_screen([run.path], (120, 40), script)
+
+
+def test_the_mark_of_a_flip_opens_that_flip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = completed(tmp_path / "run")
+    folder = tmp_path / "flips" / "20260101-100000-threads"
+    record = create_flip(folder, replace(plan(), source=str(run.path)), HERE)
+    record.close()
+
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "left_square_bracket", "enter")
+        assert "no verdict yet" in words_of(pilot)
+        await press(pilot, "F")
+        assert isinstance(pilot.app.screen, FlipScreen)
+        assert folder.name in words_of(pilot)
+        assert "what is to be tested?" not in words_of(pilot)
+
+    on_screen([run.path], (120, 40), script)
+
+
+def test_an_alert_that_stands_has_a_pane_with_what_it_means(tmp_path: Path) -> None:
+    going_on = Scene(tmp_path / "going").open().begin(60).steps(1, 20).watch(ALERT)
+    (wide,) = texts_of(going_on.run.path, (160, 45))
+    going_on.close()
+    assert "9 alerts" in wide and "the loader is slower than the step" in wide
+    path = alerted(tmp_path / "run").path
+    (_, narrow) = texts_of(path, (80, 24), "9")
+    assert "[9 alerts]" in narrow and "test it: --set data.seq_len=64" in narrow
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_replay_shows_the_run_as_it_was_and_escape_comes_back(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        line_of(pilot).focus()
+        await press(pilot, "home", "p")
+        words = await until_past(pilot, 1)
+        assert "step 1/60" in words and "REPLAY 00:00 of 00:30" in words
+        assert "RUNNING" in words and "KILLED" not in words
+        await press(pilot, "end")
+        words = await until_past(pilot, 30)
+        assert "step 30/60" in words and "REPLAY 00:30 of 00:30" in words
+        await press(pilot, "escape")
+        assert "REPLAY" not in words_of(pilot) and "KILLED" in words_of(pilot)
+
+    scene = Scene(tmp_path / "run").open().begin(60).steps(1, 30)
+    run = scene.run
+    scene.now_s += 15.0
+
+    scene.watch(exited("killed")).close()
+    on_screen([run.path], size, script)
+
+
+def test_every_pane_of_a_replay_is_of_its_time(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "home", "p")
+        words = await until_past(pilot, 1)
+        assert "ALERT data_wait" not in words and "step 60 loss" not in words
+        assert "no held-out loss" not in words, "what was known before the first step is known"
+        screen = pilot.app.screen
+        assert isinstance(screen, RunScreen) and screen.shown is not None
+        assert screen.shown.view.alerts == {}
+        await press(pilot, "end")
+        words = await until_past(pilot, 60)
+        assert "data_wait" in words
+        # While a replay is on, what is polled changes nothing on screen.
+        await press(pilot, "home")
+        await until_past(pilot, 1)
+        await poll(pilot)
+        assert "step 1/60" in words_of(pilot)
+
+    on_screen([alerted(tmp_path / "run").path], (160, 60), script)
+
+
+def test_a_replay_plays_at_the_chosen_speed_and_stops_at_the_end(tmp_path: Path) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "p", "v", "v")
+        assert "600x" in words_of(pilot)
+        await press(pilot, "space")
+        words = await until_past(pilot, 60)
+        assert "step 60/60" in words and "REPLAY 00:30 of 00:30" in words
+        assert "paused" in words
+
+    on_screen([completed(tmp_path / "run").path], (160, 45), script)
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        pytest.param(make, size, marks=[] if SIZES.index(size) == number else pytest.mark.soak)
+        for number, make in enumerate((torn, resumed, corrupt, killed))
+        for size in SIZES
+    ],
+)
+def test_edge_states_survive_every_key_of_the_time_line(
+    tmp_path: Path, make: object, size: tuple[int, int]
+) -> None:
+    assert callable(make)
+    keys = ["home", "plus", "plus", "right", "t", "end", "left_square_bracket", "p", "space", "l"]
+    texts_of(make(tmp_path / "run").path, size, "1", *keys, "escape", "escape")
+
+
+def test_a_run_without_a_step_has_a_time_line(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "run")
+    texts_of(scene.run.path, (120, 40), "left", "home", "plus", "t", "enter", "p", "escape")
+
+
+def test_the_oldest_line_of_a_long_log_is_a_key_away_and_a_filter_goes_through_it_all(
+    tmp_path: Path,
+) -> None:
+    async def script(pilot: Pilot[None]) -> None:
+        await press(pilot, "5", "home")
+        assert "opened its log" in words_of(pilot)
+        await press(pilot, "f")
+        assert "all steps done" in words_of(pilot)
+        await press(pilot, "slash", *"step 17 ", "enter")
+        view = pilot.app.screen.query_one(LogView)
+        assert view.share_filtered == 1.0 and view.shown == 1
+        assert "step 17 loss" in words_of(pilot)
+        assert "1 of 9" in words_of(pilot)
+
+    on_screen([completed(tmp_path / "run", total=9000).path], (120, 40), script)

@@ -1,0 +1,103 @@
+"""Every planted defect of a training run is named by its check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.checks.catalogue import ABOUT
+from engine.drills.defects_training import DEFECTS, defect
+from engine.drills.planting import Defect
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
+from engine.log.write import LogWriter
+from engine.train.checkpoint.keeper import Keeper
+from tests.support.checked_runs import Run, World, context, make_run, make_world
+from tests.support.kit import Kit
+
+RESUMED = ("optimizer_lost", "position_lost")
+
+
+@pytest.fixture(scope="module")
+def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.parametrize("planted", [d for d in DEFECTS if d.id not in RESUMED], ids=lambda d: d.id)
+def test_a_planted_defect_is_named(world: World, planted: Defect, tmp_path: Path) -> None:
+    # a student of the teacher's shape, where the defect is that they are the same
+    student = {"hidden_size": 48} if planted.id == "identical_teacher" else None
+    with planted.plant():
+        run = make_run(world, student=student).begin()
+        run.step(2)
+        run.save(tmp_path / "checkpoints")
+    assert planted.named_by in run.failures(), (run.failures(), run.unknowns())
+    assert run.checks.ends_run(run.results[planted.named_by])
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "text"),
+    [
+        ("labels_unshifted", "shift_proof", "labels are not shifted"),
+        ("labels_shifted_twice", "shift_proof", "labels are shifted twice"),
+        ("t_squared_missing", "loss_gradient", "along a random direction of the hidden"),
+        ("denominator_per_pass", "loss_gradient", "divided or multiplied after the loss function"),
+        ("last_row_only", "rows_in_update", "48 of 120 labelled tokens get no gradient"),
+        ("last_position_only", "rows_in_update", "118 of 120 labelled tokens get no gradient"),
+        ("norm_eps_fixed", "forward_is_the_model", "as with eps 1.0e-05"),
+        ("frozen_embedding", "effective_settings", "1 are missing"),
+        ("random_teacher", "teacher_knows_text", "guessing at random"),
+    ],
+)
+def test_a_failure_says_what_it_saw(world: World, name: str, check: str, text: str) -> None:
+    with defect(name).plant():
+        run = make_run(world).begin()
+    assert text in run.failures()[check]
+
+
+def test_every_defect_is_undone(world: World) -> None:
+    for planted in DEFECTS:
+        with planted.plant():
+            pass
+    run = make_run(world).begin()
+    run.step(1)
+    assert run.failures() == {}
+
+
+def test_defects_say_where_they_happened_and_who_names_them() -> None:
+    assert len({d.id for d in DEFECTS}) == len(DEFECTS)
+    for planted in DEFECTS:
+        assert planted.what and planted.happened and planted.named_by in ABOUT
+
+
+def resumed(world: World, folder: Path) -> Run:
+    """A run of three steps that is saved, and begun again from what was saved."""
+    first = make_run(world).begin()
+    first.step(3)
+    run_folder = RunFolder(folder)
+    run_folder.effective.write_text(
+        json.dumps({"spec": first.spec.to_dict(), "spec_sha256": first.spec.sha256})
+    )
+    first.save(run_folder.checkpoints)
+    again = make_run(world)
+    with LogWriter(run_folder.events, writer="trainer") as log:
+        Keeper(log, run_folder, again.spec).restore(again.trainer, RunView(), False)
+    again.context = context(world, again.spec, again.trainer)
+    return again
+
+
+def test_a_sound_resume_raises_nothing(world: World, tmp_path: Path) -> None:
+    run = resumed(world, tmp_path).begin()
+    run.step(2)
+    assert run.trainer.step == 5 and run.failures() == {}
+    assert run.results["resume_continues"].numbers["updates_max"] == 3
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_poisoned_resume_is_named(world: World, name: str, tmp_path: Path) -> None:
+    planted = defect(name)
+    with planted.plant():
+        run = resumed(world, tmp_path).begin()
+    assert planted.named_by in run.failures()

@@ -1,0 +1,602 @@
+"""Checks one by one: what each must see that no planted defect of a whole run shows, and what it must
+not take for a defect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.checks.catalogue import ABOUT
+from engine.checks.check import Answer
+from engine.checks.context import Context, Memory, Terms
+from engine.checks.data import shared_windows
+from engine.checks.forward import ROUNDING
+from engine.checks.reference import reference_logits
+from engine.checks.runner import AT_ONCE
+from engine.data.batches import IGNORED, Batch
+from engine.data.tokens import TokenStream, make_stream
+from engine.drills.defects_training import defect
+from engine.drills.planting import replaced
+from engine.formats.tokenizer import open_tokenizer
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.load import new_decoder
+from engine.train import trainer as trainer_module
+from engine.verdict import Level
+from tests.support.checked_runs import World, context, make_run, make_world
+from tests.support.kit import Kit, tiny_config
+
+
+@pytest.fixture(scope="module")
+def world(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(kit, tmp_path_factory.mktemp("world"))
+
+
+def answer(name: str, looked_at: Context) -> Answer:
+    assert name in ABOUT
+    return AT_ONCE[name](looked_at)
+
+
+def level(name: str, looked_at: Context) -> Level:
+    return answer(name, looked_at).verdict.level
+
+
+def spoilt_rows(looked_at: Context, spoil: Callable[[Batch], Batch]) -> Context:
+    class Spoilt:
+        def take(self, position: int, rows: int) -> Batch:
+            return spoil(looked_at.batches.take(position, rows))
+
+    return dataclasses.replace(looked_at, batches=Spoilt())
+
+
+# Data
+
+
+def stream_of(documents: list[list[int]]) -> TokenStream:
+    tokens = np.concatenate([np.array([*d, 0], dtype=np.uint16) for d in documents])
+    owners = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) + 1 for d in documents])
+    return make_stream(tokens, owners)
+
+
+def test_a_held_out_document_that_is_trained_on_is_found(world: World) -> None:
+    looked_at = make_run(world).context
+    assert level("split_disjoint", looked_at) is Level.PASS
+    held = world.heldout
+    first = held.tokens[held.documents == 0]
+    tokens = np.concatenate([world.train.tokens, first])
+    owners = np.concatenate(
+        [world.train.documents, np.full(len(first), world.train.documents[-1] + 1, dtype=np.int32)]
+    )
+    leaked = dataclasses.replace(looked_at, train_stream=make_stream(tokens, owners))
+    found = answer("split_disjoint", leaked)
+    assert found.verdict.level is Level.FAIL and found.numbers["copied_documents"] == 1
+
+
+def test_held_out_text_inside_another_document_is_found(world: World) -> None:
+    looked_at = make_run(world).context
+    tokens = np.concatenate([world.train.tokens, world.heldout.tokens[1:]])
+    owners = np.zeros(len(tokens), dtype=np.int32)
+    leaked = dataclasses.replace(looked_at, train_stream=make_stream(tokens, owners))
+    found = answer("split_disjoint", leaked)
+    assert found.verdict.level is Level.FAIL and found.numbers["copied_documents"] == 0
+    assert found.numbers["shared_windows"] >= found.numbers["windows"] - 4
+
+
+@given(
+    train=st.lists(st.integers(0, 2), min_size=1, max_size=60),
+    held=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    window=st.sampled_from([4, 5, 8]),
+)
+def test_shared_windows_are_those_that_a_plain_search_finds(
+    train: list[int], held: list[int], window: int
+) -> None:
+    everywhere = {tuple(train[i : i + window]) for i in range(len(train) - window + 1)}
+    starts = range(0, len(held) - window + 1, window // 4)
+    expected = sum(tuple(held[i : i + window]) in everywhere for i in starts)
+    arrays = (np.array(train, dtype=np.uint16), np.array(held, dtype=np.uint16))
+    assert shared_windows(*arrays, window) == (expected, len(starts))
+
+
+def test_a_loss_that_curves_sharply_is_asked_again_closer_by(world: World) -> None:
+    def flatten(trainer: trainer_module.Trainer) -> None:
+        # A small gradient takes a long step to change the loss.
+        with torch.no_grad():
+            trainer.student.norm.weight.mul_(0.2)
+
+    sharp = answer("loss_gradient", make_run(world, change=flatten).context)
+    assert sharp.verdict.level is Level.PASS, sharp.verdict
+    assert sharp.numbers["step_share"] < 1
+    plain = answer("loss_gradient", make_run(world).context)
+    assert plain.numbers["step_share"] == 1
+
+
+def test_labels_across_the_end_of_a_document_are_found(world: World) -> None:
+    def cross(batch: Batch) -> Batch:
+        labels_BT = batch.labels_BT.copy()
+        labels_BT[:, :-1] = batch.tokens_BT[:, 1:]
+        return dataclasses.replace(batch, labels_BT=labels_BT)
+
+    found = answer("labels_are_next_tokens", spoilt_rows(make_run(world).context, cross))
+    assert found.verdict.level is Level.FAIL and "across the end" in found.verdict.reason
+
+
+def test_rows_without_any_label_are_found(world: World) -> None:
+    def blank(batch: Batch) -> Batch:
+        return dataclasses.replace(batch, labels_BT=np.full_like(batch.labels_BT, IGNORED))
+
+    looked_at = spoilt_rows(make_run(world).context, blank)
+    assert level("labels_are_next_tokens", looked_at) is Level.FAIL
+
+
+def test_padding_without_labels_is_no_defect(world: World) -> None:
+    def pad(batch: Batch) -> Batch:
+        tokens_BT, labels_BT = batch.tokens_BT.copy(), batch.labels_BT.copy()
+        tokens_BT[:, 20:], labels_BT[:, 19:] = 0, IGNORED
+        return dataclasses.replace(batch, tokens_BT=tokens_BT, labels_BT=labels_BT)
+
+    assert level("padding_not_trained", spoilt_rows(make_run(world).context, pad)) is Level.PASS
+
+
+def test_a_loader_that_is_stuck_is_found(world: World) -> None:
+    def stuck(batch: Batch) -> Batch:
+        first = [0] * len(batch.row_ids)
+        return dataclasses.replace(
+            batch, tokens_BT=batch.tokens_BT[first], labels_BT=batch.labels_BT[first]
+        )
+
+    found = answer("batch_not_degenerate", spoilt_rows(make_run(world).context, stuck))
+    assert found.verdict.level is Level.FAIL and "copies" in found.verdict.reason
+
+
+def test_a_small_corpus_that_comes_round_is_not_called_degenerate(world: World) -> None:
+    few = stream_of([list(range(1, 60)) * 2])
+    run = make_run(dataclasses.replace(world, train=few))
+    found = answer("batch_not_degenerate", run.context)
+    assert found.numbers["repeated"] == 0 and found.verdict.level is Level.PASS
+
+
+# Vocabulary and settings
+
+
+def test_other_tokens_at_the_same_width_are_found(world: World, tmp_path: Path) -> None:
+    import json
+
+    record = json.loads(world.tokenizer.raw)
+    vocabulary = record["model"]["vocab"]
+    names = sorted(vocabulary, key=vocabulary.get)
+    vocabulary[names[100]], vocabulary[names[101]] = vocabulary[names[101]], vocabulary[names[100]]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(record))
+    looked_at = make_run(world).context
+    both = {"teacher": world.tokenizer, "student": open_tokenizer(path)}
+    found = answer("vocabulary_by_bytes", dataclasses.replace(looked_at, tokenizers=both))
+    assert found.verdict.level is Level.FAIL and found.numbers["differing"] == 2
+
+
+def test_a_tokenizer_that_is_not_known_is_never_a_pass(world: World) -> None:
+    looked_at = make_run(world).context
+    for known in ({"teacher": None}, {"teacher": world.tokenizer, "student": None}, {}):
+        found = dataclasses.replace(looked_at, tokenizers=known)
+        assert level("vocabulary_by_bytes", found) is Level.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"train__rows": 3}, "rows x length: expected 3 x 48, found 4 x 48"),
+        ({"data__seq_len": 64}, "rows x length: expected 4 x 64, found 4 x 48"),
+        ({"train__beta2": 0.999}, "betas"),
+        ({"train__eps": 1e-6}, "eps"),
+        ({"train__weight_decay": 0.5}, "weight_decay"),
+    ],
+)
+def test_settings_that_are_not_the_spec_are_found(
+    world: World, changes: dict[str, object], text: str
+) -> None:
+    run, asked = make_run(world), make_run(world, **changes).spec
+
+    class Fixed:
+        def take(self, position: int, _rows: int) -> Batch:
+            return run.trainer.batches.take(position, 4)
+
+    looked_at = dataclasses.replace(run.context, spec=asked, batches=Fixed())  # type: ignore[arg-type]
+    found = answer("effective_settings", looked_at)
+    assert found.verdict.level is Level.FAIL and text in found.verdict.reason
+
+
+# The forward pass
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": False, "num_key_value_heads": 1},
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+        {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ],
+    ids=["qwen2", "untied", "qwen3", "llama3.1"],
+)
+def test_the_plain_forward_pass_is_the_decoder(changes: dict[str, object]) -> None:
+    decoder = new_decoder(ModelConfig.from_dict(tiny_config(**changes), "test"), seed=3)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            # norms and biases that matter, and attention that is not flat
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    tokens_BT = torch.randint(0, 300, (2, 40), generator=generator)
+    documents_BT = (torch.arange(40) >= 17).long()[None].repeat(2, 1)
+    found = reference_logits(decoder, tokens_BT, documents_BT)
+    torch.testing.assert_close(found, decoder.logits(tokens_BT, documents_BT), rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_is_missed_in_the_student_too(world: World) -> None:
+    run = make_run(world)
+    with torch.no_grad():
+        run.trainer.student.get_parameter("layers.1.attention.k.bias").normal_(0, 0.5)
+    assert level("forward_is_the_model", run.context) is Level.PASS
+    with defect("qkv_bias_missing").plant():
+        found = answer("forward_is_the_model", run.context)
+    assert found.verdict.level is Level.FAIL and found.verdict.reason.startswith("student")
+
+
+def test_a_bf16_teacher_passes_and_its_wrong_rotation_does_not(world: World) -> None:
+    run = make_run(world)
+    decoder = run.context.teacher_decoder
+    assert decoder is not None
+    decoder.to(torch.bfloat16)
+    found = answer("forward_is_the_model", run.context)
+    assert found.verdict.level is Level.PASS
+    assert found.numbers["teacher_error"] < found.numbers["teacher_allowed"] / 2
+    assert found.numbers["teacher_allowed"] == pytest.approx(4 * ROUNDING[torch.bfloat16] * 2)
+    for name in ("causal_mask", "documents_isolated", "positions_matter", "teacher_knows_text"):
+        assert level(name, run.context) is Level.PASS
+    with defect("norm_eps_fixed").plant():
+        assert "as with eps 1.0e-05" in answer("forward_is_the_model", run.context).verdict.reason
+    # the student is sound, so that the teacher's own fault is seen
+    with defect("rotary_neighbours").plant():
+        teacher_only = dataclasses.replace(run.context, student=_sound(run.trainer.student))
+        found = answer("forward_is_the_model", teacher_only)
+    assert found.verdict.level is Level.FAIL and found.verdict.reason.startswith("teacher")
+
+
+def _sound(student: Decoder) -> Decoder:
+    """A student of one-token attention: no rotation changes it."""
+    config = dataclasses.replace(student.config)
+    copy = new_decoder(config, seed=0)
+    with torch.no_grad():
+        for layer in copy.layers:
+            layer.attention.o.weight.zero_()
+    return copy
+
+
+def test_weights_that_are_nan_or_constant_are_found(world: World) -> None:
+    for value in (math.nan, 0.25):
+        run = make_run(world)
+        with torch.no_grad():
+            run.trainer.student.get_parameter("layers.0.mlp.up.weight").fill_(value)
+        found = answer("weights_alive", run.context)
+        assert (
+            found.verdict.level is Level.FAIL and "layers.0.mlp.up.weight" in found.verdict.reason
+        )
+
+
+# The loss
+
+
+def objective_with(run_context: Context, change: Callable[[Terms, Any], Terms]) -> Context:
+    def objective(*tensors: Any, **settings: Any) -> Terms:
+        return change(run_context.objective(*tensors, **settings), tensors)
+
+    return dataclasses.replace(run_context, objective=objective)  # type: ignore[arg-type]
+
+
+def test_an_entropy_that_is_left_out_of_the_kl_is_found(world: World) -> None:
+    """The cross entropy against the teacher instead of the KL: above zero for a model and itself."""
+
+    def without_entropy(terms: Any, _tensors: Any) -> Terms:
+        return dataclasses.replace(terms, kd=terms.kd + 1.0, loss=terms.loss + 0.7)
+
+    found = answer("loss_invariants", objective_with(make_run(world).context, without_entropy))
+    assert found.verdict.level is Level.FAIL and "itself" in found.verdict.reason
+
+
+def test_a_negative_kl_is_found(world: World) -> None:
+    def negative(terms: Any, _tensors: Any) -> Terms:
+        return dataclasses.replace(terms, kd=-terms.kd)
+
+    found = answer("loss_invariants", objective_with(make_run(world).context, negative))
+    assert found.verdict.level is Level.FAIL and "negative" in found.verdict.reason
+
+
+def test_padded_logits_are_found_by_a_constant_on_all_logits(world: World) -> None:
+    """A student padded with ids of logit 0: their share moves with every constant."""
+
+    def padded(terms: Any, tensors: Any) -> Terms:
+        mass = torch.logsumexp((tensors[0] @ tensors[1].T).float(), 1).mean()
+        return dataclasses.replace(terms, loss=terms.loss + torch.log1p(3 * torch.exp(-mass)))
+
+    found = answer("loss_invariants", objective_with(make_run(world).context, padded))
+    assert found.verdict.level is Level.FAIL and "constant" in found.verdict.reason
+
+
+def test_logits_that_are_rounded_to_16_bits_drown_a_small_divergence(world: World) -> None:
+    """A defect of several trainers: near the teacher most of the gradient is then rounding."""
+    sound = make_run(world).context
+    found = answer("gradient_above_rounding", sound)
+    assert found.verdict.level is Level.PASS and 0 < found.numbers["rounding"] < 1e-4
+    assert found.numbers["kd"] > 0
+
+    @dataclasses.dataclass
+    class Parts:
+        loss: Tensor
+        ce: Tensor
+        kd: Tensor
+
+    def near(how: torch.dtype | None) -> Context:
+        def objective(
+            hidden_ND: Tensor, head_VD: Tensor, *_: object, denominator: float, **__: object
+        ) -> Parts:
+            # As large as those of a model that knows something.
+            logits_NV = 30 * hidden_ND @ head_VD.T
+            random = torch.Generator().manual_seed(1)
+            moved_NV = torch.randn(logits_NV.shape, generator=random).to(hidden_ND)
+            teacher_NV = (logits_NV.detach() + 0.01 * moved_NV).log_softmax(1)
+            if how is not None and hidden_ND.dtype != torch.float64:
+                logits_NV = logits_NV.to(how).to(hidden_ND.dtype)
+            gap_NV = teacher_NV - logits_NV.log_softmax(1)
+            kd = (teacher_NV.exp() * gap_NV).sum() / denominator
+            return Parts(kd, kd.detach(), kd.detach())
+
+        return dataclasses.replace(sound, objective=objective)
+
+    assert level("gradient_above_rounding", near(None)) is Level.PASS
+    drowned = answer("gradient_above_rounding", near(torch.bfloat16))
+    assert drowned.verdict.level is Level.FAIL and drowned.numbers["rounding"] > 0.1
+    assert 0 < drowned.numbers["kd"] < 1e-2
+    nothing = answer("gradient_above_rounding", near(torch.float8_e5m2))
+    assert nothing.numbers["rounding"] > drowned.numbers["rounding"]
+
+
+def test_rows_without_a_label_that_change_the_loss_are_found(world: World) -> None:
+    def leaking(terms: Any, tensors: Any) -> Terms:
+        return dataclasses.replace(terms, loss=terms.loss + 1e-6 * tensors[0].float().sum())
+
+    looked_at = objective_with(make_run(world).context, leaking)
+    assert level("ignored_rows_have_no_part", looked_at) is Level.FAIL
+
+
+def test_a_gradient_that_is_spoilt_outside_of_the_loss_function_is_found(world: World) -> None:
+    """T^2 missing in the trainer alone: the function by itself is sound."""
+
+    def make(loss: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(*tensors: Any, **settings: Any) -> Any:
+            terms = loss(*tensors, **settings)
+            return dataclasses.replace(terms, loss=terms.loss / 4 + (terms.loss * 3 / 4).detach())
+
+        return spoilt
+
+    with replaced(trainer_module, "distillation_loss", make):
+        found = answer("loss_gradient", make_run(world).context)
+    assert found.verdict.level is Level.FAIL
+    assert found.numbers["hidden_error"] < 1e-4
+    assert "divided or multiplied after the loss function" in found.verdict.reason
+
+
+def test_a_mean_over_passes_in_the_loss_is_found(world: World) -> None:
+    """Each pass divides by its own labels, in the logged number too."""
+
+    def make(loss: Callable[..., Any]) -> Callable[..., Any]:
+        def spoilt(*tensors: Any, denominator: float, **settings: Any) -> Any:
+            labelled = float((tensors[4] != IGNORED).sum())
+            return loss(*tensors, denominator=labelled, **settings)
+
+        return spoilt
+
+    with replaced(trainer_module, "distillation_loss", make):
+        found = answer("rows_in_update", make_run(world).context)
+    assert found.verdict.level is Level.FAIL and "the loss of a step" in found.verdict.reason
+
+
+def test_a_teacher_of_another_row_is_found(world: World) -> None:
+    run = make_run(world)
+    teacher = run.trainer.teacher
+    assert teacher is not None
+    real = teacher.hidden
+
+    def of_the_next_row(tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
+        return real(tokens_BT, documents_BT).roll(1, 0)
+
+    teacher.hidden = of_the_next_row  # type: ignore[method-assign]
+    assert level("rows_in_update", run.context) is Level.FAIL
+
+
+# Teacher and evaluation
+
+
+def test_an_evaluation_that_praises_noise_is_found(world: World) -> None:
+    looked_at = make_run(world).context
+    assert level("eval_baseline", looked_at) is Level.PASS
+    kind = dataclasses.replace(looked_at, evaluate=lambda *_: 1.0)
+    assert level("eval_baseline", kind) is Level.FAIL
+
+
+def test_identical_models_that_are_allowed_are_unknown_and_not_failed(world: World) -> None:
+    with defect("identical_teacher").plant():
+        run = make_run(world, student={"hidden_size": 48}, teacher__allow_identical=True)
+    found = answer("teacher_not_student", run.context)
+    assert found.verdict.level is Level.UNKNOWN and "allow_identical" in found.verdict.reason
+
+
+def test_a_run_without_a_teacher_asks_none(world: World) -> None:
+    looked_at = make_run(world, loss__alpha=1.0).context
+    for name in ("teacher_knows_text", "shift_proof", "teacher_not_student"):
+        assert level(name, looked_at) is Level.UNKNOWN
+    for name in ("loss_gradient", "rows_in_update", "loss_invariants", "nan_not_masked"):
+        assert level(name, looked_at) is Level.PASS
+
+
+# First steps and checkpoints
+
+
+def test_a_teacher_that_learns_is_found(world: World) -> None:
+    run = make_run(world).begin()
+    decoder = run.context.teacher_decoder
+    assert decoder is not None
+    decoder.norm.weight.add_(1e-3)
+    run.step(1)
+    assert "the teacher's norm.weight changed" in run.failures()["tensors_moved"]
+
+
+def test_a_frozen_tensor_is_found(world: World) -> None:
+    run = make_run(world).begin()
+    run.trainer.student.get_parameter("layers.0.mlp_norm.weight").requires_grad_(False)
+    run.step(1)
+    assert "layers.0.mlp_norm.weight" in run.failures()["tensors_moved"]
+
+
+def test_a_rate_below_the_last_bit_is_unknown_and_not_frozen(world: World) -> None:
+    run = make_run(world, train__lr=1e-9, train__weight_decay=0.0).begin()
+    run.step(12)
+    assert run.failures() == {}
+    assert run.unknowns().keys() >= {"tensors_moved"}
+    assert "below the last bit" in run.unknowns()["tensors_moved"]
+
+
+def test_memory_and_compiles_are_held_against_their_plans(world: World) -> None:
+    late: list[str] = []
+    gib = float(1 << 30)
+    for measured, expected in ((10.5, Level.PASS), (12.0, Level.FAIL), (4.0, Level.FAIL)):
+        run = make_run(world)
+        peak = Memory(predicted_bytes=10 * gib, measured_bytes=measured * gib, source="test")
+        run.context = dataclasses.replace(
+            run.context, memory=lambda peak=peak: peak, late_compiles=lambda: late
+        )
+        run.begin()
+        run.step(3)
+        assert run.results["memory_as_planned"].verdict.level is expected
+        assert run.results["no_late_compile"].verdict.level is Level.PASS
+    late.append("q4k_linear[rows=7]")
+    run.step(1)
+    assert "q4k_linear" in run.failures()["no_late_compile"]
+    assert not run.checks.ends_run(run.results["no_late_compile"])
+
+
+def test_a_student_that_learns_to_copy_is_found(world: World, tmp_path: Path) -> None:
+    with defect("labels_unshifted").plant():
+        run = make_run(world, train__lr=1e-2, train__warmup_steps=1, loss__alpha=1.0).begin()
+        run.step(30)
+        run.save(tmp_path)
+    assert "the token it was given" in run.failures()["student_shift"]
+
+
+@pytest.mark.parametrize("what", ["other values", "as it began", "a tensor less"])
+def test_a_checkpoint_of_something_else_is_found(world: World, what: str, tmp_path: Path) -> None:
+    run = make_run(world).begin()
+    begun = {n: p.detach().clone() for n, p in run.trainer.student.named_parameters()}
+    if what != "as it began":
+        run.step(1)
+    else:
+        run.trainer.step = 1
+    folder = run.save(tmp_path / "sound")
+    run.checks._rereads["checkpoint_reloads"] = _reread(run.context, begun)
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "student.safetensors")
+    if what == "other values":
+        tensors["norm.weight"][0] += 1e-7
+    elif what == "a tensor less":
+        del tensors["norm.weight"]
+    save_file(tensors, folder / "student.safetensors")
+    run.answer(run.checks.at_checkpoint(folder, 1))
+    text = {"as it began": "the weights that the run began with"}.get(what, "not the student's")
+    assert text in run.failures()["checkpoint_reloads"]
+
+
+def test_a_checkpoint_that_would_go_on_as_another_run_is_found(
+    world: World, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    run = make_run(world).begin()
+    reread = run.checks._rereads["checkpoint_reloads"]
+    run.step(1)
+    folder = run.save(tmp_path / "sound")
+    sound = run.results["checkpoint_reloads"]
+    assert sound.verdict.level is Level.PASS and sound.numbers["moments_differing"] == 0
+    now = dataclasses.replace(run.context, step=1)
+    moments = load_file(folder / "optimizer.safetensors")
+    state = json.loads((folder / "state.json").read_text())
+    other = {"exp_avg_sq/norm.weight": 2 * moments["exp_avg_sq/norm.weight"]}
+    counters = {name: tensor for name, tensor in moments.items() if name.startswith("step/")}
+    for tensors, said, words in (
+        (moments | other, state, "1 moments are not the optimizer's, first exp_avg_sq/norm.weight"),
+        (counters, state, "moments are not the optimizer's"),
+        (moments, state | {"position": {"rows": 8}}, "row 8 of the data, expected 4"),
+        (moments, state | {"step": 2}, "after step 2, expected 1"),
+        (moments, {}, "state.json cannot be read"),
+    ):
+        save_file(tensors, folder / "optimizer.safetensors")
+        (folder / "state.json").write_text(json.dumps(said))
+        verdict = reread.at_checkpoint(now, folder).verdict
+        assert verdict.level is Level.FAIL and words in verdict.reason, verdict
+
+
+def _reread(looked_at: Context, begun: dict[str, Tensor]) -> Any:
+    from engine.checks.checkpoint import CheckpointReloads
+
+    live = {n: p.detach().clone() for n, p in looked_at.student.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in looked_at.student.named_parameters():
+            parameter.copy_(begun[name])
+        made = CheckpointReloads(looked_at)
+        for name, parameter in looked_at.student.named_parameters():
+            parameter.copy_(live[name])
+    return made
+
+
+def test_a_resumed_context_asks_at_its_own_place(world: World) -> None:
+    run = make_run(world).begin()
+    run.step(2)
+    again = context(world, run.spec, run.trainer)
+    assert again.step == 2 and again.position == 8
+    assert level("resume_continues", again) is Level.PASS
+    assert level("resume_continues", dataclasses.replace(again, position=4)) is Level.FAIL
+    assert level("resume_continues", dataclasses.replace(again, step=3, position=12)) is Level.FAIL
+
+
+@torch.no_grad()
+def test_the_plain_forward_pass_stays_finite_where_a_hidden_token_has_by_far_the_largest_score() -> (
+    None
+):
+    decoder = new_decoder(ModelConfig.from_dict(tiny_config(), "a test"), seed=0)
+    for layer in decoder.layers:
+        layer.attention.q.weight.mul_(300)
+        layer.attention.k.weight.mul_(300)
+    tokens_BT = torch.randint(0, decoder.config.vocab_size, (2, 16), generator=torch.manual_seed(0))
+    documents_BT = torch.zeros_like(tokens_BT)
+    wanted = decoder.logits(tokens_BT, documents_BT)
+    found = reference_logits(decoder, tokens_BT, documents_BT)
+    assert found.isfinite().all()
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-2

@@ -1,0 +1,180 @@
+"""Planted lies about what ran: a flip that did not flip, one that fell back, one that computes otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.flips.knobs import FACTS as FACT_NAMES
+from engine.flips.plan import Change
+from engine.flips.proof import equal, flipped, parity
+from engine.verdict import Level
+from tests.support.flip_pairs import FACTS, outcome, plan, write_arms
+
+THREADS = Change(key="compute.threads", a=2, b=1)
+WAIT = Change(key="compute.thread_wait", a="auto", b="passive")
+KERNEL = Change(key="teacher.kernel", a="fused", b="dequantize")
+BACKEND = {"teacher.backend": "quantized"}
+
+
+def test_settings_that_differ_as_planned_and_decisions_that_followed_them_are_proof(
+    tmp_path: Path,
+) -> None:
+    made = plan(THREADS)
+    write_arms(tmp_path, made)
+    assert flipped(made, outcome("A"), outcome("B"), tmp_path).level == Level.PASS
+
+
+def test_a_second_setting_that_differs_is_found_on_disk(tmp_path: Path) -> None:
+    made = plan(THREADS)
+    write_arms(tmp_path, made, train__rows=3)
+    said = flipped(made, outcome("A"), outcome("B"), tmp_path)
+    assert said.level == Level.FAIL
+    assert said.reason == (
+        "NotFlipped: the arms' settings differ in compute.threads (2, 1) and train.rows (8, 3), "
+        "not in compute.threads (2, 1)"
+    )
+
+
+def test_a_setting_that_did_not_reach_b_is_found_on_disk(tmp_path: Path) -> None:
+    made = plan(THREADS)
+    write_arms(tmp_path, made, compute__threads=2)
+    assert "differ in nothing" in flipped(made, outcome("A"), outcome("B"), tmp_path).reason
+
+
+def test_an_arm_that_decided_otherwise_than_it_was_told_was_not_flipped(tmp_path: Path) -> None:
+    made = plan(THREADS)
+    write_arms(tmp_path, made)
+    liar = outcome("B", choices={"compute.threads": "2"})
+    said = flipped(made, outcome("A"), liar, tmp_path)
+    assert said.level == Level.FAIL
+    assert said.reason == "NotFlipped: compute.threads is 2 in arm B, asked for was 1"
+
+
+def test_auto_that_comes_to_the_value_of_the_other_arm_was_not_flipped(tmp_path: Path) -> None:
+    made = plan(WAIT)
+    write_arms(tmp_path, made)
+    a, b = (outcome(arm, choices={WAIT.key: "passive"}) for arm in "AB")
+    said = flipped(made, a, b, tmp_path)
+    assert said.reason == "NotFlipped: compute.thread_wait came to passive in both arms"
+
+
+def test_an_arm_that_never_came_to_decide_is_not_proved(tmp_path: Path) -> None:
+    made = plan(THREADS)
+    write_arms(tmp_path, made)
+    early = outcome("B", None, state="over the limit", choices={})
+    assert flipped(made, outcome("A"), early, tmp_path).level == Level.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("kernels_b", "level"),
+    [
+        ({"q4k_fused": 9}, Level.FAIL),
+        ({"q4k_fused": 0, "dequantize": 9}, Level.PASS),
+    ],
+)
+def test_a_marker_that_says_flipped_over_the_same_kernels_is_a_lie(
+    tmp_path: Path, kernels_b: dict[str, int], level: Level
+) -> None:
+    made = plan(KERNEL)
+    write_arms(tmp_path, made)
+    a = outcome("A", choices=BACKEND | {KERNEL.key: "fused"}, kernels={"q4k_fused": 9})
+    b = outcome("B", choices=BACKEND | {KERNEL.key: "dequantize"}, kernels=kernels_b)
+    assert flipped(made, a, b, tmp_path).level == level
+
+
+def test_a_teacher_in_blocks_without_counted_kernels_is_not_proved(tmp_path: Path) -> None:
+    made = plan(KERNEL)
+    write_arms(tmp_path, made)
+    a = outcome("A", choices=BACKEND | {KERNEL.key: "fused"})
+    b = outcome("B", choices=BACKEND | {KERNEL.key: "dequantize"})
+    assert flipped(made, a, b, tmp_path).level == Level.UNKNOWN
+
+
+@pytest.mark.parametrize("fact", [name for name in FACT_NAMES])
+def test_an_arm_that_fell_back_unseen_is_found(fact: str) -> None:
+    other = outcome("B", facts=FACTS | {fact: "something else"})
+    said = equal(plan(THREADS), outcome("A"), other)
+    assert said.level == Level.FAIL and said.reason.startswith(f"SilentFallback: {fact} is ")
+
+
+def test_what_the_changed_setting_is_there_to_change_may_differ() -> None:
+    other = outcome("B", facts=FACTS | {"rows per step": 8, "tokens per step": [256] * 3})
+    change = Change(key="train.rows", a=4, b=8)
+    assert equal(plan(change), outcome("A"), other).level == Level.PASS
+    assert equal(plan(THREADS), outcome("A"), other).level == Level.FAIL
+
+
+def test_a_log_that_says_too_little_proves_nothing() -> None:
+    brief = outcome("B", facts={"device": "cpu"})
+    assert equal(plan(THREADS), outcome("A"), brief).level == Level.UNKNOWN
+
+
+def test_clocks_held_down_in_one_arm_make_the_pair_worthless() -> None:
+    hot = outcome("B", slowed=0.5)
+    said = equal(plan(THREADS), outcome("A", slowed=0.0), hot)
+    assert said.level == Level.FAIL and "held down 0% of the time in A and 50% in B" in said.reason
+    assert equal(plan(THREADS), outcome("A", slowed=0.5), hot).level == Level.PASS
+
+
+def test_a_gpu_whose_clocks_were_not_read_is_not_proved_equal() -> None:
+    a, b = (outcome(arm, facts=FACTS | {"device": "cuda"}) for arm in "AB")
+    assert equal(plan(THREADS), a, b).level == Level.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"losses": [5.0, 4.2, 3.0]}, "the loss of step 2 is 4 in A and 4.2 in B"),
+        ({"teacher_loss": 2.1}, "the teacher's held-out loss is 2 in A and 2.1 in B"),
+        ({"losses": [5.0, None, 3.0]}, "the loss of step 2 is finite in one arm alone"),
+    ],
+)
+def test_an_arm_that_computes_something_else_fails_parity(
+    fields: dict[str, object], said: str
+) -> None:
+    answer = parity(plan(THREADS), outcome("A"), outcome("B", **fields))
+    assert answer is not None and answer.level == Level.FAIL and said in answer.reason
+
+
+def test_parity_passes_within_the_tolerance_and_says_how_far_apart() -> None:
+    answer = parity(plan(THREADS), outcome("A"), outcome("B", losses=[5.0, 4.04, 3.0]))
+    assert answer is not None and answer.level == Level.PASS
+    assert "0.0099 of themselves (the loss of step 2)" in answer.reason
+
+
+def test_parity_is_not_asked_of_a_setting_that_may_change_the_losses() -> None:
+    change = Change(key="loss.alpha", a=0.3, b=0.5)
+    assert parity(plan(change), outcome("A"), outcome("B", losses=[1.0])) is None
+
+
+def test_arms_without_losses_have_no_parity() -> None:
+    silent = outcome("B", losses=[], teacher_loss=None)
+    answer = parity(plan(THREADS), outcome("A"), silent)
+    assert answer is not None and answer.level == Level.UNKNOWN
+
+
+def test_an_arm_that_ended_early_has_fewer_steps_to_compare_and_no_other_ones() -> None:
+    begun = outcome("B", facts=FACTS | {"tokens per step": [128, 128]})
+    assert equal(plan(THREADS), outcome("A"), begun).level == Level.PASS
+    before_any = outcome("B", facts=FACTS | {"tokens per step": []})
+    assert equal(plan(THREADS), outcome("A"), before_any).level == Level.PASS
+    other = outcome("B", facts=FACTS | {"tokens per step": [128, 64]})
+    assert equal(plan(THREADS), outcome("A"), other).level == Level.FAIL
+
+
+def test_a_run_that_was_read_as_often_as_the_other_was_not_flipped(tmp_path: Path) -> None:
+    change = Change(key="watch.sample_seconds", a=1.0, b=0.0)
+    made = plan(change)
+    write_arms(tmp_path, made)
+    a = outcome("A", facts=FACTS | {"device": "cuda"}, slowed=0.0, readings=30)
+    b = outcome("B", facts=FACTS | {"device": "cuda"}, readings=0)
+    assert flipped(made, a, b, tmp_path).level == Level.PASS
+    assert equal(made, a, b).level == Level.PASS
+    same = replace(b, readings=30)
+    said = flipped(made, a, same, tmp_path)
+    assert said.level == Level.FAIL and "30 readings of the machine in A, 30 in B" in said.reason
+    back = plan(Change(key=change.key, a=0.0, b=1.0))
+    assert flipped(back, a, b, tmp_path).level == Level.FAIL

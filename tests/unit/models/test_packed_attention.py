@@ -1,0 +1,121 @@
+"""Packed documents: where they begin and what positions they give, against the masked path and counting
+by hand. What the kernel computes is compared on a GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engine.models import attention
+from engine.models.attention import packing_of, positions, remember, starts_of
+from engine.models.decoder import Decoder, see, see_packed
+from engine.models.load import new_decoder
+from tests.unit.plan.test_memory_budget import config
+
+ROWS = st.integers(1, 4)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> NDArray[np.int64]:
+    """Rows cut into documents, with ids that repeat from row to row."""
+    rows, length = draw(ROWS), draw(st.integers(1, 40))
+    found = []
+    for _ in range(rows):
+        cuts = draw(st.lists(st.booleans(), min_size=length, max_size=length))
+        found.append(np.cumsum(cuts))
+    return np.stack(found).astype(np.int64)
+
+
+@given(documents())
+def test_starts_and_positions_are_those_counted_by_hand(ids_BT: NDArray[np.int64]) -> None:
+    starts, place = [], np.zeros_like(ids_BT)
+    for row, ids in enumerate(ids_BT):
+        for at, one in enumerate(ids):
+            new = at == 0 or one != ids[at - 1]
+            if new:
+                starts.append(row * ids_BT.shape[1] + at)
+            place[row, at] = 0 if new else place[row, at - 1] + 1
+    assert starts_of(ids_BT).tolist() == [*starts, ids_BT.size]
+    assert positions(torch.from_numpy(ids_BT)).tolist() == place.tolist()
+
+
+@given(documents())
+def test_asking_the_device_gives_what_the_host_says(ids_BT: NDArray[np.int64]) -> None:
+    asked = torch.from_numpy(ids_BT.copy())
+    told = torch.from_numpy(ids_BT.copy())
+    remember(told, ids_BT)
+    assert packing_of(asked).starts_S.tolist() == packing_of(told).starts_S.tolist()
+    assert packing_of(told).starts_S.dtype == packing_of(asked).starts_S.dtype == torch.int32
+    longest = int(np.diff(starts_of(ids_BT)).max())
+    for packing in (packing_of(asked), packing_of(told)):
+        assert longest <= len(packing.longest_L) < longest + attention.LENGTH_STEP + ids_BT.shape[1]
+
+
+def test_what_is_remembered_ends_with_the_tensor() -> None:
+    tensor = torch.zeros(2, 8, dtype=torch.int64)
+    remember(tensor, np.zeros((2, 8), np.int64))
+    assert tensor in attention._KNOWN
+    before = len(attention._KNOWN)
+    del tensor
+    assert len(attention._KNOWN) == before - 1
+
+
+@given(documents())
+def test_packed_positions_turn_as_masked_ones(ids_BT: NDArray[np.int64]) -> None:
+    shape = config()
+    documents_BT = torch.from_numpy(ids_BT)
+    masked = see(shape, documents_BT, documents_BT, torch.float32)
+    packed = see_packed(shape, documents_BT, torch.float32)
+    assert torch.equal(masked.cos_XT1R, packed.cos_XT1R)
+    assert torch.equal(masked.sin_XT1R, packed.sin_XT1R)
+    assert packed.mask_B1TT is None and packed.starts_S is not None
+
+
+# On a GPU
+
+SHAPES = [config(), config(shared=4), config(family="qwen3", head_dim=32)]
+
+
+def answers(
+    decoder: Decoder, documents_BT: NDArray[np.int64], packed: bool, amp: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states, and all gradients, of seeded tokens under a seeded upstream gradient."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    tokens_BT = torch.randint(0, 64, documents_BT.shape, device="cuda", generator=rng)
+    ids_BT = torch.from_numpy(documents_BT).cuda()
+    remember(ids_BT, documents_BT)
+    decoder.packed = packed
+    decoder.zero_grad()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
+        hidden_BTD = decoder.hidden(tokens_BT, ids_BT)
+    upstream_BTD = torch.randn(hidden_BTD.shape, device="cuda", generator=rng)
+    torch.autograd.backward(hidden_BTD, upstream_BTD.to(hidden_BTD.dtype))
+    gradients = [p.grad.flatten() for p in decoder.parameters() if p.grad is not None]
+    return hidden_BTD.detach().double(), torch.cat(gradients).double()
+
+
+def gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda c: f"{c.family}-{c.num_key_value_heads}")
+@pytest.mark.parametrize("mean", [1, 3, 40, 10_000])
+def test_packed_is_as_near_to_fp32_as_masked_is(shape: object, mean: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    decoder = new_decoder(shape, 0).cuda()  # type: ignore[arg-type]
+    rng = np.random.default_rng(mean)
+    ids_BT = np.cumsum(rng.random((3, 200)) < 1 / mean, axis=1).astype(np.int64)
+    exact = answers(decoder, ids_BT, packed=True, amp=False)  # fp32 is masked always
+    masked = answers(decoder, ids_BT, packed=False, amp=True)
+    packed = answers(decoder, ids_BT, packed=True, amp=True)
+    for found, other, truth in zip(packed, masked, exact, strict=True):
+        # Both round bf16 products: one may be a little farther, not twice as far.
+        assert gap(found, truth) < 1.3 * gap(other, truth) + 1e-3
+        assert gap(found, other) < 0.08

@@ -1,0 +1,162 @@
+"""What a run gives up so that it fits in the memory it may take, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.bench.teacher import config_named
+from engine.errors import BadInput
+from engine.machine.reading import absent, measured
+from engine.plan.budget import MemoryBudget
+from engine.plan.device import limit_allocator, limited
+from engine.plan.fitting import FEWER_CHUNK_ROWS, Fitted, fit
+from engine.plan.memory_model import predict
+from engine.spec import spec_from_dict
+
+GIB = 2**30
+SPEC = spec_from_dict(
+    {
+        "teacher": {"path": "teacher.gguf"},
+        "student": {"config": "student.json"},
+        "data": {"seq_len": 1024},
+        "train": {"rows": 8},
+        "eval": {"rows": 8},
+    }
+)
+TEACHER = config_named("qwen2.5-7b")
+STUDENT = config_named("qwen2.5-0.5b")
+USUAL = 2208
+"""Tokens in a chunk of the fused loss where memory is plenty."""
+
+
+def fitted(available_gib: float | None, *, compiled: bool = True, **changes: Any) -> Fitted:
+    """For a Q4_K_M 7B teacher and a 0.5B student, 8 x 1024 tokens in bf16 on a GPU."""
+    available_bytes = None if available_gib is None else round(available_gib * GIB)
+    there = (
+        absent("Not Supported", "a test")
+        if available_bytes is None
+        else measured(available_bytes, "a test")
+    )
+
+    def need(backend: str, again: bool, chunk_rows: int) -> MemoryBudget:
+        return predict(
+            replace(SPEC, loss=replace(SPEC.loss, chunk_rows=chunk_rows)),
+            teacher=TEACHER,
+            teacher_packed_bytes=4_677_000_000,
+            backend=backend,
+            teacher_precision="bf16",
+            student_precision="bf16",
+            student=STUDENT,
+            device="cuda",
+            available=there,
+            compiled=compiled,
+            packed=True,
+            teacher_packed=True,
+            checkpointing=again,
+            fused_loss=True,
+        )
+
+    settings: dict[str, Any] = dict(
+        available_bytes=available_bytes,
+        backend="auto",
+        checkpointing="auto",
+        chunk_rows=0,
+        usual_chunk_rows=USUAL,
+        teacher=TEACHER,
+        quantised_blocks=True,
+        precision="bf16",
+        stored=None,
+    )
+    return fit(need, **(settings | changes))
+
+
+def given_up(found: Fitted) -> tuple[str, bool, int]:
+    return found.backend, found.checkpointing, found.chunk_rows
+
+
+def test_a_run_that_fits_is_left_as_it_is() -> None:
+    for plenty in (141.0, None):
+        assert given_up(fitted(plenty)) == ("dequantized", False, USUAL)
+
+
+def test_smaller_chunks_are_given_up_first_then_dense_weights_then_kept_activations() -> None:
+    """In GiB: 33.8 for everything, and each thing that is given up takes less."""
+    wanted = [
+        (35.0, ("dequantized", False, USUAL)),
+        (32.5, ("dequantized", False, 1024)),
+        (30.8, ("dequantized", False, 512)),
+        (25.0, ("quantized", False, USUAL)),
+        (23.0, ("quantized", False, 1024)),
+        (21.0, ("quantized", False, 512)),
+        (17.0, ("quantized", True, USUAL)),
+    ]
+    assert [(gib, given_up(fitted(gib))) for gib, _ in wanted] == wanted
+    needs = [fitted(gib).budget.total_bytes for gib, _ in wanted]
+    assert needs == sorted(needs, reverse=True)
+    assert all(need <= gib * GIB for need, (gib, _) in zip(needs, wanted, strict=True))
+
+
+@pytest.mark.parametrize("compiled, rows", [(True, 1024), (False, 512)])
+def test_24_gib_hold_the_exact_path_with_the_teacher_in_its_blocks(
+    compiled: bool, rows: int
+) -> None:
+    """Layers as written keep more activations than compiled ones."""
+    found = fitted(24.0, compiled=compiled)
+    assert given_up(found) == ("quantized", False, rows)
+    assert found.budget.fits
+    said = {decision.knob: decision for decision in found.decisions}
+    assert set(said) == {"teacher.backend", "student.checkpointing", "loss.chunk_rows"}
+    assert "of 24.0 GiB available" in said["teacher.backend"].reason
+    chunks = said["loss.chunk_rows"]
+    assert chunks.choice == str(rows) and f"with chunks of {USUAL} tokens" in chunks.reason
+    assert "of 24.0 GiB available" in chunks.reason
+
+
+def test_what_the_settings_name_is_kept_whatever_it_needs() -> None:
+    kept = fitted(17.0, backend="dequantized", checkpointing="off", chunk_rows=USUAL)
+    assert given_up(kept) == ("dequantized", False, USUAL)
+    assert all(decision.overridden for decision in kept.decisions)
+    with pytest.raises(BadInput, match="expected a run that fits in"):
+        kept.budget.refuse_if_too_big()
+
+
+def test_a_run_that_fits_in_no_way_is_refused_with_what_it_needs_at_least() -> None:
+    found = fitted(8.0)
+    assert found.backend == "quantized" and found.chunk_rows == min(FEWER_CHUNK_ROWS)
+    with pytest.raises(BadInput, match="found one of"):
+        found.budget.refuse_if_too_big()
+
+
+def test_chunks_that_are_small_already_are_no_decision() -> None:
+    found = fitted(141.0, usual_chunk_rows=256)
+    assert found.chunk_rows == 256
+    assert "loss.chunk_rows" not in {decision.knob for decision in found.decisions}
+
+
+def test_a_limit_is_the_least_of_itself_and_of_what_is_there() -> None:
+    there = measured(30 * GIB, "cuMemGetInfo")
+    assert limited(there, 0) is there
+    assert limited(there, 40 * GIB) is there
+    less = limited(there, 24 * GIB)
+    assert (less.number, less.source) == (24 * GIB, "memory.limit_gib")
+    unknown = absent("Not Supported", "cuMemGetInfo")
+    assert limited(unknown, 24 * GIB).number == 24 * GIB
+    assert limited(unknown, 0) is unknown
+
+
+@pytest.mark.gpu
+def test_a_limit_is_what_torch_gives_at_most() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    torch.cuda.empty_cache()
+    try:
+        limit_allocator(torch.cuda.memory_reserved() + GIB)
+        torch.empty(GIB // 2, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

@@ -1,0 +1,610 @@
+"""The memory budget: its arithmetic against what torch holds, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.data.batches import Batches, heldout_rows
+from engine.data.tokens import TokenStream
+from engine.errors import BadInput
+from engine.loss.objective import default_chunk_rows
+from engine.machine.reading import Reading, absent, measured
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.models.head import DenseHead
+from engine.models.load import new_decoder
+from engine.plan import memory_plan
+from engine.plan.activations import Forward
+from engine.plan.budget import PHASES, MemoryBudget, compare
+from engine.plan.memory_model import predict
+from engine.spec import RunSpec, spec_from_dict
+from engine.teachers.frozen import DequantizedTeacher
+from engine.train import heldout
+from engine.train.heldout import heldout_loss
+from engine.train.trainer import Trainer
+
+PLENTY = measured(1 << 60, "a test")
+
+
+def config(
+    width: int = 64,
+    feed_forward: int = 176,
+    layers: int = 2,
+    heads: int = 4,
+    shared: int = 2,
+    vocabulary: int = 97,
+    family: str = "qwen2",
+    head_dim: int = 0,
+    tied: bool = True,
+) -> ModelConfig:
+    return ModelConfig(
+        family=family,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=shared,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        tie_word_embeddings=tied,
+    )
+
+
+DEMO_STUDENT = config(128, 384, 3, 4, 2, 4096)
+DEMO_TEACHER = config(256, 768, 6, 8, 2, 4096)
+SMALL = config(896, 4864, 24, 14, 2, 151936)
+SEVEN_B = config(3584, 18944, 28, 28, 4, 152064, tied=False)
+
+
+def spec_of(teacher: bool = True, **changes: object) -> RunSpec:
+    """A spec; `changes` are settings with `__` for the dot."""
+    tree: dict[str, dict[str, object]] = {
+        "teacher": {"path": "teacher"} if teacher else {},
+        "student": {"config": "student.json"},
+        "loss": {} if teacher else {"alpha": 1.0},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        tree.setdefault(section, {})[name] = value
+    return spec_from_dict(tree)
+
+
+def budget_of(
+    spec: RunSpec,
+    student: ModelConfig = DEMO_STUDENT,
+    teacher: ModelConfig | None = DEMO_TEACHER,
+    available: Reading = PLENTY,
+    **changes: Any,
+) -> MemoryBudget:
+    chosen: dict[str, Any] = {
+        "teacher_packed_bytes": None,
+        "backend": "dequantized" if teacher else "none",
+        "teacher_precision": "bf16",
+        "student_precision": "bf16",
+        "device": "cuda",
+    }
+    return predict(
+        spec, teacher=teacher, student=student, available=available, **(chosen | changes)
+    )
+
+
+def item(budget: MemoryBudget, name: str) -> int:
+    return next(item.bytes for item in budget.items if item.name == name)
+
+
+# Activations against autograd
+
+
+def held_by_autograd(
+    shape: ModelConfig, rows: int, seq_len: int, precision: str, device: str
+) -> int:
+    """Bytes of the storages that the graph of one forward pass keeps, the weights' own left out."""
+    decoder = new_decoder(shape, 0).to(device)
+    weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    tokens_BT = torch.zeros(rows, seq_len, dtype=torch.int64, device=device)
+    documents_BT = torch.arange(seq_len, device=device).expand(rows, -1) // max(seq_len // 2, 1)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    autocast: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if precision == "bf16":
+        autocast = torch.autocast(device, dtype=torch.bfloat16)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        hidden_BTD = decoder.hidden(tokens_BT, documents_BT)
+    assert hidden_BTD.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def forward_of(
+    shape: ModelConfig, rows: int, seq_len: int, precision: str, device: str, shares: bool
+) -> Forward:
+    return Forward(
+        config=shape,
+        rows=rows,
+        seq_len=seq_len,
+        product_bytes={"fp32": 4, "bf16": 2}[precision],
+        residual_bytes=4,
+        fused_norms=device == "cuda",
+        shares_heads=shares,
+    )
+
+
+SHAPES = [
+    config(),
+    config(shared=4),
+    config(128, 300, 3, 8, 1),
+    config(family="llama"),
+    config(family="qwen3"),
+    config(family="qwen3", head_dim=32, shared=4),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda c: f"{c.family}-{c.num_key_value_heads}")
+def test_autograd_holds_what_the_formula_says_to_the_byte(
+    shape: ModelConfig, precision: str
+) -> None:
+    for rows, seq_len in ((2, 33), (1, 200), (5, 64)):
+        held = held_by_autograd(shape, rows, seq_len, precision, "cpu")
+        terms = forward_of(shape, rows, seq_len, precision, "cpu", True).kept()
+        assert sum(terms.values()) == held, (rows, seq_len, terms)
+
+
+# The whole of a step against every storage that is alive
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages alive after each operation, and their largest sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.add(value)
+        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+def stream_of(vocabulary: int, tokens: int) -> TokenStream:
+    rng = np.random.default_rng(0)
+    documents = (np.arange(tokens) // 97).astype(np.int32)
+    ids = rng.integers(1, vocabulary, size=tokens).astype(np.uint32)
+    return TokenStream(tokens=ids, documents=documents, sha256="0" * 64)
+
+
+def drive(
+    spec: RunSpec,
+    student: Decoder,
+    teacher: Decoder | None,
+    device: str,
+    precision: str,
+) -> None:
+    """A run as `run.py` drives one: an evaluation before, between and after two steps."""
+    on = torch.device(device)
+    seq_len = spec.data.seq_len
+    rows = max(2 * spec.train.rows * spec.train.accumulation, spec.eval.rows) + 2
+    stream = stream_of(student.config.vocab_size, rows * seq_len)
+    held = list(heldout_rows(stream, seq_len, spec.eval.rows).split(memory_plan.EVAL_ROWS_AT_ONCE))
+    frozen = None if teacher is None else DequantizedTeacher(teacher)
+    trainer = Trainer(
+        student=student,
+        teacher=frozen,
+        batches=Batches(stream, seq_len=seq_len, rows_per_batch=spec.train.rows, seed=0),
+        train=replace(spec.train, steps=2, warmup_steps=1),
+        loss=spec.loss,
+        device=on,
+        precision=precision,
+    )
+    if frozen is not None:
+        heldout_loss(frozen.hidden, frozen.head(), held, on, trainer.autocast)
+    for _ in trainer.steps():
+        heldout_loss(student.hidden, DenseHead(student.head_weight), held, on, trainer.autocast)
+
+
+@pytest.mark.parametrize(
+    ("peak", "student", "teacher", "changes"),
+    [
+        (
+            "loss",
+            config(vocabulary=8000, tied=False),
+            config(),
+            dict(train__rows=2, train__accumulation=3, data__seq_len=64, eval__rows=1),
+        ),
+        (
+            "backward",
+            config(256, 700, 4),
+            config(),
+            dict(train__rows=8, data__seq_len=128, eval__rows=2),
+        ),
+        (
+            "last gradients",
+            config(256, 700, 4),
+            None,
+            dict(train__rows=1, data__seq_len=16, eval__rows=1),
+        ),
+        (
+            "last gradients",
+            config(vocabulary=20000),
+            None,
+            dict(train__rows=1, data__seq_len=16, eval__rows=1, loss__chunk_rows=16),
+        ),
+        (
+            "last gradients",
+            config(vocabulary=20000),
+            config(),
+            dict(train__rows=1, train__accumulation=2, data__seq_len=16, eval__rows=1),
+        ),
+        (
+            "evaluation",
+            config(vocabulary=4096),
+            config(96, 200, 2),
+            dict(train__rows=1, data__seq_len=32, eval__rows=40),
+        ),
+        (
+            "teacher evaluation",
+            config(32, 48, 1, vocabulary=300),
+            config(256, 2000, 4, tied=False),
+            dict(train__rows=1, data__seq_len=64, eval__rows=32),
+        ),
+        (
+            "teacher forward",
+            config(32, 48, 1, vocabulary=300),
+            config(256, 2000, 4, tied=False),
+            dict(train__rows=16, data__seq_len=64, eval__rows=1),
+        ),
+    ],
+    ids=[
+        "loss",
+        "backward",
+        "last-layer",
+        "tied-embedding",
+        "tied-accumulated",
+        "evaluation",
+        "teacher-evaluation",
+        "teacher-forward",
+    ],
+)
+def test_a_run_on_the_cpu_holds_what_was_predicted(
+    peak: str, student: ModelConfig, teacher: ModelConfig | None, changes: dict[str, object]
+) -> None:
+    spec = spec_of(teacher is not None, **changes)
+    if teacher is not None:
+        teacher = replace(teacher, vocab_size=student.vocab_size)
+    budget = budget_of(
+        spec,
+        student,
+        teacher,
+        device="cpu",
+        teacher_precision="fp32",
+        student_precision="fp32",
+    )
+    student_model = new_decoder(student, 0)
+    teacher_model = None if teacher is None else new_decoder(teacher, 1)
+    with LiveBytes() as live:
+        for model in (student_model, teacher_model):
+            for parameter in model.parameters() if model else ():
+                live.add(parameter)
+        drive(spec, student_model, teacher_model, "cpu", "fp32")
+    found = compare(budget, measured(live.peak, "storages alive"))
+    assert budget.peak_phase == peak, budget.lines()
+    assert found.ratio == pytest.approx(1, rel=0.05), "\n".join([found.text, *budget.lines()])
+
+
+def test_the_numbers_of_other_modules_are_theirs() -> None:
+    for vocabulary in (100, 4096, 151936, 1 << 24):
+        student = config(vocabulary=vocabulary)
+        for device in ("cpu", "cuda"):
+            plan = memory_plan.MemoryPlan(
+                spec=spec_of(train__rows=10**6),
+                teacher=None,
+                teacher_packed_bytes=None,
+                quantized=False,
+                teacher_precision="fp32",
+                student_precision="fp32",
+                student=student,
+                device=device,
+                shares_heads=True,
+            )
+            expected = default_chunk_rows(torch.device(device), vocabulary)
+            assert plan.chunk_rows == expected, (vocabulary, device)
+    assert memory_plan.EVAL_CHUNK_ROWS == heldout.CHUNK
+
+
+# The table, and what it says
+
+
+def test_what_lasts_is_counted_from_the_shapes() -> None:
+    budget = budget_of(spec_of(), teacher_precision="bf16")
+    student, teacher = new_decoder(DEMO_STUDENT, 0), new_decoder(DEMO_TEACHER, 0, torch.bfloat16)
+    size = sum(p.nbytes for p in student.parameters())
+    assert item(budget, "student weights") == item(budget, "gradients") == size
+    assert item(budget, "AdamW moments") == 2 * size
+    assert item(budget, "teacher weights") == sum(p.nbytes for p in teacher.parameters())
+
+
+def test_the_peak_is_the_largest_phase_and_the_table_marks_what_is_alive_in_it() -> None:
+    budget = budget_of(spec_of(train__rows=16, data__seq_len=128))
+    sizes = {phase: budget.bytes_in(phase) for phase in PHASES}
+    assert budget.total_bytes == max(sizes.values()) == sizes[budget.peak_phase] == sizes["loss"]
+    lines = budget.lines()
+    assert lines[0].startswith("memory on cuda: ") and "(loss)" in lines[0]
+    for entry in budget.items:
+        (line,) = (text for text in lines if text.startswith(f"  {entry.name}  "))
+        assert entry.how in line and ("*" in line) == ("loss" in entry.phases)
+    (head,) = (text for text in lines if "at peak" in text)
+    marks = {text.index(" * ") for text in lines if "     *     " in text}
+    assert len(marks) == 1 and marks.pop() in range(head.index("at peak"), head.index("how"))
+    marked = sum(entry.bytes for entry in budget.items if "loss" in entry.phases)
+    assert marked == budget.total_bytes
+
+
+def test_the_event_is_flat_and_has_every_number() -> None:
+    budget = budget_of(spec_of(), available=absent("Not Supported", "cuMemGetInfo"))
+    fields = budget.as_fields()
+    assert all(isinstance(value, int | float | str | None) for value in fields.values())
+    assert fields["available_bytes"] is None
+    assert fields["available_bytes_absent"] == "Not Supported"
+    assert fields["total_bytes"] == budget.total_bytes and fields["peak_phase"] == "loss"
+    for entry in budget.items:
+        assert entry.bytes in fields.values(), entry.name
+    assert len({name for name in fields if name.startswith("phase_")}) == len(PHASES)
+
+
+def test_without_a_teacher_nothing_of_one_is_counted() -> None:
+    budget = budget_of(spec_of(teacher=False), teacher=None)
+    assert not any("teacher" in entry.name for entry in budget.items)
+    assert item(budget, "loss workspace") < item(budget_of(spec_of()), "loss workspace")
+
+
+def test_packed_weights_stay_packed() -> None:
+    packed = 4_680_000_000
+    dense = budget_of(spec_of(), SMALL, SEVEN_B)
+    quantized = budget_of(
+        spec_of(), SMALL, SEVEN_B, backend="quantized", teacher_packed_bytes=packed
+    )
+    assert item(quantized, "teacher weights") == packed < item(dense, "teacher weights") / 3
+    assert item(quantized, "dequantisation scratch") == 2 * 2 * 3584 * 18944
+
+
+def test_tf32_is_fp32_in_memory() -> None:
+    for name in ("teacher weights", "teacher temporaries"):
+        found = {p: item(budget_of(spec_of(), teacher_precision=p), name) for p in ("fp32", "tf32")}
+        assert found["tf32"] == found["fp32"]
+
+
+def test_nothing_is_refused_when_nobody_knows_what_is_there() -> None:
+    budget = budget_of(spec_of(), available=absent("Not Supported", "cuMemGetInfo"))
+    assert budget.fits is None and budget.knobs == ()
+    budget.refuse_if_too_big()
+    assert "not measured (Not Supported)" in budget.lines()[0]
+
+
+def test_a_run_that_just_fits_is_taken_and_one_byte_less_refuses_it() -> None:
+    total = budget_of(spec_of()).total_bytes
+    budget_of(spec_of(), available=measured(total, "a test")).refuse_if_too_big()
+    with pytest.raises(BadInput, match="expected a run that fits in"):
+        budget_of(spec_of(), available=measured(total - 1, "a test")).refuse_if_too_big()
+
+
+def with_settings(
+    spec: RunSpec, texts: tuple[str, ...], **given_changes: Any
+) -> tuple[RunSpec, dict[str, Any]]:
+    """The spec and the arguments of `budget_of` as the user would have set them."""
+    for text in texts:
+        key, value = text.split("=")
+        section, name = key.split(".")
+        if key in ("teacher.backend", "teacher.precision", "student.precision"):
+            argument = {"teacher.backend": "backend"}.get(key, key.replace(".", "_"))
+            given_changes[argument] = value
+        elif key == "student.checkpointing":
+            given_changes["checkpointing"] = value == "on"
+        else:
+            part = replace(getattr(spec, section), **{name: int(value)})
+            spec = replace(spec, **{section: part})
+    return spec, given_changes
+
+
+@pytest.mark.parametrize("gib", [40, 24, 12])
+def test_every_knob_does_what_the_refusal_says(gib: int) -> None:
+    spec = spec_of(data__seq_len=2048, train__rows=12, train__accumulation=2)
+    known = dict(teacher_packed_bytes=4_680_000_000)
+    tight = measured(gib * 2**30, "cuMemGetInfo free")
+    budget = budget_of(spec, SMALL, SEVEN_B, tight, **known)
+    with pytest.raises(BadInput) as caught:
+        budget.refuse_if_too_big()
+    message = str(caught.value)
+    assert "teacher weights" in message and "student activations" in message
+    assert budget.knobs
+    for knob in budget.knobs:
+        assert knob.text in message
+        changed, arguments = with_settings(spec, knob.settings, **known)
+        rebuilt = budget_of(changed, SMALL, SEVEN_B, tight, **arguments)
+        assert rebuilt.total_bytes == knob.total_bytes
+        assert budget.total_bytes - rebuilt.total_bytes == knob.saved_bytes > 0
+        assert rebuilt.fits is knob.fits
+        assert changed.train.rows * changed.train.accumulation == 24
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("`--set") == any(knob.fits for knob in budget.knobs)
+
+
+ROWS_ALONE = ["train.rows", "train.accumulation"]
+
+
+@given(st.integers(1, 24), st.integers(1, 4), st.integers(18, 60))
+@settings(max_examples=40)
+def test_the_rows_that_are_proposed_are_the_most_that_fit(
+    rows: int, accumulation: int, gib: int
+) -> None:
+    spec = spec_of(data__seq_len=1024, train__rows=rows, train__accumulation=accumulation)
+    available = measured(gib * 2**30, "a test")
+    budget = budget_of(spec, SMALL, SEVEN_B, available)
+    proposed = [
+        k for k in budget.knobs if [s.split("=")[0] for s in k.settings] == ROWS_ALONE and k.fits
+    ]
+    product = rows * accumulation
+    fitting = []
+    for fewer in range(1, rows):
+        if budget.fits is False and product % fewer == 0:
+            parts = (f"train.rows={fewer}", f"train.accumulation={product // fewer}")
+            changed, _ = with_settings(spec, parts)
+            if budget_of(changed, SMALL, SEVEN_B, available).fits:
+                fitting.append(parts)
+    assert [knob.settings for knob in proposed] == fitting[-1:]
+
+
+def test_where_nothing_fits_each_knob_saves_what_it_can() -> None:
+    spec = spec_of(data__seq_len=2048, train__rows=12)
+    none = measured(1, "a test")
+    needed = {}
+    for rows in (6, 4, 3, 2, 1):
+        settings_of = (f"train.rows={rows}", f"train.accumulation={12 // rows}")
+        changed, _ = with_settings(spec, settings_of)
+        needed[settings_of] = budget_of(changed, SMALL, SEVEN_B, none).total_bytes
+    found = {knob.settings: knob for knob in budget_of(spec, SMALL, SEVEN_B, none).knobs}
+    best = min(needed, key=lambda settings_of: needed[settings_of])
+    assert found[best].total_bytes == needed[best] and not found[best].fits
+    together = list(found)[-1]
+    assert len(together) > 2 and found[together].total_bytes < min(needed.values())
+
+
+# Lengths that no kernel pads: one more token can save a mask for each layer.
+@given(
+    st.integers(1, 32), st.integers(1, 128).map(lambda n: 32 * n), st.sampled_from(["bf16", "fp32"])
+)
+@settings(max_examples=40)
+def test_more_of_anything_never_needs_less(rows: int, seq_len: int, precision: str) -> None:
+    def total(**changes: Any) -> int:
+        shape = {"train__rows": rows, "data__seq_len": seq_len}
+        return budget_of(spec_of(**(shape | changes)), student_precision=precision).total_bytes
+
+    here = total()
+    assert total(train__rows=rows + 1) >= here
+    assert total(data__seq_len=seq_len + 32) >= here
+    assert total(train__accumulation=2) >= here
+    assert total(eval__rows=128) >= here
+
+
+def test_the_prediction_stands_beside_what_was_measured() -> None:
+    budget = budget_of(spec_of())
+    record = compare(budget, measured(budget.total_bytes // 2, "max_memory_allocated"))
+    assert record.ratio == pytest.approx(2, rel=1e-6) and "+100.0 %" in record.text
+    nothing = compare(budget, absent("no GPU", "max_memory_allocated"))
+    assert nothing.ratio is None and nothing.measured_bytes is None and "no GPU" in nothing.text
+    assert compare(budget, measured(0, "max_memory_allocated")).ratio is None
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda c: f"{c.family}-{c.num_key_value_heads}")
+def test_autograd_on_the_gpu_holds_what_the_formula_says(
+    shape: ModelConfig, precision: str
+) -> None:
+    major, _ = torch.cuda.get_device_capability()
+    shares = precision == "bf16" and major == 9
+    # A length that is a multiple of nothing makes the kernels pad.
+    for rows, seq_len in ((2, 101), (4, 256)):
+        held = held_by_autograd(shape, rows, seq_len, precision, "cuda")
+        terms = forward_of(shape, rows, seq_len, precision, "cuda", shares).kept()
+        assert sum(terms.values()) == pytest.approx(held, rel=0.02), (rows, seq_len, terms)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("student", "teacher", "precision", "changes"),
+    [
+        (DEMO_STUDENT, DEMO_TEACHER, "bf16", dict(train__rows=16, data__seq_len=128)),
+        (DEMO_STUDENT, DEMO_TEACHER, "fp32", dict(train__rows=16, data__seq_len=512)),
+        (DEMO_STUDENT, None, "bf16", dict(train__rows=32, data__seq_len=256, eval__rows=8)),
+        (SMALL, replace(SEVEN_B, num_hidden_layers=2), "bf16", dict(train__rows=4)),
+        (
+            SMALL,
+            replace(SEVEN_B, num_hidden_layers=2),
+            "bf16",
+            dict(train__rows=1, train__accumulation=2, data__seq_len=2048, eval__rows=8),
+        ),
+        (
+            config(1024, 3072, 6, 16, 8, 32000, "qwen3", 128),
+            config(2048, 6144, 4, 16, 8, 32000, "qwen3", 128, tied=False),
+            "bf16",
+            dict(train__rows=8, data__seq_len=1000, loss__chunk_rows=256, eval__rows=8),
+        ),
+    ],
+    ids=["demo", "demo-fp32", "demo-ce", "0.5B-7B-wide", "0.5B-accumulated", "qwen3-chunks"],
+)
+def test_a_run_on_the_gpu_takes_what_was_predicted(
+    student: ModelConfig,
+    teacher: ModelConfig | None,
+    precision: str,
+    changes: dict[str, object],
+) -> None:
+    spec = spec_of(teacher is not None, **changes)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    drive(
+        spec,
+        _on_gpu(student, torch.float32),
+        None if teacher is None else _on_gpu(teacher, dtype),
+        "cuda",
+        precision,
+    )
+    peak = torch.cuda.max_memory_allocated() - before
+    major, _ = torch.cuda.get_device_capability()
+    budget = budget_of(
+        spec,
+        student,
+        teacher,
+        teacher_precision=precision,
+        student_precision=precision,
+        shares_heads=major == 9,
+    )
+    found = compare(budget, measured(peak, "torch.cuda.max_memory_allocated"))
+    assert found.ratio == pytest.approx(1, rel=0.1), "\n".join([found.text, *budget.lines()])
+
+
+def _on_gpu(shape: ModelConfig, dtype: torch.dtype) -> Decoder:
+    """Random weights made on the device: at these sizes the host's generator takes a minute."""
+    with torch.device("meta"):
+        decoder = Decoder(shape).to(dtype)
+    decoder.to_empty(device="cuda")
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.ones_(parameter)
+        else:
+            torch.nn.init.normal_(parameter, std=0.02)
+    return decoder

@@ -1,0 +1,93 @@
+"""Each step carries what must be true of any loss, and says so when it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.data.batches import Batches
+from engine.data.tokens import TokenStream
+from engine.log.folder import create_run
+from engine.log.follow import Follower
+from engine.log.write import LogWriter
+from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE
+from engine.models.config import ModelConfig
+from engine.models.load import new_decoder
+from engine.spec import LossSection, TrainSection
+from engine.teachers.frozen import DequantizedTeacher
+from engine.train import record
+from engine.train import trainer as trainer_module
+from engine.train.step import Step
+from engine.train.trainer import Trainer
+from tests.support.kit import tiny_config
+
+
+def _steps(*, accumulation: int = 2, teacher: bool = True) -> list[Step]:
+    import numpy as np
+
+    config = ModelConfig.from_dict(tiny_config(), "tiny")
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 300, 2000).astype(np.int32)
+    stream = TokenStream(tokens=tokens, documents=np.zeros(2000, dtype=np.int32), sha256="")
+    trainer = Trainer(
+        student=new_decoder(config, seed=0),
+        teacher=DequantizedTeacher(new_decoder(config, seed=1)) if teacher else None,
+        batches=Batches(stream, seq_len=16, rows_per_batch=2, seed=0),
+        train=TrainSection(steps=3, rows=2, accumulation=accumulation, lr=1e-2, warmup_steps=0),
+        loss=LossSection(alpha=0.3 if teacher else 1.0),
+        device=torch.device("cpu"),
+        precision="fp32",
+    )
+    return list(trainer.steps())
+
+
+def test_a_sound_step_is_within_rounding() -> None:
+    for step in _steps():
+        assert step.lowest_kl is not None and 0 < step.lowest_kl < 10
+        assert 0 <= step.largest_dz_sum < LARGEST_DZ_SUM
+        assert list(step.broken_invariants(temperature=1.0)) == []
+
+
+def test_without_a_teacher_there_is_no_divergence_but_a_gradient() -> None:
+    for step in _steps(teacher=False):
+        assert step.lowest_kl is None and 0 <= step.largest_dz_sum < LARGEST_DZ_SUM
+
+
+def test_the_worst_row_of_any_micro_batch_is_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = trainer_module.distillation_loss, []
+
+    def spoiled(*arguments: object, **named: object) -> object:
+        import dataclasses
+
+        terms = real(*arguments, **named)  # type: ignore[arg-type]
+        calls.append(1)
+        if len(calls) != 1:  # the first micro-batch of the first step alone
+            return terms
+        return dataclasses.replace(
+            terms,
+            lowest_kl=torch.tensor(-0.01),
+            largest_dz_sum=torch.tensor(0.5),
+        )
+
+    monkeypatch.setattr(trainer_module, "distillation_loss", spoiled)
+    first, *others = _steps()
+    assert first.lowest_kl == pytest.approx(-0.01) and first.largest_dz_sum == pytest.approx(0.5)
+    words = list(first.broken_invariants(temperature=2.0))
+    assert len(words) == 2 and "-1.00e-02" in words[0] and "5.00e-01" in words[1]
+    assert all(not list(step.broken_invariants(2.0)) for step in others)
+
+
+def test_a_broken_invariant_is_an_error_in_the_log(tmp_path: Path) -> None:
+    import dataclasses
+
+    run = create_run(tmp_path / "run", "", {})
+    sound = _steps()[0]
+    broken = dataclasses.replace(sound, lowest_kl=2 * LOWEST_DIVERGENCE)
+    with LogWriter(run.events, writer="trainer") as log:
+        record.step(log, sound, 1.0)
+        record.step(log, broken, 1.0)
+    view = Follower(run).read_all()
+    assert [note.level for note in view.notes] == ["error"]
+    assert "divergence" in view.notes[0].text

@@ -1,0 +1,115 @@
+"""`engine diagnose` and the other surfaces, on run folders written by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.cli.main import main
+from engine.log.events import AlertRaised, NonFinite, Phase
+from engine.watch.rules import RULES
+from tests.support.run_folders import Scene, completed, corrupt, empty, running
+from tests.support.screens import texts_of
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def sick(path: Path) -> Scene:
+    """A run with two steps that were not finite."""
+    scene = Scene(path).open().begin(60).events(Phase(name="training")).steps(1, 30)
+    scene.events(NonFinite(step=30, field="loss", value="nan"))
+    return scene
+
+
+def test_a_run_with_an_alert_exits_1_and_tells_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = sick(tmp_path / "run").close()
+    assert run("diagnose", scene.run.path) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("run: 1 alert; ")
+    assert "error: non_finite: loss was nan at step 30" in out
+    assert "stands at the end of the log" in out and "test it: --set train.lr=" in out
+    assert "could not judge" not in out
+
+
+def test_json_is_one_value_with_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = sick(tmp_path / "run").close()
+    assert run("diagnose", scene.run.path, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    (alert,) = found["alerts"]
+    assert alert["id"] == "non_finite" and alert["cleared_unix_s"] is None
+    assert alert["numbers"] == [["numbers that are not finite", 1.0, "expected 0"]]
+    assert set(found["judged"]) | set(found["unjudged"]) == {rule.id for rule in RULES}
+    assert not set(found["judged"]) & set(found["unjudged"])
+
+
+def test_a_healthy_run_exits_0_and_all_names_every_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = completed(tmp_path / "run")
+    assert run("diagnose", folder.path, "--all") == 0
+    out = capsys.readouterr().out
+    assert all(rule.id in out for rule in RULES)
+    assert "gpu_idle: the run computes on cpu" in out
+
+
+def test_a_run_that_says_nothing_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("diagnose", empty(tmp_path / "run").path, "--all") == 2
+    assert "no trainer was started" in capsys.readouterr().out
+
+
+def test_a_broken_log_is_told_after_what_could_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("diagnose", corrupt(tmp_path / "run").path) == 65
+    said = capsys.readouterr()
+    assert "0 alerts" in said.out and "expected line number" in said.err
+
+
+def test_the_list_documents_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diagnose", "--list") == 0
+    out = capsys.readouterr().out
+    for rule in RULES:
+        assert f"{rule.id}: {rule.asks}" in out and rule.threshold in out
+    assert run("diagnose", "--list", "--json") == 0
+    assert [r["id"] for r in json.loads(capsys.readouterr().out)] == [r.id for r in RULES]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--list", "RUN"]])
+def test_either_a_run_or_the_list(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("diagnose", *arguments) == 64
+    assert "either RUN or --list" in capsys.readouterr().err
+
+
+ALERT = AlertRaised(
+    id="gpu_idle",
+    severity="error",
+    title="GPU 0 was 0.3 % busy",
+    numbers=[("gpu_util_pct", 0.3, "at most 5")],
+    meaning="the work is elsewhere",
+    flip="--set teacher.backend=dequantized",
+)
+
+
+def test_tail_and_the_screen_show_an_alert_that_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = running(tmp_path / "run").watch(ALERT)
+    assert run("tail", scene.run.path) == 0
+    out = capsys.readouterr().out
+    assert "1 alert: gpu_idle" in out and "\nalerts\n  error: gpu_idle: GPU 0 was" in out
+    assert "test it: --set teacher.backend=dequantized" in out
+    assert run("tail", scene.run.path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["alerts"][0]["id"] == "gpu_idle"
+    (text,) = texts_of(scene.run.path, (120, 40))
+    scene.close()
+    assert "1 alert: gpu_idle" in text and "ALERT gpu_idle: GPU 0 was 0.3 % busy" in text

@@ -1,0 +1,253 @@
+"""Rules about the time of a step and about memory: the fault, just below it, and no input."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from engine.log.events import Compiled, FactsRead, RunFinished
+from engine.log.fold import fold
+from engine.watch.rules import memory, pace
+from tests.support.diagnosing import GIB, Log, quiet, raised, spec, unknown
+from tests.support.run_events import example_of
+
+# Data.
+
+
+def waiting(data_s: float, step_s: float = 0.5) -> Log:
+    return Log(count=30, change=lambda n: {"data_s": data_s, "step_s": step_s})
+
+
+def test_steps_that_wait_for_data_are_named() -> None:
+    raised("data_wait", waiting(0.5 * pace.DATA_SHARE).case())
+    quiet("data_wait", waiting(0.5 * pace.DATA_SHARE - 0.005).case())
+
+
+def test_a_wait_that_costs_nothing_is_not_worth_a_word() -> None:
+    quiet("data_wait", waiting(0.002, 0.004).case())
+
+
+def test_one_hiccup_is_no_pattern_and_a_long_one_is() -> None:
+    for once, check in ((2.0, quiet), (pace.DATA_BURST_S, raised)):
+        log = Log(
+            count=30,
+            change=lambda n, s=once: {"data_s": s, "step_s": s + 0.1} if n == 25 else {},  # type: ignore[misc]
+        )
+        check("data_wait", log.case())
+
+
+def test_without_times_or_steps_waiting_cannot_be_judged() -> None:
+    unknown("data_wait", Log(count=19).case(), "needs 20 steps, 19 are done")
+    unknown("data_wait", Log(count=30, change=lambda n: {"data_s": None}).case(), "not logged")
+
+
+# Two kinds of step.
+
+
+def two_modes(ratio: float, every: int) -> Log:
+    return Log(
+        count=120,
+        change=lambda n: {"step_s": (0.1 * ratio if n % every == 0 else 0.1) + 0.001 * (n % 7)},
+    )
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_two_kinds_of_step_are_named(every: int) -> None:
+    alert = raised("step_time_bimodal", two_modes(pace.BIMODAL_RATIO + 0.1, every).case())
+    assert alert.numbers[1][1] == pytest.approx(1 / every)
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        two_modes(pace.BIMODAL_RATIO - 0.1, 3),
+        two_modes(3.0, 10),  # a tenth of the steps is no second mode
+        Log(count=120, change=lambda n: {"step_s": 0.1 + 0.001 * n}),
+        Log(count=120, change=lambda n: {"step_s": 0.1}),
+        Log(count=120, change=lambda n: {"step_s": 0.001 * (1 + n % 2)}),
+    ],
+    ids=["close", "rare", "even", "equal", "tiny"],
+)
+def test_other_step_times_are_not_bimodal(log: Log) -> None:
+    quiet("step_time_bimodal", log.case())
+
+
+def test_bimodal_needs_steps_with_times() -> None:
+    unknown("step_time_bimodal", Log(count=59).case(), "needs 60 steps")
+    log = Log(count=80, change=lambda n: {"step_s": None if n % 2 else 0.5})
+    unknown("step_time_bimodal", log.case(), "60 timed steps")
+
+
+# Drift.
+
+
+def drifting(ratio: float, since: int = 90) -> Log:
+    return Log(count=190, change=lambda n: {"step_s": 0.2 * ratio if n >= since else 0.2})
+
+
+def test_a_run_that_slows_down_is_named() -> None:
+    raised("step_time_drift", drifting(pace.DRIFT_RATIO).case())
+    quiet("step_time_drift", drifting(pace.DRIFT_RATIO - 0.05).case())
+    quiet("step_time_drift", drifting(3.0, since=145).case())  # one window: another job passing
+    unknown("step_time_drift", Log(count=169).case(), "needs 170 steps")
+
+
+# Compiles.
+
+
+def compiled(late: bool, at_s: float = 20.0) -> tuple[float, Compiled]:
+    event = example_of(
+        Compiled, kernel="q4k", key="q4k[m=32]", after_warm_up=late, compile_s=1.5, differs=["m"]
+    )
+    return at_s, event
+
+
+def test_a_compile_after_warm_up_is_named_with_what_differs() -> None:
+    alert = raised("compile_after_warm_up", Log(count=30, extra=[compiled(True)]).case())
+    assert "q4k; differs in m" in alert.title and alert.no_flip
+    off = Log(count=30, extra=[compiled(True)], settings=spec(kernels__prewarm=False))
+    assert raised("compile_after_warm_up", off.case()).flip == "--set kernels.prewarm=true"
+    quiet("compile_after_warm_up", Log(count=30, extra=[compiled(False)]).case())
+    unknown("compile_after_warm_up", Log(extra=[compiled(True)]).case(), "needs 1 steps")
+
+
+# Memory.
+
+
+def filling(gib_per_minute: float, start: float = 100.0, **fields: Any) -> Log:
+    """Five minutes of a GPU of 141 GiB."""
+    return Log(
+        count=600,
+        gpu=lambda t: {
+            "gpu_mem_used_bytes": (start + gib_per_minute * t / 60) * GIB,
+            "gpu_mem_total_bytes": 141 * GIB,
+            **fields,
+        },
+        host=lambda t: {"host_available_bytes": 200 * GIB, "host_total_bytes": 256 * GIB},
+    )
+
+
+def test_memory_that_grows_to_its_end_is_named_with_the_time_left() -> None:
+    alert = raised("memory_ceiling", filling(2.0).case())
+    left_s = alert.numbers[2][1]
+    used = 100 + 2.0 * 310 / 60
+    assert left_s == pytest.approx((141 - used) / 2.0 * 60, rel=0.2)
+
+
+def test_memory_of_the_host_that_shrinks_is_named() -> None:
+    log = Log(
+        device="cpu",
+        count=600,
+        host=lambda t: {
+            "host_available_bytes": (60 - 5 * t / 60) * GIB,
+            "host_total_bytes": 128 * GIB,
+        },
+    )
+    assert "memory of the host" in raised("memory_ceiling", log.case()).title
+
+
+def test_memory_that_other_processes_take_is_not_called_a_leak_of_the_run() -> None:
+    def log(rss_gib_per_minute: float, **about: Any) -> Log:
+        return Log(
+            count=600,
+            host=lambda t: {
+                "host_available_bytes": (60 - 5 * t / 60) * GIB,
+                "host_total_bytes": 128 * GIB,
+                "trainer_rss_bytes": (2 + rss_gib_per_minute * t / 60) * GIB,
+            },
+            **about,
+        )
+
+    quiet("memory_ceiling", log(0.1, device="cpu").case())
+    assert "memory of the host" in raised("memory_ceiling", log(5.0, device="cpu").case()).title
+    # What CUDA takes of shared memory is in no resident size.
+    unified = log(0.1, gpu=lambda _: {"gpu_util_pct": 50.0})
+    assert "memory of the host" in raised("memory_ceiling", unified.case()).title
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        filling(0.0),
+        filling(0.5, start=50.0),  # two hours away
+        Log(  # a cache that was filled once
+            count=600,
+            gpu=lambda t: {
+                "gpu_mem_used_bytes": (50 if t < 150 else 130) * GIB,
+                "gpu_mem_total_bytes": 141 * GIB,
+            },
+        ),
+        Log(  # a saw tooth
+            count=600,
+            gpu=lambda t: {
+                "gpu_mem_used_bytes": (100 + 30 * (t % 20) / 20) * GIB,
+                "gpu_mem_total_bytes": 141 * GIB,
+            },
+        ),
+    ],
+    ids=["flat", "far", "jump", "saw"],
+)
+def test_memory_that_does_not_run_out_is_quiet(log: Log) -> None:
+    quiet("memory_ceiling", log.case())
+
+
+def test_memory_without_readings_gives_both_reasons() -> None:
+    unknown("memory_ceiling", Log(count=600).case(), "host_available_bytes")
+    unknown("memory_ceiling", Log(count=3).case(), "needs 20 steps")
+
+
+def test_pressure_is_named() -> None:
+    def pressed(pct: float) -> Log:
+        host = {"psi_memory_full_avg10_pct": pct, "major_faults_per_s": 900.0}
+        return Log(count=80, host=lambda _: host)
+
+    alert = raised("memory_pressure", pressed(memory.PRESSURE_PCT).case())
+    assert alert.flip == "--set train.rows=2"
+    quiet("memory_pressure", pressed(memory.PRESSURE_PCT - 0.1).case())
+    log = Log(count=80, host=lambda _: {"absent": {"psi_memory_full_avg10_pct": "no PSI here"}})
+    unknown("memory_pressure", log.case(), "no PSI here")
+
+
+REFUSED = (
+    "the device allocator refused: CUDA out of memory. Tried to allocate 932.00 MiB. GPU 0 has"
+)
+
+
+def refused(used_gib: float, reason: str = REFUSED) -> Log:
+    end = RunFinished(state="failed", reason=reason, exit_code=1, step=3)
+    return Log(
+        count=3,
+        extra=[(40.0, end)],
+        gpu=lambda _: {
+            "gpu_mem_used_bytes": used_gib * GIB,
+            "gpu_mem_total_bytes": 100 * GIB,
+        },
+    )
+
+
+def test_an_allocator_that_stops_before_the_device_is_named_with_the_flip() -> None:
+    alert = raised("allocator_ceiling", refused(30.0).case())
+    assert alert.flip == "--set memory.allocator=managed"
+    assert alert.numbers[1][1] == pytest.approx(932 / 1024)
+    quiet("allocator_ceiling", refused(100 - 100 * memory.UNUSED_SHARE + 1).case())
+    quiet("allocator_ceiling", refused(30.0, "NaN at step 3").case())
+    large = REFUSED.replace("932.00 MiB", "60.00 GiB")
+    quiet("allocator_ceiling", refused(30.0, large).case())
+
+
+def test_on_shared_memory_the_host_s_is_what_was_free() -> None:
+    end = RunFinished(state="failed", reason=REFUSED, exit_code=1, step=3)
+    log = Log(
+        count=3,
+        extra=[(40.0, end)],
+        host=lambda _: {"host_available_bytes": 80 * GIB, "host_total_bytes": 119 * GIB},
+        gpu=lambda _: {"absent": {"gpu_mem_used_bytes": "NVML: Not Supported"}},
+    )
+    case = log.case()
+    unknown("allocator_ceiling", case, "Not Supported")
+    facts = FactsRead(facts={"cuda0_integrated": "yes", "cuda0_nvml_index": 0})
+    shared = dataclasses.replace(case, view=fold(case.view, "device", [facts]))
+    assert "CPU and GPU share" in raised("allocator_ceiling", shared).title
+    unknown("allocator_ceiling", Log(count=3).case(), "when the run has ended")

@@ -1,0 +1,210 @@
+"""Rules about loss, gradient, rate and batch: the fault, just below it, and no input."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from engine.log.events import Evaluated, ModelReady, NonFinite
+from engine.train.schedule import learning_rate
+from engine.watch.rules import loss, settings, update
+from engine.watch.rules.settings import expected_rate
+from tests.support.diagnosing import LN_V, ROWS, SEQ, Log, quiet, raised, spec, unknown
+from tests.support.run_events import example_of
+
+NO_MODEL = (6.5, example_of(ModelReady, role="student", vocab_size=1))
+
+
+def steady(count: int = 120, **values: Any) -> Log:
+    return Log(count=count, change=lambda _: values)
+
+
+def test_a_number_that_is_not_finite_is_named() -> None:
+    log = Log(count=30, extra=[(20.0, NonFinite(step=20, field="loss", value="nan"))])
+    alert = raised("non_finite", log.case())
+    assert "loss was nan at step 20" in alert.title and alert.flip == "--set train.lr=0.0001"
+    quiet("non_finite", Log(count=1).case())
+    unknown("non_finite", Log().case(), "needs 1 steps")
+
+
+def test_a_loss_of_guessing_is_named() -> None:
+    raised("loss_not_below_guessing", steady(ce=LN_V).case())
+    quiet("loss_not_below_guessing", steady(ce=LN_V - 1e-3).case())
+    unknown("loss_not_below_guessing", steady(99, ce=9.0).case(), "needs 100 steps")
+    unknown("loss_not_below_guessing", steady(ce=None).case(), "ce is not logged")
+    log = steady(ce=9.0)
+    log.extra = [NO_MODEL]
+    unknown("loss_not_below_guessing", log.case(), "vocabulary")
+
+
+def test_the_loss_of_a_uniform_student_is_named() -> None:
+    level = 0.3 * LN_V
+    raised("loss_at_alpha_ln_v", steady(ce=LN_V, loss=level * 1.015).case())
+    quiet("loss_at_alpha_ln_v", steady(ce=LN_V, loss=level * 1.03).case())
+    quiet("loss_at_alpha_ln_v", steady(ce=LN_V * 0.9, loss=level).case())
+    falling = Log(count=120, change=lambda n: {"ce": LN_V, "loss": level * (1 + (95 - n) / 1000)})
+    quiet("loss_at_alpha_ln_v", falling.case())
+    alone = steady(ce=LN_V, loss=LN_V)
+    alone.start_changes = {"alpha": 1.0}
+    unknown("loss_at_alpha_ln_v", alone.case(), "not a mixture")
+
+
+def test_no_kl_from_the_start_is_named() -> None:
+    # The logged term carries T^2 = 4.
+    raised("kl_near_zero", steady(3, kd=4 * loss.KL_NEAR_ZERO * 0.99).case())
+    quiet("kl_near_zero", steady(3, kd=4 * loss.KL_NEAR_ZERO).case())
+    unknown("kl_near_zero", steady(2, kd=0.0).case(), "needs 3 steps")
+    unknown("kl_near_zero", steady(5, kd=None).case(), "kd is not logged")
+    alone = steady(5, kd=0.0)
+    alone.start_changes = {"alpha": 1.0}
+    unknown("kl_near_zero", alone.case(), "no part in the loss")
+
+
+def test_a_kl_that_comes_to_zero_later_is_success() -> None:
+    log = Log(count=100, change=lambda n: {"kd": 1.0 if n < 50 else 0.0})
+    quiet("kl_near_zero", log.case())
+
+
+def spiking(height: float) -> Log:
+    return Log(
+        count=120,
+        change=lambda n: {"loss": height if n == 100 else 2.0 + 0.05 * math.sin(n)},
+    )
+
+
+def test_a_jump_of_the_loss_is_named_with_its_step() -> None:
+    alert = raised("loss_spike", spiking(2.0 * loss.SPIKE_RATIO + 0.1).case())
+    assert "at step 100" in alert.title
+    quiet("loss_spike", spiking(2.0 * loss.SPIKE_RATIO - 0.1).case())
+    noisy = Log(count=120, change=lambda n: {"loss": 2.0 + (n % 5)})
+    quiet("loss_spike", noisy.case())
+    unknown("loss_spike", Log(count=50).case(), "needs 51 steps")
+
+
+def evaluated(losses: list[float | None]) -> Log:
+    log = Log(count=200)
+    log.extra = [
+        (
+            log.begun_s + 0.5 * 20 * (i + 1) + 0.1,
+            Evaluated(step=20 * (i + 1), subject="student", loss=x, labelled=9, eval_s=1.0),
+        )
+        for i, x in enumerate(losses)
+    ]
+    return log
+
+
+def test_a_held_out_loss_that_rises_while_training_falls_is_named() -> None:
+    alert = raised("heldout_diverging", evaluated([3.0, 2.5, 2.6, 2.7, 2.8]).case())
+    assert alert.flip == "--set train.steps=40"
+    quiet("heldout_diverging", evaluated([3.0, 2.5, 2.52, 2.7, 2.8]).case())
+    quiet("heldout_diverging", evaluated([3.0, 2.5, 2.6, 2.7]).case())
+    unknown("heldout_diverging", evaluated([3.0, 2.5, None]).case(), "needs 4 held-out losses")
+    both = evaluated([3.0, 2.5, 2.6, 2.7, 2.8])
+    both.change = lambda n: {"ce": 2.0 + 0.001 * n}
+    quiet("heldout_diverging", both.case())
+
+
+# The update.
+
+
+def test_a_gradient_of_zero_is_named() -> None:
+    assert raised("gradient_zero", steady(10, grad_norm=0.0).case()).flip == "--set loss.alpha=1"
+    quiet("gradient_zero", steady(10, grad_norm=2 * update.ZERO_NORM).case())
+    unknown("gradient_zero", steady(9, grad_norm=0.0).case(), "needs 10 steps")
+    unknown("gradient_zero", steady(10, grad_norm=None).case(), "not logged")
+
+
+def test_a_gradient_that_explodes_is_named() -> None:
+    def grown(times: float) -> Log:
+        return Log(count=60, change=lambda n: {"grad_norm": times if n > 50 else 1.0})
+
+    raised("gradient_exploding", grown(update.EXPLODING_RATIO).case())
+    quiet("gradient_exploding", grown(update.EXPLODING_RATIO - 1).case())
+    unknown("gradient_exploding", Log(count=29).case(), "needs 30 steps")
+
+
+def test_a_gradient_that_is_always_clipped_is_named() -> None:
+    limit = update.CLIPPED_TIMES
+    raised("always_clipped", steady(200, grad_norm=limit).case())
+    quiet("always_clipped", steady(200, grad_norm=limit - 0.1).case())
+    some = Log(count=200, change=lambda n: {"grad_norm": 0.5 if n % 40 == 0 else 9.0})
+    quiet("always_clipped", some.case())
+    unknown("always_clipped", steady(199, grad_norm=9.0).case(), "needs 200 steps")
+    free = steady(200, grad_norm=9.0)
+    free.settings = spec(train__clip_norm=0.0)
+    unknown("always_clipped", free.case(), "nothing is clipped")
+    free.settings = None
+    unknown("always_clipped", free.case(), "effective.json")
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+@pytest.mark.parametrize("warm_up", [0, 1, 20, 100])
+def test_the_rate_expected_here_is_the_one_the_trainer_works_out(kind: str, warm_up: int) -> None:
+    """Two programs of the same schedule, written apart."""
+    train = spec(
+        train__steps=100, train__warmup_steps=warm_up, train__schedule=kind, train__lr=3e-4
+    ).train
+    for step in range(1, 101):
+        theirs = learning_rate(
+            step - 1,
+            peak=train.lr,
+            warmup_steps=warm_up,
+            total_steps=100,
+            kind=kind,  # type: ignore[arg-type]
+            final_ratio=train.final_lr_ratio,
+        )
+        assert expected_rate(step, train) == pytest.approx(theirs, rel=1e-12)
+
+
+def test_a_rate_that_never_reached_the_optimizer_is_named() -> None:
+    alert = raised("learning_rate", steady(30, lr=1e-3 * 1.001).case())
+    assert "never reached" in alert.meaning
+    assert "the rate is 0" in raised("learning_rate", steady(30, lr=0.0).case()).meaning
+    for off, check in ((0.5, quiet), (2.0, raised)):
+        factor = 1 + off * settings.RATE_TOLERANCE
+        log = Log(count=30, change=lambda n, f=factor: {"lr": f * 1e-3 * min(1.0, n / 20)})  # type: ignore[misc]
+        check("learning_rate", log.case())
+    unknown("learning_rate", steady(30, lr=None).case(), "not logged")
+    blind = steady(30, lr=0.0)
+    blind.settings = None
+    unknown("learning_rate", blind.case(), "effective.json")
+
+
+# What was asked for.
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": ROWS - 1}, "rows of a step: 3"),
+        ({"tokens": ROWS * SEQ - 1}, "tokens of a step: 127"),
+        ({"position": 7}, "rows read by step"),
+    ],
+)
+def test_a_batch_that_is_not_the_one_that_was_set_is_named(
+    changes: dict[str, int], words: str
+) -> None:
+    assert words in raised("batch_not_as_set", steady(5, **changes).case()).title
+    quiet("batch_not_as_set", Log(count=5).case())
+    unknown("batch_not_as_set", Log().case(), "needs 1 steps")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"peak_lr": 1e-5}, "train.lr"),
+        ({"steps": 999}, "train.steps"),
+        ({"rows_per_step": 1}, "train.rows * accumulation"),
+        ({"alpha": 0.7}, "loss.alpha"),
+        ({"seq_len": 31}, "data.seq_len"),
+        ({"temperature": 1.0}, "loss.temperature"),
+    ],
+)
+def test_a_setting_that_did_not_reach_the_run_is_named(changes: dict[str, Any], name: str) -> None:
+    log = Log(count=5, start_changes=changes)
+    assert raised("run_not_as_set", log.case()).numbers[0][0] == name
+    quiet("run_not_as_set", Log(count=5).case())
+    log.settings = None
+    unknown("run_not_as_set", log.case(), "effective.json")

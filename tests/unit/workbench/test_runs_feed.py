@@ -1,0 +1,200 @@
+"""Rows of many runs: found wherever they were started, read once when they are over."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.log.events import AlertCleared, AlertRaised
+from engine.log.folder import RunFolder
+from engine.log.follow import Follower
+from tests.support.run_folders import (
+    START_UNIX_S,
+    Scene,
+    completed,
+    corrupt,
+    killed,
+    loss_at,
+    running,
+)
+from workbench import runs_feed
+from workbench.runs_feed import RunRow, RunsFeed
+
+NOW_UNIX_S = START_UNIX_S + 3600
+
+
+def row_of(run: RunFolder) -> RunRow:
+    (row,) = RunsFeed([run.path], wall=lambda: NOW_UNIX_S).poll().rows
+    return row
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the runs whose logs were asked for."""
+    names: list[str] = []
+    real = Follower.poll
+
+    def spy(self: Follower) -> bool:
+        names.append(self.run.name)
+        return real(self)
+
+    monkeypatch.setattr(Follower, "poll", spy)
+    return names
+
+
+def test_all_runs_of_a_folder_are_rows(tmp_path: Path) -> None:
+    completed(tmp_path / "a")
+    killed(tmp_path / "b")
+    scene = running(tmp_path / "c", done=10)
+    (tmp_path / "not-a-run").mkdir()
+    snapshot = RunsFeed([tmp_path], wall=lambda: NOW_UNIX_S).poll()
+    scene.close()
+    rows = {row.name: row for row in snapshot.rows}
+    assert {name: row.state for name, row in rows.items()} == {
+        "a": "completed",
+        "b": "killed",
+        "c": "running",
+    }
+    assert rows["a"].heldout == 2.6290
+    assert rows["a"].loss == pytest.approx(loss_at(60))
+    assert rows["c"].tokens_per_second == pytest.approx(4096.0)
+    assert (rows["c"].last_step, rows["c"].total_steps) == (10, 60)
+    assert rows["a"].age_s == pytest.approx(3600.0)
+
+
+def test_an_ended_run_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
+    completed(tmp_path / "ended")
+    scene = running(tmp_path / "going", done=3)
+    feed = RunsFeed([tmp_path])
+    feed.poll()
+    reads.clear()
+    feed.poll()
+    scene.close()
+    assert set(reads) == {"going"}
+
+
+def test_an_ended_run_whose_log_grows_is_read_again(tmp_path: Path) -> None:
+    run = killed(tmp_path / "run")
+    feed = RunsFeed([tmp_path])
+    assert feed.poll().rows[0].state == "killed"
+    scene = Scene.__new__(Scene)
+    scene.run, scene.now_s, scene.start_unix_s, scene.writers = run, 0.0, START_UNIX_S + 900, {}
+    scene.open().begin(60, resumed_from=20).steps(21, 40)
+    row = feed.poll().rows[0]
+    scene.close()
+    assert (row.state, row.last_step) == ("running", 40)
+
+
+def test_age_goes_on_without_reading(tmp_path: Path) -> None:
+    completed(tmp_path / "run")
+    now = [NOW_UNIX_S]
+    feed = RunsFeed([tmp_path], wall=lambda: now[0])
+    feed.poll()
+    now[0] += 60
+    assert feed.poll().rows[0].age_s == pytest.approx(3660.0)
+
+
+def test_a_run_named_twice_is_one_row(tmp_path: Path) -> None:
+    run = completed(tmp_path / "runs" / "a")
+    completed(tmp_path / "more" / "b")
+    feed = RunsFeed([tmp_path / "runs", run.path, tmp_path / "more"])
+    assert [row.name for row in feed.poll().rows] == ["a", "b"]
+
+
+def test_a_folder_that_does_not_exist_has_no_runs(tmp_path: Path) -> None:
+    snapshot = RunsFeed([tmp_path / "nothing"]).poll()
+    assert (snapshot.rows, snapshot.error) == ((), None)
+
+
+def test_an_unreadable_run_is_a_row_with_its_reason(tmp_path: Path) -> None:
+    row = row_of(corrupt(tmp_path / "run"))
+    assert row.state == "unreadable"
+    assert "line number 20" in (row.error or "")
+
+
+def test_runs_that_the_time_does_not_reach_are_said_to_be_read(tmp_path: Path) -> None:
+    for name in "abc":
+        completed(tmp_path / name)
+    clock = iter(float(n) for n in range(1000))
+    feed = RunsFeed([tmp_path], monotonic=lambda: next(clock), budget_s=2.0)
+    first = feed.poll()
+    assert first.behind
+    assert {row.state for row in first.rows} >= {"reading"}
+    for _ in range(10):
+        last = feed.poll()
+    assert [row.state for row in last.rows] == ["completed"] * 3
+
+
+def test_a_loss_that_is_nan_is_nan_in_the_row(tmp_path: Path) -> None:
+    loss = row_of(completed(tmp_path / "run", nan={60})).loss
+    assert loss is not None
+    assert math.isnan(loss)
+
+
+def test_runs_one_level_below_are_found_with_their_folder(tmp_path: Path) -> None:
+    completed(tmp_path / "direct")
+    completed(tmp_path / "sweep" / "lr-1")
+    completed(tmp_path / "sweep" / "deeper" / "lr-2")
+    completed(tmp_path / ".hidden" / "lr-3")
+    names = {row.name for row in RunsFeed([tmp_path]).poll().rows}
+    assert names == {"direct", "sweep/lr-1"}
+
+
+def test_a_run_inside_a_run_is_no_row(tmp_path: Path) -> None:
+    run = completed(tmp_path / "run")
+    completed(run.path / "inner")
+    assert [row.name for row in RunsFeed([tmp_path]).poll().rows] == ["run"]
+
+
+def test_alerts_that_stand_are_in_the_row_worst_first(tmp_path: Path) -> None:
+    scene = running(tmp_path / "run")
+    for name, severity in (("data_wait", "warning"), ("not_finite", "error"), ("over", "error")):
+        scene.watch(AlertRaised(id=name, severity=severity, title=name))
+    scene.watch(AlertCleared(id="over", stood_s=1.0))
+    row = row_of(scene.run)
+    scene.close()
+    assert row.alerts == (("error", "not_finite"), ("warning", "data_wait"))
+    assert row.alive
+    assert row.left_s == pytest.approx(15.0)
+
+
+def test_old_runs_are_looked_at_in_turn_and_a_resumed_one_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs_feed, "LOOKS", 2)
+    for name in "abcde":
+        killed(tmp_path / name)
+    feed = RunsFeed([tmp_path])
+    feed.poll()
+    looked: list[str] = []
+    real = runs_feed._sizes
+
+    def spy(folder: str) -> tuple[int, ...]:
+        looked.append(Path(folder).name)
+        return real(folder)
+
+    monkeypatch.setattr(runs_feed, "_sizes", spy)
+    for _ in range(3):
+        before = len(looked)
+        assert len(feed.poll().rows) == 5
+        assert len(looked) - before <= 2
+    assert sorted(looked) == list("abcde")
+    scene = Scene.__new__(Scene)
+    scene.run, scene.now_s, scene.start_unix_s = RunFolder(tmp_path / "c"), 0.0, START_UNIX_S + 900
+    scene.writers = {}
+    scene.open().begin(60, resumed_from=20).steps(21, 40)
+    states = {row.state for _ in range(3) for row in feed.poll().rows if row.name == "c"}
+    scene.close()
+    assert "running" in states
+
+
+def test_a_run_that_is_deleted_is_no_row_any_more(tmp_path: Path) -> None:
+    for name in "ab":
+        completed(tmp_path / name)
+    feed = RunsFeed([tmp_path])
+    feed.poll()
+    shutil.rmtree(tmp_path / "a")
+    assert [row.name for row in feed.poll().rows] == ["b"]

@@ -1,0 +1,116 @@
+"""Colours: each theme can be read, runs can be told apart by anyone, and a wrong name is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.color import Color
+from textual.pilot import Pilot
+from textual.theme import Theme
+
+from engine.errors import UsageError
+from tests.support.run_folders import killed
+from tests.support.screens import on_screen, press, text_of
+from workbench.tui.series import SERIES, series_style
+from workbench.tui.themes import OWN, OWN_NAMES, chosen_theme, theme_names
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of two colours: WCAG 2.2, "relative luminance" and "contrast ratio"."""
+
+    def luminance(colour: str) -> float:
+        parts = [part / 255 for part in Color.parse(colour).rgb]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def as_seen_without(cone: str, colour: str) -> tuple[float, float, float]:
+    """A colour as it is seen without the cones for red (`l`) or green (`m`), in linear RGB: the
+    matrices of Viénot, Brettel and Mollon, "Digital video colourmaps for checking the legibility of
+    displays by dichromats", 1999."""
+    r, g, b = ((part / 255) ** 2.2 for part in Color.parse(colour).rgb)
+    red, green = (0.11238, 0.88762) if cone == "l" else (0.29275, 0.70725)
+    yellow = red * r + green * g
+    blue = (0.00401 if cone == "l" else -0.02234) * (r - g) + b
+    return yellow, yellow, blue
+
+
+@pytest.mark.parametrize("theme", OWN, ids=OWN_NAMES)
+def test_every_colour_of_text_can_be_read_on_every_ground(theme: Theme) -> None:
+    written = {**theme.variables, "foreground": str(theme.foreground)}
+    for ground in (theme.background, theme.surface, theme.panel):
+        for role, colour in written.items():
+            assert contrast(colour, str(ground)) >= 4.5, f"{theme.name}: {role} on {ground}"
+
+
+@pytest.mark.parametrize("theme", OWN, ids=OWN_NAMES)
+def test_every_series_can_be_seen_in_every_theme(theme: Theme) -> None:
+    for style in SERIES:
+        assert contrast(style.colour, str(theme.background)) >= 3, f"{style} in {theme.name}"
+
+
+@pytest.mark.parametrize("cone", ["l", "m"])
+@pytest.mark.parametrize("name", ["colourblind-dark", "colourblind-light"])
+def test_good_bad_and_unsure_differ_for_the_colour_blind(name: str, cone: str) -> None:
+    theme = OWN[OWN_NAMES.index(name)]
+    roles = ("text-success", "text-warning", "text-error", "text-primary", "text-accent")
+    seen = {role: as_seen_without(cone, theme.variables[role]) for role in roles}
+    for one in roles:
+        for other in roles[roles.index(one) + 1 :]:
+            apart = max(abs(a - b) for a, b in zip(seen[one], seen[other], strict=True))
+            assert apart > 0.03, f"{one} and {other} of {name}"
+
+
+def test_series_differ_in_letter_marker_and_colour() -> None:
+    assert len(SERIES) == 6
+    for part in ("letter", "marker", "colour"):
+        assert len({getattr(style, part) for style in SERIES}) == 6
+    assert all(style.letter.isascii() and len(style.marker) == 1 for style in SERIES)
+    assert series_style(1).sign(ascii_only=True) == "B"
+    assert series_style(1).sign(ascii_only=False) == "■"
+    with pytest.raises(IndexError, match="series 6: expected 0 to 5"):
+        series_style(6)
+
+
+def test_the_option_wins_over_the_environment_and_that_over_the_ground() -> None:
+    environ = {"APR_WORKBENCH_THEME": "nord", "TEXTUAL_THEME": "dracula", "COLORFGBG": "0;15"}
+    assert chosen_theme("light", environ) == "light"
+    assert chosen_theme(None, environ) == "nord"
+    assert chosen_theme(None, {"TEXTUAL_THEME": "dracula"}) == "dracula"
+    assert chosen_theme(None, {"COLORFGBG": "0;15"}) == "light"
+    assert chosen_theme(None, {"COLORFGBG": "15;default;0"}) == "dark"
+    assert chosen_theme(None, {}) == "dark"
+
+
+def test_an_unknown_theme_is_refused_with_where_it_was_named() -> None:
+    with pytest.raises(
+        UsageError, match=r"APR_WORKBENCH_THEME: .* 'colourblind-drak'; did you mean"
+    ):
+        chosen_theme(None, {"APR_WORKBENCH_THEME": "colourblind-drak"})
+
+
+def test_the_own_themes_are_named_first() -> None:
+    assert theme_names()[:4] == list(OWN_NAMES)
+    assert "textual-light" in theme_names()
+
+
+def test_a_theme_is_shown_and_changed_while_it_runs(tmp_path: Path) -> None:
+    run = killed(tmp_path / "run")
+
+    def ground(pilot: Pilot[None]) -> str:
+        background = pilot.app.screen.styles.background
+        return background.hex.lower()
+
+    async def script(pilot: Pilot[None]) -> None:
+        words = text_of(pilot)
+        assert ground(pilot) == OWN[0].background
+        pilot.app.theme = "colourblind-light"
+        await press(pilot)
+        assert ground(pilot) == OWN[3].background
+        assert text_of(pilot) == words
+
+    on_screen([run.path], (120, 40), script)
