@@ -19,8 +19,8 @@ IN_MEMORY = $(shell test "$$(df --output=avail -B 1M /dev/shm 2>/dev/null | tail
 
 # Hundreds of processes are started: without bytecode each compiles the engine anew.
 test: .venv/.dev
-	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/interpreted $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/interpreted
+	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/unit/kernels/interpreted $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/unit/kernels/interpreted
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -38,8 +38,8 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 
 soak: .venv/.dev
-	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 --ignore tests/interpreted $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak tests/interpreted
+	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 --ignore tests/unit/kernels/interpreted $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak tests/unit/kernels/interpreted
 
 # Hostile inputs, programs, logs and signals from seeds: part of soak, a quarter of an hour on two cores.
 attack: .venv/.dev

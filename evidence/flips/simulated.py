@@ -13,9 +13,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.system.flips.test_judge import experiment
+from tests.support.flip_experiments import experiment
 
 EXPERIMENTS = 1000
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.kit import Kit, make_kit
 
 from engine.checks.check import Result
 from engine.checks.gradients import loss_gradient
 from engine.checks.runner import undisturbed
 from tests.support.checked_runs import make_world
 from tests.support.healthy_runs import HIGH_RATE, Drawn, asked, drawn, killed_after_each_step
+from tests.support.kit import Kit, make_kit
 
 ALL_EVERY = 4
 RESUMES_OF_A_RUN = 20

@@ -1,4 +1,4 @@
-"""`python -m tests.holding MODULE ARGUMENTS`: that module's `main`, which stands still where it reaches the
+"""`python -m tests.support.holding MODULE ARGUMENTS`: that module's `main`, which stands still where it reaches the
 function named in HOLD (`module:name` or `module:Class.name`).
 
 It says so by making the file HELD, with its process id. HOLD_IN is `sleep`, which a signal interrupts, or `lock`:

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.kit import Kit
+from tests.support.paths import NOTEBOOKS
 from tests.support.running import environment
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 TOKEN = "a-token-of-this-test"
 DEADLINE_S = 900.0
 WIDE, HIGH = 1400, 1500

@@ -15,6 +15,7 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.text import has_ended
 from engine.log.view import RunView
+from tests.support.paths import ROOT
 
 DEADLINE_S = 240.0
 
@@ -45,7 +46,7 @@ def engine_here(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(ROOT)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 

@@ -10,9 +10,9 @@ import struct
 import sys
 import termios
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
+
 DEADLINE_S = 120.0
 STALE = {"COLUMNS": "71", "LINES": "17"}
 """A size that no terminal of a test has, as a shell or a test runner exports that of a terminal before."""

@@ -10,15 +10,14 @@ import pty
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from engine import terminal
 from engine.limits import PRINTED_LINE
 from engine.terminal import clipped, printable, put, put_json
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 GUESTS = {"engine/evaluate/guest_judge.py", "engine/evaluate/guest_program.py"}
 """Run inside a sandbox, where stdout is a pipe to the judge."""
 PROTOCOLS = {

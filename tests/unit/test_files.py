@@ -13,9 +13,9 @@ from engine import limits
 from engine.errors import BadInput, RunLogError
 from engine.files import depth_of, open_regular, parse_json, read_bytes, read_json_object, read_text
 from engine.limits import Limit
+from tests.support.paths import ROOT
 
 SMALL = Limit(what="a test", most=1000, unit="bytes")
-ROOT = Path(__file__).parents[1]
 
 
 def _fifo(folder: Path) -> Path:

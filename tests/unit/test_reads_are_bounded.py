@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.support.paths import ROOT
 
 OWN = "a file or answer of this package, or of a process that it started"
 SYSTEM = "a file of the kernel or the system, not of a user"

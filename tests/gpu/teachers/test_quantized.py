@@ -35,11 +35,11 @@ from engine.quant.tensor import QuantTensor
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.identity import same_values
 from tests.support.packed_models import lively, make_config, write
+from tests.support.paths import DEMO
 
 # Shapes: B rows, T tokens, W teacher vocabulary, E teacher width, C tokens of a chunk
 
 pytestmark = pytest.mark.gpu
-DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
 POSITIONS = 256
 # Mean in nats, against the same values in fp32 (bf16: in bf16).
 SAME_MODEL_KL = {"fp32": 1e-6, "tf32": 1e-5, "bf16": 1e-4}

@@ -15,7 +15,7 @@ from engine.models.load import new_decoder
 from engine.spec import LossSection, TrainSection
 from engine.train.student import put_to_run
 from engine.train.trainer import Trainer
-from tests.unit.plan.test_memory_budget import config, stream_of
+from tests.support.budgets import config, stream_of
 
 # The compiler warns of what it imports and looks at itself.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

@@ -25,10 +25,10 @@ from engine.findings.bundle import Bundle
 from engine.findings.finding import Closed, Finding
 from engine.findings.redact import Redactor
 from tests.support.findings import ask, flip, hanging_run, starting
+from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.attack, pytest.mark.soak]
 
-ROOT = Path(__file__).resolve().parents[2]
 SEED = 20261123
 NAMES = (
     "HF_TOKEN",

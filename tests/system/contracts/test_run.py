@@ -22,8 +22,9 @@ from engine.contracts.source import Sources
 from engine.contracts.status import Reached, Status, overview
 from engine.errors import BadInput
 from tests.support.contract_files import THING, make_project, put, write_contract
+from tests.support.paths import ROOT
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = ROOT
 RECEIPTS = Path("receipts")
 
 

@@ -33,6 +33,7 @@ from engine.models.decoder import Sight
 from engine.teachers.build import build_teacher
 from engine.watch.attribution import ExitState
 from engine.watch.rules import RULES
+from tests.support.paths import ROOT
 from tests.support.run_events import example_of, opened
 
 START = 1_700_000_000.0
@@ -83,7 +84,7 @@ def test_a_name_that_is_none_is_refused_with_the_nearest() -> None:
 
 
 def test_what_is_kept_of_drills_names_every_one_of_them_on_some_machine() -> None:
-    kept = Path(__file__).parents[1] / "evidence" / "drills"
+    kept = ROOT / "evidence" / "drills"
     levels: dict[str, set[str]] = {one.id: set() for one in DRILLS}
     for file in ("cpu.json", "cpu-late.json", "h200.json"):
         for row in json.loads((kept / file).read_text())["drills"]:

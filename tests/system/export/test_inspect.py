@@ -21,6 +21,7 @@ from engine.models.config import count_parameters, read_config
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import hf_names
 from tests.support.kit import Kit
+from tests.support.paths import DEMO
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def test_headers_are_read_without_torch(format_: str, files: dict[str, Path]) ->
 def test_values_are_read_on_request_and_a_nan_is_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    teacher = Path(__file__).resolve().parent.parent / "engine" / "demo" / "teacher.gguf"
+    teacher = DEMO / "teacher.gguf"
     assert main(["inspect", str(teacher), "--values"]) == 0
     assert capsys.readouterr().out.endswith("values: sound\n")
     decoder = load_decoder(teacher)

@@ -28,6 +28,7 @@ from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.quant.noise import NOISE_FLOORS
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
+from tests.support.paths import ROOT
 
 STEPS, IDS = 4, 11
 
@@ -197,7 +198,7 @@ def test_a_peer_that_is_absent_says_so_with_an_exit_status_of_its_own(tmp_path: 
     done = subprocess.run(
         [sys.executable, "-m", "engine.export.peer", "transformers"],
         input=json.dumps({"path": str(tmp_path)}),
-        env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).resolve().parent.parent}"},
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
     )

@@ -48,8 +48,7 @@ from tests.support.findings import (
     why,
     with_answered_alternative,
 )
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
 
 
 class World:
@@ -130,7 +129,7 @@ def test_the_same_finding_is_written_in_the_same_bytes(world: World) -> None:
 
 
 def test_the_published_schema_is_that_of_the_reader() -> None:
-    published = (ROOT / "engine" / "evidence" / "finding.schema.json").read_bytes()
+    published = (ROOT / "engine" / "findings" / "finding.schema.json").read_bytes()
     assert published == form.schema(), "write engine.findings.form.schema() to the file"
     assert set(json.loads(published)["$defs"]) >= {"Finding", "Node", "FlipResult"}
 

@@ -15,6 +15,7 @@ from engine.findings import form
 from engine.findings.bundle import Bundle
 from engine.findings.finding import Finding
 from tests.support.findings import Ran, ask, flip, hanging_run, starting
+from tests.support.paths import EVIDENCE
 
 DISK = (
     *("--claim", "a slow disk", "--minutes", "5"),
@@ -256,7 +257,7 @@ class TestWithdrawing:
 
 
 def test_a_finding_of_before_says_the_same_in_the_same_bytes() -> None:
-    folder = Path(__file__).resolve().parents[1] / "evidence" / "2026-11-21-hang-at-step-zero"
+    folder = EVIDENCE / "2026-11-21-hang-at-step-zero"
     raw = (folder / "finding.json").read_bytes()
     assert form.to_bytes(form.load(raw, "x")) == raw
     assert ask("evidence", "verify", folder).code == 0

@@ -17,9 +17,8 @@ from engine.findings.context import kernel_excerpt, view_of
 from engine.findings.logs import Point
 from engine.findings.plot import line_plot, sparkline
 from tests.support.findings import hanging_run
+from tests.support.paths import ROOT
 from tests.support.run_folders import Scene, started
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def points(values: list[float | None]) -> list[Point]:

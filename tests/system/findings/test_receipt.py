@@ -22,6 +22,7 @@ from engine.log.folder import RunFolder
 from engine.spec import spec_from_dict
 from tests.support.findings import ask, hanging_run
 from tests.support.kit import Kit
+from tests.support.paths import ROOT
 from tests.support.run_folders import Scene, checkpoint, completed, killed, started
 from tests.support.running import engine
 
@@ -29,7 +30,6 @@ IDENTITY = (
     *("tool", "config", "seeds", "data", "weights", "device_facts", "environment", "times"),
     "outcome",
 )
-ROOT = Path(__file__).resolve().parent.parent
 STEPS, ROWS = 6, 4
 
 

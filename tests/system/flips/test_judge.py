@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from engine.flips.judge import Judgement, Pair, guards_of, judge
+from engine.flips.judge import Pair, guards_of, judge
 from engine.flips.plan import Plan
 from engine.verdict import Level, Verdict
+from tests.support.flip_experiments import experiment, judged
 from tests.support.flip_pairs import hang, incomplete, outcome, pair, plan, timed
 
 STEADY = [0.001, -0.002, 0.0015, -0.001]
@@ -19,12 +19,6 @@ STEADY = [0.001, -0.002, 0.0015, -0.001]
 def verdict_of(plan: Plan, pairs: list[Pair], ended: str = "") -> str | None:
     judgement = judge(plan, pairs, ended)
     return judgement.verdict if judgement else None
-
-
-def judged(plan: Plan, pairs: list[Pair], ended: str = "") -> Judgement:
-    judgement = judge(plan, pairs, ended)
-    assert judgement is not None
-    return judgement
 
 
 def test_an_interval_outside_or_inside_the_margin_decides() -> None:
@@ -144,45 +138,6 @@ def test_other_metrics_are_asked_together() -> None:
 
 
 # The whole judge under the noise of a real host
-
-
-class Machine:
-    """Run medians under the noise a real host shows: a process has its own speed (1.5 %), steps are
-    autocorrelated with rare long ones, and the machine drifts by 5 % over the experiment."""
-
-    def __init__(self, seed: int, drift: str, process_deviation: float = 0.015) -> None:
-        self.random = np.random.default_rng(seed)
-        self.drift, self.done, self.walk = drift, 0, 0.0
-        self.process_deviation = process_deviation
-
-    def run(self, log_effect: float) -> float:
-        random, steps = self.random, 20
-        noise = np.empty(steps)
-        noise[0] = random.normal(0, 0.01)
-        for i in range(1, steps):
-            noise[i] = 0.5 * noise[i - 1] + random.normal(0, 0.01)
-        spikes = (random.random(steps) < 0.02) * random.exponential(1.0, steps)
-        self.walk += random.normal(0, 0.005)
-        drift = 0.05 * self.done / 40 if self.drift == "ramp" else self.walk
-        self.done += 1
-        level = log_effect + drift + random.normal(0, self.process_deviation)
-        return float(np.median(np.exp(level + noise + spikes)))
-
-
-def experiment(
-    seed: int, ratio: float, drift: str, *, process_deviation: float = 0.015
-) -> tuple[str, int]:
-    """A whole flip as the engine does it: the plan's coins, a look after every pair."""
-    machine = Machine(seed, drift, process_deviation)
-    registered = plan(order_seed=seed)
-    pairs: list[Pair] = []
-    for number, b_first in enumerate(registered.order(), start=1):
-        values = {b: machine.run(math.log(ratio) * b) for b in (b_first, not b_first)}
-        a, b = outcome("A", values[False]), outcome("B", values[True])
-        pairs.append(pair(number, a, b, b_first=b_first))
-        if (said := judge(registered, pairs)) is not None:
-            return said.verdict, number
-    return judged(registered, pairs, "no more pairs").verdict, len(pairs)
 
 
 @pytest.mark.parametrize("drift", ["ramp", "walk"])

@@ -27,8 +27,8 @@ from engine.formats.gguf_header import GgufHeader, parse_header
 from engine.formats.gguf_meta import read_config
 from engine.formats.gguf_tokenizer import build_tokenizer_json
 from engine.formats.gguf_vocabulary import check_vocabulary
+from tests.support.bad_gguf import BAD
 from tests.support.gguf_files import ARCH, F32, UINT32, build, model, pair, tensor, u32
-from tests.unit.formats.test_gguf_header import BAD
 
 EXAMPLES = 2_500
 MANY = 100_000

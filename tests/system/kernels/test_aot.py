@@ -15,10 +15,9 @@ from engine.kernels import aot
 from engine.kernels.aot import AotFigure, figure, regressions
 from engine.kernels.compiler import ARCHITECTURES, first_stage, key_for
 from engine.kernels.key import Constant, Variant
-from engine.loss import fused as fused_chunks
+from engine.loss import fused
+from tests.support.paths import TESTS
 from tests.support.small_kernels import crowded, scaled
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +134,7 @@ def test_every_kernel_is_launched_by_something() -> None:
 def test_every_file_with_kernels_has_a_parity_test() -> None:
     # The interpreted tests compare with the slow oracle; they run in a process of their own.
     tests = "\n".join(
-        path.read_text() for path in (ROOT / "tests" / "interpreted").glob("test_*.py")
+        path.read_text() for path in (TESTS / "unit" / "kernels" / "interpreted").glob("test_*.py")
     )
     texts = {module.__name__: inspect.getsource(module) for module in aot.modules()}
     launchers = {
@@ -143,8 +142,8 @@ def test_every_file_with_kernels_has_a_parity_test() -> None:
         for module in aot.modules()
         if hasattr(module, "launch") or aot.functions_of(module)
     }
-    texts[fused_chunks.__name__] = inspect.getsource(fused_chunks)
-    launchers.add(fused_chunks.__name__)
+    texts[fused.__name__] = inspect.getsource(fused)
+    launchers.add(fused.__name__)
     for module in aot.modules():
         if not aot.functions_of(module):
             continue
@@ -165,7 +164,7 @@ def test_every_file_with_kernels_has_a_parity_test() -> None:
             )
         ]
         assert any(line in tests for line in imports), (
-            f"{module.__name__}: no test in tests/interpreted imports it, or what launches it"
+            f"{module.__name__}: no test in tests/unit/kernels/interpreted imports it, or what launches it"
         )
 
 

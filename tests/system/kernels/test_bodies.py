@@ -26,6 +26,7 @@ from engine.kernels.compiler import (
     verify,
 )
 from engine.kernels.key import Variant
+from tests.support.paths import ROOT
 from tests.support.small_kernels import deaf, scaled
 
 ARCH = 90
@@ -215,7 +216,7 @@ def test_a_cache_that_keeps_no_first_stage_is_refused(monkeypatch: pytest.Monkey
 def test_processes_that_compile_at_once_leave_one_body_that_all_accept(cache: Path) -> None:
     program = (
         "from engine.kernels.compiler import compile_for\n"
-        "from small_kernels import scaled\n"
+        "from tests.support.small_kernels import scaled\n"
         "import hashlib\n"
         "print(hashlib.sha256(compile_for(scaled(eps=1e-6), 90)[0].asm['cubin']).hexdigest())\n"
     )
@@ -225,9 +226,8 @@ def test_processes_that_compile_at_once_leave_one_body_that_all_accept(cache: Pa
             stdout=subprocess.PIPE,
             text=True,
             # Nothing in a body may come from the order of a set.
-            env=os.environ
-            | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join((".", "tests"))},
-            cwd=Path(__file__).parents[1],
+            env=os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": "."},
+            cwd=ROOT,
         )
         for seed in (1, 2)
     ]

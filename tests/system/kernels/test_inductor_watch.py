@@ -8,14 +8,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.paths import ROOT
+
 PROGRAM = """
 import dataclasses, json, sys, torch
 from engine.kernels.inductor import CompileWatch
+from tests.support.paths import ROOT
 
 def cubed(x):
     return x @ x @ x
@@ -77,7 +79,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
                 check=True,
                 stdout=subprocess.PIPE,
                 text=True,
-                cwd=Path(__file__).parents[1],
+                cwd=ROOT,
                 env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)},
             ).stdout
         )

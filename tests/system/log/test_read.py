@@ -31,6 +31,7 @@ from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader, decode_line, writer_is_alive
 from engine.log.view import RunView
 from engine.log.write import LogWriter, encode
+from tests.support.paths import ROOT
 from tests.support.run_events import (
     KINDS,
     example_of,
@@ -44,8 +45,6 @@ from tests.support.run_events import (
     step,
     write_log,
 )
-
-ROOT = Path(__file__).parent.parent
 
 
 def note(seq: int, text: str = "x", t_s: float = 1.0) -> bytes:

@@ -35,9 +35,9 @@ from engine.log.folder import create_run, is_run, open_run, write_whole
 from engine.log.read import LogReader, decode_line, writer_is_alive
 from engine.log.recover import TAIL_BYTES
 from engine.log.write import LogWriter, encode
+from tests.support.paths import ROOT
 from tests.support.run_events import JSON, KINDS, events_of, example_of, step
 
-ROOT = Path(__file__).parent.parent
 NOTE = Note(level="info", text="hello")
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,25 +18,13 @@ from engine.machine.cuda_facts import CudaDevice, CudaFacts, CudaState, from_jso
 from engine.machine.facts import read_facts
 from engine.machine.nvml import open_nvml
 from engine.machine.reading import Reading
+from tests.support.cuda_stub import compiled
 from tests.support.machines import MACHINES
-
-STUB = Path(__file__).with_name("libcuda_stub.c")
 
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(tmp_path_factory.mktemp("stub"))
-
-
-def compiled(folder: Path, *flags: str) -> Path:
-    """A folder with a libcuda.so.1 of answers."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to build a driver library for the test")
-    target = folder / "libcuda.so.1"
-    command = [compiler, "-shared", "-fPIC", *flags, str(STUB), "-o", str(target)]
-    subprocess.run(command, check=True)
-    return folder
 
 
 def ask(folder: Path, limit_s: float = 60.0, **environ: str) -> CudaFacts:

@@ -23,25 +23,12 @@ from engine.machine.nvml_capability import CAPABILITIES, Probe, probe_gpu
 from engine.machine.reading import Reading, absent, measured
 from engine.machine.surroundings import Surroundings, find_command, read_surroundings
 from engine.verdict import Level
+from tests.support.cuda_stub import compiled
+from tests.support.doctor_around import AROUND
 from tests.support.machines import MACHINES, NO_LIBRARY, cuda_facts
-from tests.system.machine.test_cuda_driver import compiled
-from tests.system.machine.test_nvml import GB10, H200, NOT_SUPPORTED, ORIN, TOTAL_ZERO, opened
-from tests.system.machine.test_nvml import Machine as NvmlMachine
+from tests.support.nvml_machines import GB10, H200, NOT_SUPPORTED, ORIN, TOTAL_ZERO, opened
+from tests.support.nvml_machines import Machine as NvmlMachine
 
-AROUND = Surroundings(
-    versions={
-        "engine": measured("0.1.0", "engine.version"),
-        "torch": measured("2.13.0", "package metadata"),
-    },
-    c_compiler=measured("/usr/bin/cc", "PATH"),
-    kernel_log=measured("readable", "/dev/kmsg"),
-    attach=measured("allowed for processes of the same user", "ptrace_scope"),
-    py_spy=absent("py-spy is not on the PATH", "PATH"),
-    memory_pressure_pct=measured(0.0, "/proc/pressure/memory full"),
-    vmstat_oom_kill=measured(0, "/proc/vmstat oom_kill"),
-    memcg_oom_kill=measured(0, "memory.events oom_kill"),
-    pci_gpus=measured(1, "/sys/bus/pci"),
-)
 EXPECTED = {
     "h200": (Level.PASS, "1 GPU(s)"),
     "rtx_4090": (Level.PASS, "1 GPU(s)"),

@@ -39,8 +39,8 @@ from engine.teachers.fp8 import (
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.truncating import TruncatingTeacher
 from tests.support.packed_models import lively, make_batch, make_config
+from tests.support.paths import DEMO
 
-DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
 CPU = torch.device("cpu")
 GOOD = Rounding(kl=0.004, agreement=0.96, relative_rms=0.05, tokens=500)
 

@@ -23,6 +23,7 @@ from engine.train.prepare_plan import Plan, Wanted, plan_job
 from engine.train.stopping import StopRequest
 from tests.support import faults
 from tests.support.kit import Kit
+from tests.support.paths import ROOT
 from tests.support.preparing import files_of, make_store
 
 SHARD_BYTES = 96 << 10
@@ -72,11 +73,19 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _killed(spec: Path, out: Path, places: list[int], library: Path) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.preparing", spec, out, str(SHARD_BYTES), *map(str, places)],
+        [
+            sys.executable,
+            "-m",
+            "tests.support.preparing",
+            spec,
+            out,
+            str(SHARD_BYTES),
+            *map(str, places),
+        ],
         capture_output=True,
         text=True,
         env=faults.environment(library),
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()

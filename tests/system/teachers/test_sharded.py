@@ -5,7 +5,6 @@ memory plan says. Two processes and gloo, for real.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -51,11 +50,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         save_decoder(decoder, folder / f"floats-{layers}", torch.float32)
     decoder = lively(make_config(num_hidden_layers=LAYERS["blocks"]))
     write(folder / "blocks.gguf", decoder, "Q4_K", floats="o.weight")
-    script = Path(__file__).with_name("sharded_ranks.py")
-    path = os.pathsep.join([str(script.parent), environment()["PYTHONPATH"]])
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(_free_port())],
-        env={**environment(), "PYTHONPATH": path},
+        [sys.executable, "-m", "tests.support.sharded_ranks", str(folder), str(_free_port())],
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=200,

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from engine.data.batches import Batch
 from engine.errors import DiskFull
 from engine.formats.safetensors_header import read_header
-from engine.teachers.store import folder as cache_store
+from engine.teachers.store import folder as folder_module
 from engine.teachers.store.folder import (
     ShardWriter,
     Store,
@@ -290,7 +290,7 @@ def _operations(monkeypatch: pytest.MonkeyPatch, deadly: int) -> list[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((Path, "replace"), (os, "fsync"), (cache_store, "fsync_folder")):
+    for owner, name in ((Path, "replace"), (os, "fsync"), (folder_module, "fsync_folder")):
         wrap(owner, name)
     return done
 

@@ -34,11 +34,11 @@ from engine.teachers.store.outputs import as_outputs, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train.trainer import Trainer
 from tests.support.kit import Kit
+from tests.support.paths import DEMO
 from tests.support.preparing import make_store
 from tests.support.running import engine
 
 CPU = torch.device("cpu")
-DEMO = Path(__file__).parent.parent / "engine" / "demo"
 # Shapes: N tokens, V vocabulary, D student width, E teacher width, K ids of a token
 
 

@@ -5,7 +5,6 @@ earlier one must always load.
 from __future__ import annotations
 
 import errno
-import inspect
 import itertools
 import json
 import os
@@ -24,50 +23,10 @@ from engine.train.checkpoint.file_calls import FileCalls
 from engine.train.checkpoint.manifest import MANIFEST, newest, verify
 from engine.train.checkpoint.retention import prune, set_aside
 from engine.train.checkpoint.write import Sink, save
+from tests.support.paths import ROOT
+from tests.support.watched_calls import Halves, WatchedCalls, files
 
-OPERATIONS = {name for name, _ in inspect.getmembers(FileCalls, inspect.isfunction)}
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
-
-
-class Halves:
-    """A writer of two pieces, so that a failure can fall between them."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self.size_bytes = len(content)
-
-    def write_to(self, sink: Sink) -> None:
-        middle = len(self._content) // 2
-        sink.write(self._content[:middle])
-        sink.write(memoryview(self._content)[middle:])
-
-
-def files(step: int) -> dict[str, Any]:
-    return {
-        "model.bin": Halves(bytes(range(step, step + 40))),
-        "optimizer.bin": Halves(b"moments" * step),
-        "state.json": b'{"step": %d}' % step,
-    }
-
-
-class WatchedCalls(FileCalls):
-    """Calls `before(n, name)` ahead of the n-th operation, counted from 1."""
-
-    def __init__(self, before: Callable[[int, str], None]) -> None:
-        self._before = before
-        self.count = 0
-
-    def __getattribute__(self, name: str) -> Any:
-        method = super().__getattribute__(name)
-        if name not in OPERATIONS:
-            return method
-
-        def watched(*arguments: Any) -> Any:
-            self.count += 1
-            self._before(self.count, name)
-            return method(*arguments)
-
-        return watched
 
 
 def failing(nth: int, code: int, persistent: bool) -> WatchedCalls:
@@ -154,15 +113,14 @@ def test_every_operation_may_fail_and_the_earlier_checkpoint_still_loads(
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_checkpoint import WatchedCalls, files
+from tests.support.watched_calls import WatchedCalls, files
 from engine.train.checkpoint.write import save
 
 def before(count, name):
-    if count == int(sys.argv[3]):
+    if count == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 
-save(Path(sys.argv[2]), 2, files(2), calls=WatchedCalls(before))
+save(Path(sys.argv[1]), 2, files(2), calls=WatchedCalls(before))
 print("acknowledged", flush=True)
 """
 
@@ -176,11 +134,11 @@ def test_a_process_killed_at_any_operation_leaves_the_earlier_checkpoint_loadabl
         save(folder, 1, files(1))
         abandon(folder)
         child = subprocess.run(
-            [sys.executable, "-c", CHILD, str(Path(__file__).parent), str(folder), str(nth)],
+            [sys.executable, "-c", CHILD, str(folder), str(nth)],
             capture_output=True,
             text=True,
             check=False,
-            cwd=Path(__file__).parent.parent,
+            cwd=ROOT,
         )
         found = newest(folder)
         assert found is not None
@@ -217,7 +175,7 @@ def test_a_writer_killed_from_outside_in_the_middle_of_a_file_is_never_read(tmp_
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
     )
     with child:
         assert child.stdout is not None and child.stdout.readline() == "half\n"

@@ -32,9 +32,9 @@ class Held:
     ) -> None:
         self.reached = folder / "held"
         env = environment() | {"HOLD": where, "HOLD_IN": how, "HELD": str(self.reached)}
-        command = [sys.executable, "-m", "tests.holding", "engine.cli.main"]
+        command = [sys.executable, "-m", "tests.support.holding", "engine.cli.main"]
         if trainer:
-            env["APR_WORKBENCH_TRAINER"] = "tests.holding engine.distill"
+            env["APR_WORKBENCH_TRAINER"] = "tests.support.holding engine.distill"
             command = [sys.executable, "-m", "engine"]
         self.process = subprocess.Popen(
             [*command, *map(str, arguments)],

@@ -55,6 +55,7 @@ from engine.watch.machine_guard import (
 )
 from engine.watch.supervisor import _Supervisor
 from tests.support.flip_pairs import outcome, plan
+from tests.support.host_trees import MACHINE, write_tree
 from tests.support.kit import Kit, tiny_config
 from tests.support.packed_models import lively, make_config, write
 from tests.support.run_folders import Scene, started
@@ -66,8 +67,7 @@ from tests.support.running import (
     wait_for,
     wait_until_ended,
 )
-from tests.system.workbench.test_terminal import Terminal
-from tests.unit.machine.test_host import MACHINE, write_tree
+from tests.support.terminals import Terminal
 
 # Row 7: the machine restarts.
 

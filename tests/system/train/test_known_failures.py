@@ -6,7 +6,6 @@ cannot say more than is so.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -14,9 +13,8 @@ from engine.checks.catalogue import ABOUT
 from engine.drills.catalogue import drill
 from engine.export.gate.gate import IDS as GATES
 from engine.watch.rules import RULES
-from tests.unit.train.test_fault_matrix import names_in
-
-HERE = Path(__file__).resolve().parent
+from tests.support.named_tests import marks_of
+from tests.support.paths import EVIDENCE
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Failure:
     drills: tuple[str, ...] = ()
     """In which it is planted in a real run and must be named."""
     tests: tuple[str, ...] = ()
-    """`file::function`, without `test_` and `.py`."""
+    """`package/file::function`, without `test_` and `.py`."""
     evidence: str = ""
 
 
@@ -40,7 +38,7 @@ ASSERTIONS = (
         checks=("teacher_not_student",),
         rules=("kl_near_zero",),
         drills=("identical_teacher",),
-        tests=("identical::it_is_refused_unless_it_is_asked_for",),
+        tests=("teachers/identical::it_is_refused_unless_it_is_asked_for",),
     ),
     Failure(
         "A2",
@@ -49,8 +47,8 @@ ASSERTIONS = (
         rules=("loss_not_below_guessing",),
         drills=("random_teacher", "zero_teacher", "teacher_ids_differ"),
         tests=(
-            "decoder::logits_equal_transformers",
-            "decoder::logits_of_qwen3_and_llama_equal_transformers",
+            "models/decoder::logits_equal_transformers",
+            "models/decoder::logits_of_qwen3_and_llama_equal_transformers",
         ),
     ),
     Failure(
@@ -111,14 +109,14 @@ ASSERTIONS = (
         checks=("no_late_compile",),
         rules=("compile_after_warm_up",),
         drills=("stale_body",),
-        tests=("kernel_bodies::a_planted_stale_body_is_refused_naming_its_constant",),
+        tests=("kernels/bodies::a_planted_stale_body_is_refused_naming_its_constant",),
     ),
     Failure(
         "A11",
         "a GPU that is idle while a step runs",
         rules=("gpu_idle", "cpu_bound_teacher"),
         drills=("host_operators",),
-        tests=("watcher::an_idle_gpu_has_the_stacks_taken",),
+        tests=("watch/watcher::an_idle_gpu_has_the_stacks_taken",),
         evidence="the-story/summary.json",
     ),
     Failure(
@@ -126,7 +124,7 @@ ASSERTIONS = (
         "a plan that cannot fit, a kill that is taken for out of memory",
         checks=("memory_as_planned",),
         drills=("plan_that_cannot_fit", "killed_from_outside", "memory_leak"),
-        tests=("attribution::each_row_of_the_table",),
+        tests=("watch/attribution::each_row_of_the_table",),
     ),
     Failure(
         "A13",
@@ -147,24 +145,24 @@ ASSERTIONS = (
         "an evaluation that passes gibberish",
         gates=("eval",),
         tests=(
-            "evaluate::a_random_model_scores_below_one_percent",
-            "evaluate::reference_solutions_pass_and_empty_ones_fail",
-            "evaluate::a_harness_that_cannot_tell_right_from_wrong_is_refused",
+            "evaluate/answers::a_random_model_scores_below_one_percent",
+            "evaluate/answers::reference_solutions_pass_and_empty_ones_fail",
+            "evaluate/answers::a_harness_that_cannot_tell_right_from_wrong_is_refused",
         ),
     ),
     Failure(
         "A16",
         "a student that cannot learn one batch by heart",
         gates=("smoke",),
-        tests=("gate::every_step_of_the_smoke_gate_has_the_same_rows",),
+        tests=("export/gate::every_step_of_the_smoke_gate_has_the_same_rows",),
     ),
     Failure(
         "A17",
         "a contract whose test is absent, or stays green with the bug planted",
         tests=(
-            "contract_rules::every_id_that_is_named_is_there_and_no_id_is_there_twice",
-            "contract_run::what_was_not_run_is_unknown",
-            "contract_run::planted_bugs_of_this_project_are_caught",
+            "contracts/rules::every_id_that_is_named_is_there_and_no_id_is_there_twice",
+            "contracts/run::what_was_not_run_is_unknown",
+            "contracts/run::planted_bugs_of_this_project_are_caught",
         ),
     ),
 )
@@ -174,7 +172,7 @@ GAPS = (
         "G1",
         "what must be true of any loss, at every step",
         checks=("loss_invariants",),
-        tests=("step_invariants::a_broken_invariant_is_an_error_in_the_log",),
+        tests=("train/step_invariants::a_broken_invariant_is_an_error_in_the_log",),
     ),
     Failure(
         "G2",
@@ -203,25 +201,27 @@ GAPS = (
         "G5",
         "ids that are other tokens, the mass that a cut drops",
         checks=("vocabulary_by_bytes",),
-        tests=("truncating_teacher::the_dropped_mass_is_what_the_softmax_says",),
+        tests=("teachers/truncating::the_dropped_mass_is_what_the_softmax_says",),
     ),
     Failure(
         "G6",
         "a divergence below the rounding of its gradient",
         checks=("gradient_above_rounding",),
-        tests=("checks_single::logits_that_are_rounded_to_16_bits_drown_a_small_divergence",),
+        tests=("checks/single::logits_that_are_rounded_to_16_bits_drown_a_small_divergence",),
     ),
     Failure(
         "G7",
         "where the time of a step goes, as shares of what the device could do",
-        tests=("roofline::a_share_is_of_the_device_that_is_named_and_an_unknown_one_has_none",),
+        tests=(
+            "train/roofline::a_share_is_of_the_device_that_is_named_and_an_unknown_one_has_none",
+        ),
     ),
     Failure(
         "G8",
         "a run that stands still",
         rules=("stalled_at_start", "stalled"),
         drills=("loader_stalls", "deadlock", "cuda_wait"),
-        tests=("ranks_hang::a_stopped_rank_ends_the_run_with_its_name",),
+        tests=("train/ranks_hang::a_stopped_rank_ends_the_run_with_its_name",),
     ),
     Failure(
         "G9",
@@ -229,8 +229,8 @@ GAPS = (
         checks=("checkpoint_reloads", "resume_continues"),
         drills=("optimizer_lost", "position_lost"),
         tests=(
-            "checks_single::a_checkpoint_that_would_go_on_as_another_run_is_found",
-            "run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
+            "checks/single::a_checkpoint_that_would_go_on_as_another_run_is_found",
+            "train/run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
         ),
     ),
     Failure(
@@ -238,9 +238,9 @@ GAPS = (
         "stored answers of another teacher or row, blocks that may not teach",
         gates=("cache", "teacher"),
         tests=(
-            "teacher_store::one_changed_byte_anywhere_is_found_and_named",
-            "cached_teacher::a_miss_asks_the_teacher_is_counted_and_said_once",
-            "gate::a_quantized_teacher_is_held_to_the_noise_of_its_blocks",
+            "teachers/store::one_changed_byte_anywhere_is_found_and_named",
+            "teachers/store_teacher::a_miss_asks_the_teacher_is_counted_and_said_once",
+            "export/gate::a_quantized_teacher_is_held_to_the_noise_of_its_blocks",
         ),
     ),
 )
@@ -260,10 +260,9 @@ def test_what_would_have_caught_it_exists(failure: Failure) -> None:
         told = {*failure.checks, *failure.rules}
         assert by & told or not {*ABOUT, *(rule.id for rule in RULES)} & by, (id_, by)
     for test in failure.tests:
-        file, name = test.split("::")
-        assert f"test_{name}" in names_in(HERE / f"test_{file}.py"), test
+        assert marks_of(test) is not None, test
     if failure.evidence:
-        assert (HERE.parent / "evidence" / failure.evidence).is_file()
+        assert (EVIDENCE / failure.evidence).is_file()
 
 
 def test_every_failure_is_in_the_table_and_so_is_every_check() -> None:

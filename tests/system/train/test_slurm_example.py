@@ -12,9 +12,10 @@ import pytest
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from tests.support.kit import Kit
+from tests.support.paths import ROOT
 from tests.support.running import environment
 
-EXAMPLE = Path(__file__).parents[1] / "engine" / "distill" / "slurm.sbatch"
+EXAMPLE = ROOT / "engine" / "train" / "ranks" / "slurm.sbatch"
 
 
 @pytest.mark.soak  # two runs of two processes each

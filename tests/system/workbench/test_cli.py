@@ -12,11 +12,10 @@ import pytest
 from engine.log.folder import RunFolder
 from engine.spec import load_spec
 from engine.version import VERSION
+from tests.support.paths import ROOT
 from tests.support.run_folders import completed, corrupt, killed, running
 from workbench import cli
 from workbench.feed import RunFeed
-
-ROOT = Path(__file__).parent.parent
 
 
 def run_cli(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -27,6 +27,7 @@ from tests.support.contract_files import (
     text_of,
     write_contract,
 )
+from tests.support.paths import ROOT
 
 OBLIGATION, TEST, KANI = "proof_obligations", "falsification_tests", "kani_harnesses"
 
@@ -322,7 +323,7 @@ def test_problems_come_as_json_and_as_sarif(
 
 
 def test_the_contracts_of_this_project_have_neither_errors_nor_warnings() -> None:
-    loaded = checked_contracts((), Path(__file__).parent.parent)
+    loaded = checked_contracts((), ROOT)
     assert [str(p) for one in loaded for p in one.problems] == []
     for one in loaded:
         assert one.contract is not None and one.contract.runs

@@ -16,8 +16,9 @@ from engine.formats.apr_tokenizer import EXACT, embed
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
 from tests.support.apr_bytes import FLOATS, METADATA, Entry, build_apr
+from tests.support.paths import DEMO
 
-TOKENIZER = Path(__file__).parent.parent / "engine" / "demo" / "teacher" / "tokenizer.json"
+TOKENIZER = DEMO / "teacher" / "tokenizer.json"
 HEAD = Entry("lm_head.weight", 0, [300, 32], bytes(300 * 32 * 4))
 
 

@@ -24,11 +24,12 @@ from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.tensor import QuantTensor
 from tests.support.apr_bytes import take_apart
 from tests.support.kit import tiny_config
+from tests.support.paths import DEMO
 
 CONFIG = tiny_config(
     rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, eos_token_id=[2, 3]
 )
-TOKENIZER = Path(__file__).parent.parent / "engine" / "demo" / "teacher" / "tokenizer.json"
+TOKENIZER = DEMO / "teacher" / "tokenizer.json"
 
 
 def quantized(kind: str, *shape: int) -> QuantTensor:

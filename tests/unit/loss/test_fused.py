@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 from engine.kernels import kd_loss
 from engine.kernels.key import Variant
 from engine.kernels.registry import pointer_type
-from engine.loss import fused as fused_chunks
 from engine.loss.objective import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
@@ -31,16 +30,16 @@ from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import PackedHead, reserve
 from engine.plan import memory_plan
-from tests.unit.plan.test_memory_budget import (
+from tests.support.budgets import (
     DEMO_STUDENT,
     DEMO_TEACHER,
     SEVEN_B,
     SMALL,
     budget_of,
-    drive,
     item,
     spec_of,
 )
+from tests.support.driven_runs import drive
 
 # Shapes: N tokens, V student vocabulary, W teacher vocabulary, D student width, E teacher width
 
@@ -303,7 +302,7 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         assert item(budget, "loss workspace") == each * logits, (divergence, fused)
     budget = budget_of(few, SMALL, None, fused_loss=True)
     assert item(budget, "loss workspace") == (4 + 2) * logits
-    assert memory_plan.FUSED_HELD == fused_chunks.HELD
+    assert memory_plan.FUSED_HELD == fused.HELD
     # Two buffers of one chunk, and dz of four, or of all there are.
     for rows, held in ((64, 256), (32, 128), (128, 256)):
         spec = spec_of(train__rows=4, data__seq_len=64, loss__chunk_rows=rows)

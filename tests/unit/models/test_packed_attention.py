@@ -15,7 +15,7 @@ from engine.models import attention
 from engine.models.attention import packing_of, positions, remember, starts_of
 from engine.models.decoder import Decoder, see, see_packed
 from engine.models.load import new_decoder
-from tests.unit.plan.test_memory_budget import config
+from tests.support.budgets import config
 
 ROWS = st.integers(1, 4)
 

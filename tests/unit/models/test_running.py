@@ -17,9 +17,9 @@ from engine.models.running import CompiledLayers, checkpointed, has_compiler, se
 from engine.train import student as subject
 from engine.train.student import put_to_run
 from engine.train.trainer import Trainer
+from tests.support.budgets import config
 from tests.support.kit import Kit
-from tests.unit.plan.test_memory_budget import config
-from tests.unit.train.test_trainer import build
+from tests.support.trainers import build
 
 # The compiler looks at .grad of whatever tensor it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

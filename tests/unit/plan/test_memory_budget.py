@@ -6,7 +6,6 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,96 +13,28 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.data.batches import Batches, heldout_rows
-from engine.data.tokens import TokenStream
 from engine.errors import BadInput
 from engine.loss.objective import default_chunk_rows
-from engine.machine.reading import Reading, absent, measured
+from engine.machine.reading import absent, measured
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.head import DenseHead
 from engine.models.load import new_decoder
 from engine.plan import memory_plan
 from engine.plan.activations import Forward
-from engine.plan.budget import PHASES, MemoryBudget, compare
-from engine.plan.memory_model import predict
-from engine.spec import RunSpec, spec_from_dict
-from engine.teachers.frozen import DequantizedTeacher
+from engine.plan.budget import PHASES, compare
+from engine.spec import RunSpec
 from engine.train import heldout
-from engine.train.heldout import heldout_loss
-from engine.train.trainer import Trainer
-
-PLENTY = measured(1 << 60, "a test")
-
-
-def config(
-    width: int = 64,
-    feed_forward: int = 176,
-    layers: int = 2,
-    heads: int = 4,
-    shared: int = 2,
-    vocabulary: int = 97,
-    family: str = "qwen2",
-    head_dim: int = 0,
-    tied: bool = True,
-) -> ModelConfig:
-    return ModelConfig(
-        family=family,
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=shared,
-        head_dim=head_dim,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        tie_word_embeddings=tied,
-    )
-
-
-DEMO_STUDENT = config(128, 384, 3, 4, 2, 4096)
-DEMO_TEACHER = config(256, 768, 6, 8, 2, 4096)
-SMALL = config(896, 4864, 24, 14, 2, 151936)
-SEVEN_B = config(3584, 18944, 28, 28, 4, 152064, tied=False)
-
-
-def spec_of(teacher: bool = True, **changes: object) -> RunSpec:
-    """A spec; `changes` are settings with `__` for the dot."""
-    tree: dict[str, dict[str, object]] = {
-        "teacher": {"path": "teacher"} if teacher else {},
-        "student": {"config": "student.json"},
-        "loss": {} if teacher else {"alpha": 1.0},
-    }
-    for key, value in changes.items():
-        section, name = key.split("__")
-        tree.setdefault(section, {})[name] = value
-    return spec_from_dict(tree)
-
-
-def budget_of(
-    spec: RunSpec,
-    student: ModelConfig = DEMO_STUDENT,
-    teacher: ModelConfig | None = DEMO_TEACHER,
-    available: Reading = PLENTY,
-    **changes: Any,
-) -> MemoryBudget:
-    chosen: dict[str, Any] = {
-        "teacher_packed_bytes": None,
-        "backend": "dequantized" if teacher else "none",
-        "teacher_precision": "bf16",
-        "student_precision": "bf16",
-        "device": "cuda",
-    }
-    return predict(
-        spec, teacher=teacher, student=student, available=available, **(chosen | changes)
-    )
-
-
-def item(budget: MemoryBudget, name: str) -> int:
-    return next(item.bytes for item in budget.items if item.name == name)
-
+from tests.support.budgets import (
+    DEMO_STUDENT,
+    DEMO_TEACHER,
+    SEVEN_B,
+    SMALL,
+    budget_of,
+    config,
+    item,
+    spec_of,
+)
+from tests.support.driven_runs import drive
 
 # Activations against autograd
 
@@ -193,42 +124,6 @@ class LiveBytes(TorchDispatchMode):
         self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
-
-
-def stream_of(vocabulary: int, tokens: int) -> TokenStream:
-    rng = np.random.default_rng(0)
-    documents = (np.arange(tokens) // 97).astype(np.int32)
-    ids = rng.integers(1, vocabulary, size=tokens).astype(np.uint32)
-    return TokenStream(tokens=ids, documents=documents, sha256="0" * 64)
-
-
-def drive(
-    spec: RunSpec,
-    student: Decoder,
-    teacher: Decoder | None,
-    device: str,
-    precision: str,
-) -> None:
-    """A run as `run.py` drives one: an evaluation before, between and after two steps."""
-    on = torch.device(device)
-    seq_len = spec.data.seq_len
-    rows = max(2 * spec.train.rows * spec.train.accumulation, spec.eval.rows) + 2
-    stream = stream_of(student.config.vocab_size, rows * seq_len)
-    held = list(heldout_rows(stream, seq_len, spec.eval.rows).split(memory_plan.EVAL_ROWS_AT_ONCE))
-    frozen = None if teacher is None else DequantizedTeacher(teacher)
-    trainer = Trainer(
-        student=student,
-        teacher=frozen,
-        batches=Batches(stream, seq_len=seq_len, rows_per_batch=spec.train.rows, seed=0),
-        train=replace(spec.train, steps=2, warmup_steps=1),
-        loss=spec.loss,
-        device=on,
-        precision=precision,
-    )
-    if frozen is not None:
-        heldout_loss(frozen.hidden, frozen.head(), held, on, trainer.autocast)
-    for _ in trainer.steps():
-        heldout_loss(student.hidden, DenseHead(student.head_weight), held, on, trainer.autocast)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from engine.models.config import count_parameters
 from engine.plan.budget import PHASES, MemoryBudget
-from tests.unit.plan.test_memory_budget import SEVEN_B, SMALL, budget_of, spec_of
+from tests.support.budgets import SEVEN_B, SMALL, budget_of, spec_of
 
 BODY = dict(student=SMALL, teacher=SEVEN_B, device="cuda", teacher_precision="bf16")
 RUN = dict(train__rows=8, data__seq_len=1024, eval__rows=4)

@@ -11,7 +11,7 @@ from engine.decision import Decision
 from engine.errors import BadInput
 from engine.plan.activations import linear_weights
 from engine.plan.choices import choose_attention, choose_checkpointing, choose_compile
-from tests.unit.plan.test_memory_budget import config
+from tests.support.budgets import config
 
 SHAPE = config_named("qwen2.5-0.5b")
 

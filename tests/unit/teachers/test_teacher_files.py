@@ -11,9 +11,8 @@ import torch
 from engine.export.convert import convert
 from engine.models.load import load_decoder
 from tests.support.kit import Kit
+from tests.support.paths import DEMO
 from tests.support.running import engine
-
-DEMO = Path(__file__).resolve().parent.parent / "engine" / "demo"
 
 
 @pytest.mark.soak

@@ -6,13 +6,11 @@ Rows of what is not built (sandboxed evaluation, several ranks, XID events) are 
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
+from tests.support.named_tests import marks_of
 
 
 @dataclass(frozen=True)
@@ -20,69 +18,69 @@ class Row:
     number: int
     fault: str
     tests: tuple[str, ...]
-    """`file::function`, without `test_` and `.py`."""
+    """`package/file::function`, without `test_` and `.py`."""
 
 
-KILLS = "fault_files::runs_killed_at_random_moments_come_to_the_same_end"
-NTH = "fault_files::every_operation_may_fail_in_every_way"
-RUN_NTH = (
-    "fault_files::a_run_that_meets_an_error_of_the_disk_says_so_and_is_resumed_to_the_same_end"
+KILLS = "train/fault_files::runs_killed_at_random_moments_come_to_the_same_end"
+NTH = "train/fault_files::every_operation_may_fail_in_every_way"
+RUN_NTH = "train/fault_files::a_run_that_meets_an_error_of_the_disk_says_so_and_is_resumed_to_the_same_end"
+POWER = (
+    "train/fault_files::a_power_loss_at_any_operation_of_a_run_loses_nothing_that_was_acknowledged"
 )
-POWER = "fault_files::a_power_loss_at_any_operation_of_a_run_loses_nothing_that_was_acknowledged"
 
 ROWS = (
     Row(
         1,
         "SIGKILL of the trainer",
         (
-            "run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
+            "train/run_lifecycle::twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit",
             KILLS,
-            "attribution::a_child_that_kills_itself_is_killed_from_outside_by_the_real_counters",
+            "watch/attribution::a_child_that_kills_itself_is_killed_from_outside_by_the_real_counters",
         ),
     ),
     Row(
         2,
         "OOM kill within a control group",
         (
-            "fault_rows::a_child_beyond_the_limit_of_a_real_control_group_is_oom_memcg",
-            "attribution::each_row_of_the_table",
-            "attribution::the_kernels_own_words_decide_which_limit_it_was",
+            "train/fault_rows::a_child_beyond_the_limit_of_a_real_control_group_is_oom_memcg",
+            "watch/attribution::each_row_of_the_table",
+            "watch/attribution::the_kernels_own_words_decide_which_limit_it_was",
         ),
     ),
     Row(
         3,
         "OOM kill of the whole machine",
         (
-            "attribution::each_row_of_the_table",
-            "attribution::a_global_kill_without_a_kernel_line_says_that_the_victim_may_be_another",
-            "attribution::memory_before_the_end_is_the_least_and_the_worst_of_the_last_minute",
+            "watch/attribution::each_row_of_the_table",
+            "watch/attribution::a_global_kill_without_a_kernel_line_says_that_the_victim_may_be_another",
+            "watch/attribution::memory_before_the_end_is_the_least_and_the_worst_of_the_last_minute",
         ),
     ),
     Row(
         4,
         "userspace killer, time limit",
         (
-            "attribution::an_outside_sigkill_is_said_not_to_be_the_kernels_oom_killer",
-            "attribution::a_child_ended_by_sigterm_was_terminated",
-            "attribution::oom_is_never_said_without_a_counter_that_proves_it",
+            "watch/attribution::an_outside_sigkill_is_said_not_to_be_the_kernels_oom_killer",
+            "watch/attribution::a_child_ended_by_sigterm_was_terminated",
+            "watch/attribution::oom_is_never_said_without_a_counter_that_proves_it",
         ),
     ),
     Row(
         5,
         "CUDA out of memory",
         (
-            "fault_rows::an_exception_in_a_step_is_told_and_keeps_the_checkpoint",
-            "fault_rows::a_gpu_without_room_is_an_allocation_that_failed",
-            "attribution::an_allocation_that_failed_is_told_from_a_kill",
+            "train/fault_rows::an_exception_in_a_step_is_told_and_keeps_the_checkpoint",
+            "train/fault_rows::a_gpu_without_room_is_an_allocation_that_failed",
+            "watch/attribution::an_allocation_that_failed_is_told_from_a_kill",
         ),
     ),
     Row(
         6,
         "unified memory is exhausted, the host thrashes",
         (
-            "fault_rows::a_machine_about_to_hang_has_its_run_stopped_and_then_ended",
-            "fault_rows::little_memory_or_pressure_alone_stops_nothing",
-            "fault_rows::the_supervisor_does_what_the_guard_finds_and_says_why",
+            "train/fault_rows::a_machine_about_to_hang_has_its_run_stopped_and_then_ended",
+            "train/fault_rows::little_memory_or_pressure_alone_stops_nothing",
+            "train/fault_rows::the_supervisor_does_what_the_guard_finds_and_says_why",
         ),
     ),
     Row(
@@ -90,48 +88,48 @@ ROWS = (
         "the machine hangs, restarts or loses power",
         (
             POWER,
-            "fault_rows::a_run_that_ended_with_its_machine_is_host_lost_and_says_how_to_go_on",
-            "fault_rows::a_hole_that_a_power_loss_left_in_a_log_is_named_cut_off_and_its_lines_kept",
-            "attribution::another_boot_id_means_that_the_host_was_lost",
+            "train/fault_rows::a_run_that_ended_with_its_machine_is_host_lost_and_says_how_to_go_on",
+            "train/fault_rows::a_hole_that_a_power_loss_left_in_a_log_is_named_cut_off_and_its_lines_kept",
+            "watch/attribution::another_boot_id_means_that_the_host_was_lost",
         ),
     ),
     Row(
         8,
         "Python exception",
-        ("fault_rows::an_exception_in_a_step_is_told_and_keeps_the_checkpoint",),
+        ("train/fault_rows::an_exception_in_a_step_is_told_and_keeps_the_checkpoint",),
     ),
     Row(
         9,
         "segmentation fault, bus error, abort",
         (
-            "fault_rows::a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr",
-            "attribution::a_child_that_reads_address_zero_crashed",
+            "train/fault_rows::a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr",
+            "watch/attribution::a_child_that_reads_address_zero_crashed",
         ),
     ),
     Row(
         13,
         "NVML absent, not supported, mismatched",
         (
-            "nvml::nvml_that_does_not_start_is_absent_with_the_reason",
-            "nvml::no_reading_is_zero_because_a_call_failed",
-            "nvml::memory_of_a_unified_gpu_is_absent_with_the_reason_and_its_status_says_so",
+            "machine/nvml::nvml_that_does_not_start_is_absent_with_the_reason",
+            "machine/nvml::no_reading_is_zero_because_a_call_failed",
+            "machine/nvml::memory_of_a_unified_gpu_is_absent_with_the_reason_and_its_status_says_so",
         ),
     ),
     Row(
         15,
         "hang at step 0, CPU-bound",
         (
-            "watched_run::a_step_that_never_ends_is_named_with_its_line_and_goes_on",
-            "stacks::a_spinning_process_computes_and_its_line_is_named",
-            "diagnose_stall::before_the_first_step_the_phase_is_named",
+            "watch/watched_run::a_step_that_never_ends_is_named_with_its_line_and_goes_on",
+            "watch/stacks::a_spinning_process_computes_and_its_line_is_named",
+            "watch/stall::before_the_first_step_the_phase_is_named",
         ),
     ),
     Row(
         19,
         "data loader worker killed, shared memory full",
         (
-            "fault_rows::a_trainer_has_no_worker_to_lose_and_no_shared_memory_to_fill",
-            "state::a_restored_run_takes_the_same_steps_bit_for_bit",
+            "train/fault_rows::a_trainer_has_no_worker_to_lose_and_no_shared_memory_to_fill",
+            "train/state::a_restored_run_takes_the_same_steps_bit_for_bit",
         ),
     ),
     Row(
@@ -140,8 +138,8 @@ ROWS = (
         (
             NTH,
             RUN_NTH,
-            "bad_input::a_disk_that_fills_up_while_training_ends_the_run_with_its_last_checkpoint_whole",
-            "checkpoint::too_little_free_space_is_refused_before_anything_is_written",
+            "plan/inputs::a_disk_that_fills_up_while_training_ends_the_run_with_its_last_checkpoint_whole",
+            "train/checkpoint::too_little_free_space_is_refused_before_anything_is_written",
         ),
     ),
     Row(
@@ -150,15 +148,15 @@ ROWS = (
         (
             NTH,
             RUN_NTH,
-            "checkpoint::prune_that_fails_at_any_operation_leaves_the_newest_and_whole_folders_only",
+            "train/checkpoint::prune_that_fails_at_any_operation_leaves_the_newest_and_whole_folders_only",
         ),
     ),
     Row(
         22,
         "kill while a checkpoint is written",
         (
-            "checkpoint::a_process_killed_at_any_operation_leaves_the_earlier_checkpoint_loadable",
-            "checkpoint::a_writer_killed_from_outside_in_the_middle_of_a_file_is_never_read",
+            "train/checkpoint::a_process_killed_at_any_operation_leaves_the_earlier_checkpoint_loadable",
+            "train/checkpoint::a_writer_killed_from_outside_in_the_middle_of_a_file_is_never_read",
             KILLS,
         ),
     ),
@@ -166,8 +164,8 @@ ROWS = (
         23,
         "kill while old checkpoints are deleted",
         (
-            "checkpoint::prune_never_deletes_the_last_checkpoint_that_verifies",
-            "checkpoint::prune_that_fails_at_any_operation_leaves_the_newest_and_whole_folders_only",
+            "train/checkpoint::prune_never_deletes_the_last_checkpoint_that_verifies",
+            "train/checkpoint::prune_that_fails_at_any_operation_leaves_the_newest_and_whole_folders_only",
             KILLS,
         ),
     ),
@@ -175,18 +173,18 @@ ROWS = (
         24,
         "bit rot, truncated checkpoint",
         (
-            "checkpoint::every_flipped_bit_of_every_file_is_refused_by_name",
-            "run_lifecycle::a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_request",
+            "train/checkpoint::every_flipped_bit_of_every_file_is_refused_by_name",
+            "train/run_lifecycle::a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_request",
         ),
     ),
     Row(
         25,
         "two writers of one run",
         (
-            "run_lifecycle::a_running_run_cannot_be_started_twice",
-            "runlog_write::a_second_writer_is_refused_with_words_and_the_first_goes_on",
-            "runlog_write::a_writer_that_is_killed_leaves_the_log_free",
-            "fault_rows::a_folder_left_by_a_dead_process_is_swept_though_its_pid_lives_again",
+            "train/run_lifecycle::a_running_run_cannot_be_started_twice",
+            "log/write::a_second_writer_is_refused_with_words_and_the_first_goes_on",
+            "log/write::a_writer_that_is_killed_leaves_the_log_free",
+            "train/fault_rows::a_folder_left_by_a_dead_process_is_swept_though_its_pid_lives_again",
         ),
     ),
     Row(
@@ -198,83 +196,85 @@ ROWS = (
         27,
         "Ctrl-C, SIGTERM, the second signal",
         (
-            "run_lifecycle::sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact",
-            "run_lifecycle::ctrl_c_exits_130",
-            "fault_rows::a_second_signal_ends_a_run_whose_step_does_not_end",
+            "train/run_lifecycle::sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact",
+            "train/run_lifecycle::ctrl_c_exits_130",
+            "train/fault_rows::a_second_signal_ends_a_run_whose_step_does_not_end",
         ),
     ),
     Row(
         28,
         "terminal closed, connection dropped",
-        ("run_lifecycle::a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was",),
+        (
+            "train/run_lifecycle::a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was",
+        ),
     ),
     Row(
         29,
         "crash of the screen",
         (
-            "fault_rows::a_screen_that_is_killed_leaves_the_run_alone_and_the_next_shows_all_of_it",
-            "run_lifecycle::a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was",
+            "train/fault_rows::a_screen_that_is_killed_leaves_the_run_alone_and_the_next_shows_all_of_it",
+            "train/run_lifecycle::a_lost_terminal_leaves_the_run_going_and_the_log_says_which_it_was",
         ),
     ),
     Row(
         30,
         "slow or absent reader",
-        ("fault_rows::a_reader_that_stands_still_never_holds_up_a_step_or_costs_a_line",),
+        ("train/fault_rows::a_reader_that_stands_still_never_holds_up_a_step_or_costs_a_line",),
     ),
     Row(
         31,
         "NaN or infinite loss or gradient",
         (
-            "run_lifecycle::a_nan_is_seen_stops_the_run_and_reaches_no_checkpoint",
-            "trainer::a_non_finite_gradient_never_reaches_the_weights",
-            "runlog_read::a_diverged_run_keeps_every_non_finite_number",
+            "train/run_lifecycle::a_nan_is_seen_stops_the_run_and_reaches_no_checkpoint",
+            "train/trainer::a_non_finite_gradient_never_reaches_the_weights",
+            "log/read::a_diverged_run_keeps_every_non_finite_number",
         ),
     ),
     Row(
         35,
         "clock set, NTP, suspended machine",
         (
-            "fault_rows::a_suspended_machine_and_a_set_clock_are_told_apart",
-            "fault_rows::a_pair_in_which_the_machine_slept_proves_nothing",
-            "fault_rows::a_clock_that_is_set_back_changes_no_duration_in_a_log",
-            "runlog_view::a_step_of_the_wall_clock_does_not_undo_the_end_of_a_run",
+            "train/fault_rows::a_suspended_machine_and_a_set_clock_are_told_apart",
+            "train/fault_rows::a_pair_in_which_the_machine_slept_proves_nothing",
+            "train/fault_rows::a_clock_that_is_set_back_changes_no_duration_in_a_log",
+            "log/view::a_step_of_the_wall_clock_does_not_undo_the_end_of_a_run",
         ),
     ),
     Row(
         36,
         "settings or environment changed on resume",
         (
-            "fault_rows::a_setting_changed_on_resume_is_refused_with_both_values",
-            "fault_rows::a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions",
-            "run_lifecycle::changed_training_text_is_refused_on_resume",
+            "train/fault_rows::a_setting_changed_on_resume_is_refused_with_both_values",
+            "train/fault_rows::a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions",
+            "train/run_lifecycle::changed_training_text_is_refused_on_resume",
         ),
     ),
     Row(
         37,
         "code, torch or driver changed on resume",
         (
-            "fault_rows::a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions",
-            "fault_rows::versions_that_are_the_same_are_not_worth_a_word",
+            "train/fault_rows::a_change_that_is_allowed_is_made_and_written_down_and_so_are_other_versions",
+            "train/fault_rows::versions_that_are_the_same_are_not_worth_a_word",
         ),
     ),
     Row(
         40,
         "model file replaced or emptied while a run goes on",
         (
-            "fault_rows::a_model_file_that_is_emptied_while_a_run_goes_on_changes_nothing",
-            "fault_rows::a_teacher_in_blocks_keeps_no_mapping_of_its_file",
-            "fault_rows::a_teacher_replaced_between_two_sessions_is_refused",
+            "train/fault_rows::a_model_file_that_is_emptied_while_a_run_goes_on_changes_nothing",
+            "train/fault_rows::a_teacher_in_blocks_keeps_no_mapping_of_its_file",
+            "train/fault_rows::a_teacher_replaced_between_two_sessions_is_refused",
         ),
     ),
     Row(
         41,
         "locale, NO_COLOR, small terminal",
         (
-            "workbench_characters::ascii_screens_hold_nothing_but_ascii",
-            "workbench_characters::no_colour_means_no_colour",
-            "workbench_terminal::a_resized_terminal_is_drawn_again_and_ctrl_c_quits",
-            "workbench_terminal::a_terminal_without_utf8_gets_ascii",
-            "workbench_run_screen::extreme_sizes_do_not_crash",
+            "workbench/tui/characters::ascii_screens_hold_nothing_but_ascii",
+            "workbench/tui/characters::no_colour_means_no_colour",
+            "workbench/terminal::a_resized_terminal_is_drawn_again_and_ctrl_c_quits",
+            "workbench/terminal::a_terminal_without_utf8_gets_ascii",
+            "workbench/tui/run_screen::extreme_sizes_do_not_crash",
         ),
     ),
     Row(
@@ -282,24 +282,13 @@ ROWS = (
         "no room for the log",
         (
             NTH,
-            "runlog_write::a_full_disk_leaves_only_whole_lines_and_the_log_goes_on",
-            "bad_input::a_disk_that_fills_up_while_training_ends_the_run_with_its_last_checkpoint_whole",
+            "log/write::a_full_disk_leaves_only_whole_lines_and_the_log_goes_on",
+            "plan/inputs::a_disk_that_fills_up_while_training_ends_the_run_with_its_last_checkpoint_whole",
         ),
     ),
 )
 
 REQUIRED = {*range(1, 10), 13, 15, *range(19, 32), 35, 36, 37, 40, 41, 42}
-
-
-def names_in(file: Path) -> set[str]:
-    """The names of the test functions of a file, as pytest would collect them."""
-    tree = ast.parse(file.read_text())
-    return {
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.name.startswith("test_")
-    }
 
 
 def test_every_required_row_is_in_the_table_once() -> None:
@@ -311,8 +300,7 @@ def test_every_required_row_is_in_the_table_once() -> None:
 def test_the_tests_of_a_row_exist(row: Row) -> None:
     assert row.tests
     for test in row.tests:
-        file, name = test.split("::")
-        assert f"test_{name}" in names_in(HERE / f"test_{file}.py"), test
+        assert marks_of(test) is not None, test
 
 
 def test_every_row_is_proved_by_a_test_that_runs_in_the_suite_without_a_gpu() -> None:
@@ -323,8 +311,6 @@ def test_every_row_is_proved_by_a_test_that_runs_in_the_suite_without_a_gpu() ->
 
 def is_apart(test: str) -> bool:
     """Whether every case of a test waits for `make soak` or a GPU."""
-    file, name = test.split("::")
-    tree = ast.parse((HERE / f"test_{file}.py").read_text())
-    (found,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == f"test_{name}"]
-    marks = {ast.unparse(mark) for mark in found.decorator_list}
+    marks = marks_of(test)
+    assert marks is not None, test
     return bool(marks & {"pytest.mark.soak", "pytest.mark.gpu"})

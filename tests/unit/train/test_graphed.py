@@ -31,11 +31,12 @@ from engine.train.graphed import LEAST_ROOM, Graphs, NotCaptured, _capture
 from engine.train.record import decide
 from engine.train.student import go_on_without_graphs, put_into_graphs
 from engine.train.trainer import Trainer
+from tests.support.budgets import budget_of, config, item, spec_of
+from tests.support.gpu_trainers import gpu_trainer
 from tests.support.kit import Kit
+from tests.support.paths import ROOT
 from tests.support.running import environment
-from tests.unit.plan.test_memory_budget import budget_of, config, item, spec_of
-from tests.unit.train.test_trainer import build, snapshot
-from tests.unit.train.test_update import gpu_trainer
+from tests.support.trainers import build, snapshot
 
 GPU: dict[str, Any] = dict(
     device="cuda", packed=True, checkpointing=False, accumulation=1, ranks=1, allocator="native",
@@ -336,7 +337,7 @@ def test_memory_that_runs_out_under_a_capture_leaves_a_run_that_goes_on(update: 
 
 ASKS = """
 import torch
-from test_update import gpu_trainer
+from tests.support.gpu_trainers import gpu_trainer
 from engine.train.student import put_into_graphs
 from engine.errors import TrainingFailed
 
@@ -365,14 +366,13 @@ def test_a_layer_that_waits_for_the_device_under_a_capture_is_refused_before_the
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     # In a process of its own, which nothing can capture in afterwards.
-    here = Path(__file__).parent
-    path = ":".join([str(here), str(here.parent), *sys.path])
+    path = ":".join([str(ROOT), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", ASKS],
         capture_output=True,
         text=True,
         env=environment() | {"PYTHONPATH": path},
-        cwd=here.parent,
+        cwd=ROOT,
     )
     assert "student.graphs: the layers could not be captured" in done.stdout, done.stderr[-2000:]
     assert "student.graphs=off" in done.stdout

@@ -24,9 +24,9 @@ from engine.train.checking import step_gradients
 from engine.train.optimizer import build_optimizer
 from engine.train.phases import PHASES, Ledger
 from engine.train.trainer import Step, Trainer
+from tests.support.budgets import config, stream_of
 from tests.support.kit import Kit
-from tests.unit.plan.test_memory_budget import config, stream_of
-from tests.unit.train.test_trainer import LOSS, TRAIN, build
+from tests.support.trainers import LOSS, TRAIN, build
 
 STEPS = TRAIN.steps
 

@@ -9,37 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.data.batches import Batches
-from engine.data.corpus import open_corpus
-from engine.data.tokens import tokenize
-from engine.formats.tokenizer import open_tokenizer
-from engine.models.config import read_config
-from engine.models.load import load_decoder, new_decoder
-from engine.spec import LossSection, TrainSection
 from engine.teachers.frozen import DequantizedTeacher
-from engine.train.trainer import Trainer
 from tests.support.kit import Kit
-
-TRAIN = TrainSection(steps=6, rows=4, warmup_steps=2, lr=1e-3)
-LOSS = LossSection(alpha=0.3, temperature=2.0)
-
-
-def build(kit: Kit, train: TrainSection = TRAIN, loss: LossSection = LOSS) -> Trainer:
-    corpus = open_corpus(str(kit.corpus), heldout_fraction=0.2)
-    stream = tokenize(corpus.train.documents, open_tokenizer(kit.teacher))
-    return Trainer(
-        student=new_decoder(read_config(kit.student), seed=0),
-        teacher=DequantizedTeacher(load_decoder(kit.teacher)),
-        batches=Batches(stream, seq_len=32, rows_per_batch=train.rows, seed=train.seed),
-        train=train,
-        loss=loss,
-        device=torch.device("cpu"),
-        precision="fp32",
-    )
-
-
-def snapshot(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {n: p.detach().clone() for n, p in trainer.student.named_parameters()}
+from tests.support.trainers import LOSS, TRAIN, build, snapshot
 
 
 def test_every_trainable_tensor_moves_and_the_teacher_does_not(kit: Kit) -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.data.batches import Batches
 from engine.errors import BadInput
-from engine.models.load import new_decoder
-from engine.models.running import set_running
-from engine.spec import TrainSection
-from engine.teachers.frozen import DequantizedTeacher
 from engine.train.checkpoint import state
 from engine.train.optimizer import AdamW, FusedAdamW, Looked, choose_update, update_if_finite
 from engine.train.trainer import Trainer
+from tests.support.gpu_trainers import gpu_trainer
 from tests.support.kit import Kit
-from tests.unit.plan.test_memory_budget import config, stream_of
-from tests.unit.train.test_trainer import LOSS, TRAIN, build
+from tests.support.trainers import TRAIN, build
 
 GPU: dict[str, Any] = dict(device="cuda", capability=(9, 0), has_triton=True, ranks=1)
 
@@ -84,29 +78,6 @@ def test_a_tied_embedding_gets_the_gradient_that_autograd_gives_it(kit: Kit) -> 
     for name, grad in slopes[0].items():
         assert grad is not None
         torch.testing.assert_close(slopes[1][name], grad, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def gpu_trainer(
-    update: str, *, accumulation: int = 1, tied: bool = True, packed: bool = True
-) -> Trainer:
-    device = torch.device("cuda")
-    shape = dataclasses.replace(
-        config(width=256, feed_forward=512, vocabulary=1000), tie_word_embeddings=tied
-    )
-    teacher = DequantizedTeacher(new_decoder(shape, 1).to(device, torch.bfloat16))
-    trainer = Trainer(
-        student=new_decoder(shape, 0).to(device),
-        teacher=teacher,
-        batches=Batches(stream_of(1000, 64 * 256), seq_len=256, rows_per_batch=4, seed=0),
-        train=TrainSection(
-            steps=12, rows=4, accumulation=accumulation, warmup_steps=2, update=update
-        ),
-        loss=LOSS,
-        device=device,
-        precision="bf16",
-    )
-    set_running(trainer.student, compiled=None, packed=packed, checkpointing=False)
-    return trainer
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:

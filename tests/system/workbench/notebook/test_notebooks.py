@@ -12,9 +12,9 @@ from nbclient import NotebookClient
 
 from tests.support.kit import Kit
 from tests.support.notebook_pages import drawn
+from tests.support.paths import NOTEBOOKS
 from tests.support.running import environment
 
-NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 ALL = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 
 # What Jupyter's own libraries warn of is theirs.

@@ -12,6 +12,7 @@ from engine.contracts.resolve import checked_contracts
 from engine.contracts.run import Runner
 from engine.errors import BadInput
 from tests.support.contract_files import make_project
+from tests.support.paths import ROOT
 from tests.support.screens import on_screen, poll, press, words_of
 from workbench.contracts import ContractsFeed
 from workbench.tui.screens.contracts import ContractsScreen
@@ -125,7 +126,7 @@ def test_a_contract_is_run_in_the_background_and_its_words_are_followed(
 ) -> None:
     root = make_project(tmp_path / "p")
     monkeypatch.chdir(root)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "C")

@@ -12,9 +12,10 @@ from textual.pilot import Pilot
 from engine.errors import InternalError
 from engine.log.folder import RunFolder
 from engine.machine.doctor import diagnose
+from tests.support.doctor_around import AROUND
 from tests.support.machines import MACHINES
+from tests.support.paths import ROOT
 from tests.support.screens import on_screen, poll, press, shows, texts_of, words_of
-from tests.system.machine.test_doctor import AROUND
 from workbench.doctor import ask, rows_of
 from workbench.drills import DrillsFeed, known_drills, results_in
 from workbench.tui.screens.drills import DrillsScreen
@@ -90,7 +91,7 @@ def test_a_drill_is_carried_out_and_its_run_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "D")

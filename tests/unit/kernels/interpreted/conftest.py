@@ -1,7 +1,7 @@
 """Kernels in Triton's interpreter, on the CPU: the arithmetic and the indexing, not the speed.
 
 Triton decides when it is imported whether it interprets, so these tests have a process of their own:
-`TRITON_INTERPRET=1 pytest tests/interpreted`, which `make test` runs.
+`TRITON_INTERPRET=1 pytest tests/unit/kernels/interpreted`, which `make test` runs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ whole numbers of 13 bits, which is what the limits allow for.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from engine.kernels.key import Variant
 from engine.kernels.registry import REGISTRY

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from engine.bench.random_weights import random_blocks
 from engine.errors import InternalError
-from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack
-from engine.quant.tensor import QuantTensor
+from tests.support.random_blocks import error, random_matrix
 
 pytest.importorskip("triton")
 
@@ -27,28 +24,6 @@ from engine.kernels.key import Variant
 from engine.kernels.small_m_table import Config, config_for
 
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
-
-
-def random_matrix(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
-    """Blocks whose scales differ by a factor of 3, each with a minimum of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = random_blocks(BLOCK_TYPES[name], (rows, columns), generator)
-    blocks = weight.blocks.view(-1, weight.type.block_bytes)
-    for start in (208,) if name == "Q6_K" else (0, 2):
-        halves = blocks[:, start : start + 2].contiguous().view(torch.float16)
-        halves *= 0.5 + torch.rand(halves.shape, generator=generator)
-        blocks[:, start : start + 2] = halves.view(torch.uint8)
-    return weight
-
-
-def error(y_MN: Tensor, x_MK: Tensor, weight: QuantTensor, bias_N: Tensor | None) -> float:
-    w_NK = weight.dequantize().double()
-    expected = x_MK.double() @ w_NK.t()
-    # Of the terms that are summed, not of their sum: a single one may come out near 0 by chance.
-    size = (x_MK.double().square() @ w_NK.square().t()).sqrt().norm()
-    if bias_N is not None:
-        expected += bias_N.double()
-    return float((y_MN.double() - expected).norm() / size)
 
 
 CASES = [

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from engine.kernels import small_m
 from engine.kernels.small_m_inputs import LARGEST, Inputs, as_integers
 from engine.kernels.small_m_table import Config
-from tests.system.kernels.test_small_m import error, random_matrix
+from tests.support.random_blocks import error, random_matrix
 
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 PADDED = ((1, 1), (2, 2), (4, 3), (8, 7))

@@ -1,0 +1,48 @@
+"""Two steps of a run with evaluations around them, as the composition root drives one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from engine.data.batches import Batches, heldout_rows
+from engine.models.decoder import Decoder
+from engine.models.head import DenseHead
+from engine.plan import memory_plan
+from engine.spec import RunSpec
+from engine.teachers.frozen import DequantizedTeacher
+from engine.train.heldout import heldout_loss
+from engine.train.trainer import Trainer
+from tests.support.budgets import (
+    stream_of,
+)
+
+
+def drive(
+    spec: RunSpec,
+    student: Decoder,
+    teacher: Decoder | None,
+    device: str,
+    precision: str,
+) -> None:
+    """A run as `run.py` drives one: an evaluation before, between and after two steps."""
+    on = torch.device(device)
+    seq_len = spec.data.seq_len
+    rows = max(2 * spec.train.rows * spec.train.accumulation, spec.eval.rows) + 2
+    stream = stream_of(student.config.vocab_size, rows * seq_len)
+    held = list(heldout_rows(stream, seq_len, spec.eval.rows).split(memory_plan.EVAL_ROWS_AT_ONCE))
+    frozen = None if teacher is None else DequantizedTeacher(teacher)
+    trainer = Trainer(
+        student=student,
+        teacher=frozen,
+        batches=Batches(stream, seq_len=seq_len, rows_per_batch=spec.train.rows, seed=0),
+        train=replace(spec.train, steps=2, warmup_steps=1),
+        loss=spec.loss,
+        device=on,
+        precision=precision,
+    )
+    if frozen is not None:
+        heldout_loss(frozen.hidden, frozen.head(), held, on, trainer.autocast)
+    for _ in trainer.steps():
+        heldout_loss(student.hidden, DenseHead(student.head_weight), held, on, trainer.autocast)

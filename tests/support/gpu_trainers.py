@@ -1,0 +1,39 @@
+"""A trainer on a GPU, with the update by torch or by kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from engine.data.batches import Batches
+from engine.models.load import new_decoder
+from engine.models.running import set_running
+from engine.spec import TrainSection
+from engine.teachers.frozen import DequantizedTeacher
+from engine.train.trainer import Trainer
+from tests.support.budgets import config, stream_of
+from tests.support.trainers import LOSS
+
+
+def gpu_trainer(
+    update: str, *, accumulation: int = 1, tied: bool = True, packed: bool = True
+) -> Trainer:
+    device = torch.device("cuda")
+    shape = dataclasses.replace(
+        config(width=256, feed_forward=512, vocabulary=1000), tie_word_embeddings=tied
+    )
+    teacher = DequantizedTeacher(new_decoder(shape, 1).to(device, torch.bfloat16))
+    trainer = Trainer(
+        student=new_decoder(shape, 0).to(device),
+        teacher=teacher,
+        batches=Batches(stream_of(1000, 64 * 256), seq_len=256, rows_per_batch=4, seed=0),
+        train=TrainSection(
+            steps=12, rows=4, accumulation=accumulation, warmup_steps=2, update=update
+        ),
+        loss=LOSS,
+        device=device,
+        precision="bf16",
+    )
+    set_running(trainer.student, compiled=None, packed=packed, checkpointing=False)
+    return trainer

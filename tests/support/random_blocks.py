@@ -1,0 +1,32 @@
+"""Random matrices in blocks for tests of products with few rows, and the error of a product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.bench.random_weights import random_blocks
+from engine.quant.blocks import BLOCK_TYPES
+from engine.quant.tensor import QuantTensor
+
+
+def random_matrix(name: str, rows: int, columns: int, seed: int = 0) -> QuantTensor:
+    """Blocks whose scales differ by a factor of 3, each with a minimum of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = random_blocks(BLOCK_TYPES[name], (rows, columns), generator)
+    blocks = weight.blocks.view(-1, weight.type.block_bytes)
+    for start in (208,) if name == "Q6_K" else (0, 2):
+        halves = blocks[:, start : start + 2].contiguous().view(torch.float16)
+        halves *= 0.5 + torch.rand(halves.shape, generator=generator)
+        blocks[:, start : start + 2] = halves.view(torch.uint8)
+    return weight
+
+
+def error(y_MN: Tensor, x_MK: Tensor, weight: QuantTensor, bias_N: Tensor | None) -> float:
+    w_NK = weight.dequantize().double()
+    expected = x_MK.double() @ w_NK.t()
+    # Of the terms that are summed, not of their sum: a single one may come out near 0 by chance.
+    size = (x_MK.double().square() @ w_NK.square().t()).sqrt().norm()
+    if bias_N is not None:
+        expected += bias_N.double()
+    return float((y_MN.double() - expected).norm() / size)
