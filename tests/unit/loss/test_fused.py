@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from engine.kernels import kd_loss
 from engine.kernels.key import Variant
 from engine.kernels.registry import pointer_type
+from engine.loss.fused import HELD
 from engine.loss.objective import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
@@ -302,7 +303,7 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         assert item(budget, "loss workspace") == each * logits, (divergence, fused)
     budget = budget_of(few, SMALL, None, fused_loss=True)
     assert item(budget, "loss workspace") == (4 + 2) * logits
-    assert memory_plan.FUSED_HELD == fused.HELD
+    assert memory_plan.FUSED_HELD == HELD
     # Two buffers of one chunk, and dz of four, or of all there are.
     for rows, held in ((64, 256), (32, 128), (128, 256)):
         spec = spec_of(train__rows=4, data__seq_len=64, loss__chunk_rows=rows)
