@@ -23,8 +23,8 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.errors import InternalError
+from engine.loss.types import SparseTargets
 from engine.models.head import Head
-from engine.teachers.store.outputs import SparseOutputs
 
 # Shapes: B rows, T tokens, E teacher width
 
@@ -61,7 +61,7 @@ class KnowsRows(Protocol):
 class GivesTargets(Protocol):
     """A teacher that may have less than hidden states to give."""
 
-    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseOutputs | None:
+    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
         """What it says of some ids of each token; None where `hidden` and `head` are to be asked."""
         ...
 

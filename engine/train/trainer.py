@@ -261,8 +261,7 @@ class Trainer:
         """What a teacher has to give in the place of hidden states and a head."""
         if not self.teaching or not isinstance(self.teacher, GivesTargets):
             return None
-        found = self.teacher.targets(given.tokens_BT, given.documents_BT)
-        return None if found is None else SparseTargets(**found._asdict())
+        return self.teacher.targets(given.tokens_BT, given.documents_BT)
 
     def _teacher_output(self, given: Given) -> tuple[Tensor | None, Head | None]:
         """Hidden states (N, E) and the head; without a teacher in the objective, neither."""

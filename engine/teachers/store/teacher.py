@@ -51,6 +51,7 @@ from engine.data.batches import Batch
 from engine.errors import TrainingFailed
 from engine.formats.open import open_weights
 from engine.kernels.linear import Scratch
+from engine.loss.types import SparseTargets
 from engine.models.config import config_of
 from engine.models.head import DenseHead, Head
 from engine.models.load import as_floats, check_tied, non_finite, refuse_non_finite
@@ -62,7 +63,7 @@ from engine.teachers.prefetching import DeviceBatch
 from engine.teachers.protocol import NoHiddenStates, Teacher
 from engine.teachers.store.folder import ShardDamaged, Store
 from engine.teachers.store.manifest import HIDDEN
-from engine.teachers.store.outputs import TORCH_DTYPES, SparseOutputs, as_outputs, sparse_parts
+from engine.teachers.store.outputs import TORCH_DTYPES, as_targets, sparse_parts
 
 # Shapes: B rows, T tokens, N = B*T, E teacher width, K ids of a token
 
@@ -232,7 +233,7 @@ class CachedTeacher:
         (hidden_NE,) = stored
         return hidden_NE.view(*tokens_BT.shape, -1)
 
-    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseOutputs | None:
+    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
         """What the loss takes in the place of hidden states and head; None where those are given."""
         if self.gives_hidden:
             return None
@@ -242,7 +243,7 @@ class CachedTeacher:
             teacher = self._asked(len(keys))
             hidden_NE = teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
             stored = sparse_parts(identity, hidden_NE, teacher.head(), keys)
-        return as_outputs(identity, stored)
+        return as_targets(identity, stored)
 
     @property
     def summary(self) -> str:
