@@ -42,7 +42,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.early import wait_for_inputs
+from engine.kernels.dependent_launch import wait_for_inputs
 from engine.kernels.small_m_inputs import write_codes
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"

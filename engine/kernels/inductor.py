@@ -27,7 +27,7 @@ import sys
 import threading
 from typing import Any, NamedTuple
 
-from engine.kernels.record import CompileRecord
+from engine.kernels.compile_record import CompileRecord
 
 
 class CompileCounts(NamedTuple):

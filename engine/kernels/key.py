@@ -117,7 +117,7 @@ class Variant:
     stages: int = 3
     fp_fusion: bool = True
     early: bool = False
-    """It then waits, before it reads what the one ahead writes and before it writes (`early.py`)."""
+    """It then waits, before it reads what the one ahead writes and before it writes (`dependent_launch.py`)."""
     name: str = field(init=False, repr=False)
     """The function's, without underscores before it."""
     _identity: tuple[Any, ...] = field(init=False, repr=False)

@@ -35,10 +35,10 @@ from triton import knobs
 from triton.runtime import driver
 
 from engine.errors import InternalError
+from engine.kernels.compile_record import CompileRecord, KernelCounts
 from engine.kernels.compiler import ALIGNMENT_BYTES, key_for
 from engine.kernels.compiler import compile_for as compile_for
 from engine.kernels.key import KernelKey, Variant
-from engine.kernels.record import CompileRecord, KernelCounts
 
 _POINTERS = {
     torch.uint8: "*u8",

@@ -134,7 +134,7 @@ def products(
 ) -> None:
     """Writes x W^T of 1 to 3 matrices of one width, side by side, into y of shape (splits, M, all
     rows); the first two of three are of one type. The bias is added where `config` splits no sums.
-    `early`: see `engine.kernels.early`.
+    `early`: see `engine.kernels.dependent_launch`.
     """
     m = len(x.scales_MB)
     blocks = weights[0].row_blocks

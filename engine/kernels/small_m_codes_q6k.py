@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.early import wait_for_inputs
+from engine.kernels.dependent_launch import wait_for_inputs
 from engine.kernels.small_m_parts import (
     GROUP,
     both_bytes,

@@ -149,7 +149,7 @@ class DecodeSteps:
         sampling: Sampling | None = None,
     ) -> None:
         from engine.kernels.decode_choose import empty_best
-        from engine.kernels.early import can_be_early
+        from engine.kernels.dependent_launch import can_be_early
         from engine.models.decode_step import Step
 
         config = decoder.config

@@ -37,7 +37,7 @@ class Step:
     """The launches of a step, and the caches of its rows.
 
     `arch` is the compute capability (90 is 9.0) that products are launched for; with `early` kernels begin
-    before the one ahead has ended (`engine.kernels.early`).
+    before the one ahead has ended (`engine.kernels.dependent_launch`).
     """
 
     def __init__(

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from engine.data.batches import Batch
+from engine.kernels.compile_record import CompileRecord
 from engine.kernels.inductor import CompileWatch
-from engine.kernels.record import CompileRecord
 from engine.log.events import Compiled, KernelCounts, Note
 from engine.log.write import LogWriter
 from engine.models.decoder import Decoder
