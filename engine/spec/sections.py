@@ -221,7 +221,12 @@ class LossSection:
         allowed=tuple(DIVERGENCES),
     )
     beta: float = setting(
-        0.5, "The teacher's weight in the mixture of loss.divergence=jsd.", low=0.01, high=0.99
+        0.5,
+        "The teacher's weight in the mixture of loss.divergence="
+        + " or ".join(name for name, row in DIVERGENCES.items() if row.mixture)
+        + ".",
+        low=0.01,
+        high=0.99,
     )
     kernel: str = setting(
         "auto",

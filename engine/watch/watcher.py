@@ -30,7 +30,7 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView, Table
 from engine.units import format_seconds
-from engine.watch.active_alerts import Ledger
+from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.rule import CannotJudge, Case, read_settings
 from engine.watch.rules.stall import Silence, silence
 from engine.watch.stacks import Capture
@@ -61,7 +61,7 @@ class Watcher:
         self._write, self._stop = write, stop
         self._wall, self._monotonic = wall, monotonic
         self.settings = read_settings(run)
-        self.ledger = Ledger()
+        self.alerts = ActiveAlerts()
         self._follower = Follower(run)
         self._works = True
         self._next_look_s = 0.0
@@ -129,7 +129,7 @@ class Watcher:
             self._quiet = still if self._capture is not None else None
 
     def _judge(self, case: Case, without: tuple[str, ...] = ()) -> None:
-        for event in self.ledger.look(case, without):
+        for event in self.alerts.look(case, without):
             self._write(event)
             if not isinstance(event, AlertRaised):
                 continue

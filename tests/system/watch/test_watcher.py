@@ -26,7 +26,7 @@ from engine.log.events import (
 from engine.log.fold import fold
 from engine.log.view import RunView
 from engine.spec import build_spec
-from engine.watch.active_alerts import Ledger
+from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules import RULES
 from engine.watch.rules.rule import Case, Rule, Symptom
 from engine.watch.watcher import (
@@ -232,7 +232,7 @@ def test_a_rule_that_fails_is_one_note_and_the_others_go_on(
         raise RuntimeError("planted")
 
     bad = Rule(id="broken", asks="?", reads=("x",), threshold="x", judge=broken)
-    watched.watcher.ledger = Ledger((bad, *RULES))
+    watched.watcher.alerts = ActiveAlerts((bad, *RULES))
     training(watched).pass_seconds(60)
     kinds = [type(event) for event in watched.written]
     assert kinds == [Note, StackDump, AlertRaised]
