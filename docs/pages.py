@@ -75,7 +75,7 @@ def checks() -> str:
 
 
 def alerts() -> str:
-    from engine.watch.rules.registry import RULES
+    from engine.watch.rules import RULES
 
     text = (
         "# Alerts\n\n"

@@ -44,9 +44,14 @@ from engine.train.checkpoint.write import save
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from engine.watch.attribution import ExitState, attribute_exit
-from engine.watch.clocks import SUSPENDED, ClockWatch
 from engine.watch.launch import launch
-from engine.watch.memory_guard import GRACE_S, HELD_S, MemoryGuard
+from engine.watch.machine_guard import (
+    GRACE_S,
+    HELD_S,
+    SUSPENDED,
+    ClockWatch,
+    MemoryGuard,
+)
 from engine.watch.supervisor import _Supervisor
 from tests.support.flip_pairs import outcome, plan
 from tests.support.host_trees import MACHINE, write_tree

@@ -1,8 +1,9 @@
-"""Ends a run before its machine hangs for want of memory.
+"""What the supervisor looks after on the machine: memory that runs out, and clocks that jump.
 
-Where GPU and host share memory a machine can stop answering without the kernel's OOM killer ever being
-called: nobody can log in to stop the run, and the counters that would prove the cause stay at zero. Two
-readings together say that this is near, and each alone is harmless:
+`MemoryGuard` ends a run before its machine hangs for want of memory. Where GPU and host share memory a
+machine can stop answering without the kernel's OOM killer ever being called: nobody can log in to stop the
+run, and the counters that would prove the cause stay at zero. Two readings together say that this is near,
+and each alone is harmless:
 
     MemAvailable    under FLOOR_SHARE of the memory, at least FLOOR_LEAST_BYTES and at most
                     FLOOR_MOST_BYTES: what the page cache holds counts as available
@@ -11,6 +12,12 @@ readings together say that this is near, and each alone is harmless:
 
 When both have held for HELD_S the trainer is asked to stop, which saves; what still holds GRACE_S later
 ends it. A kernel without PSI gives no second reading: then nothing is guarded, and that is said once.
+
+`ClockWatch` says whether the machine slept or its wall clock was set while a run went on. Three clocks are
+compared at every look: monotonic, which stands still while the machine is suspended; boot time, which does
+not; and wall time, which people and NTP may set. Durations in the logs are of the
+monotonic clock, so neither event lengthens one; times of day after a step do not fit those before it, and
+a time measured across a suspension says nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +35,9 @@ FLOOR_MOST_BYTES = 2 << 30
 PRESSURE_PCT = 20.0
 HELD_S = 5.0
 GRACE_S = 15.0
+LEAST_JUMP_S = 1.0
+"""A shorter jump is a correction of NTP, or the time between two readings."""
+SUSPENDED = "the machine was suspended for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +92,33 @@ class MemoryGuard:
             self._ended = True
             return Warned(low=True, end=True, why=why)
         return Warned(low=True)
+
+
+def _boot_time() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class ClockWatch:
+    def __init__(
+        self,
+        monotonic: Callable[[], float] = time.monotonic,
+        boot: Callable[[], float] = _boot_time,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._monotonic, self._boot, self._wall = monotonic, boot, wall
+        self._known = self._offsets()
+
+    def _offsets(self) -> tuple[float, float]:
+        monotonic, boot, wall = self._monotonic(), self._boot(), self._wall()
+        return boot - monotonic, wall - boot
+
+    def look(self) -> list[str]:
+        """What happened to the clocks since the last look, a sentence each."""
+        before, self._known = self._known, self._offsets()
+        slept, set_by = (new - old for new, old in zip(self._known, before, strict=True))
+        said = []
+        if slept >= LEAST_JUMP_S:
+            said.append(f"{SUSPENDED} {slept:.0f} s; durations do not count it")
+        if abs(set_by) >= LEAST_JUMP_S:
+            said.append(f"the wall clock was set by {set_by:+.0f} s; durations do not count it")
+        return said

@@ -14,9 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TRITON = "triton"
-INDUCTOR = "inductor"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRecord:
