@@ -32,8 +32,7 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.evaluate.model import Model
-    from engine.models.decode import GraphSetting
-    from engine.models.generate import Sampling
+    from engine.models.decode import GraphSetting, Sampling
 
 _MOST_TOKENS = 512
 
@@ -105,7 +104,7 @@ def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
     """As the arguments of `add_sampling` want it."""
-    from engine.models.generate import Sampling
+    from engine.models.decode import Sampling
 
     return Sampling(
         temperature=arguments.temperature,
