@@ -58,11 +58,13 @@ from engine.machine.sampler import Sampler
 from engine.machine.threads import VARIABLE, choose_thread_wait
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
-from engine.watch.attribution import attribute_exit, exception_name
-from engine.watch.clocks import ClockWatch
-from engine.watch.kernel_log import find_kernel_line
-from engine.watch.last_memory import memory_words
-from engine.watch.memory_guard import MemoryGuard
+from engine.watch.attribution import (
+    attribute_exit,
+    exception_name,
+    find_kernel_line,
+    memory_words,
+)
+from engine.watch.machine_guard import ClockWatch, MemoryGuard
 from engine.watch.watcher import Watcher
 
 TICK_S = 1.0

@@ -252,7 +252,7 @@ class MarkingKeeper(Keeper):
     """Marks in the journal that a checkpoint has been acknowledged."""
 
     def save(self, *arguments: Any, **named: Any) -> Any:
-        saved = super().save(*arguments, **named)
+        saved = yield from super().save(*arguments, **named)
         SHIM.mark(self.saved_step)
         return saved
 
