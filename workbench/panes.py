@@ -2,7 +2,7 @@
 
 A pane is added by a row of `PANES` and a function that makes its lines from a snapshot. The terminal gives
 it a place, a key, a tab, a line of help and a line of the palette; the notebook gives it a part of the page.
-The functions are pure; the sentences themselves are `engine.log.text`'s and `engine.log.summary`'s.
+The functions are pure; the sentences themselves are `engine.log.text`'s.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import struct
 import subprocess
 import sys
@@ -70,7 +69,6 @@ from engine.log.folder import RunFolder
 from engine.log.read import (
     LINES_KEPT,
     NOT_JSON,
-    PART_BYTES,
     FileId,
     LogReader,
     decode_line,
@@ -87,6 +85,8 @@ FOLDER = "columns"
 VERSION = 1
 """One more whenever the same lines would give another segment."""
 CHUNK_BYTES = 1 << 20
+PART_LINES = 256
+"""Between two places from which the log can be read again."""
 TAIL_BYTES = 1 << 10
 LEFT_BYTES = 1 << 30
 """So much of a disk stays free for the run itself."""
@@ -193,29 +193,24 @@ class Stretch(NamedTuple):
 
 def read_stretch(log: Path, number: int) -> Stretch | None:
     """None where the last of these lines is not whole yet, or may be none. Raises OSError."""
-    begin, end = number * CHUNK_BYTES, (number + 1) * CHUNK_BYTES
+    # The byte in front tells whether a line begins with the chunk.
+    start, size = max(0, number * CHUNK_BYTES - 1), CHUNK_BYTES + bool(number)
     with open_plain(log) as file:
-        status = os.fstat(file.fileno())
-        if status.st_size < end:
-            return None
-        if number:
-            # The byte in front tells whether a line begins at `begin`.
-            file.seek(begin - 1)
-            begin += len(file.readline(LOG_LINE.most)) - 1
-        lines = file.read(end - begin)
-        if not lines.endswith(b"\n"):
-            lines += file.readline(LOG_LINE.most)
-    return Stretch(id_of(status), begin, lines) if lines.endswith(b"\n") else None
+        file_id = id_of(os.fstat(file.fileno()))
+        for more in (16 << 10, LOG_LINE.most):
+            block = os.pread(file.fileno(), size + more, start)
+            if end := block.find(b"\n", size - 1) + 1:
+                begin = block.find(b"\n") + 1 if number else 0
+                return Stretch(file_id, start + begin, block[begin:end])
+    return None
 
 
 def segment_of(stretch: Stretch) -> Segment | None:
     """None when the lines want to be read one by one."""
-    lines, begin = stretch.lines, stretch.begin
+    raw = BytesIO(stretch.lines).readlines()
+    events = _decoded(raw)
     # The decoder passes over empty lines.
-    raw = BytesIO(lines).readlines()
-    ends = np.cumsum([len(line) for line in raw])
-    events = _decoded(lines, ends)
-    if len(events) != len(ends) or not events:
+    if len(events) != len(raw) or not events:
         return None
     first = events[0].seq
     groups, others = split(events)
@@ -230,49 +225,37 @@ def segment_of(stretch: Stretch) -> Segment | None:
         return None
     told = [*others, *(event for name, rows in groups.items() for event in _telling(name, rows))]
     rows = sorted(event.seq - first for event in told)
-    parts = _part_ends(ends)
-    times = np.array([events[row - 1].t_s for row in parts])
     rest = [raw[row][:-1] for row in rows]
+    places = np.array([*range(PART_LINES, len(raw), PART_LINES), len(raw)])
+    ends = stretch.begin + np.cumsum([len(line) for line in raw])
     return Segment(
-        begin=begin,
-        end=begin + len(lines),
+        begin=stretch.begin,
+        end=stretch.begin + len(stretch.lines),
         first=first,
         lines=len(events),
         file_id=stretch.file_id,
         tables=tables,
         places={
-            "line": parts.astype(float),
-            "byte": (begin + ends[parts - 1]).astype(float),
-            "t_s": times,
+            "line": places.astype(float),
+            "byte": ends[places - 1].astype(float),
+            "t_s": np.array([events[place - 1].t_s for place in places]),
         },
         rest=rest,
         events=[decode_line(line, "") for line in rest],
     )
 
 
-def _part_ends(ends: Any) -> Any:
-    """After how many lines each part of about PART_BYTES ends; the last of them with the last line."""
-    marks = np.arange(PART_BYTES, ends[-1], PART_BYTES)
-    return np.unique(np.append(np.searchsorted(ends, marks) + 1, len(ends)))
-
-
-def _decoded(lines: bytes, ends: Any) -> list[Any]:
-    """The events of whole lines, steps as StepRows; too few when one is no record."""
-    try:
-        return decode_lines(_decoder, lines)
-    except (*NOT_JSON, LookupError, ValueError):
-        pass
-    # One line of a form of its own must not make all of them slow.
+def _decoded(raw: list[bytes]) -> list[Any]:
+    """The events of lines, steps as StepRows; too few when one is no record."""
     events: list[Any] = []
-    begin = 0
-    for end in ends[_part_ends(ends) - 1]:
-        part = lines[begin:end]
-        begin = end
+    for start in range(0, len(raw), PART_LINES):
+        part = raw[start : start + PART_LINES]
         try:
-            events += decode_lines(_decoder, part)
+            events += decode_lines(_decoder, b"".join(part))
         except (*NOT_JSON, LookupError, ValueError):
+            # One line of a form of its own must not make all of them slow.
             try:
-                events += map(_decoded_alone, part[:-1].split(b"\n"))
+                events += map(_decoded_alone, part)
             except RunLogError:
                 return []
     return events
@@ -367,9 +350,7 @@ class SegmentFiles:
         )
         head = msgspec.json.encode(header)
         head += b" " * (-len(head) % 8)
-        columns = [
-            column.astype("<f8").tobytes() for one in tables.values() for column in one.values()
-        ]
+        columns = [np.asarray(c, "<f8").tobytes() for one in tables.values() for c in one.values()]
         body = b"".join([struct.pack("<I", len(head)), head, *columns, b"\n".join(segment.rest)])
         path = self.path(number)
         partial = path.with_name(f"{path.name}{_PARTIAL}{os.getpid()}-{threading.get_ident()}")
@@ -517,7 +498,7 @@ class SegmentReader:
         """With `files` segments beside the log are used, and with `keep` those made are kept there."""
         self._reader, self._use, self._keep = reader, files, keep
         self._files = SegmentFiles(reader.path)
-        self._helpers: list[subprocess.Popen[bytes]] | None = None
+        self._has_asked = False
         self._ahead: deque[Segment] = deque()
         self._refused: set[int] = set()
         """Chunks that have no segment."""
@@ -535,9 +516,9 @@ class SegmentReader:
         is_long = (number + 2) * CHUNK_BYTES <= status.st_size <= LOG_FILE.most
         if not is_long or reader.file_id not in (None, file_id):
             return [], max_bytes
-        if self._helpers is None:
-            self._helpers = self._ask_for_help(range(number, status.st_size // CHUNK_BYTES))
-        self._helpers = [one for one in self._helpers if one.poll() is None]
+        if self._keep and not self._has_asked:
+            self._has_asked = True
+            self._ask_for_help(range(number, status.st_size // CHUNK_BYTES))
         while ahead and (ahead[0].begin, ahead[0].first, ahead[0].file_id) != (
             begin,
             first,
@@ -578,37 +559,32 @@ class SegmentReader:
             return None
         return found
 
-    def _ask_for_help(self, numbers: range) -> list[subprocess.Popen[bytes]]:
+    def _ask_for_help(self, numbers: range) -> None:
         """Have other processes keep the segments that there are none of, from the end; this one begins in front.
         They are a convenience: where none can be started, or one dies, this process does all there is to do."""
         missing = [n for n in numbers if not self._files.path(n).exists()]
-        if not self._keep or len(missing) * CHUNK_BYTES < HELP_FROM_BYTES:
-            return []
+        if len(missing) * CHUNK_BYTES < HELP_FROM_BYTES:
+            return
         count = min(3, len(os.sched_getaffinity(0)) - 1)
         # -S: what site would find is in PYTHONPATH already.
         command = [sys.executable, "-S", "-m", "engine.log.columns", str(self._reader.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         quiet = subprocess.DEVNULL
-        with contextlib.suppress(OSError):
-            return [
-                subprocess.Popen(
-                    [*command, *map(str, (missing[0], missing[-1] - helper, -count))],
-                    # It ends with its reader: this pipe is closed then.
-                    stdin=subprocess.PIPE,
-                    stdout=quiet,
-                    stderr=quiet,
-                    env=environment,
+        for helper in range(count):
+            share = map(str, (missing[0], missing[-1] - helper, -count))
+            with contextlib.suppress(OSError):
+                process = subprocess.Popen(
+                    [*command, *share], stdin=quiet, stdout=quiet, stderr=quiet, env=environment
                 )
-                for helper in range(count)
-            ]
-        return []
+                # Somebody has to hear that it has ended.
+                threading.Thread(target=process.wait, name="log-helper", daemon=True).start()
 
 
 def help_with(log: Path, first: int, last: int, step: int) -> None:
-    """Keep the segments of chunks from the last to the first until the reader's pipe closes."""
-    files = SegmentFiles(log)
+    """Keep the segments of chunks from the last to the first, for as long as who asked for it lives."""
+    files, parent = SegmentFiles(log), os.getppid()
     for number in range(last, first, step):
-        if select.select([sys.stdin], [], [], 0)[0]:
+        if os.getppid() != parent:
             return
         if not files.path(number).exists():
             files.make(number, keep=True)

@@ -17,7 +17,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -271,19 +270,17 @@ class LogReader:
         return self._next_seq
 
     def _decode(self, lines: bytes) -> list[AnyEvent]:
-        events = self._decode_at_once(lines)
-        if events is not None:
-            return events
-        # One line of a form of its own must not make a long block slow.
-        events = []
-        try:
-            for part in _parts(lines):
-                found = self._decode_at_once(part)
-                events += self._decode_each(part) if found is None else found
-        except BrokenLog as broken:
-            # Parts are decoded whole: every one of them is an event.
-            broken.before = (*events, *broken.before)
-            raise
+        events: list[AnyEvent] = []
+        # In parts: one line of a form of its own must not make a long block slow.
+        for part in _parts(lines):
+            found = self._decode_at_once(part)
+            if found is None:
+                try:
+                    found = self._decode_each(part)
+                except BrokenLog as broken:
+                    broken.before = (*events, *broken.before)
+                    raise
+            events += found
         return events
 
     def _decode_at_once(self, lines: bytes) -> list[AnyEvent] | None:
@@ -292,36 +289,12 @@ class LogReader:
             events: list[AnyEvent] = decode_lines(_known, lines)
         except (*NOT_JSON, LookupError, ValueError):
             return None
-        first = self._next_seq
-        numbered = [event.seq for event in events] == list(range(first, first + len(events)))
-        timed = min([event.t_s for event in events], default=0.0) >= 0
-        counts = [
-            lines.count(b"\n", begin, begin + PART_BYTES)
-            for begin in range(0, len(lines), PART_BYTES)
-        ]
-        if not (numbered and timed and len(events) == sum(counts)):
+        # The decoder passes over empty lines.
+        numbers = range(self._next_seq, self._next_seq + lines.count(b"\n"))
+        if [event.seq for event in events] != list(numbers) or min(e.t_s for e in events) < 0:
             return None
-        for index, number in enumerate(accumulate(counts[:-1]), start=1):
-            end = lines.rfind(b"\n", 0, index * PART_BYTES) + 1
-            self._add_point(events[self.points[-1].number - first : number], self._offset + end)
         self._advance(lines, events)
         return events
-
-    def _add_point(self, events: Sequence[AnyEvent], offset: int) -> None:
-        """Note where the lines after `events`, which follow the newest point, begin."""
-        number, _, opened_s, latest_s = self.points[-1]
-        if not events:
-            return
-        kinds = list(map(type, events))
-        begin = 0
-        while LogOpened in kinds[begin:]:
-            end = kinds.index(LogOpened, begin)
-            if end:
-                latest_s = max(latest_s, opened_s + events[end - 1].t_s)
-            opened_s, begin = events[end].unix_s, end + 1  # type: ignore[union-attr]
-        # Within a session times never go back.
-        latest_s = max(latest_s, opened_s + events[-1].t_s)
-        self.points.append(Point(number + len(events), offset, opened_s, latest_s))
 
     def _decode_each(self, lines: bytes) -> list[AnyEvent]:
         events: list[AnyEvent] = []
@@ -357,10 +330,17 @@ class LogReader:
         return events
 
     def _advance(self, lines: bytes, events: Sequence[AnyEvent]) -> None:
-        rest = events[self.points[-1].number - self._next_seq :]
+        """Go on behind `lines`, and note this place."""
+        number, _, opened_s, latest_s = self.points[-1]
+        if not events:
+            return
+        for event in events:
+            if type(event) is LogOpened:
+                opened_s = event.unix_s
+            latest_s = max(latest_s, opened_s + event.t_s)
         self._offset += len(lines)
-        self._next_seq += len(events)
-        self._add_point(rest, self._offset)
+        self._next_seq = number + len(events)
+        self.points.append(Point(self._next_seq, self._offset, opened_s, latest_s))
 
 
 def _end_of_lines(block: bytes) -> int:

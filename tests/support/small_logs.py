@@ -27,7 +27,7 @@ class small_sizes:
         self.patch = pytest.MonkeyPatch()
         for module, name, value in (
             (columns_module, "LINES_KEPT", 3),
-            (columns_module, "PART_BYTES", 200),
+            (columns_module, "PART_LINES", 2),
             (columns_module, "CHUNK_BYTES", 1500),
             (columns_module, "LEFT_BYTES", 0),
             (columns_module, "TAIL_BYTES", 32),
