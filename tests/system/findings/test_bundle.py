@@ -32,7 +32,7 @@ from engine.findings.finding import Finding, MetricWindow
 from engine.findings.logs import Window
 from engine.findings.text import tree_lines
 from engine.findings.verify import Checked, check_bundle
-from engine.findings.whys import add_node, blobs_of, close, link, refute
+from engine.findings.whys import add_node, close, link, refute
 from engine.log.folder import RunFolder
 from engine.verdict import Level
 from tests.support.findings import (
@@ -40,6 +40,7 @@ from tests.support.findings import (
     NO_SECRETS,
     SAME,
     ask,
+    blobs_of,
     end_of,
     flip,
     hanging_run,
