@@ -48,7 +48,7 @@ from engine.flips.text import ASCII, UNICODE
 from engine.log.text import one_line
 from engine.units import format_bytes
 from workbench.listing import TONE_OF, Listing, Row, Tone
-from workbench.traces import Decimator, Trace
+from workbench.traces import Trace, buckets_of
 
 EVIDENCE = "evidence"
 NEW = "new"
@@ -397,10 +397,9 @@ def _trace_of(piece: Piece) -> Trace | None:
     if not isinstance(locator, MetricWindow):
         return None
     points = points_of(locator, piece.data, piece.evidence.id)
-    decimator = Decimator()
-    decimator.extend([x - locator.from_unix_s for x, _ in points], [y for _, y in points])
+    buckets = buckets_of([x - locator.from_unix_s for x, _ in points], [y for _, y in points])
     last = points[-1][1] if points else None
-    return Trace(name=locator.metric, buckets=decimator.buckets(), last=last, x_name="s")
+    return Trace(name=locator.metric, buckets=buckets, last=last, x_name="s")
 
 
 def node_of(finding: Finding, key: str) -> tuple[str, str]:

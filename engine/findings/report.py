@@ -25,11 +25,12 @@ from engine.flips.record import read_pairs, read_plan_of, read_verdict
 from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
 from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
-from engine.log.summary import check_lines, kernel_lines
 from engine.log.text import (
     alert_lines,
+    check_lines,
     decision_lines,
     device_lines,
+    kernel_lines,
     result_lines,
     speed_lines,
     status_text,

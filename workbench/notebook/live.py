@@ -34,7 +34,7 @@ from workbench.feed import UNREADABLE, RunFeed, Snapshot
 from workbench.launch import resume_run, start_run, stop_run
 from workbench.notebook.panel import Panel
 from workbench.notebook.stream import Stream
-from workbench.words import result_words
+from workbench.panes import result_words
 
 if TYPE_CHECKING:
     import pandas
