@@ -24,6 +24,7 @@ from engine.findings.capture import (
     whole_or_run,
 )
 from engine.findings.context import run_blobs, view_of
+from engine.findings.logs import Window
 from engine.findings.redact import Redactor
 from engine.log.folder import RunFolder
 
@@ -71,13 +72,15 @@ def _of_run(run: RunFolder, words: list[str], redactor: Redactor) -> Capture:
         case ["metric", name]:
             return capture_part(run, redactor, metric=name)
         case ["metric", name, steps]:
-            return capture_part(run, redactor, metric=name, steps=_range(steps))
+            first, last = _range(steps)
+            window = Window(first_step=first, last_step=last)
+            return capture_part(run, redactor, metric=name, window=window)
         case ["events" | "device" | "watch" as log, lines]:
             return capture_part(run, redactor, log=log, seqs=_range(lines))
         case ["time", seconds]:
             begin = view_of(run).first_unix_s or 0.0
-            first, last = (begin + second for second in _range(seconds))
-            return capture_part(run, redactor, from_unix_s=first, to_unix_s=last)
+            first, last = _range(seconds)
+            return capture_part(run, redactor, window=Window(begin + first, begin + last))
     found = " ".join(words) or "nothing"
     raise BadInput.expected("part", f"of the run {run.name}", PARTS, found)
 

@@ -285,6 +285,7 @@ def _capture_run(run: RunFolder, a: argparse.Namespace, redactor: Redactor) -> C
     """The part of a run that is asked for, with what is captured of every run."""
     from engine.findings.capture import capture_part
     from engine.findings.context import run_blobs, view_of
+    from engine.findings.logs import Window
 
     begin = view_of(run).first_unix_s or 0.0
     asked = [x for x in (a.events, a.metric, a.alert, a.check, a.exit or None) if x is not None]
@@ -301,9 +302,11 @@ def _capture_run(run: RunFolder, a: argparse.Namespace, redactor: Redactor) -> C
         metric=a.metric,
         seqs=_range(a.events) if a.events is not None else None,
         log=a.log,
-        from_unix_s=float("-inf") if a.from_s is None else begin + a.from_s,
-        to_unix_s=float("inf") if a.to_s is None else begin + a.to_s,
-        steps=_range(a.steps) if a.steps else (0, None),
+        window=Window(
+            float("-inf") if a.from_s is None else begin + a.from_s,
+            float("inf") if a.to_s is None else begin + a.to_s,
+            *(_range(a.steps) if a.steps else ()),
+        ),
     )
     return found.with_attached(run_blobs(run, redactor, a.project))
 

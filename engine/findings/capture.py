@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import math
 import os
 import re
 import shlex
@@ -64,6 +63,7 @@ QUOTES_KEPT = 8
 QUOTE_CHARACTERS = 300
 EXCERPT_BYTES = 4096
 COMMAND_LIMIT_S = 600.0
+WHOLE = logs.Window()
 _WORD = re.compile(r"[^\s'\"`;|&<>()=]+")
 
 
@@ -173,9 +173,7 @@ def capture_part(
     metric: str | None = None,
     seqs: tuple[int, int] | None = None,
     log: LogName = "events",
-    from_unix_s: float = -math.inf,
-    to_unix_s: float = math.inf,
-    steps: tuple[int, int | None] = (0, None),
+    window: logs.Window = WHOLE,
 ) -> Capture:
     """The one part of a run that is named: the record of its end, an alert, a check, a metric over a time
     or over steps, lines of a log, else what a log says of a time. Raises BadInput, RunLogError."""
@@ -187,11 +185,9 @@ def capture_part(
         return capture_check(run, check, redactor)
     if seqs is not None:
         return capture_events(run, log, *seqs, redactor)
-    window = {"from_unix_s": from_unix_s, "to_unix_s": to_unix_s}
     if metric is not None:
-        first, last = steps
-        return capture_metric(run, metric, redactor, **window, first_step=first, last_step=last)
-    return capture_window(run, log, from_unix_s, to_unix_s, redactor)
+        return capture_metric(run, metric, redactor, window)
+    return capture_window(run, log, window.from_unix_s, window.to_unix_s, redactor)
 
 
 def _of_run(run: RunFolder, redactor: Redactor) -> dict[str, Any]:
@@ -255,27 +251,19 @@ def exit_fields(line: logs.Line) -> dict[str, Any]:
 
 
 def capture_metric(
-    run: RunFolder,
-    name: str,
-    redactor: Redactor,
-    *,
-    from_unix_s: float = -math.inf,
-    to_unix_s: float = math.inf,
-    first_step: int = 0,
-    last_step: int | None = None,
+    run: RunFolder, name: str, redactor: Redactor, window: logs.Window = WHOLE
 ) -> Capture:
     """A metric over a time or over steps. Raises BadInput when the log has no value there."""
     wanted = logs.metric(name)
     path = logs.log_of(run, wanted.log)
-    window: dict[str, Any] = {"first_step": first_step, "last_step": last_step}
-    read = logs.read_log(path)
-    lines = logs.take_window(read, wanted, from_unix_s=from_unix_s, to_unix_s=to_unix_s, **window)
+    lines = logs.take_window(logs.read_log(path), wanted, window)
     what = f"{name} in {run.name}/{path.name}"
     blob = text_blob(logs.slice_bytes(lines, path), path.name, what, redactor)
     numbers = logs.numbers_of(wanted.points(lines))
     if not numbers:
         raise BadInput.expected("metric", path, f"{name} in that window", "no line that has it")
-    locator = MetricWindow(**_of_run(run, redactor), metric=name, **window, **numbers)
+    steps: dict[str, Any] = {"first_step": window.first_step, "last_step": window.last_step}
+    locator = MetricWindow(**_of_run(run, redactor), metric=name, **steps, **numbers)
     return Capture(locator=locator, blob=blob, source=run.path)
 
 

@@ -198,9 +198,9 @@ def _metric_differences(locator: MetricWindow, piece: Piece) -> Iterator[str]:
 
 
 def _metric_again(locator: MetricWindow, run: RunFolder) -> Capture:
-    window = ("from_unix_s", "to_unix_s", "first_step", "last_step")
-    asked: dict[str, Any] = {name: getattr(locator, name) for name in window}
-    return capture.capture_metric(run, locator.metric, _NO_SECRETS, **asked)
+    steps = (locator.first_step, locator.last_step)
+    window = logs.Window(locator.from_unix_s, locator.to_unix_s, *steps)
+    return capture.capture_metric(run, locator.metric, _NO_SECRETS, window)
 
 
 # A file

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import BadInput, RunLogError
 from engine.files import open_plain
@@ -180,30 +180,31 @@ def _numeric(kind: type[Any]) -> frozenset[str]:
     return frozenset(kind.__struct_fields__) - set(text)
 
 
-def take_window(
-    lines: Iterable[Line],
-    wanted: Metric,
-    *,
-    from_unix_s: float = -math.inf,
-    to_unix_s: float = math.inf,
-    first_step: int = 0,
-    last_step: int | None = None,
-) -> list[Line]:
+class Window(NamedTuple):
+    """A part of a log: a time, and steps."""
+
+    from_unix_s: float = -math.inf
+    to_unix_s: float = math.inf
+    first_step: int = 0
+    last_step: int | None = None
+
+    def has(self, line: Line) -> bool:
+        step = getattr(line.event, "step", None)
+        last = math.inf if self.last_step is None else self.last_step
+        in_steps = step is None or self.first_step <= step <= last
+        return in_steps and self.from_unix_s <= line.unix_s <= self.to_unix_s
+
+
+def take_window(lines: Iterable[Line], wanted: Metric, window: Window) -> list[Line]:
     """The lines that a window of the metric is made of, and the openings that date them."""
     found: list[Line] = []
     opened: Line | None = None
     for line in lines:
         if isinstance(line.event, LogOpened):
             opened = line
-        if not wanted.speaks(line.event) or not from_unix_s <= line.unix_s <= to_unix_s:
-            continue
-        step = getattr(line.event, "step", None)
-        if step is not None and (step < first_step or (last_step is not None and step > last_step)):
-            continue
-        if opened is not None:
-            found.append(opened)
+        if wanted.speaks(line.event) and window.has(line):
+            found += [line] if opened is None else [opened, line]
             opened = None
-        found.append(line)
     return found
 
 

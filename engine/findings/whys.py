@@ -27,7 +27,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from engine.errors import EXIT_FAIL, BadInput, EngineError
-from engine.findings.capture import Blob, Capture
+from engine.findings.capture import Capture
 from engine.findings.finding import (
     Alternative,
     Answer,
@@ -154,11 +154,6 @@ def link(
         known.setdefault(blob.artifact.sha256, blob.artifact)
     finding = replace(finding, artifacts=tuple(known[sha] for sha in sorted(known)))
     return _with(finding, replace(node, status=status, evidence=(*node.evidence, evidence)))
-
-
-def blobs_of(*captures: Capture) -> list[Blob]:
-    """Everything that a bundle needs for these captures."""
-    return [blob for capture in captures for blob in capture.blobs]
 
 
 def refute(finding: Finding, node_id: str, reason: str) -> Finding:

@@ -311,8 +311,8 @@ class Evidence(Scenario):
 
     def prepare(self) -> None:
         from engine.findings.capture import capture_statement
-        from engine.findings.whys import blobs_of, link
-        from tests.support.findings import AT, NO_SECRETS, hanging_run, idle, seen
+        from engine.findings.whys import link
+        from tests.support.findings import AT, NO_SECRETS, blobs_of, hanging_run, idle, seen
 
         run = hanging_run(self.folder / "run")
         self.first = seen(run), blobs_of(idle(run))

@@ -14,7 +14,7 @@ from typing import Any
 from engine.cli import evidence as evidence_command
 from engine.cli import why as why_command
 from engine.errors import EngineError
-from engine.findings.capture import Capture, capture_exit, capture_metric
+from engine.findings.capture import Blob, Capture, capture_exit, capture_metric
 from engine.findings.finding import CommandRun, Finding, FlipResult, MetricWindow
 from engine.findings.redact import Redactor
 from engine.findings.whys import add_alternative, add_node, answer, link, new_finding
@@ -174,6 +174,11 @@ def steady_run(path: Path, values: list[float | None]) -> RunFolder:
 
 def idle(run: RunFolder) -> Capture:
     return capture_metric(run, "gpu0.gpu_util_pct", NO_SECRETS)
+
+
+def blobs_of(*captures: Capture) -> list[Blob]:
+    """Everything that a bundle needs for these captures."""
+    return [blob for capture in captures for blob in capture.blobs]
 
 
 def seen(run: RunFolder) -> Finding:

@@ -34,6 +34,7 @@ from engine.findings.capture import (
 )
 from engine.findings.changes import Done, Take
 from engine.findings.context import run_blobs
+from engine.findings.logs import Window
 from engine.findings.redact import Redactor
 from engine.findings.report import hanging
 from engine.findings.text import tree_lines
@@ -237,14 +238,7 @@ def _captured(source: Live | Flip, metric: str, alert: str, check: str) -> Captu
     if not (alert or check or metric or source.window):
         wanted = "an alert, a check, a metric or a selected window"
         raise UsageError(f"{source!r}: expected {wanted}, found none of them")
-    begin, end = source.window or (float("-inf"), float("inf"))
-    found = capture_part(
-        run,
-        redactor,
-        alert=alert or None,
-        check=check or None,
-        metric=metric or None,
-        from_unix_s=begin,
-        to_unix_s=end,
-    )
+    window = Window(*(source.window or ()))
+    asked: dict[str, Any] = {"alert": alert or None, "check": check or None}
+    found = capture_part(run, redactor, **asked, metric=metric or None, window=window)
     return found.with_attached(run_blobs(run, redactor))

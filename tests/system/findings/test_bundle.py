@@ -29,9 +29,10 @@ from engine.findings.capture import (
 )
 from engine.findings.context import run_blobs
 from engine.findings.finding import Finding, MetricWindow
+from engine.findings.logs import Window
 from engine.findings.text import tree_lines
 from engine.findings.verify import Checked, check_bundle
-from engine.findings.whys import add_node, blobs_of, close, link, refute
+from engine.findings.whys import add_node, close, link, refute
 from engine.log.folder import RunFolder
 from engine.verdict import Level
 from tests.support.findings import (
@@ -39,6 +40,7 @@ from tests.support.findings import (
     NO_SECRETS,
     SAME,
     ask,
+    blobs_of,
     end_of,
     flip,
     hanging_run,
@@ -251,7 +253,7 @@ def run_of(folder: Path) -> RunFolder:
 def test_a_run_that_grew_since_still_says_what_it_said(world: World, tmp_path: Path) -> None:
     run = steady_run(tmp_path / "run", [3.0, 2.0, 1.0])
     where = tmp_path / "e" / f"{AT[:10]}-hang"
-    capture = capture_metric(run, "loss", NO_SECRETS, first_step=1, last_step=2)
+    capture = capture_metric(run, "loss", NO_SECRETS, Window(first_step=1, last_step=2))
     finding = link(seen(world.run), "n1", capture, relative_to=where, at=AT)
     bundle = Bundle.create(tmp_path / "e", finding, blobs_of(idle(world.run), capture))
     with run.events.open("ab") as file:

@@ -17,10 +17,10 @@ from engine.findings.capture import capture_command, capture_events, capture_met
 from engine.findings.context import allowed_environment, checkout_state, run_blobs
 from engine.findings.redact import Redactor, is_secret_name
 from engine.findings.verify import check_bundle
-from engine.findings.whys import blobs_of, link, new_finding
+from engine.findings.whys import link, new_finding
 from engine.log.events import FactsRead, Note
 from engine.log.read import decode_line
-from tests.support.findings import AT, ask, hanging_run, why
+from tests.support.findings import AT, ask, blobs_of, hanging_run, why
 from tests.support.run_folders import Scene, started
 
 # Put together here, so that no scanner of this repository takes them for real ones.

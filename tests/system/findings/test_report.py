@@ -14,9 +14,10 @@ from engine.findings.capture import capture_metric
 from engine.findings.chart import flip_figure
 from engine.findings.redact import Redactor
 from engine.findings.report import report
-from engine.findings.whys import blobs_of, link, new_finding
+from engine.findings.whys import link, new_finding
 from engine.flips.record import create_flip
 from engine.flips.surroundings import Surroundings
+from tests.support.findings import blobs_of
 from tests.support.flip_pairs import plan, timed
 from tests.support.run_folders import completed, corrupt, killed, running
 from tests.support.running import engine

@@ -23,12 +23,13 @@ from engine.findings.capture import (
 )
 from engine.findings.context import run_blobs
 from engine.findings.verify import check_bundle
-from engine.findings.whys import add_alternative, add_node, blobs_of, link, refute
+from engine.findings.whys import add_alternative, add_node, link, refute
 from engine.log.folder import RunFolder
 from engine.verdict import Level
 from tests.support.findings import (
     AT,
     NO_SECRETS,
+    blobs_of,
     end_of,
     flip,
     hanging_run,
