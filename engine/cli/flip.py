@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.numbers import whole
+from engine.cli.arguments import whole
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 

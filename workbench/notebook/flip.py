@@ -21,7 +21,7 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import BadInput, UsageError
-from engine.findings.figures import flip_figure
+from engine.findings.chart import flip_figure
 from engine.flips.plan import parse_time
 from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run

@@ -77,9 +77,8 @@ Enter starts; tab goes through the lines; the plan below is the one that will be
     found: reactive[tuple[Suspicion, ...] | None] = reactive(None, init=False)
     """What the run suggests; None while that is not known."""
 
-    def __init__(self, *, about: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__(id="form")
-        self._about = about
 
     def compose(self) -> ComposeResult:
         yield OptionList(markup=False)
@@ -102,14 +101,8 @@ Enter starts; tab goes through the lines; the plan below is the one that will be
         if not possible:
             self.query_one("#assignment", Input).focus()
             return
-        about = [i for i in possible if found is not None and self._is_about(found[i])]
-        options.highlighted = (about or possible)[0]
+        options.highlighted = possible[0]
         options.focus()
-
-    def _is_about(self, suspicion: Suspicion) -> bool:
-        return bool(self._about) and (
-            suspicion.knob == self._about or suspicion.source.startswith(f"alert {self._about}:")
-        )
 
     @property
     def wanted(self) -> Wanted:
