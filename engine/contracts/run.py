@@ -9,6 +9,7 @@ Nothing here decides: receipts hold what was counted.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -60,56 +61,38 @@ class Runner:
     def _run_one(self, contract: Contract) -> None:
         begin = time.perf_counter()
         # Code that changed meanwhile would leave receipts of neither: their hash is that of the start.
-        bound_to: dict[str, Any] = {
-            "contract_sha256": contract.sha256,
-            "code_sha256": code_hash(contract, Sources(self.root)),
-            "tools": tools(),
-            "host": host(),
-        }
-        receipts = [
-            Receipt(
-                **bound_to,
-                check=check,
-                kind=kind,
-                argv=ran.argv,
-                rc=ran.rc,
-                counts=counts,
-                result=result,
-                detail=without_machine(detail, Path.cwd()),
-                duration_s=round(ran.duration_s, 3),
-                unix_s=round(time.time(), 3),
-            )
-            for kind, check, ran, counts, result, detail in self._checks(contract)
-        ]
+        receipt = functools.partial(
+            _receipt,
+            contract_sha256=contract.sha256,
+            code_sha256=code_hash(contract, Sources(self.root)),
+            tools=tools(),
+            host=host(),
+        )
+        receipts = list(self._checks(contract, receipt))
         write_receipts(self.folder, contract.id, receipts)
         self.tell(f"{contract.id}: {len(receipts)} checks in {time.perf_counter() - begin:.1f} s")
 
-    def _checks(self, contract: Contract) -> Iterator[_Done]:
+    def _checks(self, contract: Contract, receipt: Callable[..., Receipt]) -> Iterator[Receipt]:
         # The file was read without an error: a contract with one is not run.
-        yield (
-            kinds.VALID,
-            kinds.VALID,
-            Ran(argv=["validate"], rc=0),
-            {"problems": {"errors": 0}},
-            "",
-            "",
-        )
+        read = Ran(argv=["validate"], rc=0)
+        yield receipt(kinds.VALID, kinds.VALID, read, {"problems": {"errors": 0}})
         if tests := _tests_of(contract.active):
             self.tell(f"{contract.id}: {len(tests)} tests")
             tested = run_tests(tests, self.root, TESTS_LIMIT_S)
-            for id_ in (falsifier.id for falsifier in tests):
-                counts = {id_: tested.counts[id_]}
-                yield kinds.TEST, id_, tested.ran, counts, "", tested.details[id_]
+            for id_, counts in tested.counts.items():
+                detail = tested.details[id_]
+                yield receipt(kinds.TEST, id_, tested.ran, {id_: counts}, detail=detail)
         for falsifier in contract.active:
             if falsifier.test.startswith(("bench:", "flip:")):
                 self.tell(f"{contract.id}: {falsifier.id}")
                 ran = run_command(falsifier, self.root, COMMAND_LIMIT_S)
-                yield kinds.COMMAND, falsifier.id, ran, {}, "", ran.tail
+                yield receipt(kinds.COMMAND, falsifier.id, ran, {}, detail=ran.tail)
         for proof in contract.proofs:
             self.tell(f"{contract.id}: proof {proof.id}")
             ran, said = run_proof(proof, self.root)
-            counts = {"cases": {"all": said["cases"]}}
-            yield kinds.PROOF, proof.id, ran, counts, said["result"], said["detail"]
+            asked = {"cases": {"all": said["cases"]}}
+            result, detail = said["result"], said["detail"]
+            yield receipt(kinds.PROOF, proof.id, ran, asked, result=result, detail=detail)
         by_id = {falsifier.id: falsifier for falsifier in contract.active}
         for planted in contract.planted:
             self.tell(f"{contract.id}: planted bug {planted.id}")
@@ -117,11 +100,36 @@ class Runner:
             if not tests:
                 continue  # commands of the engine take no planted bugs: it is not run
             tested = run_tests(tests, self.root, TESTS_LIMIT_S, planted)
+            result, detail = "not loaded", tested.trouble
             if tested.was_planted:
                 result, detail = kinds.WAS_PLANTED, next(iter(tested.details.values()), "")
-            else:
-                result, detail = "not loaded", tested.trouble
-            yield kinds.PLANTED, planted.id, tested.ran, tested.counts, result, detail
+            yield receipt(
+                kinds.PLANTED, planted.id, tested.ran, tested.counts, result=result, detail=detail
+            )
+
+
+def _receipt(
+    kind: str,
+    check: str,
+    ran: Ran,
+    counts: dict[str, dict[str, int]],
+    *,
+    result: str = "",
+    detail: str = "",
+    **bound_to: Any,
+) -> Receipt:
+    return Receipt(
+        check=check,
+        kind=kind,
+        argv=ran.argv,
+        rc=ran.rc,
+        counts=counts,
+        result=result,
+        detail=without_machine(detail, Path.cwd()),
+        duration_s=round(ran.duration_s, 3),
+        unix_s=round(time.time(), 3),
+        **bound_to,
+    )
 
 
 def _tests_of(falsifiers: Sequence[Falsifier]) -> list[Falsifier]:
@@ -151,10 +159,6 @@ class Ran:
     def tail(self) -> str:
         lines = [line for line in (self.stderr or self.stdout).splitlines() if line.strip()]
         return " ".join(lines[-1].split())[-_TAIL:] if lines else "it said nothing"
-
-
-_Done = tuple[str, str, Ran, dict[str, dict[str, int]], str, str]
-"""Kind and id of a check, its process, what it counted, its result, and detail in words."""
 
 
 def start(arguments: Sequence[str], root: Path, limit_s: float, env: dict[str, str]) -> Ran:

@@ -14,7 +14,6 @@ asked for events alone: none of its constructors runs.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +31,11 @@ MAX_NODES = 50_000
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _DIRECTIVE = re.compile(r"^%", re.MULTILINE)
-_NULL = frozenset({"", "~", "null", "Null", "NULL"})
-_TRUE = frozenset({"true", "True", "TRUE"})
-_FALSE = frozenset({"false", "False", "FALSE"})
+_CONSTANTS: dict[str, bool | None] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}|0o[0-7]{1,300}|0x[0-9a-fA-F]{1,300}")
 _REAL = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
@@ -154,12 +155,11 @@ class _Builder:
     def _scalar(self, event: Any) -> None:
         if self.stack and isinstance(self.stack[-1].value, dict) and self.keys[-1] is None:
             mark = event.start_mark
-            if not event.style and event.value in _NULL:
+            if not event.style and resolve(event.value) is None:
                 raise _unreadable(event, "expected a word as key, found none")
             self.keys[-1] = (event.value, mark.line + 1, mark.column + 1)
             return
-        plain = not event.style
-        self._add(event, resolve(event.value) if plain else event.value)
+        self._add(event, event.value if event.style else resolve(event.value))
 
     def _open(self, event: Any, value: Any) -> None:
         if self.stack and isinstance(self.stack[-1].value, dict) and self.keys[-1] is None:
@@ -200,12 +200,8 @@ def _unreadable(event: Any, text: str) -> Unreadable:
 
 def resolve(text: str) -> str | int | float | bool | None:
     """A plain scalar as the core schema of YAML 1.2 reads it."""
-    if text in _NULL:
-        return None
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
     if text[0] not in "+-.0123456789":
         return text
     if _INTEGER.fullmatch(text):
@@ -213,7 +209,5 @@ def resolve(text: str) -> str | int | float | bool | None:
     if _REAL.fullmatch(text):
         return float(text)
     if _SPECIAL.fullmatch(text):
-        if text[-1] in "nN":
-            return math.nan
-        return -math.inf if text[0] == "-" else math.inf
+        return float(text.replace(".", ""))
     return text

@@ -217,6 +217,21 @@ def test_other_kinds_need_no_proofs(tmp_path: Path, kind: str) -> None:
     assert load_file(write_contract(tmp_path / "b.yaml", legacy)).problems == ()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        put("metadata", "competitor", value="somebody new"),
+        put("stories", 0, "demand_score", value=99999),
+        put("beat", value={"incumbent": "nobody", "direction": "sideways"}),
+        put("kernel_structure", value=["phases"]),
+        put("enforcement", "sum", "anything", value=[1, {"a": None}]),
+        put("coq_spec", value={"lemmas": 3}),
+    ],
+)
+def test_what_only_tools_of_upstream_use_is_taken_as_it_is(tmp_path: Path, change: Change) -> None:
+    assert load_file(write_contract(tmp_path / "a.yaml", KERNEL, change)).problems == ()
+
+
 def test_all_spellings_of_upstream_are_read(tmp_path: Path) -> None:
     def respell(contract: dict[str, Any]) -> None:
         for row in contract[OBLIGATION]:
