@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
-from engine.cli.numbers import whole
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_number,
+    add_path,
+    add_set,
+    prepare_threads,
+)
 from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
@@ -29,66 +37,51 @@ if TYPE_CHECKING:
     from engine.spec import RunSpec
     from engine.train.prepare import Job, Prepared, Wanted
 
-HELP = "run the teacher once and store what it says"
-
 _PLAIN_EVERY_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", type=Path, help="the spec of the run, a TOML file")
-    parser.add_argument(
+    add_path(parser, "spec", None, "the spec of the run, a TOML file")
+    add_choice(
+        parser,
         "--form",
-        choices=("hidden", "top_k", "sampled"),
-        default="hidden",
-        help="hidden states, the likeliest ids with their tail, or ids drawn (hidden)",
+        ("hidden", "top_k", "sampled"),
+        "hidden",
+        "hidden states, the top-k tokens with the rest as one, or sampled tokens (hidden)",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--top-k",
-        type=whole(limits.VOCABULARY.most),
+        limits.VOCABULARY,
+        "tokens per position with --form top_k (64)",
         default=64,
         metavar="K",
-        help="ids a token of --form top_k (64)",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--draws",
-        type=whole(limits.VOCABULARY.most),
+        limits.VOCABULARY,
+        "samples per position with --form sampled (32)",
         default=32,
         metavar="M",
-        help="ids a token of --form sampled (32)",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the store (default: teacher.cache of the spec)"
-    )
+    add_path(parser, "--out", "DIR", "the store (default: teacher.cache of the spec)")
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument(
-        "--rows",
-        type=whole(limits.STEPS.most),
-        metavar="N",
-        help="only the first N rows of training",
-    )
-    amount.add_argument(
-        "--steps",
-        type=whole(limits.STEPS.most),
-        metavar="N",
-        help="only the rows of the first N steps",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one setting"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON value")
+    add_number(amount, "--rows", limits.STEPS, "only the first N rows of training", metavar="N")
+    add_number(amount, "--steps", limits.STEPS, "only the rows of the first N steps", metavar="N")
+    add_set(parser)
+    add_flag(parser, "--dry-run", "print the plan and write nothing")
+    add_json(parser, "print the result as one JSON value")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.machine.threads import VARIABLE, choose_thread_wait
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
 
     sets = sets_from_environment(os.environ) + arguments.set
     spec, _ = load_spec(arguments.spec, sets)
     wanted = _wanted(arguments, spec)
-    # Before torch loads: OpenMP reads it once.
-    os.environ[VARIABLE] = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
+    prepare_threads(spec.compute.thread_wait)
 
     from engine.train.prepare import plan_job, prepare
     from engine.train.stopping import StopRequest

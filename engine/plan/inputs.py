@@ -23,7 +23,7 @@ from engine.models.config import ModelConfig, config_of, count_parameters, read_
 from engine.models.names import check_fits
 from engine.models.packed_size import PackedSize, packed_size, without_blocks
 from engine.spec import RunSpec
-from engine.teachers.store.fit import fitting_manifest, uses_cache
+from engine.teachers.store.manifest import fitting_manifest, uses_cache
 from engine.teachers.vocabulary import check_vocabularies
 from engine.train.checkpoint.manifest import published, step_of
 from engine.train.checkpoint.write import FREE_SPACE_FACTOR

@@ -34,6 +34,7 @@ from engine.models.config import ModelConfig, count_parameters
 from engine.models.packed_size import without_blocks
 from engine.runtime.device import choose_device, choose_precision, choose_threads
 from engine.spec import Option, options
+from engine.spec.divergences import DIVERGENCES, fused_divergences
 from engine.units import format_bytes, format_count, format_seconds
 
 Capability = tuple[int, int] | None
@@ -45,7 +46,6 @@ TF32_CAPABILITY = (8, 0)
 """The first with tf32 products."""
 FP8_CAPABILITY = (8, 9)
 """The first with products of 8-bit floats."""
-FUSED_DIVERGENCES = ("forward_kl", "reverse_kl")
 COMPILE_S = 15.0
 """One layer, forward and backward, with nothing in a cache, and the comparison after it: 8 s on 16 cores."""
 SAVED_S_PER_TOKEN_AND_WEIGHT = 15.3e-3 / 8192 / 358e6
@@ -298,8 +298,8 @@ def choose_loss_kernel(
 ) -> Decision:
     """Which form of the loss. Raises BadInput for `fused` where it cannot run."""
     lacks = _lacks_for_kernels(device, capability, has_triton)
-    if lacks is None and divergence not in FUSED_DIVERGENCES:
-        lacks = f"loss.divergence {' or '.join(FUSED_DIVERGENCES)}", divergence
+    if lacks is None and not DIVERGENCES[divergence].fused:
+        lacks = f"loss.divergence {' or '.join(fused_divergences())}", divergence
     fused = "everything between the products in one kernel, which reads each logit once from memory"
     eager = "the same in plain torch, in about ten passes over the logits"
     anywhere = "plain torch runs anywhere"

@@ -67,7 +67,8 @@ from engine.plan.activations import (
     shared_width,
 )
 from engine.spec import RunSpec
-from engine.teachers.store.rows import HIDDEN, Identity
+from engine.spec.divergences import DIVERGENCES
+from engine.teachers.store.manifest import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
@@ -589,7 +590,7 @@ def _loss_buffers(plan: MemoryPlan) -> int:
         return 2
     if sparse:
         return 3
-    return 6 if plan.spec.loss.divergence == "jsd" else 4
+    return DIVERGENCES[plan.spec.loss.divergence].buffers
 
 
 def _operands(plan: MemoryPlan) -> int:

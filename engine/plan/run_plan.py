@@ -44,10 +44,14 @@ from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
 from engine.quant.blocks import BLOCK_TYPES
 from engine.spec import RunSpec
-from engine.teachers.store.fit import fitting_manifest, uses_cache
 from engine.teachers.store.folder import Store, open_store
-from engine.teachers.store.manifest import check_teacher_files
-from engine.teachers.store.rows import HIDDEN, Identity
+from engine.teachers.store.manifest import (
+    HIDDEN,
+    Identity,
+    check_teacher_files,
+    fitting_manifest,
+    uses_cache,
+)
 
 FEWER_CHUNK_ROWS = (1024, 512)
 """Tokens whose logits are held at a time where memory is short, most first; products of fewer rows are

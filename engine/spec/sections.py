@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.spec.divergences import DIVERGENCES
+
 LONGEST_WAIT_S = 30 * 86400
 
 
@@ -213,12 +215,18 @@ class LossSection:
     )
     divergence: str = setting(
         "forward_kl",
-        "What teacher and student are compared by: KL(teacher || student), KL(student || teacher) (reverse_kl), or "
-        "Jensen-Shannon's, from both to their mixture (jsd).",
-        allowed=("forward_kl", "reverse_kl", "jsd"),
+        "What teacher and student are compared by: "
+        + "; ".join(f"{name}, {row.doc}" for name, row in DIVERGENCES.items())
+        + ".",
+        allowed=tuple(DIVERGENCES),
     )
     beta: float = setting(
-        0.5, "The teacher's weight in the mixture of loss.divergence=jsd.", low=0.01, high=0.99
+        0.5,
+        "The teacher's weight in the mixture of loss.divergence="
+        + " or ".join(name for name, row in DIVERGENCES.items() if row.mixture)
+        + ".",
+        low=0.01,
+        high=0.99,
     )
     kernel: str = setting(
         "auto",

@@ -36,10 +36,8 @@ from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.sharded import ShardedLayers
-from engine.teachers.store.head import load_head
-from engine.teachers.store.manifest import contents_sha256
-from engine.teachers.store.rows import CacheError
-from engine.teachers.store.teacher import CachedTeacher
+from engine.teachers.store.manifest import CacheError, contents_sha256
+from engine.teachers.store.teacher import CachedTeacher, load_head
 from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 from engine.train import record
 from engine.train.checkpoint.continuing import check_same_teacher

@@ -21,7 +21,6 @@ from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.loss.objective import distillation_loss
-from engine.loss.types import Divergence
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
@@ -66,7 +65,7 @@ def context_of(
             temperature=spec.loss.temperature,
             denominator=denominator,
             chunk_rows=spec.loss.chunk_rows or None,
-            divergence=cast(Divergence, spec.loss.divergence),
+            divergence=spec.loss.divergence,
             beta=spec.loss.beta,
             # The checks ask in float64 too, which the kernel does not know.
             kernel="fused" if fused and hidden_ND.dtype != torch.float64 else "eager",

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from engine.data.batches import Batch
+from engine.kernels.compile_record import CompileRecord
 from engine.kernels.inductor import CompileWatch
-from engine.kernels.record import CompileRecord
 from engine.log.events import Compiled, Event, KernelCounts, Note, Phase
 from engine.models.decoder import Decoder
 from engine.plan.run_plan import Plan
@@ -30,7 +30,6 @@ class Compiles:
 
     def __init__(self) -> None:
         self.watch = CompileWatch()
-        self.begun = self.watch.mark()
         self.late: list[str] = []
         """What a step had to wait for."""
 
@@ -44,9 +43,8 @@ class Compiles:
 
         if not has_triton():
             return
-        from engine.kernels.prewarm import matrices_of, prewarm_variants
+        from engine.kernels.prewarm import matrices_of, prewarm_variants, warm_up
         from engine.kernels.registry import current_arch
-        from engine.kernels.warm import warm_up
 
         matrices = matrices_of(decoder)
         if not matrices:
@@ -61,7 +59,7 @@ class Compiles:
     def warm_up_loss(self, plan: Plan) -> Iterator[Event]:
         """Compiles what the fused loss launches for the student."""
         from engine.kernels import kd_loss, sparse_loss
-        from engine.kernels.warm import warm_up
+        from engine.kernels.prewarm import warm_up
 
         spec, vocabulary = plan.facts.spec, plan.facts.student.vocab_size
         teaching, temperature = spec.has_teacher and spec.loss.alpha < 1, spec.loss.temperature
@@ -83,7 +81,7 @@ class Compiles:
     def warm_up_update(self) -> Iterator[Event]:
         """Compiles what an update launches."""
         from engine.kernels.adamw import variants
-        from engine.kernels.warm import warm_up
+        from engine.kernels.prewarm import warm_up
 
         yield Phase(name="compiling the update", detail="norm, clipping and AdamW")
         warm_up(variants())
@@ -133,13 +131,11 @@ class Compiles:
             for counts in registry.summary():
                 by_kernel[counts.kernel] = (counts.hits, counts.misses)
                 disk_hits += counts.disk_hits
-        inductor = self.watch.since(self.begun)
-        graphs = int(inductor["graphs"].number or 0)
-        if graphs:
+        inductor = self.watch.counts()
+        if inductor.graphs:
             # A graph that was there already is called without a count; on disk it is a hit of a cache.
-            found = int(inductor["fxgraph_hit"].number or 0)
-            by_kernel["torch.compile graphs"] = (0, graphs)
-            disk_hits += found
+            by_kernel["torch.compile graphs"] = (0, inductor.graphs)
+            disk_hits += inductor.disk_hits or 0
         if not by_kernel:
             return
         yield KernelCounts(

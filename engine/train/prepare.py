@@ -51,9 +51,22 @@ from engine.runtime.device import choose_device
 from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.teachers.protocol import Teacher
-from engine.teachers.store.folder import Store, open_store
+from engine.teachers.store.folder import (
+    SHARD_BYTES,
+    ShardWriter,
+    Store,
+    disk_bytes,
+    only_writer,
+    open_store,
+    remove_shard,
+    rows_per_shard,
+)
 from engine.teachers.store.manifest import (
+    HIDDEN,
     MANIFEST,
+    SAMPLED,
+    CacheError,
+    Identity,
     Manifest,
     Measured,
     check_teacher_files,
@@ -62,15 +75,6 @@ from engine.teachers.store.manifest import (
     write_manifest,
 )
 from engine.teachers.store.outputs import TORCH_DTYPES, sparse_parts
-from engine.teachers.store.rows import HIDDEN, SAMPLED, CacheError, Identity
-from engine.teachers.store.write import (
-    SHARD_BYTES,
-    ShardWriter,
-    disk_bytes,
-    only_writer,
-    remove_shard,
-    rows_per_shard,
-)
 from engine.teachers.truncating import TruncatingTeacher
 from engine.train import record
 from engine.train.compiles import Compiles

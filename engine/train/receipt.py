@@ -15,11 +15,10 @@ import torch
 
 from engine.data.batches import epoch_order
 from engine.errors import write_error
-from engine.findings.context import view_of
-from engine.findings.form import now_utc
+from engine.findings.context import allowed_environment, engine_source, package_versions, view_of
+from engine.findings.finding import now_utc
 from engine.findings.receipt import digest_files, facts_of
 from engine.findings.redact import Redactor
-from engine.findings.source import allowed_environment, engine_source, package_versions
 from engine.formats.safetensors import tensors_sha256
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.log.events import DataReady, StudentSaved

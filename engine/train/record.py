@@ -45,8 +45,7 @@ from engine.log.held import ALLOCATOR, PROCESS, Held
 from engine.log.write import LogWriter
 from engine.machine.host import Host
 from engine.models.config import ModelConfig, count_parameters
-from engine.models.decoder import Decoder
-from engine.models.tensors import Tensors
+from engine.models.decoder import Decoder, Tensors
 from engine.plan.memory import MemoryBudget
 from engine.runtime.c_library import CompiledLibrary
 from engine.spec import RunSpec

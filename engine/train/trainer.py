@@ -27,14 +27,13 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from engine.data.batches import Batch, Batches
 from engine.loss.objective import distillation_loss
-from engine.loss.types import Divergence, SparseTargets
+from engine.loss.types import SparseTargets
 from engine.models.attention import remember
 from engine.models.decoder import Decoder
 from engine.models.head import Head
@@ -261,8 +260,7 @@ class Trainer:
         """What a teacher has to give in the place of hidden states and a head."""
         if not self.teaching or not isinstance(self.teacher, GivesTargets):
             return None
-        found = self.teacher.targets(given.tokens_BT, given.documents_BT)
-        return None if found is None else SparseTargets(**found._asdict())
+        return self.teacher.targets(given.tokens_BT, given.documents_BT)
 
     def _teacher_output(self, given: Given) -> tuple[Tensor | None, Head | None]:
         """Hidden states (N, E) and the head; without a teacher in the objective, neither."""
@@ -306,7 +304,7 @@ class Trainer:
             temperature=self.loss.temperature,
             denominator=denominator,
             chunk_rows=self.loss.chunk_rows or None,
-            divergence=cast(Divergence, self.loss.divergence),
+            divergence=self.loss.divergence,
             beta=self.loss.beta,
             kernel="fused" if self.loss.kernel == "fused" else "eager",
             targets=targets,

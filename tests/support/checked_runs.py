@@ -22,7 +22,7 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.spec import RunSpec, build_spec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.checking import context_of
 from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint

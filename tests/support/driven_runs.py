@@ -11,7 +11,7 @@ from engine.models.decoder import Decoder
 from engine.models.head import DenseHead
 from engine.plan import memory
 from engine.spec import RunSpec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.heldout import heldout_loss
 from engine.train.trainer import Trainer
 from tests.support.budgets import (

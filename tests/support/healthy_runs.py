@@ -25,7 +25,7 @@ from engine.log.follow import Follower
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder
 from engine.spec import RunSpec, build_spec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train import run as trainer_module
 from engine.train.checking import context_of
 from engine.train.checkpoint import state

@@ -18,8 +18,8 @@ from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.machine.reading import measured
 from engine.models.config import ModelConfig
+from engine.models.decoder import Tensors
 from engine.models.packed_size import packed_size
-from engine.models.tensors import Tensors
 from engine.plan.memory import MemoryPlan
 from engine.runtime.ranks import Ranks, join, leave, ranks_here
 from engine.spec import spec_from_dict

@@ -9,7 +9,7 @@ import torch
 
 from engine.machine.reading import measured
 from engine.models.fp8 import round_layer
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.plan.memory import PHASES, BudgetItem, MemoryBudget, MemoryPlan
 from engine.spec import spec_from_dict
 from tests.support.packed_models import lively, make_config

@@ -17,9 +17,9 @@ import torch
 from engine.data.batches import Batches
 from engine.data.tokens import TokenStream
 from engine.errors import BadInput, InternalError, TrainingFailed
-from engine.log.event_text import decision_lines
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from engine.log.text import decision_lines
 from engine.log.write import LogWriter
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder

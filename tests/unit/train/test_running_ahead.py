@@ -298,7 +298,7 @@ def test_between_two_steps_nothing_waits_for_the_device(packed: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     from engine.data.batches import Batches
-    from engine.teachers.dequantized import DequantizedTeacher
+    from engine.teachers.frozen import DequantizedTeacher
 
     device = torch.device("cuda")
     shape = config(width=256, feed_forward=512, vocabulary=1000)

@@ -18,7 +18,7 @@ from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
 from engine.spec import LossSection, TrainSection
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train import record
 from engine.train import trainer as trainer_module
 from engine.train.step import Step

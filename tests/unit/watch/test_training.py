@@ -9,8 +9,8 @@ import pytest
 
 from engine.log.events import Evaluated, ModelReady, NonFinite
 from engine.train.schedule import learning_rate
-from engine.watch.rules import loss, update
-from engine.watch.rules.update import expected_rate
+from engine.watch.rules import loss, settings, update
+from engine.watch.rules.settings import expected_rate
 from tests.support.diagnosing import LN_V, ROWS, SEQ, Log, quiet, raised, spec, unknown
 from tests.support.run_events import example_of
 
@@ -156,7 +156,7 @@ def test_a_rate_that_never_reached_the_optimizer_is_named() -> None:
     assert "never reached" in alert.meaning
     assert "the rate is 0" in raised("learning_rate", steady(30, lr=0.0).case()).meaning
     for off, check in ((0.5, quiet), (2.0, raised)):
-        factor = 1 + off * update.RATE_TOLERANCE
+        factor = 1 + off * settings.RATE_TOLERANCE
         log = Log(count=30, change=lambda n, f=factor: {"lr": f * 1e-3 * min(1.0, n / 20)})  # type: ignore[misc]
         check("learning_rate", log.case())
     unknown("learning_rate", steady(30, lr=None).case(), "not logged")
