@@ -660,6 +660,9 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
+_OF_STUDENT = (("config", "student"), ("precision", "student_precision"))
+_OF_TEACHER = (("config", "teacher"), ("precision", "teacher_precision"))
+
 _KNOBS = (
     Knob("compute.device", choose_device),
     Knob("memory.allocator", choose_allocator),
@@ -669,28 +672,12 @@ _KNOBS = (
     Knob("teacher.precision", choose_teacher_precision),
     Knob("loss.kernel", choose_loss_kernel),
     Knob("student.compile", choose_compile),
-    Knob(
-        "student.attention",
-        partial(choose_attention, "student.attention"),
-        (("config", "student"), ("precision", "student_precision")),
-    ),
-    Knob(
-        "teacher.attention",
-        partial(choose_attention, "teacher.attention"),
-        (("config", "teacher"), ("precision", "teacher_precision")),
-    ),
-    Knob(
-        "teacher.compile",
-        choose_teacher_compile,
-        (("config", "teacher"), ("precision", "teacher_precision")),
-    ),
+    Knob("student.attention", partial(choose_attention, "student.attention"), _OF_STUDENT),
+    Knob("teacher.attention", partial(choose_attention, "teacher.attention"), _OF_TEACHER),
+    Knob("teacher.compile", choose_teacher_compile, _OF_TEACHER),
     Knob("teacher.prefetch", choose_prefetch),
     Knob("teacher.shard", choose_teacher_shard),
-    Knob(
-        "teacher.backend",
-        choose_backend,
-        (("config", "teacher"), ("precision", "teacher_precision")),
-    ),
+    Knob("teacher.backend", choose_backend, _OF_TEACHER),
     Knob("student.checkpointing", choose_checkpointing),
     Knob("loss.chunk_rows", choose_chunk_rows),
     Knob("student.reshard", choose_reshard),

@@ -140,13 +140,7 @@ class Builder:
         """Compiles what the loss and the update launch; returns what makes an update of gradients."""
         spec = self.facts.spec
         if spec.kernels.prewarm and self.plan.loss_kernel == "fused":
-            yield from self.compiles.warm_up_loss(
-                self.facts.inputs.student.vocab_size,
-                spec.loss,
-                self.facts.compute.precision,
-                teaching=spec.has_teacher and spec.loss.alpha < 1,
-                sparse=self.plan.sparse,
-            )
+            yield from self.compiles.warm_up_loss(self.plan)
         update = KNOBS["train.update"].decide(self.facts)
         yield update
         if spec.kernels.prewarm and update.choice == "fused":

@@ -20,8 +20,8 @@ from engine.kernels.compile_record import CompileRecord
 from engine.kernels.inductor import CompileWatch
 from engine.log.events import Compiled, Event, KernelCounts, Note, Phase
 from engine.models.decoder import Decoder
+from engine.plan.run_plan import Plan
 from engine.runtime.device import torch_dtype
-from engine.spec import LossSection
 from engine.teachers.protocol import Teacher
 
 
@@ -56,32 +56,25 @@ class Compiles:
         warm_up(variants)
         yield from self.done()
 
-    def warm_up_loss(
-        self,
-        vocabulary: int,
-        loss: LossSection,
-        precision: str,
-        *,
-        teaching: bool,
-        sparse: bool = False,
-    ) -> Iterator[Event]:
-        """Compiles what the fused loss launches for a student of `vocabulary` ids. `precision` is the
-        student's. `sparse`: the teacher gives some ids of each token."""
+    def warm_up_loss(self, plan: Plan) -> Iterator[Event]:
+        """Compiles what the fused loss launches for the student."""
         from engine.kernels import kd_loss, sparse_loss
         from engine.kernels.prewarm import warm_up
 
+        spec, vocabulary = plan.facts.spec, plan.facts.student.vocab_size
+        teaching, temperature = spec.has_teacher and spec.loss.alpha < 1, spec.loss.temperature
         yield Phase(name="compiling the loss", detail=f"for {vocabulary} ids")
         # The checks of the loss ask in fp32, whatever the products are in.
-        dtypes = (torch_dtype(precision), torch.float32)
+        dtypes = (torch_dtype(plan.facts.student_precision), torch.float32)
         wanted = kd_loss.variants(
             vocabulary,
             dtypes,
             teacher=teaching,
-            divergence=loss.divergence,
-            temperature=loss.temperature,
+            divergence=spec.loss.divergence,
+            temperature=temperature,
         )
-        if teaching and sparse:
-            wanted = sparse_loss.variants(dtypes, temperature=loss.temperature)
+        if teaching and plan.sparse:
+            wanted = sparse_loss.variants(dtypes, temperature=temperature)
         warm_up(wanted)
         yield from self.done()
 

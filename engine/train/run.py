@@ -179,10 +179,8 @@ class _Job:
             trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
         self.session = session = Session(
             log,
-            spec,
-            inputs,
+            plan,
             data,
-            budget=plan.budget,
             teacher_decoder=taught.decoder,
             keeper=self.keeper,
             checks=self.checks,

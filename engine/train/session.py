@@ -36,9 +36,7 @@ from engine.log.held import HeldWriter
 from engine.log.write import LogWriter
 from engine.models.decoder import Decoder
 from engine.models.head import DenseHead, Head
-from engine.plan.inputs import Inputs
-from engine.plan.memory import MemoryBudget
-from engine.spec import RunSpec
+from engine.plan.run_plan import Plan
 from engine.train import record
 from engine.train.checking import context_of
 from engine.train.checkpoint.continuing import past_checks
@@ -70,19 +68,17 @@ class Session:
     def __init__(
         self,
         log: LogWriter,
-        spec: RunSpec,
-        inputs: Inputs,
+        plan: Plan,
         data: Data,
         *,
-        budget: MemoryBudget,
         teacher_decoder: Decoder | None,
         keeper: Keeper,
         checks: Checks,
         compiles: Compiles,
         stop: StopRequest,
     ) -> None:
-        self.log, self.spec, self.inputs, self.data = log, spec, inputs, data
-        self.budget, self.teacher_decoder = budget, teacher_decoder
+        self.log, self.data, self.teacher_decoder = log, data, teacher_decoder
+        self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
         """The last one that was logged, or the one that a resumed run goes on from; 0 before the first."""

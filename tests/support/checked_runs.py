@@ -130,15 +130,7 @@ class Run:
         return done
 
     def save(self, folder: Path) -> Path:
-        captured = state.capture(
-            self.trainer.student,
-            self.trainer.optimizer,
-            step=self.trainer.step,
-            seed=self.spec.train.seed,
-            spec_sha256=self.spec.sha256,
-            position={"rows": self.trainer.position},
-            best_held_out_loss=None,
-        )
+        captured = state.capture_trainer(self.trainer, self.spec)
         saved = checkpoint.save(folder, self.trainer.step, state.pack(captured))
         self.answer(self.checks.at_checkpoint(saved.path, self.trainer.step))
         return saved.path

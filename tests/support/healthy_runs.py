@@ -153,21 +153,12 @@ class Drawn:
         """The run as it goes on from a checkpoint, before its first check."""
         run = self.make()
         found = state.unpack(verify(path))
-        state.restore(found, run.trainer.student, run.trainer.optimizer)
-        run.trainer.step, run.trainer.position = found.step, found.position["rows"]
+        state.restore_trainer(found, run.trainer)
         return dataclasses.replace(run, context=self.context(run.spec, run.trainer))
 
 
 def _save(run: Run, folder: Path) -> Path:
-    captured = state.capture(
-        run.trainer.student,
-        run.trainer.optimizer,
-        step=run.trainer.step,
-        seed=run.spec.train.seed,
-        spec_sha256=run.spec.sha256,
-        position={"rows": run.trainer.position},
-        best_held_out_loss=None,
-    )
+    captured = state.capture_trainer(run.trainer, run.spec)
     return checkpoint.save(folder, run.trainer.step, state.pack(captured)).path
 
 

@@ -138,15 +138,7 @@ class Keeper:
         )
         if best:
             self.best_loss, self.best_step = heldout_loss, trainer.step
-        captured = state.capture(
-            trainer.student,
-            trainer.optimizer,
-            step=trainer.step,
-            seed=self.spec.train.seed,
-            spec_sha256=self.spec.sha256,
-            position={"rows": trainer.position},
-            best_held_out_loss=self.best_loss,
-        )
+        captured = state.capture_trainer(trainer, self.spec, self.best_loss)
         files = state.pack(captured, sharded=self.sharded)
         parts = None
         if self.sharded:
@@ -223,8 +215,7 @@ class Keeper:
                 hint="a run continues with the settings it began with; `--resume RUN --set KEY=VALUE "
                 "--allow-change KEY` changes one",
             )
-        state.restore(found, trainer.student, trainer.optimizer)
-        trainer.step, trainer.position = found.step, found.position["rows"]
+        state.restore_trainer(found, trainer)
         self.best_loss = found.best_held_out_loss
         done = [c for c in before.checkpoints if c.best and c.step <= found.step]
         self.best_step = done[-1].step if done else None

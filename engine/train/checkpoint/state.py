@@ -42,8 +42,10 @@ from engine.errors import CheckpointError
 from engine.files import read_json
 from engine.runtime.parts import is_part, read_parts
 from engine.runtime.ranks import put, whole
+from engine.spec import RunSpec
 from engine.train.checkpoint.manifest import VerifiedCheckpoint
 from engine.train.checkpoint.write import Sink, Writer
+from engine.train.trainer import Trainer
 
 STUDENT_FILE = "student.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -274,6 +276,27 @@ def capture(
         unmoved=tuple(unmoved),
         rng=rng,
     )
+
+
+def capture_trainer(
+    trainer: Trainer, spec: RunSpec, best_held_out_loss: float | None = None
+) -> TrainingState:
+    """The state of a run as it is now, without copying any tensor."""
+    return capture(
+        trainer.student,
+        trainer.optimizer,
+        step=trainer.step,
+        seed=spec.train.seed,
+        spec_sha256=spec.sha256,
+        position={"rows": trainer.position},
+        best_held_out_loss=best_held_out_loss,
+    )
+
+
+def restore_trainer(state: TrainingState, trainer: Trainer) -> None:
+    """Put the state of a run into its trainer. Raises CheckpointError as `restore` does."""
+    restore(state, trainer.student, trainer.optimizer)
+    trainer.step, trainer.position = state.step, state.position["rows"]
 
 
 # contract: checkpoint-protocol-v1

@@ -15,7 +15,7 @@ from engine.machine.reading import Reading, absent, measured
 from engine.models.decoder import Decoder
 from engine.runtime.ranks import Ranks, is_shared, shard, whole
 from engine.spec import RunSpec
-from engine.train.checkpoint.state import capture, restore
+from engine.train.checkpoint.state import capture_trainer, restore_trainer
 from engine.train.trainer import Trainer
 
 
@@ -32,20 +32,11 @@ def shard_trainer(
     done the same on its own. `build` makes a trainer of a student that is sharded already. `reshard` and
     `entering` are those of `engine.runtime.ranks.shard`.
     """
-    captured = capture(
-        alone.student,
-        alone.optimizer,
-        step=alone.step,
-        seed=spec.train.seed,
-        spec_sha256=spec.sha256,
-        position={"rows": alone.position},
-        best_held_out_loss=None,
-    )
+    captured = capture_trainer(alone, spec)
     student = alone.student
     shard(student, student.layers, ranks, alone.device, reshard=reshard, entering=entering)
     trainer = build(student)
-    restore(captured, trainer.student, trainer.optimizer)
-    trainer.step, trainer.position = alone.step, alone.position
+    restore_trainer(captured, trainer)
     return trainer
 
 
