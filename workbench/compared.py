@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from engine.findings.differences import effective_of
+from engine.findings.receipt import effective_of
 from engine.log.folder import RunFolder
 from engine.log.text import alert_lines
 from engine.log.view import RunView

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.log.summary import check_lines, kernel_lines
 from engine.log.text import (
     alert_lines,
+    check_lines,
     clock_text,
     decision_lines,
     device_lines,
     host_lost_text,
+    kernel_lines,
     ledger_line,
     result_lines,
 )

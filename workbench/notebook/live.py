@@ -27,7 +27,7 @@ import ipywidgets
 import traitlets
 
 from engine.errors import BadInput, UsageError
-from engine.findings.figures import run_figures
+from engine.findings.chart import run_figures
 from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.view import RunView
 from workbench.feed import UNREADABLE, RunFeed, Snapshot

@@ -22,20 +22,12 @@ from textual.widgets import Static
 from engine.errors import EngineError
 from engine.log.folder import RunFolder
 from workbench.feed import RunFeed
-from workbench.flips import (
-    FLIPS,
-    FlipFeed,
-    FlipSnapshot,
-    flip_lines,
-    folder_for,
-    going_on,
-)
-from workbench.launch import StartedFlip, start_flip
+from workbench.flips import FLIPS, FlipFeed, FlipSnapshot, flip_lines, going_on
+from workbench.launch import StartedFlip
 from workbench.suspicions import Suspicion, settings_of, suspicions
 from workbench.tui.context import Context
 from workbench.tui.screens.polling import Polled, PollingScreen
-from workbench.tui.widgets.flip_form import FlipForm
-from workbench.tui.widgets.flip_plan import FlipPlan
+from workbench.tui.widgets.flip_form import FlipForm, FlipPlan
 from workbench.tui.widgets.forest_plot import ForestPlot
 from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.words_view import WordsView
@@ -167,22 +159,15 @@ class FlipScreen(PollingScreen):
         if self._feed is not None or self._run is None:
             return
         wanted = self.query_one(FlipForm).wanted
+        folder = wanted.folder(self._flips)
         problem = wanted.problem()
+        try:
+            if not problem:
+                self._started = wanted.start(self._run.path, folder)
+        except EngineError as error:
+            problem = str(error)
         if problem:
             self.notify(problem, severity="error", timeout=15, markup=False)
-            return
-        folder = folder_for(self._flips, wanted.assignment)
-        try:
-            self._started = start_flip(
-                self._run.path,
-                wanted.assignment,
-                folder,
-                hypothesis=wanted.hypothesis,
-                budget=wanted.budget,
-                options=wanted.options,
-            )
-        except EngineError as error:
-            self.notify(str(error), severity="error", timeout=15, markup=False)
             return
         self._feed = FlipFeed(folder, self._started)
         self.tick()
@@ -212,12 +197,7 @@ class FlipScreen(PollingScreen):
         if action == "stop":
             return self._started is not None and self._started.is_alive
         if action == "keep":
-            return (
-                snapshot is not None
-                and snapshot.plan is not None
-                and snapshot.verdict is not None
-                and not snapshot.going_on
-            )
+            return snapshot is not None and snapshot.has_ended
         return True
 
     def action_edit(self) -> None:
@@ -229,9 +209,9 @@ class FlipScreen(PollingScreen):
 
     def action_keep(self) -> None:
         # Evidence is no part of the first frame.
-        from workbench.tui.screens.keep_flip import keep_form
+        from workbench.tui.screens.finding_forms import keep_form
 
-        if self._snapshot is not None and self._snapshot.verdict is not None:
+        if self._snapshot is not None and self._snapshot.has_ended:
             self.app.push_screen(keep_form(self._snapshot), self._kept)
 
     def _kept(self, said: str | None) -> None:

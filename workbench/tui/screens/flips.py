@@ -12,8 +12,8 @@ from workbench.flips import FLIPS, FlipFeed, FlipsFeed
 from workbench.listing import Listing, beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
+from workbench.tui.screens.finding_forms import keep_form
 from workbench.tui.screens.flip import FlipScreen
-from workbench.tui.screens.keep_flip import keep_form
 
 NOTES = (
     "+ decided   ? inconclusive   ! invalid, or the arms compute different things   ~ goes on",
@@ -69,7 +69,7 @@ class FlipsScreen(BrowseScreen):
         if self.selected is None:
             return
         snapshot = FlipFeed(Path(self.selected.key)).poll()
-        if snapshot.verdict is None or snapshot.plan is None or snapshot.going_on:
+        if not snapshot.has_ended:
             self.notify("it has no verdict yet", severity="warning", markup=False)
             return
         self.app.push_screen(keep_form(snapshot), self._kept)

@@ -22,7 +22,7 @@ from engine.log.folder import RunFolder
 from workbench.feed import RunFeed, Snapshot
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
 from workbench.panes import PANES, Pane
-from workbench.suspicions import Suspicion, settings_of, suspicions
+from workbench.suspicions import Suspicion, of_alert, settings_of, suspicions
 from workbench.tui.context import Context
 from workbench.tui.layout import Layout, arrange
 from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
@@ -448,13 +448,9 @@ class RunScreen(PollingScreen):
             return
         found = suspicions(snapshot.view, settings_of(self.run))
         if mark is not None and mark.alert is not None:
-            wanted = mark.alert.flip.removeprefix("--set ")
-            alert = f"alert {mark.alert.id}: {mark.alert.title}"
-            words = f"{wanted} ends this: {mark.alert.title}"
-            found = (
-                Suspicion(wanted, words, alert),
-                *(other for other in found if other.assignment != wanted),
-            )
+            named = of_alert(mark.alert)
+            others = [one for one in found if one.assignment != named.assignment]
+            found = (named, *others)
         self._push_flip(found)
 
     def _push_flip(
@@ -466,7 +462,7 @@ class RunScreen(PollingScreen):
 
     def action_why(self) -> None:
         # Evidence is no part of the first frame.
-        from workbench.tui.screens.new_finding import finding_form
+        from workbench.tui.screens.finding_forms import finding_form
 
         if self._snapshot is not None:
             self.app.push_screen(finding_form(self.run, self._snapshot.view), self._begun)
