@@ -6,7 +6,6 @@ of the engine; what will be run is shown as the command that a shell would run.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +16,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.events import Resize
-from textual.message import Message
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Input, OptionList, Static
 
@@ -38,6 +36,7 @@ from workbench.tui.context import Context
 from workbench.tui.layout import is_low, is_tiny
 from workbench.tui.names import shortened
 from workbench.tui.screens.form import ChooseScreen
+from workbench.tui.screens.polling import CommandEnded, run_command
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
@@ -153,13 +152,6 @@ class NewRunScreen(Screen[None]):
         "k asks the engine to look at the inputs, too: weights, tokenizers, room on the disk.",
     )
 
-    class Done(Message):
-        """The engine has answered; `problem` when it refused."""
-
-        def __init__(self, what: str, said: str, run: RunFolder | None = None) -> None:
-            super().__init__()
-            self.what, self.said, self.run = what, said, run
-
     ACTING: ClassVar[frozenset[str]] = frozenset(
         {"open", "edit", "cycle", "reset", "check", "start", "save"}
     )
@@ -205,6 +197,7 @@ class NewRunScreen(Screen[None]):
         self._only, self._pattern = False, ""
         self._settings: dict[str, Setting] = {}
         self._busy = ""
+        self._started: RunFolder | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(id="head", markup=False)
@@ -444,7 +437,7 @@ class NewRunScreen(Screen[None]):
     def action_check(self) -> None:
         draft = self._draft
         if draft is not None:
-            self._engine("check", lambda: (check_run(draft.file, draft.sets), None))
+            self._engine("check", lambda: check_run(draft.file, draft.sets))
 
     def action_start(self) -> None:
         draft = self._draft
@@ -455,38 +448,33 @@ class NewRunScreen(Screen[None]):
             self._say("not started: " + problems[0])
             return
 
+        def start() -> str:
+            self._started = start_run(draft.file, draft.sets, None)
+            return ""
+
         def answered(answer: str | None) -> None:
             if answer == "y":
-                self._engine("start", lambda: ("", start_run(draft.file, draft.sets, None)))
+                self._engine("start", start)
 
         question = f"{draft.command}\n\nThe run goes on when the workbench is closed."
         answers = [("y", "start it"), ("n", "not yet")]
         self.app.push_screen(ChooseScreen("start this run", question, answers), answered)
 
-    def _engine(self, what: str, call: Callable[[], tuple[str, RunFolder | None]]) -> None:
-        if self._busy:
-            return
-        self._busy = f"; {what}: asking the engine"
-        self._draw()
+    def _engine(self, what: str, call: Callable[[], str]) -> None:
+        if not self._busy:
+            self._busy = f"; {what}: asking the engine"
+            self._draw()
+            run_command(self, what, call)
 
-        def work() -> None:
-            try:
-                said, run = call()
-            except EngineError as problem:
-                said, run = f"the engine refused: {problem}", None
-            self.post_message(self.Done(what, said, run))
-
-        # A daemon: quitting must not wait for the engine, and the engine does not need us.
-        threading.Thread(target=work, name=f"engine-{what}", daemon=True).start()
-
-    @on(Done)
-    def show_answer(self, message: Done) -> None:
+    @on(CommandEnded)
+    def show_answer(self, message: CommandEnded) -> None:
         """What the engine said; the screen of the run in the place of the form once there is one."""
         self._busy = ""
         self._draw()
-        self._say(message.said)
-        if message.run is not None:
-            self.app.switch_screen(RunScreen(self._given, message.run))
+        refused = "the engine refused: " if message.problem is not None else ""
+        self._say(refused + message.text)
+        if self._started is not None:
+            self.app.switch_screen(RunScreen(self._given, self._started))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         # While a line is typed, its letters are no commands.

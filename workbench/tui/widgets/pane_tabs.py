@@ -23,11 +23,10 @@ class PaneTabs(Static):
         self._panes = panes
         self.set_reactive(PaneTabs.chosen, next(iter(panes)))
 
-    def watch_chosen(self) -> None:
-        self._write()
-
     def on_resize(self) -> None:
         self._write()
+
+    watch_chosen = on_resize
 
     def _write(self) -> None:
         width = self.size.width

@@ -143,6 +143,8 @@ class RunsTable(CellTable):
     def on_resize(self) -> None:
         self._fill()
 
+    watch_sorted_by = watch_backwards = watch_marked = on_resize
+
     def sort_by(self, index: int) -> None:
         """Sort by a column; once more turns the order around."""
         if index == self.sorted_by:
@@ -159,15 +161,6 @@ class RunsTable(CellTable):
     def watch_rows_shown(self) -> None:
         self._by_key = {str(row.path): row for row in self.rows_shown}
         self._known = {key: known for key, known in self._known.items() if key in self._by_key}
-        self._fill()
-
-    def watch_sorted_by(self) -> None:
-        self._fill()
-
-    def watch_backwards(self) -> None:
-        self._fill()
-
-    def watch_marked(self) -> None:
         self._fill()
 
     @property

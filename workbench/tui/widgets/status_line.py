@@ -93,17 +93,10 @@ class StatusLine(Static):
         self._rows: tuple[int, ...] = ()
         self._run_name, self._ascii_only, self._read_only = name, ascii_only, read_only
 
-    def on_resize(self) -> None:
-        self._write()
-
     def watch_snapshot(self) -> None:
         self._write()
 
-    def watch_paused(self) -> None:
-        self._write()
-
-    def watch_replay(self) -> None:
-        self._write()
+    on_resize = watch_paused = watch_replay = watch_snapshot
 
     def _write(self) -> None:
         snapshot = self.snapshot

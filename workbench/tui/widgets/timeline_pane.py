@@ -113,14 +113,10 @@ class TimelinePane(ChartView, can_focus=True):
 
     watch_whole = watch_snapshot
 
-    def watch_log_y(self) -> None:
-        self._write_title()
-
-    def watch_by_time(self) -> None:
-        self._write_title()
-
     def watch_window(self) -> None:
         self._write_title()
+
+    watch_log_y = watch_by_time = watch_window
 
     def _write_title(self) -> None:
         words = [self._title, "log axis" if self.log_y else ""]

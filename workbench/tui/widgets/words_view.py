@@ -47,8 +47,7 @@ class WordsView(Static):
     def on_resize(self) -> None:
         self._write()
 
-    def watch_lines(self) -> None:
-        self._write()
+    watch_lines = on_resize
 
     def _write(self) -> None:
         self.update(worded(self.lines, self.size.width or 80))
