@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels import decode_launch, small_m
-from engine.kernels.decode_buffers import (
+from engine.kernels.decode_launch import (
     Heads,
     Out,
     Parts,
