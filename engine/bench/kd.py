@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from engine.bench.rows import aligned
 from engine.models.config import ModelConfig
+from engine.terminal import aligned
 from engine.train.roofline import flops_per_token
 from engine.units import format_bytes, format_count
 
@@ -138,6 +138,5 @@ def table(rows: list[KdRow]) -> list[str]:
                 row.objective or "",
             )
         )
-    return aligned(cells, numbers=range(1, 7)) + [
-        f"{row.arm}: {row.state}: {row.why}" for row in rows if row.state != "measured"
-    ]
+    lines = aligned(cells, right=range(1, 7))
+    return lines + [f"{row.arm}: {row.state}: {row.why}" for row in rows if row.state != "measured"]

@@ -30,8 +30,7 @@ from engine.bench.rows import BenchRow
 from engine.bench.timing import Timing, captured, time_arms
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
-from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor

@@ -10,32 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.export.mixture import tensor_types
-from engine.formats.safetensors_header import TensorInfo
+from engine.formats.weights import OpenFile, TensorInfo, WeightFile
 from engine.models.config import ModelConfig
 from engine.models.names import expected_tensors, names_for
 from engine.quant.blocks import BlockType, row_bytes
-from engine.quant.layout import LAYOUTS
 from engine.quant.reference import dequantize
 from engine.quant.tensor import QuantTensor
 
 STD = 0.02
 
 
-class RandomWeights:
-    """A `WeightFile` whose tensors are made on `device` when they are asked for."""
+class RandomWeights(WeightFile):
+    """Weights whose tensors are made on `device` when they are asked for."""
 
     path = Path("random weights")
-    format: Literal["gguf"] = "gguf"
-    convention: Literal["gguf"] = "gguf"
-    warnings: tuple[str, ...] = ()
+    format = "gguf"
+    convention = "gguf"
+    warnings = ()
     metadata: Mapping[str, Any] = {}
+    _files: Mapping[Path, OpenFile] = {}
 
     def __init__(
         self, config: ModelConfig, quant: str, device: torch.device, seed: int = 0
@@ -75,26 +74,12 @@ class RandomWeights:
     def tokenizer_json(self) -> bytes | None:
         return None
 
-    def close(self) -> None:
-        return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        return None
-
 
 def random_blocks(
     type_: BlockType, shape: tuple[int, ...], generator: torch.Generator
 ) -> QuantTensor:
     """Random blocks on the generator's device, with values of deviation `STD`."""
-    layout = LAYOUTS[type_.name]
+    layout = type_.in_blocks
     blocks = torch.randint(
         0,
         256,

@@ -7,8 +7,9 @@ machine can do at most stand beside it, and the ratio to the arm it is compared 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from engine.terminal import aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +77,4 @@ def table(rows: list[BenchRow], roof: Roofline) -> list[str]:
         )
         for row in rows
     ]
-    return aligned(cells, numbers=range(2, len(HEADER)))
-
-
-def aligned(cells: Sequence[tuple[str, ...]], *, numbers: range) -> list[str]:
-    """Lines of a table; the columns of `numbers` are flush right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in numbers else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    return aligned(cells, right=range(2, len(HEADER)))

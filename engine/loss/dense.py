@@ -12,8 +12,7 @@ from torch import Tensor
 
 from engine.loss.divergences import ARITHMETIC, Logits
 from engine.loss.types import Job, Teaching, Totals
-from engine.models.head import project
-from engine.models.product import multiply, sum_dtype
+from engine.models.head import multiply, project, sum_dtype
 from engine.spec.divergences import DIVERGENCES
 
 # Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary, D student width

@@ -18,8 +18,7 @@ from torch import Tensor
 from engine.kernels.kd_loss import LossRows, row_buffer
 from engine.kernels.sparse_loss import differentiate_rest
 from engine.loss.types import Job, SparseTargets, Teaching, Totals
-from engine.models.head import project
-from engine.models.product import multiply
+from engine.models.head import multiply, project
 
 # Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
 # D student width, K ids of a token

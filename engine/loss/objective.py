@@ -51,6 +51,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.loss.dense import EagerChunks
+from engine.loss.reference import reference_loss as reference_loss
 from engine.loss.sparse import SparseChunks
 from engine.loss.types import (
     IGNORE_LABEL,
@@ -64,8 +65,7 @@ from engine.loss.types import (
     check_objective,
     check_widths,
 )
-from engine.models.head import DenseHead, Head
-from engine.models.product import multiply, operand_dtype, sum_dtype
+from engine.models.head import DenseHead, Head, multiply, operand_dtype, sum_dtype
 from engine.spec.divergences import DIVERGENCES, sparse_divergences
 
 # One buffer of fp32 logits per chunk. On a CPU it should stay in the cache between the dozen passes
@@ -117,7 +117,7 @@ def distillation_loss(
     dW is summed over chunks in fp32. float64 stays float64.
 
     `kernel="fused"` has one kernel of ours do everything between the products, on a GPU
-    (`engine.plan.choose_loss`); it has no `jsd` and no float64. `targets` stand in the place of the
+    (`engine.plan.knobs`); it has no `jsd` and no float64. `targets` stand in the place of the
     teacher's hidden states and head, for `forward_kl`.
 
     `undivided` promises that backward begins at this call's `loss` itself, with a gradient of 1: no

@@ -495,6 +495,11 @@ class RunSpec:
     watch: WatchSection = dataclasses.field(default_factory=WatchSection)
     gate: GateSection = dataclasses.field(default_factory=GateSection)
 
+    def value(self, key: str) -> Any:
+        """Of a setting by its dotted key."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)
 
@@ -525,6 +530,12 @@ class Option:
     default: Any
     doc: str
     allowed: tuple[str, ...] | None
+    low: float | None
+    high: float | None
+    above: float | None
+    most: float | None
+    path: bool
+    """Whether it names a file or folder that is there before the run."""
 
 
 def options() -> Iterator[Option]:
@@ -537,8 +548,7 @@ def options() -> Iterator[Option]:
                 key=f"{section.name}.{item.name}",
                 type_name=types_by_name[item.name].__name__,
                 default=item.default,
-                doc=item.metadata["doc"],
-                allowed=item.metadata["allowed"],
+                **item.metadata,
             )
 
 

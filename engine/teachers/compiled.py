@@ -40,7 +40,7 @@ from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear
 from engine.models.attention import remember
 from engine.models.decoder import Decoder, Sight, run_layer
-from engine.models.joined import join
+from engine.models.frozen import join
 from engine.models.packed import PackedLinear
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import PackedMatrix

@@ -1,6 +1,6 @@
 """A decoder that teaches, with dense weights or in the blocks of its file.
 
-It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.freeze`), so there is
+It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.frozen`), so there is
 nothing that an optimizer could be given, and hidden states are made in inference mode, where
 autograd does not exist.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.errors import InternalError
 from engine.models.decoder import Decoder
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.models.head import Head
 from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 

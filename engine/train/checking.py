@@ -27,7 +27,7 @@ from engine.spec import RunSpec
 from engine.teachers.protocol import KnowsRows
 from engine.train.heldout import heldout_loss
 from engine.train.optimizer import Uncompiled
-from engine.train.schedule import ScheduleKind, learning_rate
+from engine.train.schedule import learning_rate
 from engine.train.trainer import Trainer
 
 
@@ -76,17 +76,6 @@ def context_of(
     ) -> float:
         return heldout_loss(hidden, head, batches, trainer.device, trainer.autocast)[0]
 
-    def rate(step: int) -> float:
-        train = spec.train
-        return learning_rate(
-            step,
-            peak=train.lr,
-            warmup_steps=train.warmup_steps,
-            total_steps=train.steps,
-            kind=cast(ScheduleKind, train.schedule),
-            final_ratio=train.final_lr_ratio,
-        )
-
     return Context(
         spec=spec,
         device=trainer.device,
@@ -104,7 +93,7 @@ def context_of(
         objective=objective,
         gradients=lambda batches: step_gradients(trainer, batches),
         evaluate=evaluate,
-        learning_rate=rate,
+        learning_rate=lambda step: learning_rate(step, spec.train),
         autocast=trainer.autocast,
         whole_rows=isinstance(trainer.teacher, KnowsRows),
         memory=memory,

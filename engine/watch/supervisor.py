@@ -50,9 +50,7 @@ from engine.log.events import (
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.held import forget_held, held_readings
-from engine.log.keeper import Keeper
-from engine.log.recover import repair
-from engine.log.write import LogWriter
+from engine.log.write import LogWriter, repair
 from engine.machine.facts import read_facts
 from engine.machine.kill_counters import KillCounters, read_kill_counters
 from engine.machine.nvml import open_nvml
@@ -159,7 +157,10 @@ class _Supervisor:
             tick_s=every_s,
             own_memory=partial(held_readings, self.run),
         )
-        keeper = Keeper(self.run)
+        # Here, because it imports numpy, for which no trainer waits.
+        from engine.log.columns import SegmentWriter
+
+        segments = SegmentWriter(self.run)
         next_tick = time.monotonic()
         next_sample = next_tick if every_s else math.inf
         self._forward_all(trainer)
@@ -168,7 +169,7 @@ class _Supervisor:
                 next_sample = max(next_sample + sampler.tick_s, time.monotonic())
                 self._sample(sampler)
             watcher.tick()
-            keeper.tick()
+            segments.tick()
             self._look_after_machine(trainer, watcher)
             # Ticks that were missed (a suspended machine) are skipped, not made up for.
             next_tick = max(next_tick + TICK_S, time.monotonic())

@@ -56,8 +56,8 @@ from typing import Any
 from engine import limits
 from engine.errors import NO_ROOM, DiskFull, EngineError
 from engine.files import read_json
-from engine.formats.safetensors import fsync_folder
-from engine.formats.safetensors_header import read_header
+from engine.formats.safetensors import read_header
+from engine.formats.writing import fsync_folder
 from engine.signals import partial_output
 from engine.teachers.store.manifest import CacheError, Field, Identity, Manifest, read_manifest
 

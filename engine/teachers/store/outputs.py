@@ -26,8 +26,7 @@ from torch import Tensor
 
 from engine.errors import InternalError
 from engine.loss.types import SparseTargets
-from engine.models.head import Head, project
-from engine.models.product import operand_dtype, sum_dtype
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.teachers.store.manifest import SAMPLED, TOP_K, Identity, uniforms
 
 CHUNK_BYTES = 256 * 2**20

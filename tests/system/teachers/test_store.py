@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from engine.data.batches import Batch
 from engine.errors import DiskFull
-from engine.formats.safetensors_header import read_header
+from engine.formats.safetensors import read_header
 from engine.teachers.store import folder as folder_module
 from engine.teachers.store.folder import (
     ShardWriter,

@@ -20,7 +20,7 @@ from engine.loss.objective import (
 )
 from engine.loss.reference import reference_loss
 from engine.loss.types import LossTerms
-from engine.plan.choose_loss import choose_loss_kernel
+from engine.plan.knobs import choose_loss_kernel
 from engine.spec import options
 from engine.spec.divergences import DIVERGENCES, Divergence, fused_divergences
 

@@ -30,10 +30,11 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import PackedHead, reserve
-from engine.plan import memory_plan
+from engine.plan import memory
 from tests.support.budgets import (
     DEMO_STUDENT,
     DEMO_TEACHER,
+    PLENTY,
     SEVEN_B,
     SMALL,
     budget_of,
@@ -278,16 +279,15 @@ def test_what_the_kernel_does_not_know_is_refused(dtype: torch.dtype) -> None:
 
 def test_the_plan_knows_the_buffers_of_each_form() -> None:
     spec = spec_of(train__rows=10**6)
-    plan = memory_plan.MemoryPlan(
+    plan = memory.MemoryPlan(
         spec=spec,
         teacher=None,
-        teacher_packed_bytes=None,
-        quantized=False,
+        backend="none",
         teacher_precision="bf16",
         student_precision="bf16",
         student=SMALL,
         device="cuda",
-        shares_heads=True,
+        available=PLENTY,
         fused_loss=True,
     )
     assert plan.chunk_rows == default_chunk_rows(torch.device("cuda"), SMALL.vocab_size, "fused")
@@ -303,7 +303,7 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         assert item(budget, "loss workspace") == each * logits, (divergence, fused)
     budget = budget_of(few, SMALL, None, fused_loss=True)
     assert item(budget, "loss workspace") == (4 + 2) * logits
-    assert memory_plan.FUSED_HELD == HELD
+    assert memory.FUSED_HELD == HELD
     # Two buffers of one chunk, and dz of four, or of all there are.
     for rows, held in ((64, 256), (32, 128), (128, 256)):
         spec = spec_of(train__rows=4, data__seq_len=64, loss__chunk_rows=rows)

@@ -16,10 +16,9 @@ from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fp8 import round_layer
-from engine.models.freeze import freeze
-from engine.models.joined import JoinedLinear, join
-from engine.models.load_packed import load_packed_decoder
-from engine.teachers.choose import choose_teacher_compile
+from engine.models.frozen import JoinedLinear, freeze, join
+from engine.models.load import load_packed_decoder
+from engine.plan.knobs import choose_teacher_compile
 from engine.teachers.compiled import (
     CompiledForward,
     OpaqueLinear,

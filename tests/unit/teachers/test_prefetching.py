@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.load_packed import load_packed_decoder
-from engine.teachers.choose import choose_prefetch
+from engine.models.load import load_packed_decoder
+from engine.plan.knobs import choose_prefetch
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Prefetches

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.errors import BadInput
 from engine.loss.objective import distillation_loss
 from engine.models.decoder import Decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_packed_decoder
 from engine.teachers import truncating
 from engine.teachers.build import build_teacher
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher, products

@@ -147,14 +147,7 @@ def test_the_rate_expected_here_is_the_one_the_trainer_works_out(kind: str, warm
         train__steps=100, train__warmup_steps=warm_up, train__schedule=kind, train__lr=3e-4
     ).train
     for step in range(1, 101):
-        theirs = learning_rate(
-            step - 1,
-            peak=train.lr,
-            warmup_steps=warm_up,
-            total_steps=100,
-            kind=kind,  # type: ignore[arg-type]
-            final_ratio=train.final_lr_ratio,
-        )
+        theirs = learning_rate(step - 1, train)
         assert expected_rate(step, train) == pytest.approx(theirs, rel=1e-12)
 
 
