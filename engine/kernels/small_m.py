@@ -5,7 +5,7 @@ fewer bytes than bf16. Two families of kernels, both for any number of rows of W
 
     codes     1 to 8 rows of x    x as integers, exact sums of a block (`small_m_codes.py`)
     tiles     9 to 64, and all    weights scaled in float32, rounded once to the type of x
-              in float32          (`small_m_k45.py`, `small_m_q6k.py`)
+              in float32          (`small_m_tiles.py`)
 
 Sums over the columns of W may be split between programs when W has too few rows to occupy a GPU; the
 parts are then added by a second kernel, in a fixed order. Results are the same bits every time, and
@@ -38,9 +38,7 @@ from engine.kernels.key import Constant, Variant
 from engine.kernels.registry import current_arch, launch, pointer_type
 from engine.kernels.small_m_codes import _products
 from engine.kernels.small_m_inputs import Inputs, as_integers
-from engine.kernels.small_m_k45 import _tiles_k45
 from engine.kernels.small_m_parts import _add_splits
-from engine.kernels.small_m_q6k import _tiles_q6_k
 from engine.kernels.small_m_table import (
     CODES_ROWS,
     MAX_ROWS,
@@ -50,6 +48,7 @@ from engine.kernels.small_m_table import (
     crossover_rows,
     tiles_of,
 )
+from engine.kernels.small_m_tiles import _tiles_k45, _tiles_q6_k
 from engine.quant.blocks import BlockType
 from engine.quant.planes import PackedMatrix
 

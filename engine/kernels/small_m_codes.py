@@ -11,10 +11,28 @@ floats, and nothing has to become a float before it does. Of some sub-blocks j o
 
 s and t are exact: of a chunk of 64 values, or 16 in two places, the largest that there can be is below 2^31.
 What is rounded is x, to 1/4095 of its block's largest value, and the float32 sums over blocks, of which a row
-has four, for parts of its blocks (`small_m_codes_k45.py`, `small_m_codes_q6k.py`).
+has four, for parts of its blocks.
 
 The exact sums do not know how the matrix unit was filled, the float32 operations are the same, and their order
 is that of the blocks of a tile: a row of x gets the same bits whatever the number of rows beside it.
+
+A block of Q4_K or Q5_K has 8 sub-blocks of 32 values: chunk c of 64 has sub-blocks 2 c in its low nibbles and 2
+c + 1 in its high ones, each with a scale sc and a minimum mn of 6 bits.
+
+    apart       1 to 4 rows of x    a column of the matrix unit for each row of x, chunk and byte of x, in
+                                    which the inputs of all other chunks are 0: two products cover a block
+    together    8 rows              a column for each row; a product for each sub-block and byte
+
+Both keep a float32 sum for each chunk, and add the four in one order at the end: nothing is exchanged
+between threads before that, and they give the same bits.
+
+A block of Q6_K has 16 scales, of 16 values each. A product is of values whose two upper bits lie in the same place.
+
+    apart       1 to 4 rows of x    a column of the matrix unit for each row of x, half of a block, 16 values of
+                                    32 and byte of x: four products cover a block
+    together    8 rows              a column for each row of x and 16 values of 32
+
+Both keep a float32 sum for each half and 16 values of 32, and add the four in one order at the end.
 """
 
 from __future__ import annotations
@@ -22,10 +40,399 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.small_m_codes_k45 import codes_k45
-from engine.kernels.small_m_codes_q6k import codes_q6_k
+from engine.kernels.dependent_launch import wait_for_inputs
+from engine.kernels.small_m_parts import (
+    GROUP,
+    both_bytes,
+    first_blocks,
+    four_words,
+    half,
+    rows_of,
+    store,
+    sum_of_four,
+    turned,
+    words_of_d,
+)
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
+
+# Shapes: R rows of W, K codes of a product, N its columns, C columns of sums, M rows of x
+
+
+@triton.jit
+def _nibbles(low, U: tl.constexpr, PLAIN: tl.constexpr):
+    """Nibble U of each byte."""
+    if PLAIN:
+        code = ((low >> (4 * U)) & 15).to(tl.int8)
+    else:
+        code = tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x0F0F0F0F;"
+            if U == 0
+            else "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }",
+            "=r,r",
+            [low],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return code
+
+
+@triton.jit
+def _five_bits(low, high, U: tl.constexpr, J: tl.constexpr, PLAIN: tl.constexpr):
+    """Nibble U of each byte, and bit J of `high` above it."""
+    if PLAIN:
+        code = (((low >> (4 * U)) & 15) | (((high >> J) & 1) << 4)).to(tl.int8)
+    else:
+        MOVE: tl.constexpr = "shr" if J >= 4 else "shl"
+        BY: tl.constexpr = J - 4 if J >= 4 else 4 - J
+        code = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, s; shr.u32 t, $1, {4 * U}; and.b32 t, t, 0x0F0F0F0F;"
+            f" {MOVE}.b32 s, $2, {BY}; lop3.b32 $0, s, 0x10101010, t, 0xEA; }}",
+            "=r,r,r",
+            [low, high],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return code
+
+
+@triton.jit
+def _scales_and_mins(first, second, third, shift, late):
+    """sc and mn of sub-blocks 2 c and 2 c + 1, each pair in two bytes, from the three words of 6-bit
+    scales: `shift` is 16 (c mod 2), `late` is c >= 2."""
+    mask = tl.where(late, 0x0F0F, 0x3F3F)
+    top = tl.where(late, 0x3030, 0)
+    sc = (tl.where(late, third, first) >> shift) & mask
+    sc |= (first >> (shift + 2)) & top
+    mn = (tl.where(late, third >> 4, second) >> shift) & mask
+    mn |= (second >> (shift + 2)) & top
+    return sc, mn
+
+
+@triton.jit
+def _weights_k45(low_R, high_R, header_R, b, HIGH: tl.constexpr, RUN: tl.constexpr):
+    """A block of each row: its header, its fifth bits and its nibbles, product by product."""
+    k_K = tl.arange(0, RUN)
+    header = four_words(header_R + b * (4 * GROUP))
+    high = 0
+    if HIGH:
+        high = tl.load(
+            (high_R + b * (32 * GROUP))[:, None] + k_K[None, :], eviction_policy="evict_first"
+        )
+    lows = ()
+    for run in tl.static_range(128 // RUN):
+        at_RK = (low_R + b * (128 * GROUP) + run * RUN)[:, None] + k_K[None, :]
+        lows += (tl.load(at_RK, eviction_policy="evict_first"),)
+    return header, high, lows
+
+
+@triton.jit
+def _apart_k45(
+    y_RC, weights, x_ptr, scale_ptr, sums_ptr, row_blocks, m, b,
+    HIGH: tl.constexpr, MP: tl.constexpr, RUN: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """`y_RC` plus a block, with a column for each row of x and chunk."""
+    header, high, lows = weights
+    both_R, first_R, second_R, third_R = header
+    # Of a product there are two for each of those, one for each byte of x.
+    n_N = tl.arange(0, 8 * MP)
+    there_N = n_N // 8 < m
+    c_C = tl.arange(0, 4 * MP)
+    chunk_C, m_C = c_C % 4, c_C // 4
+    there_C = m_C < m
+    k_K = tl.arange(0, RUN)
+    sc_RC, mn_RC = _scales_and_mins(
+        first_R[:, None], second_R[:, None], third_R[:, None],
+        (16 * (chunk_C % 2))[None, :], (chunk_C >= 2)[None, :],
+    )  # fmt: skip
+    s_RC = tl.zeros([y_RC.shape[0], 4 * MP], tl.int32)
+    t_RC = tl.zeros([y_RC.shape[0], 4 * MP], tl.int32)
+    x_N = (n_N // 8) * (row_blocks * 512) + 256 * (n_N % 2)
+    for u in tl.static_range(2):
+        p_RN = tl.zeros([y_RC.shape[0], 8 * MP], tl.int32)
+        for run in tl.static_range(128 // RUN):
+            if HIGH:
+                code = _five_bits(lows[run], high, u, 2 * run + u, PLAIN)
+            else:
+                code = _nibbles(lows[run], u, PLAIN)
+            value_K = b * 512 + 64 * run + 64 * (k_K // 32) + 32 * u + k_K % 32
+            own_KN = (run + k_K // 32)[:, None] == (n_N % 8 // 2)[None, :]
+            own_KN = own_KN & there_N[None, :]
+            x_KN = tl.load(x_ptr + (value_K[:, None] + x_N[None, :]), mask=own_KN, other=0)
+            p_RN = tl.dot(code, x_KN, p_RN, out_dtype=tl.int32)
+        at_C = sums_ptr + (m_C * row_blocks + b) * 8 + 2 * chunk_C + u
+        sum_C = tl.load(at_C, mask=there_C, other=0)
+        s_RC += both_bytes(p_RN) * ((sc_RC >> (8 * u)) & 255)
+        t_RC += ((mn_RC >> (8 * u)) & 255) * sum_C[None, :]
+    scale_C = tl.load(scale_ptr + m_C * row_blocks + b, mask=there_C, other=0)
+    return _added_k45(y_RC, both_R, s_RC, t_RC, scale_C)
+
+
+@triton.jit
+def _together_k45(
+    y, weights, x_ptr, scale_ptr, sums_ptr, row_blocks, m, b,
+    HIGH: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """The same with a column for each of 8 rows of x, chunk by chunk: `y` are the sums of each."""
+    header, high, lows = weights
+    both_R, first_R, second_R, third_R = header
+    m_M = tl.arange(0, 8)
+    there_M = m_M < m
+    k_K = tl.arange(0, 32)
+    scale_M = tl.load(scale_ptr + m_M * row_blocks + b, mask=there_M, other=0)
+    out = ()
+    for c in tl.static_range(4):
+        sc_R, mn_R = _scales_and_mins(first_R, second_R, third_R, 16 * (c % 2), c >= 2)
+        s_RM = tl.zeros([both_R.shape[0], 8], tl.int32)
+        t_RM = tl.zeros([both_R.shape[0], 8], tl.int32)
+        for u in tl.static_range(2):
+            if HIGH:
+                code = _five_bits(lows[c], high, u, 2 * c + u, PLAIN)
+            else:
+                code = _nibbles(lows[c], u, PLAIN)
+            at_K = b * 512 + 64 * c + 32 * u + k_K
+            at_KM = at_K[:, None] + (m_M * (row_blocks * 512))[None, :]
+            upper_KM = tl.load(x_ptr + at_KM, mask=there_M[None, :], other=0)
+            lower_KM = tl.load(x_ptr + at_KM + 256, mask=there_M[None, :], other=0)
+            p_RM = tl.dot(code, upper_KM, out_dtype=tl.int32) * 128
+            p_RM += tl.dot(code, lower_KM, out_dtype=tl.int32)
+            at_M = sums_ptr + (m_M * row_blocks + b) * 8 + 2 * c + u
+            sum_M = tl.load(at_M, mask=there_M, other=0)
+            s_RM += p_RM * ((sc_R >> (8 * u)) & 255)[:, None]
+            t_RM += ((mn_R >> (8 * u)) & 255)[:, None] * sum_M[None, :]
+        out += (_added_k45(y[c], both_R, s_RM, t_RM, scale_M),)
+    return out
+
+
+@triton.jit
+def _added_k45(y_RC, both_R, s_RC, t_RC, scale_C):
+    d_RC = half(both_R, 0)[:, None] * s_RC.to(tl.float32)
+    dmin_RC = half(both_R, 16)[:, None] * t_RC.to(tl.float32)
+    return y_RC + scale_C[None, :] * (d_RC - dmin_RC)
+
+
+@triton.jit
+def codes_k45(
+    program,
+    tiles,
+    x_ptr,
+    scale_ptr,
+    sums_ptr,
+    low_ptr,
+    high_ptr,
+    header_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    stride,
+    row_blocks,
+    m,
+    split_blocks,
+    HIGH: tl.constexpr,
+    MP: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # Codes of one product: a whole block's low or high nibbles, or those of a chunk where the chunks
+    # have their fifth bits in different places or the rows of x have the columns.
+    RUN: tl.constexpr = 128 if MP < 8 and not HIGH else 32
+    tile, first_row, end_row = rows_of(program, tiles, rows, TILE, ROWS)
+    row_R = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)
+    start = tl.program_id(1) * split_blocks
+    end = tl.minimum(start + split_blocks, row_blocks)
+    block_R = first_blocks(row_R, row_blocks)
+    header_R = header_ptr + block_R * 4
+    low_R = low_ptr + block_R * 128
+    high_R = high_ptr + block_R * 32
+    if MP < 8:
+        y = tl.zeros([ROWS, 4 * MP], tl.float32)
+    else:
+        zero_RM = tl.zeros([ROWS, MP], tl.float32)
+        y = (zero_RM, zero_RM, zero_RM, zero_RM)
+    wait_for_inputs(EARLY)
+    for step in tl.range(start, end, num_stages=STAGES):
+        b = turned(tile, step, start, end)
+        weights = _weights_k45(low_R, high_R, header_R, b, HIGH, RUN)
+        if MP < 8:
+            y = _apart_k45(
+                y, weights, x_ptr, scale_ptr, sums_ptr, row_blocks, m, b, HIGH, MP, RUN, PLAIN
+            )
+        else:
+            y = _together_k45(y, weights, x_ptr, scale_ptr, sums_ptr, row_blocks, m, b, HIGH, PLAIN)
+    if MP < 8:
+        y_RM = sum_of_four(y)
+    else:
+        y_RM = (y[0] + y[1]) + (y[2] + y[3])
+    store(y_RM, y_ptr, bias_ptr, first_row, end_row, stride, m, BIAS)
+
+
+@triton.jit
+def _four_times_signed(low, high, U: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr):
+    """4 (q - 32), q being nibble U of each byte and bits 2 G and 2 G + 1 of `high` above it. As the
+    code is in the upper bits of its byte, its sign costs nothing."""
+    if PLAIN:
+        code = ((low >> (4 * U)) & 15) | (((high >> (2 * G)) & 3) << 4)
+        code = ((code << 2) ^ 128).to(tl.int8, bitcast=True)
+    else:
+        FIRST: tl.constexpr = "shl.b32 t, $1, 2;" if U == 0 else "shr.u32 t, $1, 2;"
+        # 0x6A is (a and b) xor c; 0xEA is (a and b) or c.
+        code = tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t, s; {FIRST} shl.b32 s, $2, {6 - 2 * G};"
+            " lop3.b32 s, s, 0xC0C0C0C0, 0x80808080, 0x6A;"
+            " lop3.b32 $0, t, 0x3C3C3C3C, s, 0xEA; }",
+            "=r,r,r",
+            [low, high],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )
+    return code
+
+
+@triton.jit
+def _weights_q6_k(low_R, high_R, scales_R, d_ptr, block_R, b, PAIR: tl.constexpr):
+    """A block of each row: d, scales, high bits of each half, low bits of each product's."""
+    k_K = tl.arange(0, PAIR)
+    low_RK = low_R[:, None] + (64 * (k_K // 32) + k_K % 32)[None, :]
+    high_RK = high_R[:, None] + k_K[None, :]
+    d = words_of_d(d_ptr, block_R, b)
+    scales = four_words(scales_R + b * (4 * GROUP))
+    highs, lows = (), ()
+    for h in tl.static_range(64 // PAIR):
+        highs += (tl.load(high_RK + b * (64 * GROUP) + 32 * h, eviction_policy="evict_first"),)
+        for v in tl.static_range(2):
+            at_RK = low_RK + b * (128 * GROUP) + 64 * h + 32 * v
+            lows += (tl.load(at_RK, eviction_policy="evict_first"),)
+    return d, scales, highs, lows
+
+
+@triton.jit
+def _scale_q6_k(words_RC, v: tl.constexpr, sixteen_C):
+    """One signed byte of each word: moved to the top, and down again with its sign."""
+    return (words_RC << (24 - 16 * v - 8 * sixteen_C)[None, :]) >> 24
+
+
+@triton.jit
+def _apart_q6_k(
+    y_RC, weights, x_ptr, scale_ptr, row_blocks, m, b, MP: tl.constexpr, PLAIN: tl.constexpr
+):
+    """`y_RC` plus a block, with a column for each row of x, half of a block and 16 values of 32."""
+    d, scales, highs, lows = weights
+    word_R, place_R = d
+    n_N = tl.arange(0, 8 * MP)
+    there_N = n_N // 8 < m
+    c_C = tl.arange(0, 4 * MP)
+    half_C, sixteen_C, m_C = c_C // 2 % 2, c_C % 2, c_C // 4
+    k_K = tl.arange(0, 64)
+    own_KN = (k_K // 16)[:, None] == (n_N % 8 // 2)[None, :]
+    own_KN = own_KN & there_N[None, :]
+    x_N = (n_N // 8) * (row_blocks * 512) + 256 * (n_N % 2)
+    s_RC = tl.zeros([y_RC.shape[0], 4 * MP], tl.int32)
+    for u in tl.static_range(2):
+        four_RC = tl.where((half_C == 1)[None, :], scales[2 + u][:, None], scales[u][:, None])
+        for v in tl.static_range(2):
+            code = _four_times_signed(lows[v], highs[0], u, v + 2 * u, PLAIN)
+            value_K = b * 512 + 128 * (k_K // 32) + 64 * u + 32 * v + k_K % 32
+            x_KN = tl.load(x_ptr + (value_K[:, None] + x_N[None, :]), mask=own_KN, other=0)
+            p_RN = tl.dot(code, x_KN, out_dtype=tl.int32) >> 2
+            s_RC += both_bytes(p_RN) * _scale_q6_k(four_RC, v, sixteen_C)
+    scale_C = tl.load(scale_ptr + m_C * row_blocks + b, mask=m_C < m, other=0)
+    return _added_q6_k(y_RC, half(word_R, place_R), s_RC, scale_C)
+
+
+@triton.jit
+def _together_q6_k(y, weights, x_ptr, scale_ptr, row_blocks, m, b, PLAIN: tl.constexpr):
+    """The same with a column for each of 8 rows of x and 16 values of 32, half by half."""
+    d, scales, highs, lows = weights
+    word_R, place_R = d
+    n_N = tl.arange(0, 16)
+    sixteen_N, m_N = n_N // 8, n_N % 8
+    k_K = tl.arange(0, 32)
+    own_KN = ((k_K // 16)[:, None] == sixteen_N[None, :]) & (m_N < m)[None, :]
+    scale_N = tl.load(scale_ptr + m_N * row_blocks + b, mask=m_N < m, other=0)
+    out = ()
+    for h in tl.static_range(2):
+        s_RN = tl.zeros([word_R.shape[0], 16], tl.int32)
+        for u in tl.static_range(2):
+            for v in tl.static_range(2):
+                code = _four_times_signed(lows[2 * h + v], highs[h], u, v + 2 * u, PLAIN)
+                at_K = b * 512 + 128 * h + 64 * u + 32 * v + k_K
+                at_KN = at_K[:, None] + (m_N * (row_blocks * 512))[None, :]
+                upper_KN = tl.load(x_ptr + at_KN, mask=own_KN, other=0)
+                lower_KN = tl.load(x_ptr + at_KN + 256, mask=own_KN, other=0)
+                p_RN = (tl.dot(code, upper_KN, out_dtype=tl.int32) >> 2) * 128
+                p_RN += tl.dot(code, lower_KN, out_dtype=tl.int32) >> 2
+                s_RN += p_RN * _scale_q6_k(scales[2 * h + u][:, None], v, sixteen_N)
+        out += (_added_q6_k(y[h], half(word_R, place_R), s_RN, scale_N),)
+    return out
+
+
+@triton.jit
+def _added_q6_k(y_RC, d_R, s_RC, scale_C):
+    return y_RC + scale_C[None, :] * (d_R[:, None] * s_RC.to(tl.float32))
+
+
+@triton.jit
+def codes_q6_k(
+    program,
+    tiles,
+    x_ptr,
+    scale_ptr,
+    low_ptr,
+    high_ptr,
+    scales_ptr,
+    d_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    stride,
+    row_blocks,
+    m,
+    split_blocks,
+    MP: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BIAS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # Products are of 32 values of each half of a block, which have their top bits in the same place.
+    PAIR: tl.constexpr = 64 if MP < 8 else 32
+    tile, first_row, end_row = rows_of(program, tiles, rows, TILE, ROWS)
+    row_R = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)
+    start = tl.program_id(1) * split_blocks
+    end = tl.minimum(start + split_blocks, row_blocks)
+    block_R = first_blocks(row_R, row_blocks)
+    low_R = low_ptr + block_R * 128
+    high_R = high_ptr + block_R * 64
+    scales_R = scales_ptr + block_R * 4
+    if MP < 8:
+        y = tl.zeros([ROWS, 4 * MP], tl.float32)
+    else:
+        zero_RN = tl.zeros([ROWS, 2 * MP], tl.float32)
+        y = (zero_RN, zero_RN)
+    wait_for_inputs(EARLY)
+    for step in tl.range(start, end, num_stages=STAGES):
+        b = turned(tile, step, start, end)
+        weights = _weights_q6_k(low_R, high_R, scales_R, d_ptr, block_R, b, PAIR)
+        if MP < 8:
+            y = _apart_q6_k(y, weights, x_ptr, scale_ptr, row_blocks, m, b, MP, PLAIN)
+        else:
+            y = _together_q6_k(y, weights, x_ptr, scale_ptr, row_blocks, m, b, PLAIN)
+    if MP < 8:
+        y_RM = sum_of_four(y)
+    else:
+        early_RM = tl.sum(tl.reshape(y[0], [ROWS, 2, MP]), axis=1)
+        y_RM = early_RM + tl.sum(tl.reshape(y[1], [ROWS, 2, MP]), axis=1)
+    store(y_RM, y_ptr, bias_ptr, first_row, end_row, stride, m, BIAS)
+
 
 # Arguments: `x_ptr`, *i8 (m, row_blocks, 2, 256), `scale_ptr`, *fp32 (m, row_blocks), and `sums_ptr`,
 # *i32 (m, row_blocks, 8), the inputs. One to three matrices stand side by side in y: the first two are

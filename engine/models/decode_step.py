@@ -30,7 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.kernels import decode_launch, small_m
-from engine.kernels.decode_buffers import (
+from engine.kernels.decode_choose import Best, empty_best
+from engine.kernels.decode_choose import choose as launch_choose
+from engine.kernels.decode_launch import (
     Heads,
     Out,
     Parts,
@@ -39,8 +41,6 @@ from engine.kernels.decode_buffers import (
     empty_squares,
     parts_of,
 )
-from engine.kernels.decode_choose import Best, empty_best
-from engine.kernels.decode_choose import choose as launch_choose
 from engine.kernels.dependent_launch import can_be_early
 from engine.kernels.prewarm import warm_up
 from engine.kernels.registry import REGISTRY

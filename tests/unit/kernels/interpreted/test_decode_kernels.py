@@ -15,16 +15,19 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton")
 
-from engine.kernels.decode_buffers import (
+from engine.kernels.decode_choose import IDS, choose, empty_best
+from engine.kernels.decode_launch import (
+    CHUNKS_AHEAD,
     Heads,
     Out,
     Parts,
     Undivided,
+    attend,
     empty_scratch,
     empty_squares,
+    gate,
+    norm,
 )
-from engine.kernels.decode_choose import IDS, choose, empty_best
-from engine.kernels.decode_launch import CHUNKS_AHEAD, attend, gate, norm
 from engine.kernels.small_m_inputs import Inputs, empty_inputs
 from engine.models.decoder import attend as attend_whole
 from engine.models.decoder import rotate
