@@ -231,7 +231,7 @@ class AprFile(WeightFile):
         file, crc = self._files[self.path], 0
         for start in range(0, self._data_end, _READ_BYTES):
             count = min(_READ_BYTES, self._data_end - start)
-            crc = zlib.crc32(file.read(start, count, torch.uint8).numpy(), crc)
+            crc = zlib.crc32(file.read(start, count, torch.uint8).numpy().data, crc)
         footer = file.read(self._data_end, FOOTER_BYTES, torch.uint8)
         stored = int.from_bytes(footer.numpy().tobytes(), "little")
         if stored != crc:
