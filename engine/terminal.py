@@ -25,6 +25,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Container, Sequence
 from typing import Any, NoReturn, TextIO
 
 from engine import limits
@@ -50,6 +51,18 @@ def clipped(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text
     return f"{text[:longest]}… ({len(text):,} characters)"
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
+    """Rows of cells as lines whose columns are as wide as their widest cell; those of `right` end together."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def put(*texts: object, end: str = "\n", exact: bool = False, flush: bool = False) -> None:

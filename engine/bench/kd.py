@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from engine.models.config import ModelConfig
+from engine.terminal import aligned
 from engine.train.roofline import flops_per_token
 from engine.units import format_bytes, format_count
 
@@ -137,12 +138,5 @@ def table(rows: list[KdRow]) -> list[str]:
                 row.objective or "",
             )
         )
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if 0 < i < 7 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    lines = aligned(cells, right=range(1, 7))
     return lines + [f"{row.arm}: {row.state}: {row.why}" for row in rows if row.state != "measured"]

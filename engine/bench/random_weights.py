@@ -41,9 +41,19 @@ class RandomWeights(WeightFile):
     ) -> None:
         self.config, self.device = config, device
         self.generator = torch.Generator(device=device).manual_seed(seed)
-        self.types = dict(_named(config, tensor_types(config, quant, "gguf")))
+        types = tensor_types(config, quant, "gguf")
+        self.types = {name: types[ours] for ours, name in names_for("gguf", config).items()}
         self.tensors = {
-            name: _info(name, self.types[name], shape) for name, shape in _shapes(config).items()
+            name: TensorInfo(
+                name=name,
+                dtype=type_.name,
+                shape=shape,
+                file=self.path,
+                start=0,
+                bytes=math.prod(shape) // type_.block_size * type_.block_bytes,
+            )
+            for name, shape in expected_tensors(config, "gguf").items()
+            for type_ in (self.types[name],)
         }
 
     def get(self, name: str) -> Tensor | QuantTensor:
@@ -93,18 +103,3 @@ def _deviation(type_: BlockType, starts: list[int], sample_NB: Tensor) -> float:
     for start in starts:
         sample_NB[:, start : start + 2] = one
     return float(dequantize(sample_NB, type_).std())
-
-
-def _named(config: ModelConfig, types: dict[str, BlockType]) -> Mapping[str, BlockType]:
-    return {name: types[ours] for ours, name in names_for("gguf", config).items()}
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return expected_tensors(config, "gguf")
-
-
-def _info(name: str, type_: BlockType, shape: tuple[int, ...]) -> TensorInfo:
-    count = math.prod(shape) // type_.block_size * type_.block_bytes
-    return TensorInfo(
-        name=name, dtype=type_.name, shape=shape, file=RandomWeights.path, start=0, bytes=count
-    )

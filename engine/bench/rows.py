@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from engine.terminal import aligned
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
@@ -75,11 +77,4 @@ def table(rows: list[BenchRow], roof: Roofline) -> list[str]:
         )
         for row in rows
     ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    return aligned(cells, right=range(2, len(HEADER)))

@@ -4,7 +4,7 @@ engine bench linear             a stack of linear layers: bf16, and from blocks,
 engine bench teacher            a whole teacher: dense, in blocks and in fp8, compiled and not
 engine bench few                one matrix at a time with 1 to 64 rows, as when text is generated (GPU)
 engine bench decode             generating text: one token of 1 and 8 sequences, dense and in blocks
-engine bench loss               the loss head: ours, the plain form, and the products alone
+engine bench loss               the loss head: ours, the plain form, and the matmuls alone
 engine bench kd --against trl,liger,transformers
                                 whole distillation steps: ours, and those of the rivals that are installed
 engine bench teacher --json     as one JSON value; --out FILE keeps it
@@ -17,15 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from pathlib import Path
 from typing import Any
 
 from engine import limits
-from engine.cli import bench_kd
-from engine.cli.numbers import whole
+from engine.cli.arguments import (
+    add_choice,
+    add_json,
+    add_number,
+    add_path,
+    real,
+)
+from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
 from engine.terminal import put, put_json, say
 
-HELP = "measure linear layers, a teacher, generation, the loss or whole steps beside the roofline and beside rivals"
+RIVALS = "trl,liger,transformers"
 LINEAR_ROWS = (1, 16, 64, 2048, 8192, 16384)
 
 
@@ -38,33 +43,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="qwen2.5-7b (default on a GPU), qwen2.5-1.5b, qwen2.5-0.5b or tiny (default on a CPU)",
     )
-    parser.add_argument(
-        "--teacher",
-        type=Path,
-        metavar="FILE",
-        help="teacher: a GGUF or .apr file, not random blocks",
+    add_path(parser, "--teacher", "FILE", "teacher: a GGUF or .apr file, not random blocks")
+    add_number(
+        parser, "--rows", limits.BENCH_ROWS, "rows of activations, or of the batch", nargs="+"
     )
-    parser.add_argument(
-        "--rows",
-        type=whole(limits.BENCH_ROWS.most),
-        nargs="+",
-        help="rows of activations, or of the batch",
+    add_number(
+        parser, "--seq-len", limits.BENCH_ROWS, "teacher, kd: tokens in a row (1024)", default=1024
     )
-    parser.add_argument(
-        "--seq-len",
-        type=whole(limits.BENCH_ROWS.most),
-        default=1024,
-        help="teacher, kd: tokens in a row (1024)",
+    add_choice(parser, "--device", ("auto", "cpu", "cuda"), "auto")
+    add_number(parser, "--rounds", limits.ROUNDS, "repetitions of each arm (15)", default=15)
+    add_path(parser, "--out", "FILE", "also keep the result as JSON here")
+    add_json(parser)
+    group = parser.add_argument_group("kd")
+    group.add_argument(
+        "--against",
+        default=RIVALS,
+        metavar="NAMES",
+        help=f"rivals that run beside us where they are installed ({RIVALS}); empty for none",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument(
-        "--rounds", type=whole(limits.ROUNDS.most), default=15, help="repetitions of each arm (15)"
+    add_number(group, "--steps", limits.ROUNDS, "measured steps of each arm (10)", default=10)
+    group.add_argument(
+        "--alpha", type=real(1e6), default=0.5, help="weight of the cross entropy (0.5)"
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="also keep the result as JSON here"
+    group.add_argument("--temperature", type=real(1e6), default=2.0, help="T of the divergence (2)")
+    group.add_argument(
+        "--timeout",
+        type=real(limits.WAIT.most),
+        default=900.0,
+        metavar="S",
+        help="seconds an arm may take (900)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON value")
-    bench_kd.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,7 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     from engine.bench.rows import table
     from engine.bench.teacher import SHAPES
     from engine.bench.timing import measure_roofline
-    from engine.errors import EXIT_FAIL, EXIT_PASS, BadInput
     from engine.runtime.device import choose_device
 
     device = torch.device(choose_device(arguments.device).choice)
@@ -81,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     if shape not in SHAPES:
         raise BadInput.expected("--shape", shape, f"one of {', '.join(SHAPES)}", shape)
     if arguments.what == "kd":
-        bench_kd.check(arguments)
+        _check_kd(arguments)
     say(f"measuring on {_name(device)}")
     roof = measure_roofline(device)
     rows: list[Any]
@@ -90,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the arms are other processes
-        found, work = bench_kd.run(arguments, shape, device, roof.matmul_flop_per_s)
+        found, work = _kd(arguments, shape, device, roof.matmul_flop_per_s)
         rows, lines = [row.as_dict() for row in found], kd_table(found)
         extra: dict[str, Any] = {"work": work}
     else:
@@ -246,3 +253,64 @@ def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[
         rows += found.rows
         extra = {"gradient_errors": found.gradient_errors, "extra_bytes": found.extra_bytes}
     return rows, extra
+
+
+def _check_kd(arguments: argparse.Namespace) -> list[str]:
+    """The rivals that were asked for. Raises BadInput for one that nobody knows, and for numbers that are
+    none."""
+    known = RIVALS.split(",")
+    wanted = [name.strip() for name in arguments.against.split(",") if name.strip()]
+    if unknown := [name for name in wanted if name not in known]:
+        raise BadInput.expected(
+            "--against", arguments.against, f"some of {', '.join(known)}", ", ".join(unknown)
+        )
+    numbers = {"--steps": arguments.steps, "--seq-len": arguments.seq_len}
+    numbers["--rows"] = min(arguments.rows or [1])
+    for name, number in numbers.items():
+        if number < 1:
+            raise BadInput.expected(name, number, "1 or more", number)
+    if not 0 <= arguments.alpha < 1 or not 0 < arguments.temperature < float("inf"):
+        raise BadInput.expected(
+            "--alpha and --temperature",
+            f"{arguments.alpha:g}, {arguments.temperature:g}",
+            "from 0 to below 1, as there would be nothing to distil, and above 0",
+            f"{arguments.alpha:g} and {arguments.temperature:g}",
+        )
+    return wanted
+
+
+def _kd(arguments: argparse.Namespace, shape: str, device: Any, flop_per_s: float) -> Any:
+    """Whole distillation steps beside those of other libraries: rows, and the shape they were measured on."""
+    from engine.bench.kd import KdRow, bench_kd, row_of, run_arm
+    from engine.bench.kd_arm import OURS
+    from engine.bench.kd_rivals import missing
+    from engine.bench.kd_shape import KdShape
+
+    wanted = _check_kd(arguments)
+    cuda = device.type == "cuda"
+    work = KdShape(
+        teacher=shape,
+        student="qwen2.5-0.5b" if shape != "tiny" else "tiny",
+        rows=(arguments.rows or [8 if cuda else 2])[0],
+        seq_len=arguments.seq_len if cuda else min(arguments.seq_len, 128),
+        alpha=arguments.alpha,
+        temperature=arguments.temperature,
+        steps=arguments.steps,
+        warm_up=4 if cuda else 1,
+    )
+    teacher, student = work.configs()
+
+    def measure(arm: str) -> KdRow:
+        found = run_arm(arm, device.type, work.dumps(), timeout_s=arguments.timeout)
+        return row_of(
+            found,
+            tokens=work.tokens,
+            seq_len=work.seq_len,
+            teacher=teacher,
+            student=student,
+            flop_per_s=flop_per_s,
+        )
+
+    arms = {**dict.fromkeys(OURS), **{name: missing(name) for name in wanted}}
+    rows = bench_kd(arms, measure, say)
+    return rows, json.loads(work.dumps())

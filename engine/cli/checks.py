@@ -1,50 +1,53 @@
-"""Show what the first-minute checks are, or what they found in a run.
-
-engine checks --list       every check: what it asks, what a failure means, what to do
-engine checks RUN          the answers of a run's newest session, with what each cost
-... --json                 the same as one JSON value
-
-A check that was skipped, broke or has not answered is unknown, never passed. Exit code of a run: the
-lowest answer, 0 pass, 1 fail, 2 unknown.
-"""
+"""What was found in a run: the first-minute checks, and the alerts of the rules."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.arguments import (
+    add_flag,
+    add_json,
+    add_run,
+)
+from engine.cli.runs import plain
+from engine.errors import EXIT_FAIL, EXIT_PASS, EXIT_UNKNOWN, UsageError
 from engine.terminal import put, put_json
 
 if TYPE_CHECKING:
-    from engine.checks.check import About
     from engine.log.events import Checked
     from engine.verdict import Verdict
 
-HELP = "show the first-minute checks, or what they found in a run"
 WIDTH = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="a run folder")
-    parser.add_argument("--list", action="store_true", help="list the checks there are")
-    parser.add_argument("--json", action="store_true", help="print one JSON value")
+def add_checks_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser, or_nothing=True)
+    add_flag(parser, "--list", "list the checks there are")
+    add_json(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from engine.errors import UsageError
+def checks(arguments: argparse.Namespace) -> int:
+    """Show what the first-minute checks are, or what they found in a run.
 
+    engine checks --list       every check: what it asks, what a failure means, what to do
+    engine checks RUN          the answers of a run's newest session, with what each cost
+    ... --json                 the same as one JSON value
+
+    A check that was skipped, broke or has not answered is unknown, never passed. Exit code of a run: the
+    lowest answer, 0 pass, 1 fail, 2 unknown.
+    """
     if arguments.list == (arguments.run is not None):
         raise UsageError("checks: expected either a run folder or --list")
-    if arguments.list:
-        return _list(arguments.json)
-    return _show(arguments.run, arguments.json)
+    return (
+        _list_checks(arguments.json) if arguments.list else _answers(arguments.run, arguments.json)
+    )
 
 
-def _list(as_json: bool) -> int:
+def _list_checks(as_json: bool) -> int:
     from engine.checks.catalogue import CATALOGUE
 
     if as_json:
@@ -59,7 +62,7 @@ def _list(as_json: bool) -> int:
     return 0
 
 
-def _show(path: Path, as_json: bool) -> int:
+def _answers(path: Path, as_json: bool) -> int:
     from engine.checks.catalogue import CATALOGUE
     from engine.log.folder import open_run
     from engine.log.follow import Follower
@@ -69,19 +72,25 @@ def _show(path: Path, as_json: bool) -> int:
     follower = Follower(open_run(path))
     follower.read_all()
     found = follower.view.checks
-    answers = [(about, found.get(about.id)) for about in CATALOGUE]
-    verdicts = [_verdict(check) for _, check in answers]
+    answers = [(about, found.get(about.id), _verdict(found.get(about.id))) for about in CATALOGUE]
+    verdicts = [verdict for _, _, verdict in answers]
     overall = lowest(verdicts)
     if as_json:
         rows = [
-            _as_json(about, check, verdict)
-            for (about, check), verdict in zip(answers, verdicts, strict=True)
+            {
+                "id": about.id,
+                "level": verdict.level.name.lower(),
+                "reason": verdict.reason,
+                "numbers": {} if check is None else plain(check.numbers),
+                "cost_s": None if check is None else check.cost_s,
+                "step": None if check is None else check.step,
+            }
+            for about, check, verdict in answers
         ]
-        level = overall.level.name.lower()
-        put_json({"run": str(path), "level": level, "checks": rows})
+        put_json({"run": str(path), "level": overall.level.name.lower(), "checks": rows})
         return overall.exit_code
     width = max(len(about.id) for about in CATALOGUE)
-    for (about, check), verdict in zip(answers, verdicts, strict=True):
+    for about, check, verdict in answers:
         cost = format_seconds(check.cost_s) if check is not None else ""
         put(f"{verdict.level.name:7}  {about.id:{width}}  {cost:>8}  {verdict.reason}")
         if check is not None and check.level == "fail":
@@ -106,18 +115,102 @@ def _verdict(check: Checked | None) -> Verdict:
     return Verdict(level, one_line(check.reason))
 
 
-def _as_json(about: About, check: Checked | None, verdict: Verdict) -> dict[str, Any]:
-    from engine.log.events import name_of_non_finite
+def add_diagnose_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser, or_nothing=True)
+    add_flag(parser, "--all", "also the rules that found nothing")
+    add_json(parser)
+    add_flag(parser, "--list", "list the rules")
 
-    numbers = check.numbers if check is not None else {}
+
+def diagnose(arguments: argparse.Namespace) -> int:
+    """Say what is wrong with a run, from its logs: what the supervisor would have said while it went on.
+
+    engine diagnose RUN           alerts, each with its numbers and the flip that would test it
+    engine diagnose RUN --all     and the rules that saw nothing, and those that could not judge, and why
+    engine diagnose RUN --json    one JSON value
+    engine diagnose --list        every rule: what it asks, what it reads, when it speaks
+
+    Exit codes: 0 nothing found, 1 alerts, 2 no rule could judge.
+    """
+    if arguments.list == (arguments.run is not None):
+        raise UsageError("expected either RUN or --list", hint="engine diagnose --help")
+    if arguments.list:
+        _list_rules(as_json=arguments.json)
+        return EXIT_PASS
+    from engine.errors import RunLogError
+    from engine.log.folder import open_run
+    from engine.log.text import has_ended, status_text
+    from engine.watch.replay import diagnose as replay
+    from engine.watch.rules.rule import read_settings
+
+    folder = open_run(arguments.run)
+    found = replay(folder, read_settings(folder))
+    if arguments.json:
+        put_json(as_json(str(folder.path), found))
+    else:
+        head, *rest = _diagnosis_lines(folder.name, found, everything=arguments.all)
+        alive = folder.liveness()
+        state = found.view.state(alive)
+        if has_ended(state) and state != "completed":
+            rest = [f"ended: {status_text(found.view, alive)}", *rest]
+        for line in [head, *rest]:
+            put(line)
+    if found.fault is not None:
+        raise RunLogError(found.fault)
+    if found.raised:
+        return EXIT_FAIL
+    return EXIT_PASS if found.judged else EXIT_UNKNOWN
+
+
+def _list_rules(*, as_json: bool) -> None:
+    from engine.watch.rules import RULES
+
+    if as_json:
+        fields = ("id", "asks", "reads", "threshold")
+        put_json([{name: getattr(rule, name) for name in fields} for rule in RULES])
+        return
+    for rule in RULES:
+        put(f"{rule.id}: {rule.asks}")
+        put(f"  speaks at: {rule.threshold}")
+        put(f"  reads: {', '.join(rule.reads)}")
+
+
+def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
+    from engine.log.text import alert_lines, clock_text, one_line
+    from engine.units import format_seconds
+
+    count, judged = len(found.raised), len(found.judged)
+    rules = judged + len(found.unjudged)
+    lines = [
+        f"{name}: {count} alert{'' if count == 1 else 's'}; {judged} of {rules} rules could judge"
+    ]
+    for entry in found.raised:
+        end = "stands at the end of the log"
+        if entry.cleared_unix_s is not None:
+            end = f"over after {format_seconds(entry.cleared_unix_s - entry.unix_s)}"
+        head, *rest = alert_lines(entry.alert)
+        lines += ["", head, f"  raised at {clock_text(entry.unix_s)}, {end}", *rest]
+    if everything:
+        spoke = {entry.alert.id for entry in found.raised}
+        quiet = [id for id in found.judged if id not in spoke]
+        lines += ["", "found nothing", *(f"  {id}" for id in quiet)]
+        lines += ["", "could not judge"]
+        lines += [one_line(f"  {id}: {reason}") for id, reason in found.unjudged.items()]
+    return lines
+
+
+def as_json(path: str, found: Any) -> dict[str, Any]:
+    """A diagnosis as one JSON value."""
+    envelope = ("v", "seq", "t_s", "nf")
+
+    def alert(entry: Any) -> dict[str, Any]:
+        fields = {n: v for n, v in plain(entry.alert).items() if n not in envelope}
+        return fields | {"raised_unix_s": entry.unix_s, "cleared_unix_s": entry.cleared_unix_s}
+
     return {
-        "id": about.id,
-        "level": verdict.level.name.lower(),
-        "reason": verdict.reason,
-        "numbers": {
-            name: value if math.isfinite(value) else name_of_non_finite(value)
-            for name, value in numbers.items()
-        },
-        "cost_s": check.cost_s if check is not None else None,
-        "step": check.step if check is not None else None,
+        "run": path,
+        "alerts": [alert(entry) for entry in found.raised],
+        "judged": list(found.judged),
+        "unjudged": found.unjudged,
+        "fault": found.fault,
     }

@@ -19,77 +19,72 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.numbers import whole
-from engine.errors import UsageError
+from engine.cli.arguments import (
+    add_flag,
+    add_json,
+    add_number,
+    add_path,
+    add_repeated,
+    add_set,
+)
+from engine.errors import EXIT_FAIL, EXIT_UNKNOWN, BadInput, UsageError
 from engine.terminal import put, put_json, say
 
-HELP = "distil a student as a spec says, or resume a run"
+if TYPE_CHECKING:
+    from engine.log.folder import RunFolder
+    from engine.spec import RunSpec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "spec", type=Path, nargs="?", help="the spec, a TOML file (`engine spec` prints one)"
-    )
-    parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="continue this run folder instead"
-    )
-    parser.add_argument(
+    add_path(parser, "spec", None, "the spec, a TOML file (`engine spec` prints one)", nargs="?")
+    add_path(parser, "--resume", "RUN", "continue this run folder instead")
+    add_flag(
+        parser,
         "--allow-fallback",
-        action="store_true",
-        help="with --resume: when the newest checkpoint is damaged, continue from an older one",
+        "with --resume: when the newest checkpoint is damaged, continue from an older one",
     )
-    parser.add_argument(
+    add_flag(
+        parser,
         "--allow-restart",
-        action="store_true",
-        help="with --resume: when every checkpoint is gone, begin again from step 0",
+        "with --resume: when every checkpoint is gone, begin again from step 0",
     )
-    parser.add_argument(
+    add_repeated(
+        parser,
         "--allow-change",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="with --resume: let --set or the environment change this setting of the run",
+        "KEY",
+        "with --resume: let --set or the environment change this setting of the run",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one setting; may be repeated",
-    )
-    parser.add_argument(
+    add_set(parser)
+    add_number(
+        parser,
         "--smoke",
-        type=whole(limits.STEPS.most),
+        limits.STEPS,
+        "make N steps, then say what the whole run will take and what the checks found",
         metavar="N",
-        help="make N steps, then say what the whole run will take and what the checks found",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--gpus",
-        type=whole(limits.JOBS.most),
+        limits.JOBS,
+        "train on N GPUs of this machine; short for --set compute.gpus=N",
         metavar="N",
-        help="train on N GPUs of this machine; short for --set compute.gpus=N",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the new run folder (default: runs/SPEC-DATE-TIME)"
-    )
-    parser.add_argument(
-        "--detach", action="store_true", help="return when it is running; print the run folder"
-    )
-    parser.add_argument(
+    add_path(parser, "--out", "DIR", "the new run folder (default: runs/SPEC-DATE-TIME)")
+    add_flag(parser, "--detach", "return when it is running; print the run folder")
+    add_flag(
+        parser,
         "--create",
-        action="store_true",
-        help="make the run folder, print its path, start nothing: for torchrun on several machines",
+        "make the run folder, print its path, start nothing: for torchrun on several machines",
     )
-    parser.add_argument("--check", action="store_true", help="check spec and inputs, start nothing")
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as one JSON value on stdout"
-    )
+    add_flag(parser, "--check", "check spec and inputs, start nothing")
+    add_json(parser, "print the result as one JSON value on stdout")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -118,13 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.smoke is None:
         return attend(launched, as_json=arguments.json)
-    from engine.cli.smoke import report
-
     code = attend(launched, as_json=False, results=False)
-    return report(folder, code, as_json=arguments.json)
+    return _project(folder, code, as_json=arguments.json)
 
 
-def _start(arguments: argparse.Namespace) -> Any:
+def _start(arguments: argparse.Namespace) -> RunFolder | None:
     from engine.log.folder import create_run
     from engine.plan.inputs import check_inputs
     from engine.spec import load_spec
@@ -141,8 +134,6 @@ def _start(arguments: argparse.Namespace) -> Any:
     name = spec.run.name or f"{arguments.spec.stem}{smoke}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = (arguments.out or Path(spec.run.out) / name).absolute()
     if path.exists():
-        from engine.errors import BadInput
-
         raise BadInput(
             f"run folder: {path} — expected a new folder, found one that exists",
             hint="choose another with --out, or continue it with --resume",
@@ -166,9 +157,7 @@ def _start(arguments: argparse.Namespace) -> Any:
     return create_run(path, text, effective)
 
 
-def _resume(arguments: argparse.Namespace) -> Any:
-    from engine.cli.changes import settings_to_resume, write_changes
-    from engine.errors import BadInput
+def _resume(arguments: argparse.Namespace) -> RunFolder:
     from engine.log.folder import open_run
     from engine.log.follow import Follower
     from engine.log.read import BrokenLog
@@ -181,7 +170,7 @@ def _resume(arguments: argparse.Namespace) -> Any:
     folder = open_run(arguments.resume.absolute())
     effective = folder.read_effective()
     sets = sets_from_environment(os.environ) + arguments.set
-    spec = settings_to_resume(folder, effective, sets, arguments.allow_change)
+    spec = _settings_to_resume(folder, effective, sets, arguments.allow_change)
     follower = Follower(folder)
     try:
         follower.read_all()
@@ -200,5 +189,99 @@ def _resume(arguments: argparse.Namespace) -> Any:
         # Attached, it is heard from the log.
         say(f"engine distill: {missing}")
     check_inputs(spec, folder.path)
-    write_changes(folder, effective, spec)
+    _write_changes(folder, effective, spec)
     return folder
+
+
+def _settings_to_resume(
+    folder: RunFolder, effective: dict[str, Any], sets: list[str], allowed: list[str]
+) -> RunSpec:
+    """The settings of the run with `sets` over them, from the environment and the command line: only
+    those named may differ.
+
+    Raises BadInput, with every difference, when one is not of an `allowed` key.
+    """
+    from engine.spec import KEYS, build_spec, spec_from_dict
+
+    unknown = [key for key in allowed if key not in KEYS]
+    if unknown:
+        raise UsageError(f"--allow-change: expected the key of a setting, found {unknown[0]!r}")
+    spec = spec_from_dict(effective["spec"])
+    if not sets:
+        return spec
+    changed = build_spec(spec.to_dict(), file="effective.json", base=Path("/"), sets=sets)
+    found = _differing(spec, changed)
+    refused = [key for key in found if key not in allowed]
+    if refused:
+        words = ", ".join(f"{key} = {found[key][1]!r} (was {found[key][0]!r})" for key in refused)
+        flags = " ".join(f"--allow-change {key}" for key in refused)
+        raise BadInput.expected(
+            "settings",
+            folder.path,
+            "those the run began with",
+            words,
+            hint=f"they come from --set or from the environment; {flags} goes on with them",
+        )
+    return changed
+
+
+def _differing(was: RunSpec, now: RunSpec) -> dict[str, tuple[Any, Any]]:
+    """The keys whose values differ, each with both values."""
+    before, after = was.to_dict(), now.to_dict()
+    return {
+        f"{section}.{name}": (before[section][name], value)
+        for section, values in after.items()
+        for name, value in values.items()
+        if before[section][name] != value
+    }
+
+
+def _write_changes(folder: RunFolder, effective: dict[str, Any], spec: RunSpec) -> None:
+    """Put changed settings into effective.json: each with what the value was and with the hash of all
+    settings before it, by which a checkpoint of that time is known (`engine.train.checkpoint.continuing`).
+
+    Raises DiskFull, RunLogError.
+    """
+    from engine.log.folder import write_whole
+    from engine.spec import spec_from_dict
+
+    found = _differing(spec_from_dict(effective["spec"]), spec)
+    if not found:
+        return
+    changes = [
+        {"key": key, "was": was, "is": value, "spec_sha256": effective.get("spec_sha256")}
+        for key, (was, value) in found.items()
+    ]
+    whole = effective | {
+        "changes": [*effective.get("changes", []), *changes],
+        "spec": spec.to_dict(),
+        "spec_sha256": spec.sha256,
+    }
+    write_whole(folder.effective, json.dumps(whole, indent=2, sort_keys=True) + "\n")
+
+
+def _project(run: RunFolder, code: int, *, as_json: bool) -> int:
+    """Print what the first steps of a run that ended with `code` say about the whole run; the exit code
+    of the verdict: 0 when the steps were made and every check passed, 1 when one failed, 2 when one is
+    unknown.
+    """
+    from engine.log.follow import Follower
+    from engine.spec import spec_from_dict
+    from engine.train.checkpoint.continuing import resume_command
+    from engine.watch.projection import project, projection_lines
+
+    spec = spec_from_dict(run.read_effective()["spec"])
+    found = project(Follower(run).read_all(), spec)
+    if as_json:
+        fields = dataclasses.asdict(found) | {"total_s": found.total_s, "missing": found.missing}
+        put_json(fields | {"run": str(run.path), "exit_code": code})
+    else:
+        for line in projection_lines(found):
+            put(line)
+        key = "train.stop_after"
+        say(f"go on with it: {resume_command(run)} --set {key}=0 --allow-change {key}")
+    if code:
+        return code
+    if found.failed:
+        return EXIT_FAIL
+    return EXIT_UNKNOWN if found.unknown or found.step_s is None else 0

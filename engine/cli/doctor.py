@@ -20,6 +20,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from engine.cli.arguments import add_json
 from engine.terminal import columns_of, put, put_json, say
 
 if TYPE_CHECKING:
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
     from engine.machine.nvml_capability import Probe
     from engine.machine.reading import Reading
 
-HELP = "say what this machine can do, and what cannot be measured on it"
 NARROWEST, WIDEST = 40, 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON value")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,7 +58,7 @@ def _examine(wanted_allocator: str) -> Diagnosis:
     from engine.machine.reading import Reading, absent, measured
     from engine.machine.surroundings import read_surroundings
     from engine.runtime.c_library import COMPILERS
-    from engine.watch.kernel_log import find_kernel_line
+    from engine.watch.attribution import find_kernel_line
 
     _say("asking the CUDA driver")
     cuda = ask_in_child()

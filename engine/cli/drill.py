@@ -24,7 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.numbers import whole
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_number,
+    add_path,
+)
 from engine.errors import BadInput, UsageError
 from engine.signals import scratch_folder
 from engine.terminal import put, put_json, say
@@ -32,29 +38,19 @@ from engine.terminal import put, put_json, say
 if TYPE_CHECKING:
     from engine.drills.catalogue import Drill
 
-HELP = "plant a known defect, and see whether it is named"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("drill", nargs="*", metavar="NAME", help="drills to carry out")
-    parser.add_argument("--all", action="store_true", help="every drill, as a table")
-    parser.add_argument("--list", action="store_true", help="list the drills, start nothing")
-    parser.add_argument("--healthy", action="store_true", help="runs without a defect instead")
-    parser.add_argument(
-        "--seeds",
-        type=whole(limits.ROUNDS.most),
-        metavar="N",
-        help="of healthy runs: 0 to N - 1 (3)",
+    add_flag(parser, "--all", "every drill, as a table")
+    add_flag(parser, "--list", "list the drills, start nothing")
+    add_flag(parser, "--healthy", "runs without a defect instead")
+    add_number(parser, "--seeds", limits.ROUNDS, "of healthy runs: 0 to N - 1 (3)", metavar="N")
+    add_choice(
+        parser, "--device", ("cpu", "cuda"), "cpu", "where drills run that do not need a GPU (cpu)"
     )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="where drills run that do not need a GPU (cpu)",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep the results in DIR")
-    parser.add_argument("--keep", action="store_true", help="with --out: keep every run folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON value")
+    add_path(parser, "--out", "DIR", "keep the results in DIR")
+    add_flag(parser, "--keep", "with --out: keep every run folder")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
-"""Judge a model: how well it foretells a text, how many programming problems it solves.
+"""Evaluate a model: perplexity on held-out text, programming problems solved.
 
 engine eval ppl MODEL --data texts/                      held-out loss and perplexity, file by file
 engine eval ppl STUDENT --data texts/ --against TEACHER  both, their difference, KL, top-1 agreement
-engine eval humaneval MODEL --data HumanEval.jsonl.gz    pass@1 of the likeliest programs
+engine eval humaneval MODEL --data HumanEval.jsonl.gz    pass@1, greedy
 engine eval mbpp MODEL --data mbpp.jsonl --samples 20 --temperature 0.8
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against TEACHER      both, McNemar's exact test
 engine eval humaneval STUDENT --data HumanEval.jsonl.gz --against t.jsonl      the teacher's results are there
@@ -16,64 +16,80 @@ logits that are not finite.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Container
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine import limits
-from engine.cli.eval_problems import evaluate_problems
-from engine.cli.eval_text import Said, no_answer_json, perplexity_json, perplexity_lines
-from engine.cli.generate import (
-    add_model_arguments,
-    add_sampling_arguments,
-    open_asked,
+from engine.cli.arguments import (
+    add_json,
+    add_model,
+    add_number,
+    add_path,
+    add_repeated,
+    add_sampling,
     prepare_threads,
 )
-from engine.cli.numbers import positive
-from engine.errors import EXIT_PASS, NoAnswer
-from engine.terminal import put, put_json
+from engine.cli.eval_text import (
+    Judged,
+    Said,
+    no_answer_json,
+    perplexity_json,
+    perplexity_lines,
+    report_json,
+    report_lines,
+)
+from engine.cli.generate import graph_decision, open_asked, sampling_of
+from engine.errors import EXIT_PASS, EXIT_UNKNOWN, NoAnswer, UsageError
+from engine.terminal import put, put_json, say
 
-HELP = "judge a model: perplexity, programming problems"
+if TYPE_CHECKING:
+    from engine.evaluate.problems import Problems
+    from engine.evaluate.results import Result
+    from engine.evaluate.sandbox import Sandbox
+
+_ASKED_ALIKE = ("settings", "stops", "precision", "weights", "sandbox")
+"""What two sets of results say of themselves that a comparison has to name where it differs."""
+
+
+class Side(NamedTuple):
+    """One model's results."""
+
+    about: dict[str, Any]
+    lines: list[Result]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="benchmark", metavar="WHAT", required=True)
     text = kinds.add_parser("ppl", help="held-out loss and perplexity")
-    add_model_arguments(text)
-    text.add_argument("--data", required=True, metavar="FILE|FOLDER", help="text to foretell")
-    text.add_argument("--against", type=Path, metavar="MODEL", help="a second model, the teacher")
-    text.add_argument(
+    add_model(text)
+    text.add_argument("--data", required=True, metavar="FILE|FOLDER", help="held-out text")
+    add_path(text, "--against", "MODEL", "a second model, the teacher")
+    add_number(
+        text,
         "--length",
-        type=positive(limits.POSITIONS.most),
+        limits.POSITIONS,
+        "tokens of a row (1024)",
         default=1024,
         metavar="N",
-        help="tokens of a row (1024)",
+        least=1,
     )
-    text.add_argument("--json", action="store_true", help="print one JSON value")
+    add_json(text)
     for name, what in (("humaneval", "HumanEval's format"), ("mbpp", "MBPP's format")):
         code = kinds.add_parser(name, help=f"programming problems in {what}")
-        add_model_arguments(code)
-        code.add_argument(
-            "--data", type=Path, required=True, metavar="FILE", help=".jsonl or .json, or gzipped"
-        )
-        code.add_argument(
-            "--samples", type=positive(limits.SAMPLES.most), default=1, metavar="N", help="(1)"
-        )
-        add_sampling_arguments(code)
-        code.add_argument(
-            "--results", type=Path, metavar="FILE", help="where results go (MODEL-WHAT.jsonl here)"
-        )
-        code.add_argument(
+        add_model(code)
+        add_path(code, "--data", "FILE", ".jsonl or .json, or gzipped", required=True)
+        add_number(code, "--samples", limits.SAMPLES, "(1)", default=1, metavar="N", least=1)
+        add_sampling(code)
+        add_path(code, "--results", "FILE", "where results go (MODEL-WHAT.jsonl here)")
+        add_path(
+            code,
             "--against",
-            type=Path,
-            metavar="MODEL|RESULTS",
-            help="a second model, or its file of results: McNemar's test",
+            "MODEL|RESULTS",
+            "a second model, or its file of results: McNemar's test",
         )
-        code.add_argument(
-            "--without",
-            action="append",
-            default=[],
-            metavar="TASK_ID",
-            help="leave one out; repeatable",
-        )
+        add_repeated(code, "--without", "TASK_ID", "leave one out; repeatable")
         code.add_argument(
             "--unfit",
             type=int,
@@ -85,14 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         code.add_argument(
             "--rows", type=int, choices=range(1, 9), metavar="1..8", help="sequences at once (8)"
         )
-        code.add_argument("--json", action="store_true", help="print one JSON value")
+        add_json(code)
 
 
 def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
     if arguments.benchmark == "ppl":
         return _perplexity(arguments)
-    return evaluate_problems(arguments)
+    return _problems(arguments)
 
 
 def _perplexity(arguments: argparse.Namespace) -> int:
@@ -117,8 +133,203 @@ def _perplexity(arguments: argparse.Namespace) -> int:
             put_json(no_answer_json("ppl", error, about))
         raise
     if arguments.json:
-        record = perplexity_json(found, model, against) | {"data_sha256": data_sha256}
-        put_json(record)
+        put_json(perplexity_json(found, model, against) | {"data_sha256": data_sha256})
     else:
         put("\n".join(perplexity_lines(found, against)))
     return EXIT_PASS
+
+
+def _problems(arguments: argparse.Namespace) -> int:
+    """HumanEval's and MBPP's problems. What is asked is refused before anything slow begins:
+
+    problems, results to compare with     read
+    sandbox                               opened
+    model, prompts, file of results       opened, and held against what is asked
+    self-test                             of the sandbox and the problems: those unfit are left out
+    programs                              generated and judged, a line each
+    """
+    from engine.evaluate.sandbox import open_sandbox
+
+    _refuse_usage(arguments)
+    problems = _read(arguments)
+    other = _read_other(arguments.against, problems)
+    try:
+        return _evaluate(arguments, problems, other, open_sandbox())
+    except NoAnswer as error:
+        if arguments.json:
+            about = {"model": str(arguments.model.resolve()), "data_sha256": problems.sha256}
+            put_json(no_answer_json(problems.benchmark, error, about))
+        raise
+
+
+def _evaluate(
+    arguments: argparse.Namespace, problems: Problems, other: Side | None, sandbox: Sandbox
+) -> int:
+    from engine.evaluate.humaneval import self_test
+    from engine.evaluate.report import compare, latest, report
+
+    def prove() -> dict[str, str]:
+        say(f"sandbox: {sandbox.version}; self-test of {len(problems.problems)} problems")
+        said = Said("trials of the self-test")
+        left_out = self_test(sandbox, problems.problems, progress=said, unfit=arguments.unfit)
+        for name, reason in left_out.items():
+            say(f"left out of the count: {name}: {reason}")
+        return left_out
+
+    against = arguments.against
+    path = arguments.results or _results_file(arguments.model, problems)
+    mine = _judge(arguments, arguments.model, path, problems, sandbox, prove)
+    left_out = mine.about["left_out"]
+    judged = _without(problems, left_out)
+    found, lines = report(judged, arguments.samples, mine.lines), latest(judged, mine.lines)
+    compared, unlike = None, []
+    if against is not None:
+        if other is None:
+            place = path.with_name(_results_file(against, problems).name)
+            if place == path:
+                place = path.with_name(f"against-{path.name}")
+            other = _judge(arguments, against, place, problems, sandbox, lambda: left_out)
+            say(f"{against}: {place}")
+        compared = compare(lines, latest(judged, other.lines))
+        unlike = _unlike(mine.about, other.about)
+    if arguments.json:
+        put_json(report_json(found, mine.about, lines, compared, unlike))
+    else:
+        put("\n".join(report_lines(found, mine.about, lines, compared, unlike)))
+        put(path)
+    return EXIT_PASS if found.known else EXIT_UNKNOWN
+
+
+def _refuse_usage(arguments: argparse.Namespace) -> None:
+    if arguments.samples > 1 and arguments.temperature == 0:
+        raise UsageError(
+            f"--samples {arguments.samples} — expected a --temperature above 0, found 0: all would be "
+            "one program"
+        )
+    if arguments.samples > 1 and arguments.against is not None:
+        raise UsageError("--against — expected one program a problem, found --samples")
+
+
+def _read(arguments: argparse.Namespace) -> Problems:
+    from engine.evaluate.problems import read_problems
+
+    problems = read_problems(arguments.data, arguments.benchmark)
+    known = {problem.task_id for problem in problems.problems}
+    if unknown := [name for name in arguments.without if name not in known]:
+        raise UsageError(f"--without {unknown[0]} — expected a task_id of {arguments.data}")
+    left = _without(problems, arguments.without)
+    if not left.problems:
+        raise UsageError("--without — expected a problem to be left, found none")
+    return left
+
+
+def _without(problems: Problems, names: Container[str]) -> Problems:
+    left = tuple(one for one in problems.problems if one.task_id not in names)
+    return replace(problems, problems=left)
+
+
+def _read_other(against: Path | None, problems: Problems) -> Side | None:
+    """The results that --against names; None where it names a model, or nothing."""
+    from engine.evaluate.model import model_path
+    from engine.evaluate.results import is_results, read_results
+    from engine.formats.open import open_weights
+
+    if against is None:
+        return None
+    if not is_results(against):
+        open_weights(model_path(against)).close()  # refused now, not after the first model
+        return None
+    about, lines = read_results(against)
+    samples = (about.get("settings") or {}).get("samples", 1)
+    for key, wanted, found in (
+        ("benchmark", problems.benchmark, about.get("benchmark")),
+        ("data_sha256", problems.sha256, about.get("data_sha256")),
+        ("samples", 1, samples),
+    ):
+        if found != wanted:
+            raise UsageError(
+                f"--against {against} — expected {key} {wanted}, found {found}: results of the same "
+                "problems, one program each"
+            )
+    return Side(about, lines)
+
+
+def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """In what two sets of results differ beside the model, in words."""
+    found = []
+    for key in _ASKED_ALIKE:
+        ours, theirs = mine.get(key), other.get(key)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            names = [name for name in ours if ours[name] != theirs.get(name)]
+            found += [f"{name} {ours[name]} here, {theirs.get(name)} there" for name in names]
+        elif ours != theirs:
+            found.append(f"{key} {ours} here, {theirs} there")
+    return found
+
+
+def _results_file(model: Path, problems: Problems) -> Path:
+    return Path(f"{model.resolve().name}-{problems.benchmark}.jsonl")
+
+
+def _judge(
+    arguments: argparse.Namespace,
+    path: Path,
+    where: Path,
+    problems: Problems,
+    sandbox: Sandbox,
+    fit: Callable[[], dict[str, str]],
+) -> Side:
+    """Every program of one model that `where` does not have yet; `fit` runs when all is open, and says
+    which problems are left out and why."""
+    from engine.evaluate.humaneval import Settings, evaluate, room
+    from engine.evaluate.model import weights_sha256
+    from engine.evaluate.problems import STOPS
+    from engine.evaluate.results import open_results, read_results, refuse_other
+    from engine.evaluate.sandbox import RULES
+    from engine.models.generate import TILE
+
+    model = open_asked(arguments, path)
+    for line in graph_decision(model, TILE, arguments.cuda_graph):
+        say(line)
+    tokens = room(model, problems, arguments.max_tokens)
+    settings = Settings(
+        samples=arguments.samples, sampling=sampling_of(arguments), max_tokens=tokens
+    )
+    about: dict[str, Any] = {
+        "benchmark": problems.benchmark,
+        "model": str(path.resolve()),
+        "weights_sha256": weights_sha256(path),
+        "tokenizer_sha256": model.tokenizer.sha256,
+        "weights": model.weights,
+        "precision": model.precision,
+        "device": model.device.type,
+        "data_sha256": problems.sha256,
+        "settings": asdict(settings),
+        "stops": list(STOPS[problems.benchmark]),
+        "sandbox": {"rules": RULES, "cpu_s": sandbox.cpu_s, "clock_s": sandbox.clock_s},
+    }
+    refuse_other(where, about, later=("problems", "without"))
+    left_out = fit()
+    judged = _without(problems, left_out)
+    about |= {
+        "problems": len(judged.problems),
+        "without": sorted({*arguments.without, *left_out}),
+        "left_out": left_out,
+    }
+    results = open_results(where, about)
+    try:
+        if results.done:
+            say(f"{results.path}: {len(results.done)} are finished")
+        evaluate(
+            model,
+            judged,
+            sandbox,
+            results,
+            settings,
+            rows=arguments.rows,
+            cuda_graph=arguments.cuda_graph,
+            progress=Judged(),
+        )
+    finally:
+        results.close()
+    return Side(about, read_results(where)[1])

@@ -25,7 +25,7 @@ _FEW = 20
 def no_answer_json(
     benchmark: str, error: NoAnswer, about: Mapping[str, object]
 ) -> dict[str, object]:
-    """Of an evaluation that has no figure: the reason stands where the figures would."""
+    """Of an evaluation that has no figure: the reason is where the figures would be."""
     return {"benchmark": benchmark, **about, "mode": "unknown", "error": error.message}
 
 

@@ -24,38 +24,35 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.cli.arguments import (
+    add_json,
+    add_path,
+    add_repeated,
+    prepare_threads,
+)
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.export.gate.gate import Gate
-    from engine.export.gate.subject import Subject
-
-HELP = "say which gates of a distillation hold"
+    from engine.export.gate.gate import Subject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "subject", type=Path, metavar="SPEC|RUN", help="a TOML file, or a run folder"
-    )
-    parser.add_argument(
+    add_path(parser, "subject", "SPEC|RUN", "a TOML file, or a run folder")
+    add_repeated(
+        parser,
         "--eval",
-        action="append",
-        default=[],
+        "FILE",
+        "results of `engine eval humaneval` or `mbpp`; repeatable",
         type=Path,
-        metavar="FILE",
-        help="results of `engine eval humaneval` or `mbpp`; repeatable",
     )
     parser.add_argument("--only", default="", metavar="IDS", help="gates to ask, by commas")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one setting"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON value")
+    add_repeated(parser, "--set", "KEY=VALUE", "change one setting")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.cli.generate import prepare_threads
-    from engine.export.gate.gate import IDS, verdict_of
+    from engine.export.gate import IDS
 
     only = [name.strip() for name in arguments.only.split(",") if name.strip()] or list(IDS)
     if unknown := [name for name in only if name not in IDS]:
@@ -63,24 +60,26 @@ def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
     subject = _subject(arguments)
 
+    from engine.export.gate.gate import verdict_of
     from engine.export.gate.run import ask_gates
 
     gates = []
     for gate in ask_gates(subject, only):
         gates.append(gate)
         if not arguments.json:
-            put(_line(gate), flush=True)
+            put(f"{gate.level:7} {gate.id:8} {gate.reason}", flush=True)
     verdict = verdict_of(gates)
     level = verdict.level.name.lower()
     if arguments.json:
-        put_json({"level": level, "subject": str(arguments.subject), "gates": _json(gates)})
+        found = [gate.as_dict() for gate in gates]
+        put_json({"level": level, "subject": str(arguments.subject), "gates": found})
     else:
         say(f"gates: {level}")
     return verdict.exit_code
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
-    from engine.export.gate.subject import Subject
+    from engine.export.gate.gate import Subject
     from engine.findings.context import view_of
     from engine.log.folder import open_run
     from engine.spec import build_spec, load_spec
@@ -89,7 +88,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     path, evaluations = arguments.subject, tuple(arguments.eval)
     if not path.is_dir():
         spec, _ = load_spec(path, sets_from_environment(os.environ) + arguments.set)
-        return Subject(spec=spec, run=None, view=None, evaluations=evaluations, say=_say)
+        return Subject(spec=spec, run=None, view=None, evaluations=evaluations, say=say)
     found = open_run(path)
     others = [text for text in arguments.set if not text.startswith("gate.")]
     if others:
@@ -100,26 +99,4 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     spec = build_spec(
         tree, file="effective.json", base=Path("/"), sets=arguments.set, check_paths=False
     )
-    return Subject(spec=spec, run=found, view=view_of(found), evaluations=evaluations, say=_say)
-
-
-def _line(gate: Gate) -> str:
-    return f"{gate.level:7} {gate.id:8} {gate.reason}"
-
-
-def _json(gates: list[Gate]) -> list[dict[str, object]]:
-    return [
-        {"id": one.id, "level": one.level, "reason": one.reason, "numbers": _plain(one.numbers)}
-        for one in gates
-    ]
-
-
-def _plain(numbers: dict[str, float]) -> dict[str, float | str]:
-    """JSON has no NaN: such a number is its name."""
-    from math import isfinite
-
-    return {name: value if isfinite(value) else str(value) for name, value in numbers.items()}
-
-
-def _say(text: str) -> None:
-    say(text)
+    return Subject(spec=spec, run=found, view=view_of(found), evaluations=evaluations, say=say)

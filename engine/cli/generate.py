@@ -1,6 +1,6 @@
 """Continue a text, as it comes.
 
-engine generate models/qwen --prompt "def add(a, b):"           the likeliest continuation
+engine generate models/qwen --prompt "def add(a, b):"           greedy
 engine generate runs/demo --prompt "Once" --temperature 0.8 --seed 3
 engine generate model.gguf --prompt-file task.txt --stop $'\\n\\n' --json
 
@@ -11,7 +11,6 @@ logits are not finite: nothing is printed in place of a token.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -19,102 +18,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
-from engine.cli.numbers import positive, real, whole
+from engine.cli.arguments import (
+    add_json,
+    add_model,
+    add_path,
+    add_repeated,
+    add_sampling,
+    prepare_threads,
+)
 from engine.errors import BadInput, UsageError
 from engine.files import read_text
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.evaluate.model import Model
-    from engine.models.decode import GraphSetting
-
-HELP = "continue a text with a model"
+    from engine.models.decode import GraphSetting, Sampling
 
 _MOST_TOKENS = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model(parser)
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    text.add_argument(
-        "--prompt-file",
-        type=Path,
-        metavar="FILE",
-        help="a file that holds it; - reads standard input",
-    )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; repeatable",
-    )
-    add_sampling_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON value, at the end")
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL, and how it computes."""
-    parser.add_argument("model", type=Path, metavar="MODEL", help="weight file, folder or run")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto")
-    parser.add_argument(
-        "--weights",
-        choices=("dense", "packed"),
-        default="dense",
-        help="packed: matrices stay in the blocks of their file (dense)",
-    )
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="instead of the model's")
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-tokens",
-        type=positive(limits.POSITIONS.most),
-        metavar="N",
-        help="(512, or what the model has room for)",
-    )
-    parser.add_argument(
-        "--temperature", type=real(1e6), default=0.0, help="0 takes the likeliest token (0)"
-    )
-    parser.add_argument(
-        "--top-k",
-        type=whole(limits.VOCABULARY.most),
-        default=0,
-        help="draw among the K likeliest; 0: all",
-    )
-    parser.add_argument(
-        "--top-p", type=real(1e6), default=1.0, help="draw among those that reach P (1)"
-    )
-    parser.add_argument("--seed", type=whole(limits.SEED.most), default=0, help="of the draws (0)")
-    parser.add_argument(
-        "--cuda-graph",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="replay the steps of a GPU as one graph; the same tokens, faster (auto)",
-    )
-
-
-def prepare_threads() -> None:
-    """How CPU threads wait; before torch loads, because OpenMP reads it once."""
-    from engine.machine.threads import VARIABLE, choose_thread_wait
-
-    os.environ[VARIABLE] = choose_thread_wait("auto", os.environ).choice
+    add_path(text, "--prompt-file", "FILE", "a file that holds it; - reads standard input")
+    add_repeated(parser, "--stop", "TEXT", "end before this text; repeatable")
+    add_sampling(parser)
+    add_json(parser, "print one JSON value, at the end")
 
 
 def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
 
-    from engine.models.decode import Sampling
     from engine.models.generate import complete
 
-    sampling = Sampling(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
     prompt = _prompt(arguments)
     model = open_asked(arguments, arguments.model)
     for line in graph_decision(model, 1, arguments.cuda_graph):
@@ -127,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         [prompt],
         max_tokens=most_tokens(model, [prompt], arguments.max_tokens),
         stops=arguments.stop,
-        sampling=sampling,
+        sampling=sampling_of(arguments),
         tile=1,
         cuda_graph=arguments.cuda_graph,
     ):
@@ -153,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
-    """The model at `path`, as the arguments of `add_model_arguments` want it."""
+    """The model at `path`, as the arguments of `add_model` want it."""
     from engine.evaluate.model import open_model
 
     return open_model(
@@ -162,6 +99,18 @@ def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
         precision=arguments.precision,
         weights=arguments.weights,
         tokenizer=arguments.tokenizer,
+    )
+
+
+def sampling_of(arguments: argparse.Namespace) -> Sampling:
+    """As the arguments of `add_sampling` want it."""
+    from engine.models.decode import Sampling
+
+    return Sampling(
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
     )
 
 

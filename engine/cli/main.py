@@ -9,13 +9,15 @@ to stderr. Exit codes: 0 pass, 1 fail, 2 unknown, 64 usage, 65 bad input, 70 our
 from __future__ import annotations
 
 import argparse
+import inspect
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 from engine.cli import (
     bench,
     checks,
     contracts,
-    convert,
-    diagnose,
     distill,
     doctor,
     drill,
@@ -25,14 +27,12 @@ from engine.cli import (
     flips,
     gate,
     generate,
-    inspect,
     prepare,
     publish,
     report,
     runs,
     spec,
-    stop,
-    tail,
+    weights,
     why,
 )
 from engine.crash import run_command
@@ -40,30 +40,98 @@ from engine.signals import guard_command, leave_command
 from engine.terminal import ArgumentParser
 from engine.version import VERSION
 
+
+class Command(NamedTuple):
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    """Its docstring, or that of its module, is what `--help` says at length."""
+
+
 COMMANDS = (
-    distill,
-    prepare,
-    tail,
-    diagnose,
-    checks,
-    runs,
-    stop,
-    flip,
-    flips,
-    why,
-    evidence,
-    report,
-    contracts,
-    spec,
-    inspect,
-    convert,
-    generate,
-    eval,
-    gate,
-    publish,
-    doctor,
-    drill,
-    bench,
+    # Train.
+    Command(
+        "distill",
+        "distil a student as a spec says, or resume a run",
+        distill.add_arguments,
+        distill.run,
+    ),
+    Command(
+        "prepare", "run the teacher once and store what it says", prepare.add_arguments, prepare.run
+    ),
+    # Look at a run.
+    Command(
+        "tail",
+        "print a run: state, losses, decisions, device, log",
+        runs.add_tail_arguments,
+        runs.tail,
+    ),
+    Command(
+        "diagnose",
+        "say what is wrong with a run, from its logs",
+        checks.add_diagnose_arguments,
+        checks.diagnose,
+    ),
+    Command(
+        "checks",
+        "show the first-minute checks, or what they found in a run",
+        checks.add_checks_arguments,
+        checks.checks,
+    ),
+    Command("runs", "list runs: state, progress, losses", runs.add_runs_arguments, runs.list_runs),
+    Command("stop", "ask a run to save and stop", runs.add_stop_arguments, runs.stop_run),
+    # Test a suspicion, and keep what was learnt.
+    Command("flip", flip.HELP, flip.add_arguments, flip.run),
+    Command("flips", flips.HELP, flips.add_arguments, flips.run),
+    Command("why", why.HELP, why.add_arguments, why.run),
+    Command("evidence", evidence.HELP, evidence.add_arguments, evidence.run),
+    Command("report", report.HELP, report.add_arguments, report.run),
+    Command("contracts", contracts.HELP, contracts.add_arguments, contracts.run),
+    # Specs and models.
+    Command("spec", "print every setting, as TOML to start from", spec.add_arguments, spec.run),
+    Command(
+        "inspect",
+        "describe a weight file: safetensors, GGUF, .apr",
+        weights.add_inspect_arguments,
+        weights.inspect,
+    ),
+    Command(
+        "convert",
+        "write a model in another weight format",
+        weights.add_convert_arguments,
+        weights.convert,
+    ),
+    Command("generate", "continue a text with a model", generate.add_arguments, generate.run),
+    Command(
+        "eval", "evaluate a model: perplexity, programming problems", eval.add_arguments, eval.run
+    ),
+    Command("gate", "say which gates of a distillation hold", gate.add_arguments, gate.run),
+    Command(
+        "publish",
+        "publish a finished run's student, or verify a published folder",
+        publish.add_arguments,
+        publish.run,
+    ),
+    # This machine, and the workbench itself.
+    Command(
+        "doctor",
+        "say what this machine can do, and what cannot be measured on it",
+        doctor.add_arguments,
+        doctor.run,
+    ),
+    Command(
+        "drill",
+        "plant a known defect, and see whether it is named",
+        drill.add_arguments,
+        drill.run,
+    ),
+    Command(
+        "bench",
+        "measure linear layers, a teacher, generation, the loss or whole steps beside the roofline and beside rivals",
+        bench.add_arguments,
+        bench.run,
+    ),
 )
 
 EPILOG = (
@@ -82,16 +150,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"engine {VERSION}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in COMMANDS:
-        name = module.__name__.rsplit(".", 1)[-1]
+    for one in COMMANDS:
         command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.__doc__,
+            one.name,
+            help=one.help,
+            description=inspect.getdoc(one.run) or sys.modules[one.run.__module__].__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(command)
-        command.set_defaults(handler=module.run)
+        one.add_arguments(command)
+        command.set_defaults(handler=one.run)
     return parser
 
 

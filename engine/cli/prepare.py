@@ -21,78 +21,69 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import limits
-from engine.cli.numbers import whole
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_number,
+    add_path,
+    add_set,
+    prepare_threads,
+)
 from engine.errors import UsageError
 from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
     from engine.spec import RunSpec
-    from engine.train.prepare import Prepared
-    from engine.train.prepare_plan import Job, Wanted
-
-HELP = "run the teacher once and store what it says"
+    from engine.train.prepare import Job, Prepared, Wanted
 
 _PLAIN_EVERY_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", type=Path, help="the spec of the run, a TOML file")
-    parser.add_argument(
+    add_path(parser, "spec", None, "the spec of the run, a TOML file")
+    add_choice(
+        parser,
         "--form",
-        choices=("hidden", "top_k", "sampled"),
-        default="hidden",
-        help="hidden states, the likeliest ids with their tail, or ids drawn (hidden)",
+        ("hidden", "top_k", "sampled"),
+        "hidden",
+        "hidden states, the top-k tokens with the rest as one, or sampled tokens (hidden)",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--top-k",
-        type=whole(limits.VOCABULARY.most),
+        limits.VOCABULARY,
+        "tokens per position with --form top_k (64)",
         default=64,
         metavar="K",
-        help="ids a token of --form top_k (64)",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--draws",
-        type=whole(limits.VOCABULARY.most),
+        limits.VOCABULARY,
+        "samples per position with --form sampled (32)",
         default=32,
         metavar="M",
-        help="ids a token of --form sampled (32)",
     )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the store (default: teacher.cache of the spec)"
-    )
+    add_path(parser, "--out", "DIR", "the store (default: teacher.cache of the spec)")
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument(
-        "--rows",
-        type=whole(limits.STEPS.most),
-        metavar="N",
-        help="only the first N rows of training",
-    )
-    amount.add_argument(
-        "--steps",
-        type=whole(limits.STEPS.most),
-        metavar="N",
-        help="only the rows of the first N steps",
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="change one setting"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON value")
+    add_number(amount, "--rows", limits.STEPS, "only the first N rows of training", metavar="N")
+    add_number(amount, "--steps", limits.STEPS, "only the rows of the first N steps", metavar="N")
+    add_set(parser)
+    add_flag(parser, "--dry-run", "print the plan and write nothing")
+    add_json(parser, "print the result as one JSON value")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.machine.threads import VARIABLE, choose_thread_wait
     from engine.spec import load_spec
     from engine.spec.environment import sets_from_environment
 
     sets = sets_from_environment(os.environ) + arguments.set
     spec, _ = load_spec(arguments.spec, sets)
     wanted = _wanted(arguments, spec)
-    # Before torch loads: OpenMP reads it once.
-    os.environ[VARIABLE] = choose_thread_wait(spec.compute.thread_wait, os.environ).choice
+    prepare_threads(spec.compute.thread_wait)
 
-    from engine.train.prepare import prepare
-    from engine.train.prepare_plan import plan_job
+    from engine.train.prepare import plan_job, prepare
     from engine.train.stopping import StopRequest
 
     say("reading and hashing the rows")
@@ -115,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
-    from engine.train.prepare_plan import Wanted
+    from engine.train.prepare import Wanted
 
     out = arguments.out or (Path(spec.teacher.cache) if spec.teacher.cache else None)
     if out is None:
@@ -137,8 +128,8 @@ class _Progress:
 
     def __init__(self, job: Job) -> None:
         self.rows = job.plan.missing
-        self.seq_len = job.identity.seq_len
-        self.token_bytes = job.identity.token_bytes
+        self.seq_len = job.plan.identity.seq_len
+        self.token_bytes = job.plan.identity.token_bytes
         self.line = StatusLine(plain_every_s=_PLAIN_EVERY_S)
 
     def __call__(self, rows: int, seconds: float) -> None:
@@ -158,7 +149,7 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
 
     out, left = job.wanted.out, done.plan.missing - done.rows
     code = 0 if done.stopped is None else stop_code
-    rate = done.rows * job.identity.seq_len / max(done.seconds, 1e-9)
+    rate = done.rows * job.plan.identity.seq_len / max(done.seconds, 1e-9)
     say(
         f"{done.rows:,} rows, {format_bytes(done.bytes)}, in {format_seconds(done.seconds)} "
         f"({rate:,.0f} tok/s)"

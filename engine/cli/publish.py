@@ -24,16 +24,21 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.convert import Reporter
-from engine.cli.generate import prepare_threads
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_path,
+    add_repeated,
+    prepare_threads,
+)
+from engine.cli.weights import Reporter
 from engine.errors import EXIT_PASS, UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.export.package import Published
+    from engine.export.publish import Published
     from engine.export.verify import Verification
-
-HELP = "publish a finished run's student, or verify a published folder"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -46,39 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def quants(format_: str) -> list[str]:
         return [name for name, kind in QUANTS.items() if kind in TYPES_OF[format_]]
 
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="what to make")
-    parser.add_argument("--verify", type=Path, metavar="DIR", help="verify a folder instead")
+    add_path(parser, "run", "RUN", "folder of a finished run", nargs="?")
+    add_path(parser, "folder", "DIR", "what to make", nargs="?")
+    add_path(parser, "--verify", "DIR", "verify a folder instead")
     parser.add_argument("--name", help="of the model (the name of DIR)")
-    parser.add_argument(
-        "--gguf", choices=[*quants("gguf"), "none"], default="q4_k_m", help="(q4_k_m)"
-    )
+    add_choice(parser, "--gguf", [*quants("gguf"), "none"], "q4_k_m", "(q4_k_m)")
     parser.add_argument(
         "--apr", choices=[*quants("apr"), "none"], help="(the student's own float type)"
     )
-    parser.add_argument(
-        "--eval",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="an evaluation of the student; repeatable",
-    )
+    add_repeated(parser, "--eval", "FILE", "an evaluation of the student; repeatable", type=Path)
     parser.add_argument("--license", metavar="ID", help="instead of the one that is inherited")
-    parser.add_argument(
-        "--base-model",
-        action="append",
-        default=[],
-        metavar="ID",
-        help="a base model's name on the Hub; repeatable",
-    )
-    parser.add_argument(
-        "--unevaluated", action="store_true", help="publish without evidence; the card says so"
-    )
-    parser.add_argument(
-        "--unverified", action="store_true", help="do not load it three ways; the card says so"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON value")
+    add_repeated(parser, "--base-model", "ID", "a base model's name on the Hub; repeatable")
+    add_flag(parser, "--unevaluated", "publish without evidence; the card says so")
+    add_flag(parser, "--unverified", "do not load it three ways; the card says so")
+    add_json(parser, "print the result as one JSON value")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _publish(arguments: argparse.Namespace, name: str) -> int:
-    from engine.export.package import Wanted, publish, verification_json
+    from engine.export.publish import Wanted, publish
     from engine.log.folder import open_run
 
     done = publish(
@@ -122,11 +108,11 @@ def _publish(arguments: argparse.Namespace, name: str) -> int:
             unevaluated=arguments.unevaluated,
             unverified=arguments.unverified,
         ),
-        _say,
+        say,
         Reporter(),
     )
     if arguments.json:
-        found = None if done.verification is None else verification_json(done.verification)
+        found = None if done.verification is None else done.verification.as_dict()
         put_json(
             {
                 "folder": str(done.folder),
@@ -156,12 +142,11 @@ def _summary(done: Published) -> list[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from engine.export.package import verification_json
     from engine.export.verify import verify
 
-    found = verify(arguments.verify, _say)
+    found = verify(arguments.verify, say)
     if arguments.json:
-        record: dict[str, Any] = {"folder": str(arguments.verify), **verification_json(found)}
+        record: dict[str, Any] = {"folder": str(arguments.verify), **found.as_dict()}
         put_json(record)
     else:
         put("\n".join(_lines(found)))
@@ -175,7 +160,3 @@ def _lines(found: Verification) -> list[str]:
         f"{one.verdict.level.name.lower():8} {one.id:{width}}  {one.verdict.reason}"
         for one in found.outcomes
     ]
-
-
-def _say(text: str) -> None:
-    say(text)

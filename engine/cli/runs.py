@@ -1,28 +1,42 @@
-"""List the runs in a folder, newest first.
-
-engine runs                the runs in ./runs
-engine runs DIR --json     as one JSON list
-"""
+"""Runs: list them, print what one says about itself, ask one to stop."""
 
 from __future__ import annotations
 
 import argparse
+import math
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
-from engine.terminal import put, put_json, say
+from engine import limits
+from engine.cli.arguments import (
+    add_flag,
+    add_json,
+    add_path,
+    add_run,
+    whole,
+)
+from engine.terminal import clipped, put, put_json, say
 
-HELP = "list runs: state, progress, losses"
+POLL_S = 0.25
+SECTION_LINES = 500
+"""So many lines of a section are printed; a log may have any number of them."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("runs"), help="folder of run folders (runs)"
+def add_runs_arguments(parser: argparse.ArgumentParser) -> None:
+    add_path(
+        parser, "folder", None, "folder of run folders (runs)", nargs="?", default=Path("runs")
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    add_json(parser, "print one JSON list")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from engine.cli.tail import as_json
+def list_runs(arguments: argparse.Namespace) -> int:
+    """List the runs in a folder, newest first.
+
+    engine runs                the runs in ./runs
+    engine runs DIR --json     as one JSON list
+    """
     from engine.errors import RunLogError
     from engine.log.folder import RunFolder, find_runs
     from engine.log.follow import Follower
@@ -41,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         put_json(
             [
-                as_json(f) if f is not None else {"run": str(r.path), "error": text}
+                {"run": str(r.path), "error": text} if f is None else as_json(f)
                 for r, f, text in rows
             ]
         )
@@ -54,3 +68,190 @@ def run(arguments: argparse.Namespace) -> int:
     for folder, _, text in rows:
         put(f"{folder.name:{width}}  {text}")
     return 0
+
+
+def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_flag(parser, "--now", "kill it without saving")
+
+
+def stop_run(arguments: argparse.Namespace) -> int:
+    """Ask a run to finish its step, save a checkpoint and stop; it can be resumed.
+
+    engine stop RUN          finish the step, save, stop (exit code of the run: 143)
+    engine stop RUN --now    kill the trainer without saving
+    """
+    from engine.log.folder import open_run
+    from engine.watch.launch import stop
+
+    say(stop(open_run(arguments.run), now=arguments.now))
+    return 0
+
+
+def add_tail_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on printing the log until the run ends"
+    )
+    parser.add_argument(
+        "-n",
+        "--lines",
+        type=whole(limits.LINES.most),
+        default=20,
+        metavar="N",
+        help="log lines to print first (20)",
+    )
+    add_json(parser, "print JSON: one value, with -f one a line")
+
+
+def tail(arguments: argparse.Namespace) -> int:
+    """Print what a run says about itself: state, losses, alerts, decisions, device, log.
+
+    engine tail RUN            what there is now
+    engine tail -f RUN         and what comes, until the run ends
+    engine tail --json RUN     the same as one JSON value
+    engine tail -f --json RUN  one JSON value a line: the run, each line of its logs as it comes, the run at its end
+
+    A log that cannot be read to its end is printed as far as it can be, as JSON too, where `fault` says what is
+    wrong; then the exit code is 65.
+    """
+    from engine.errors import RunLogError
+    from engine.log.folder import open_run
+    from engine.log.follow import Follower
+    from engine.log.text import has_ended, line_text, status_text
+
+    follower = Follower(open_run(arguments.run))
+    fault: RunLogError | None = None
+    try:
+        follower.read_all()
+    except RunLogError as error:
+        fault = error  # what can be read is printed first
+    if arguments.json:
+        put_json(as_json(follower, fault), flush=True)
+    else:
+        _print_all(follower, arguments.lines)
+    follower.new_lines()
+    while arguments.follow and fault is None and not has_ended(follower.state):
+        time.sleep(POLL_S)
+        try:
+            follower.poll()
+        except RunLogError as error:
+            fault = error
+        for entry in follower.new_lines():
+            if arguments.json:
+                put_json(line_as_json(entry), flush=True)
+            else:
+                put(f"  {line_text(entry)}", flush=True)
+    if arguments.follow and arguments.json:
+        put_json(as_json(follower, fault))
+    elif arguments.follow and fault is None:
+        put(f"{follower.run.name}: {status_text(follower.view, follower.alive)}")
+    if fault is not None:
+        sys.stdout.flush()
+        raise fault
+    return 0
+
+
+def _print_all(follower: Any, log_lines: int) -> None:
+    """What there is now, in words."""
+    from engine.log.text import (
+        alert_lines,
+        decision_lines,
+        device_lines,
+        line_text,
+        result_lines,
+        speed_lines,
+        status_text,
+    )
+
+    view = follower.view
+    put(f"{follower.run.name}: {status_text(view, follower.alive)}")
+    for line in [*result_lines(view), *speed_lines(view)]:
+        put(line)
+    alerts = [line for a in view.alerts.values() for line in alert_lines(a)]
+    log = view.lines[-log_lines:] if log_lines > 0 else []
+    sections = {
+        **({"alerts": alerts} if alerts else {}),
+        "decisions": [line for d in view.decisions for line in decision_lines(d)],
+        "device": device_lines(view),
+    }
+    for heading, lines in sections.items():
+        put(f"\n{heading}")
+        for line in lines[:SECTION_LINES]:
+            put(f"  {line}")
+        if len(lines) > SECTION_LINES:
+            put(f"  and {len(lines) - SECTION_LINES:,} lines more")
+    put("\nlog")
+    for entry in log:
+        put(f"  {line_text(entry)}")
+    sys.stdout.flush()
+
+
+def plain(value: Any) -> Any:
+    """A value of a log as JSON has it: events as objects, numbers that are not finite by name, long texts cut."""
+    import msgspec
+
+    from engine.log.events import name_of_non_finite
+
+    if isinstance(value, msgspec.Struct):
+        return plain(msgspec.structs.asdict(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        return name_of_non_finite(value)
+    if isinstance(value, str):
+        return clipped(value, limits.LOG_TEXT.most)
+    if isinstance(value, dict):
+        return {plain(k): plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def line_as_json(line: Any) -> dict[str, Any]:
+    """A line of one of the logs as one JSON value."""
+    from engine.log.events import kind_of
+
+    fields = {"log": line.source, "unix_s": line.unix_s, **plain(line.event)}
+    return fields | {"kind": plain(kind_of(line.event))}
+
+
+def as_json(follower: Any, fault: Any = None) -> dict[str, Any]:
+    """A run as one JSON value; `fault` is what kept its logs from being read to their ends."""
+    from engine.log.text import share_of_peak
+
+    view = follower.view
+    last = len(view.steps) - 1
+    return {
+        "run": str(follower.run.path),
+        "fault": None if fault is None else fault.message,
+        "state": follower.state,
+        "step": view.last_step,
+        "total_steps": view.total_steps,
+        **plain(
+            {
+                "last": {name: view.steps.value(name, last) for name in view.steps.columns}
+                if last >= 0
+                else None,
+                "tokens_per_second": view.tokens_per_second(),
+                "share_of_peak": share_of_peak(view),
+                "phases_s": dict(view.phases),
+                "eta_s": view.eta_s(),
+                "started": view.started,
+                "phase": view.phase,
+                "data": view.data,
+                "models": dict(view.models),
+                "decisions": view.decisions,
+                "evals": view.evals,
+                "checkpoints": view.checkpoints,
+                "non_finite": view.non_finite,
+                "notes": view.notes,
+                "alerts": list(view.alerts.values()),
+                "alert_count": view.alert_count,
+                "stack_dump": view.stack_dump,
+                "student": view.student,
+                "finished": view.finished,
+                "exit": view.exit,
+                "host": view.host,
+                "gpus": [view.gpus[i] for i in sorted(view.gpus)],
+                "absent": view.absent,
+                "facts": view.facts,
+            }
+        ),
+    }

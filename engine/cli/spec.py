@@ -8,23 +8,19 @@ engine spec kd.toml --set loss.alpha=0.5
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from engine.cli.arguments import (
+    add_json,
+    add_path,
+    add_set,
+)
 from engine.terminal import put
-
-HELP = "print every setting, as TOML to start from"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, nargs="?", help="a spec to complete")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one setting; may be repeated",
-    )
-    parser.add_argument("--json", action="store_true", help="print as JSON")
+    add_path(parser, "file", None, "a spec to complete", nargs="?")
+    add_set(parser)
+    add_json(parser, "print as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from engine.drills.planting import replaced
 from engine.models.decoder import Attention, Decoder, FeedForward, RMSNorm, Sight, project, rotate
-from engine.teachers.quantized import QuantizedTeacher
+from engine.teachers.frozen import QuantizedTeacher
 
 
 def host_operators() -> AbstractContextManager[None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.drills.carry import Drilled
 from engine.drills.healthy import Healthy
+from engine.terminal import aligned
 from engine.units import format_seconds
 from engine.verdict import Level, lowest
 
@@ -28,14 +29,12 @@ def table(results: Sequence[Drilled]) -> list[str]:
     """One line for each drill under a head, aligned; why those that did not pass did not; the verdicts
     counted at the end.
     """
-    rows = [HEAD, *map(_row, results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD) - 1)]
-    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
     why = [
         f"{one.verdict.level.name} {one.drill.id}: {_short(one.verdict.reason)}"
         for one in results
         if one.verdict.level is not Level.PASS
     ]
+    lines = aligned([HEAD, *map(_row, results)])
     return [*lines, *why, count_of([drilled.verdict.level.name for drilled in results])]
 
 

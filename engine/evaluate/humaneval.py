@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from engine.errors import BadInput, NoAnswer
@@ -151,7 +151,7 @@ def evaluate(
     def record(*, wait: bool) -> None:
         for future in [one for one in pending if wait or one.done()]:
             trial, about = future.result(), pending.pop(future)
-            results.add(_judged(about, trial))
+            results.add(replace(about, outcome=trial.outcome, reason=trial.reason))
             if progress is not None:
                 passed = sum(one.outcome == "pass" for one in results.done.values())
                 progress(Progress(len(results.done), total, passed))
@@ -197,29 +197,16 @@ def _generated(
         texts[piece.prompt] += piece.text
         if piece.ended is not None:
             problem, sample = todo[piece.prompt]
-            completion = texts[piece.prompt]
             about = Result(
                 task_id=problem.task_id,
                 sample=sample,
-                completion=completion,
+                completion=texts[piece.prompt],
                 outcome="harness",
                 reason="not tried",
                 tokens=piece.tokens,
                 ended=piece.ended,
             )
-            yield about, problem.program(completion), problem.tests
-
-
-def _judged(about: Result, trial: Trial) -> Result:
-    return Result(
-        task_id=about.task_id,
-        sample=about.sample,
-        completion=about.completion,
-        outcome=trial.outcome,
-        reason=trial.reason,
-        tokens=about.tokens,
-        ended=about.ended,
-    )
+            yield about, problem.program(about.completion), problem.tests
 
 
 def trials(

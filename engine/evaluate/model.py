@@ -21,7 +21,6 @@ from engine.runtime.device import choose_device, choose_precision, torch_dtype
 
 STUDENT = "student"
 """Where a run's folder has its model."""
-WEIGHTS = ("dense", "packed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,14 @@
-"""How well a model foretells a text: cross entropy in nats a token, and perplexity, its exponential.
+"""Perplexity on held-out text: cross entropy in nats per token, and perplexity, its exponential.
 
 A document is cut into rows of `length` tokens, each with the end-of-text token of its document as the last
-label; rows overlap by one token, so that every token but a document's first is foretold once, from what
-stands before it in its row. Every document is read, whatever it is called: this is a text that the user
+label; rows overlap by one token, so that every token but a document's first is predicted once, from what
+is before it in its row. Every document is read, whatever it is called: this is a text that the user
 says is held out.
 
     loss     sum of -log p(token) / tokens, over all documents
     KL       mean over the same tokens of sum_v p(v) (log p(v) - log q(v)), p the model named by `against`:
              what a student that learns from it is to make small
-    top-1    the share of tokens where both think the same token likeliest
+    top-1    the share of tokens where both have the same top token
 
 The interval is a percentile bootstrap over documents (`engine.evaluate.statistics`), because the tokens of
 one document are not independent. Two models with one tokenizer are asked about the same tokens; the interval
@@ -37,10 +37,10 @@ from engine.data.sources import Skipped, list_pieces
 from engine.errors import BadInput, CorpusError, NoAnswer
 from engine.evaluate.model import Model
 from engine.evaluate.statistics import Interval, bootstrap
-from engine.models.head import operand_dtype, project, sum_dtype
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.models.packed import head_of
 
-# Shapes: B rows, T tokens, N of them foretold, V vocabulary, D width
+# Shapes: B rows, T tokens, N of them predicted, V vocabulary, D width
 
 _CHUNK = 1024
 
@@ -70,7 +70,7 @@ class Perplexity:
     documents: tuple[DocumentLoss, ...]
     skipped: tuple[Skipped, ...]
     length: int
-    """Tokens of a row: the more stands before a token, the better it is foretold."""
+    """Tokens of a row: the longer the context, the better the prediction."""
     loss: Figure
     against: Figure | None
     difference: Figure | None
@@ -149,24 +149,23 @@ def perplexity(
             losses.append(sums.of(document.name, models))
     if not losses:
         raise CorpusError.expected("documents", "all", "a token to foretell", "none")
-    counts = [float(one.tokens) for one in losses]
-    loss = _figure([one.nats for one in losses], counts)
-    theirs = [one.against_nats for one in losses if one.against_nats is not None]
-    divergence = [one.kl for one in losses if one.kl is not None]
-    agreed = [float(one.agreed) for one in losses if one.agreed is not None]
+    counts = [one.tokens for one in losses]
+
+    def figure(sums: Sequence[float | None]) -> Figure | None:
+        known = [one for one in sums if one is not None]
+        return _figure(known, counts) if known else None
+
     return Perplexity(
         documents=tuple(losses),
         skipped=tuple(skipped),
         length=length,
-        loss=loss,
-        against=_figure(theirs, counts) if theirs else None,
-        difference=_figure(
-            [one.nats - other for one, other in zip(losses, theirs, strict=True)], counts
-        )
-        if theirs
-        else None,
-        kl=_figure(divergence, counts) if divergence else None,
-        agreement=_figure(agreed, counts) if agreed else None,
+        loss=_figure([one.nats for one in losses], counts),
+        against=figure([one.against_nats for one in losses]),
+        difference=figure(
+            [None if one.against_nats is None else one.nats - one.against_nats for one in losses]
+        ),
+        kl=figure([one.kl for one in losses]),
+        agreement=figure([one.agreed for one in losses]),
     )
 
 
@@ -177,7 +176,7 @@ class _Sums:
         self.nats = [0.0] * models
         self.divergence, self.agreed, self.count = 0.0, 0, 0
         self.told = [False] * models
-        """Whether a model has given two ids different logits at any position."""
+        """Whether a model has given two tokens different logits at any position."""
 
     def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
         """Raises `NoAnswer` where one is not finite, or a model told no id from another."""
@@ -207,11 +206,12 @@ class _Sums:
 def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
     """Adds what every model says of a row: each token after the first."""
     hidden = [one.decoder.hidden(row_T[None, :-1].to(one.device)).flatten(0, 1) for one in models]
+    heads = [head_of(one.decoder) for one in models]
     for first in range(0, len(row_T) - 1, _CHUNK):
         label_N = row_T[1 + first : 1 + first + _CHUNK]
         logs = [
-            _log_p(one, hidden_ND[first : first + _CHUNK])
-            for one, hidden_ND in zip(models, hidden, strict=True)
+            log_probabilities(hidden_ND[first : first + _CHUNK], head, head.vocab_size)
+            for head, hidden_ND in zip(heads, hidden, strict=True)
         ]
         for index, log_NV in enumerate(logs):
             picked = F.nll_loss(log_NV, label_N.to(log_NV.device), reduction="none")
@@ -230,22 +230,21 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
 
 
 def _tells(log_NV: Tensor) -> bool:
-    """Whether two ids differ anywhere; NaN differs from itself, and is refused as what it is."""
+    """Whether two logits differ anywhere; NaN differs from itself, and is refused as what it is."""
     return bool((log_NV.amax(-1) != log_NV.amin(-1)).any())
 
 
-def _log_p(model: Model, hidden_ND: Tensor) -> Tensor:
-    """Log probabilities (N, V)."""
-    head = head_of(model.decoder)
+def log_probabilities(hidden_ND: Tensor, head: Head, columns: int) -> Tensor:
+    """Over the first `columns` tokens of the vocabulary, renormalised (N, columns); fp32 or wider."""
     dtype = operand_dtype(hidden_ND)
     hidden_ND = hidden_ND.to(dtype)
-    logits_NV = hidden_ND.new_empty(len(hidden_ND), head.vocab_size, dtype=sum_dtype(dtype))
-    project(logits_NV, hidden_ND, head.slices(head.vocab_size, dtype))
+    logits_NV = hidden_ND.new_empty(len(hidden_ND), columns, dtype=sum_dtype(dtype))
+    project(logits_NV, hidden_ND, head.slices(columns, dtype))
     return logits_NV.log_softmax(-1)
 
 
 def _same_width(first_NV: Tensor, second_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Both over the ids that both have: embeddings are padded to different round numbers."""
+    """Both over the vocabulary that both have: embeddings are padded to different round numbers."""
     width = min(first_NV.shape[1], second_NV.shape[1])
     if first_NV.shape[1] == second_NV.shape[1]:
         return first_NV, second_NV.to(first_NV.device)

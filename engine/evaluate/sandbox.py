@@ -1,18 +1,25 @@
 """Where generated programs run: bubblewrap, a filter of system calls, limits, and a clock outside.
 
+    /usr, /bin, /lib, this Python     read-only, as the host has them
+    /guest                            the files that run inside, read-only
+    /tmp                              empty, read-only
+    network, processes, users, IPC    namespaces of their own, with nothing in them
+
+Nothing else of the host is there: no home, no /proc, no environment. No place can be written to: a file in
+memory is memory that no limit of a process counts, and so is every entry of a folder.
+
 A trial is two sandboxes and two pipes between them:
 
     judge     runs the problem's tests           knows the nonce, never runs the program
       | calls with plain data   ^ answers
     program   runs what was generated            knows nothing worth taking
 
-Each has namespaces of its own (no network, no other process to be seen), a root that is read-only and
-holds /usr and this Python, no place to write to, no /proc, no capability, no environment, one process of
-one thread (`engine.evaluate.seccomp`), and limits of memory, CPU time and open files. All memory that it
-can have is among its addresses, where the limit of 1 GiB counts it, but for the kernel's own: page tables,
-and at most 1 MiB for each of 64 open files. Both are killed with all that is in them when the judge has
-spoken, when the clock runs out, and when this process dies; a program begins only after the judge has found
-this process alive, because a kernel does not tell a child of a parent that died before it asked to be told.
+Each has no network, no other process to be seen, no capability, one process of one thread
+(`engine.evaluate.seccomp`), and limits of memory, CPU time and open files. All memory that it can have is
+among its addresses, where the limit of 1 GiB counts it, but for the kernel's own: page tables, and at most 1
+MiB for each of 64 open files. Both are killed with all that is in them when the judge has spoken, when the
+clock runs out, and when this process dies; a program begins only after the judge has found this process
+alive, because a kernel does not tell a child of a parent that died before it asked to be told.
 
 The verdict is made here: `pass` needs the judge's exit status 0 and the nonce that only it was given, and
 each assertion to hold as often as with the reference solution, which is run first. What ends before the
@@ -39,14 +46,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from engine.errors import NoAnswer
 from engine.evaluate.seccomp import seccomp_filter
-from engine.evaluate.walls import inner_python, limits_of, walls
 
 Outcome = Literal["pass", "fail", "harness"]
 
@@ -56,7 +63,10 @@ RULES = 2
 """Raised where programs may be judged otherwise than before: results of other rules are not added to."""
 TRIES = 3
 """Of a trial without a verdict."""
+MEMORY_BYTES = 1 << 30
 _MOST_RESULT_BYTES = 1 << 20
+_GUESTS = ("guest_wire.py", "guest_program.py", "guest_judge.py", "guest_assertions.py")
+_HOST_FOLDERS = ("/bin", "/lib", "/lib64", "/lib32", "/sbin")
 _INSTALL = "install bubblewrap (apt install bubblewrap, dnf install bubblewrap)"
 _APPARMOR = (
     "user namespaces may be switched off (Ubuntu 24.04: an AppArmor profile for /usr/bin/bwrap with "
@@ -135,7 +145,7 @@ class Sandbox:
         return judged
 
     def _once(self, program: str, tests: Exam, held: list[int] | None) -> _Judged:
-        limits = limits_of(self.cpu_s)
+        limits = _limits_of(self.cpu_s)
         nonce = secrets.token_hex(16)
         deadline_s = time.monotonic() + self.clock_s
         with ExitStack() as stack:
@@ -202,10 +212,10 @@ class Sandbox:
         )
         command = [
             self.bwrap,
-            *walls(),
+            *_bwrap_arguments(),
             "--seccomp",
             str(number),
-            inner_python(),
+            _inner_python(),
             *("-I", "-S", "-B", "-c", start),
             *(str(one) for one in files),
         ]
@@ -222,6 +232,47 @@ class Sandbox:
         return process
 
 
+def _bwrap_arguments() -> list[str]:
+    """bubblewrap's arguments, but for the filter and the command."""
+    here = Path(__file__).parent
+    arguments = [
+        *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+        *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox"),
+        *("--cap-drop", "ALL", "--clearenv", "--setenv", "PYTHONHASHSEED", "0"),
+        *("--ro-bind", "/usr", "/usr"),
+    ]
+    for folder in _HOST_FOLDERS:
+        if os.path.islink(folder):
+            arguments += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            arguments += ["--ro-bind", folder, folder]
+    prefix = str(Path(sys.base_prefix).resolve())
+    if not prefix.startswith("/usr/") and prefix != "/usr":
+        arguments += ["--ro-bind", prefix, prefix]
+    for name in _GUESTS:
+        arguments += ["--ro-bind", str(here / name), f"/guest/engine/evaluate/{name}"]
+    for device in ("null", "zero", "urandom"):
+        arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    return [*arguments, "--dir", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+def _inner_python() -> str:
+    """This Python, not that of its virtual environment, which the sandbox does not hold."""
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _limits_of(cpu_s: int) -> Mapping[str, int]:
+    return {
+        "AS": MEMORY_BYTES,
+        "CPU": cpu_s,
+        "FSIZE": 0,
+        "NOFILE": 64,
+        "CORE": 0,
+        "MSGQUEUE": 0,
+        "SIGPENDING": 64,
+    }
+
+
 def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
     """The sandbox of this machine, tried with one program. Raises `NoAnswer` where there is none."""
     if sys.platform != "linux" or seccomp_filter() is None:
@@ -233,7 +284,7 @@ def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
     said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False)
     try:
         plain = subprocess.run(
-            [bwrap, *walls(), inner_python(), "-I", "-S", "-c", "print(6 * 7)"],
+            [bwrap, *_bwrap_arguments(), _inner_python(), "-I", "-S", "-c", "print(6 * 7)"],
             capture_output=True,
             text=True,
             check=False,

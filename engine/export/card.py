@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.export.bases import Base, Licence
-from engine.export.evaluations import Evaluation, Metric
-from engine.export.proof import Proof
+from engine.export.licence import Base, Licence
+from engine.export.proof import Evaluation, Metric, Proof
 from engine.export.verify import Verification
 from engine.units import format_count
 from engine.verdict import Level

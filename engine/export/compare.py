@@ -2,22 +2,30 @@
 
     tokens        the first greedy token that differs; a tie, where both are equally good to rounding
     distance      the largest difference of two logits, against the root mean square of all
-    divergence    mean over positions from 1 on of KL(reference || other), and the share of equal top ids
+    divergence    mean over positions from 1 on of KL(reference || other), and how often the top token is the same
     values        every tensor of two files, bit for bit
 
 Position 0 is left out of KL: there every rotary embedding is the identity, and it hides errors of them.
+
+An answer is held against the reference's in one of two ways:
+
+    as_float    it computes in fp32 from the same weights: token ids, greedy tokens, text and logits are the same
+    within      its weights are in blocks: logits within the noise of the block type
+
+A way that is absent is unknown; one that is there and crashes, or answers otherwise, has failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.export.peers import Logits
+from engine.export.peers import Absent, Answered, Crashed, Logits
 from engine.formats.weights import WeightFile
 from engine.models.config import config_of
 from engine.models.load import sources
@@ -28,8 +36,28 @@ from engine.verdict import Level, Verdict
 # Shapes: T tokens of a row, V vocabulary
 
 FLOAT_TOLERANCE = 1e-3
-"""Of the logits' root mean square. Sums of fp32 in another order are some 1e-6 apart after each product,
+"""Of the logits' root mean square. Sums of fp32 in another order are some 1e-6 apart after each matmul,
 and 1e-4 after a hundred layers; a wrong eps, mask or rotary pair moves logits by a tenth and more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one way to load a model, or one gate, has shown."""
+
+    id: str
+    verdict: Verdict
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.verdict}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "level": self.verdict.level.name.lower(),
+            "reason": self.verdict.reason,
+            "numbers": self.numbers,
+        }
 
 
 class Difference(NamedTuple):
@@ -77,10 +105,84 @@ def divergence(reference: Sequence[Logits], other: Sequence[Logits]) -> tuple[fl
     return float(torch.cat(kls).mean()), float(torch.cat(same).mean())
 
 
+# contract: publication-v1
+def as_float(id_: str, answer: Answered | Absent | Crashed, reference: Answered) -> Outcome:
+    """A way that computes in fp32 from the same weights: everything has to be the same."""
+    if not isinstance(answer, Answered):
+        return Outcome(id=id_, verdict=_no_answer(answer))
+    numbers: dict[str, float] = {}
+    level, found = _same_in_float(answer, reference, numbers)
+    return Outcome(id=id_, verdict=Verdict(level, f"{answer.version}: {found}"), numbers=numbers)
+
+
+def _same_in_float(
+    answer: Answered, reference: Answered, numbers: dict[str, float]
+) -> tuple[Level, str]:
+    for index, (ours, theirs) in enumerate(zip(reference.ids, answer.ids, strict=True)):
+        if ours != theirs:
+            text = f"prompt {index + 1} is {theirs} there and {ours} here: another tokenizer"
+            return Level.FAIL, text
+    if _other_shapes(answer, reference):
+        sizes = f"{answer.logits[0].shape[1]:,} ids, expected {reference.logits[0].shape[1]:,}"
+        return Level.FAIL, sizes
+    apart = distance(reference.logits, answer.logits)
+    steps = len(reference.tokens[0])
+    numbers |= {"logits_apart": apart, "limit": FLOAT_TOLERANCE, "steps": float(steps)}
+    ties = []
+    for row, ours, theirs, logits_TV in zip(
+        reference.rows, reference.tokens, answer.tokens, reference.logits, strict=True
+    ):
+        at = first_difference(row[: len(row) - len(ours)], ours, theirs, logits_TV)
+        if at is not None and not at.tie:
+            return Level.FAIL, str(at)
+        ties += [at] if at is not None else []
+    # Written so that NaN fails.
+    if not apart <= FLOAT_TOLERANCE:
+        return Level.FAIL, f"logits {apart:.2g} of their size apart, at most {FLOAT_TOLERANCE:g}"
+    if ties:
+        text = f"{len(ties)} of {len(reference.rows)} texts differ from a tie on: {ties[0]}"
+        return Level.UNKNOWN, text
+    if answer.text != reference.text:
+        other = next(a for a, b in zip(answer.text, reference.text, strict=True) if a != b)
+        return Level.FAIL, f"the same tokens are other text: {other[:60]!r}"
+    return Level.PASS, (
+        f"the same ids, {steps} greedy tokens and text of {len(reference.rows)} prompts; "
+        f"logits {apart:.1e} of their size apart"
+    )
+
+
+# contract: publication-v1
+def within(
+    id_: str, answer: Answered | Absent | Crashed, reference: Answered, limit: float, than: str
+) -> Outcome:
+    """A way that computes from blocks: its logits are at most `limit`, a KL in nats, from the reference's."""
+    if not isinstance(answer, Answered):
+        return Outcome(id=id_, verdict=_no_answer(answer))
+    if _other_shapes(answer, reference):
+        verdict = Verdict(Level.FAIL, f"{answer.version}: another number of ids")
+        return Outcome(id=id_, verdict=verdict)
+    kl, agreement = divergence(reference.logits, answer.logits)
+    numbers = {"kl": kl, "limit": limit, "top1_agreement": agreement}
+    text = f"{answer.version}: KL {kl:.2g} from {than}, top-1 {agreement:.1%}; noise of the type {limit:.2g}"
+    level = Level.PASS if kl <= limit else Level.FAIL
+    return Outcome(id=id_, verdict=Verdict(level, text), numbers=numbers)
+
+
+def _no_answer(answer: Absent | Crashed) -> Verdict:
+    level = Level.UNKNOWN if isinstance(answer, Absent) else Level.FAIL
+    return Verdict(level, answer.reason)
+
+
+def _other_shapes(answer: Answered, reference: Answered) -> bool:
+    return any(a.shape != b.shape for a, b in zip(answer.logits, reference.logits, strict=True))
+
+
 def same_values(file: WeightFile, plain: WeightFile) -> Verdict:
     """Whether `file` holds the values of `plain`: cast, where its floats are narrower, and in the blocks
     that our quantizer makes of them where it has blocks."""
     config = config_of(plain)
+    if config_of(file) != config:
+        return Verdict(Level.FAIL, "another configuration")
     bytes_ = kept = 0
     for (ours, name, found), (_, _, source) in zip(
         sources(file, config), sources(plain, config), strict=True

@@ -8,8 +8,18 @@ order of the new convention where that differs, and its values left alone where 
     quantized    floats, or other blocks made floats first, in new blocks
 
 So a conversion there and back between float types loses nothing, and blocks that both formats have
-move byte for byte. The configuration, the tokenizer, the chat template and the model's name come
-along. Nothing is overwritten: the new file or folder appears when all of it is on the disk, and a
+move byte for byte. The configuration and the tokenizer come along, and what is said of the model
+beside shape and weights, where each format keeps it:
+
+    safetensors   chat_template.jinja beside the weights, else `chat_template` in
+                  tokenizer_config.json: a text, or a list of named ones with a `default`
+    gguf          metadata `tokenizer.chat_template`, `general.name`, `general.license`, ...
+    apr           metadata `chat_template`, `name`, `license`, ...
+
+Within one format everything said about the model's origin is kept; from one to another, what both
+have a key for. A chat template is text of the model's author: carried along, never rendered here.
+
+Nothing is overwritten: the new file or folder appears when all of it is on the disk, and a
 conversion that fails leaves nothing behind.
 
 Host memory: one tensor; for a folder of safetensors, one shard of at most `SHARD_BYTES`.
@@ -23,18 +33,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine import limits
 from engine.errors import UsageError, WeightsError
-from engine.export.about import about, chat_template, folder_of
-from engine.export.folder import write_folder
+from engine.export.hf_folder import TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, write_folder
 from engine.export.mixture import QUANTS, tensor_types
+from engine.files import read_text
 from engine.formats.apr_write import write_apr
 from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
-from engine.formats.weights import WeightFile
+from engine.formats.weights import WeightFile, read_json_object
 from engine.models.config import ModelConfig, config_of
 from engine.models.families import ROPE_DIVISORS
 from engine.models.load import check_tied
@@ -57,6 +69,16 @@ from engine.quant.tensor import QuantTensor
 CONVENTION_OF = {"safetensors": "hf", "gguf": "gguf", "apr": "apr"}
 _FORMAT_OF_SUFFIX = {".gguf": "gguf", ".apr": "apr", "": "safetensors"}
 _TYPE_OF = {dtype: name for name, dtype in FLOATS.items()}
+_TEMPLATE_KEY = {"gguf": "tokenizer.chat_template", "apr": "chat_template"}
+# .apr key -> GGUF key.
+_ORIGIN = {key: f"general.{key}" for key in ("name", "author", "version", "description", "license")}
+# What the writer of a GGUF works out by itself.
+_OF_THE_GGUF = (
+    "general.architecture",
+    "general.file_type",
+    "general.quantization_version",
+    "general.alignment",
+)
 FILE_TYPES = {"f32": 0, "q8_0": 7, "q4_k_m": 15, "q6_k": 18, "bf16": 32}
 """`general.file_type` of llama.cpp, which has one number for each mixture."""
 
@@ -71,41 +93,31 @@ class Progress:
     """In the new file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Converted:
-    """What a conversion did."""
+    """What a conversion did; counted while it goes on."""
 
     source: Path
     target: Path
     format: str
     quant: str
-    kept: int
-    cast: int
-    quantized: int
-    tensors: dict[str, int]
+    kept: int = 0
+    cast: int = 0
+    quantized: int = 0
+    tensors: dict[str, int] = field(default_factory=dict)
     """Of each type in the new file."""
-    weights: int
-    bytes: int
+    weights: int = 0
+    bytes: int = 0
     """Of the tensors in the new file."""
     tokenizer: bool
     """Whether the new file has one."""
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     """Of the source."""
-    elapsed_s: float
+    elapsed_s: float = 0.0
 
     @property
     def bits_per_weight(self) -> float:
         return 8 * self.bytes / self.weights
-
-
-@dataclass(slots=True, kw_only=True)
-class _Tally:
-    kept: int = 0
-    cast: int = 0
-    quantized: int = 0
-    weights: int = 0
-    bytes: int = 0
-    tensors: dict[str, int] = field(default_factory=dict)
 
 
 def format_of(target: Path, asked: str | None) -> str:
@@ -156,53 +168,48 @@ def convert(
         check_fits(config, weights, source, weights.convention)
         types = tensor_types(config, quant, format_)
         check_tied(config, weights)
-        tally = _Tally()
         tokenizer_json = weights.tokenizer_json() if tokenizer else None
-        convention = CONVENTION_OF[format_]
-        tensors = _converted(weights, config, types, convention, device, tally)
-        tensors = _reporting(tensors, len(types), on_tensor)
-        _write(target, format_, quant, weights, config, tensors, tokenizer_json, origin or {})
-        warnings = tuple(weights.warnings)
-    return Converted(
-        source=source,
-        target=target,
-        format=format_,
-        quant=quant,
-        kept=tally.kept,
-        cast=tally.cast,
-        quantized=tally.quantized,
-        tensors=tally.tensors,
-        weights=tally.weights,
-        bytes=tally.bytes,
-        tokenizer=tokenizer_json is not None,
-        warnings=warnings,
-        elapsed_s=time.monotonic() - started_s,
-    )
+        done = Converted(
+            source=source,
+            target=target,
+            format=format_,
+            quant=quant,
+            tokenizer=tokenizer_json is not None,
+        )
+        tensors = _converted(weights, config, types, device, done, on_tensor)
+        _write(done, weights, config, tensors, tokenizer_json, origin or {})
+        done.warnings = tuple(weights.warnings)
+    done.elapsed_s = time.monotonic() - started_s
+    return done
 
 
 def _converted(
     weights: WeightFile,
     config: ModelConfig,
     types: dict[str, BlockType],
-    convention: str,
     device: torch.device,
-    tally: _Tally,
+    done: Converted,
+    on_tensor: Callable[[Progress], None],
 ) -> Iterator[tuple[str, Tensor | QuantTensor]]:
-    """Each tensor under its new name, in the order of the forward pass."""
+    """Each tensor under its new name, in the order of the forward pass; reported when the writer is
+    done with it.
+    """
+    convention = CONVENTION_OF[done.format]
     have = neighbours_turn(config, weights.convention, weights.metadata, weights.path)
     want = _neighbours(config, convention)
     names = names_for(convention, config)
-    for ours, name in names_for(weights.convention, config).items():
-        tensor = _as_type(weights.get(name), types[ours], name, device, tally)
+    for count, (ours, name) in enumerate(names_for(weights.convention, config).items(), 1):
+        tensor = _as_type(weights.get(name), types[ours], name, device, done)
         heads = turned_heads(config, ours)
         if heads and want and not have:
             tensor = permute_rows(tensor, heads)
         elif heads and have and not want:
             tensor = unpermute_rows(tensor, heads)
-        tally.tensors[types[ours].name] = tally.tensors.get(types[ours].name, 0) + 1
-        tally.weights += math.prod(tensor.shape)
-        tally.bytes += tensor.nbytes
+        done.tensors[types[ours].name] = done.tensors.get(types[ours].name, 0) + 1
+        done.weights += math.prod(tensor.shape)
+        done.bytes += tensor.nbytes
         yield names[ours], tensor
+        on_tensor(Progress(done=count, total=len(types), name=names[ours]))
 
 
 def _neighbours(config: ModelConfig, convention: str) -> bool:
@@ -215,38 +222,25 @@ def _as_type(
     wanted: BlockType,
     name: str,
     device: torch.device,
-    tally: _Tally,
+    done: Converted,
 ) -> Tensor | QuantTensor:
     held = source.type.name if isinstance(source, QuantTensor) else _TYPE_OF[source.dtype]
     if held == wanted.name:
-        tally.kept += 1
+        done.kept += 1
         return source
     values = source.to(device)
     if isinstance(values, QuantTensor):
         values = values.dequantize()
     found = quantize(values, wanted, name=name)
     if wanted.name not in FLOATS:
-        tally.quantized += 1
+        done.quantized += 1
         return found
-    tally.cast += 1
+    done.cast += 1
     return found.blocks.view(FLOATS[wanted.name]).view(found.shape)
 
 
-def _reporting(
-    tensors: Iterator[tuple[str, Tensor | QuantTensor]],
-    total: int,
-    on_tensor: Callable[[Progress], None],
-) -> Iterator[tuple[str, Tensor | QuantTensor]]:
-    """Reports each tensor when the writer is done with it."""
-    for done, (name, tensor) in enumerate(tensors, 1):
-        yield name, tensor
-        on_tensor(Progress(done=done, total=total, name=name))
-
-
 def _write(
-    target: Path,
-    format_: str,
-    quant: str,
+    done: Converted,
     weights: WeightFile,
     config: ModelConfig,
     tensors: Iterator[tuple[str, Tensor | QuantTensor]],
@@ -256,30 +250,82 @@ def _write(
     raw = {**weights.config_dict(), **config.to_hf_dict()}
     for stale in ("torch_dtype", "dtype"):
         raw.pop(stale, None)
-    if format_ == "safetensors":
+    if done.format == "safetensors":
         write_folder(
-            target,
-            config={**raw, "dtype": str(FLOATS[QUANTS[quant]]).removeprefix("torch.")},
-            tensors=((name, _floats(tensor)) for name, tensor in tensors),
+            done.target,
+            config={**raw, "dtype": str(FLOATS[QUANTS[done.quant]]).removeprefix("torch.")},
+            tensors=tensors,
             tokenizer_json=tokenizer_json,
-            chat_template=chat_template(weights),
-            beside=folder_of(weights) if weights.format == "safetensors" else None,
+            chat_template=_chat_template(weights),
+            beside=_folder_of(weights) if weights.format == "safetensors" else None,
         )
         return
-    metadata = about(weights, format_, origin)
-    if format_ == "gguf":
-        metadata["general.file_type"] = FILE_TYPES[quant]
+    metadata = _about(weights, done.format, origin)
+    write = write_apr
+    if done.format == "gguf":
+        write = write_gguf
+        metadata["general.file_type"] = FILE_TYPES[done.quant]
         if config.rope_scaling is not None:
             stored = divisors(config.rope_scaling, config.rope_theta, config.head_dim)
             tensors = chain([(ROPE_DIVISORS, torch.tensor(stored))], tensors)
-        write_gguf(
-            target, config=raw, tensors=tensors, tokenizer_json=tokenizer_json, metadata=metadata
-        )
-        return
-    metadata["rope_type"] = APR_NEIGHBOURS if _neighbours(config, "apr") else APR_HALVES
-    write_apr(target, config=raw, tensors=tensors, tokenizer_json=tokenizer_json, metadata=metadata)
+    else:
+        metadata["rope_type"] = APR_NEIGHBOURS if _neighbours(config, "apr") else APR_HALVES
+    write(
+        done.target,
+        config=raw,
+        tensors=tensors,
+        tokenizer_json=tokenizer_json,
+        metadata=metadata,
+    )
 
 
-def _floats(tensor: Tensor | QuantTensor) -> Tensor:
-    assert isinstance(tensor, Tensor), "tensor_types gives safetensors float types"
-    return tensor
+def _about(weights: WeightFile, format_: str, origin: Mapping[str, str]) -> dict[str, Any]:
+    """Metadata for a new file of `format_`, "gguf" or "apr"; it always has a name.
+
+    `origin` is said besides, by the keys of .apr: `name`, `author`, `version`, `description`, `license`.
+    """
+    found: dict[str, Any] = {}
+    if weights.format == format_ == "apr":
+        # What the writer works out by itself it does not take from here.
+        found = {k: v for k, v in weights.metadata.items() if not k.startswith("tokenizer.")}
+    elif weights.format == format_ == "gguf":
+        general = [key for key in weights.metadata if key.startswith("general.")]
+        found = {key: weights.metadata[key] for key in general if key not in _OF_THE_GGUF}
+    elif weights.format != "safetensors":
+        pairs = [(a, g) if format_ == "gguf" else (g, a) for a, g in _ORIGIN.items()]
+        said = {new: weights.metadata.get(old) for old, new in pairs}
+        found = {key: value for key, value in said.items() if value is not None}
+    template = _chat_template(weights)
+    if template is not None:
+        found[_TEMPLATE_KEY[format_]] = template
+    for key, value in origin.items():
+        found[key if format_ == "apr" else _ORIGIN[key]] = value
+    name = "name" if format_ == "apr" else _ORIGIN["name"]
+    if not isinstance(found.get(name), str):
+        plain = weights.format == "safetensors"
+        found[name] = _folder_of(weights).resolve().name if plain else weights.path.stem
+    return found
+
+
+def _chat_template(weights: WeightFile) -> str | None:
+    """The template, or None. Raises `WeightsError` for a file that cannot be read."""
+    if weights.format != "safetensors":
+        found = weights.metadata.get(_TEMPLATE_KEY[weights.format])
+        return found if isinstance(found, str) else None
+    path = _folder_of(weights) / TEMPLATE_FILE
+    if path.exists():
+        return read_text(path, "chat template", limits.MODEL_TEXT, error=WeightsError)
+    path = _folder_of(weights) / TOKENIZER_CONFIG_FILE
+    if not path.exists():
+        return None
+    record = read_json_object(path, "tokenizer configuration", limits.MODEL_CONFIG)
+    found = record.get("chat_template")
+    if isinstance(found, list):
+        named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None
+
+
+def _folder_of(weights: WeightFile) -> Path:
+    """Where the files are that belong to the weights."""
+    return weights.path if weights.path.is_dir() else weights.path.parent

@@ -7,8 +7,7 @@ it is among the warnings. Bits per weight count every byte of every tensor, scal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,53 +18,24 @@ from engine.formats.open import open_weights
 from engine.formats.weights import TensorInfo, WeightFile
 from engine.models.config import ModelConfig, config_of
 from engine.models.names import check_fits, embedding_and_head
+from engine.terminal import aligned
 from engine.units import format_bytes, format_count
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Tensors taken together."""
-
-    tensors: int
-    weights: int
-    bytes: int
-
-    @property
-    def bits_per_weight(self) -> float | None:
-        return 8 * self.bytes / self.weights if self.weights else None
+Description = dict[str, Any]
+"""As `engine inspect --json` prints it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary:
-    rows: int | None
-    """Of the embedding."""
-    tokens: int | None
-    """Of the tokenizer in the file or beside it; None when there is none, or it cannot be read."""
-    bos: int | None
-    eos: tuple[int, ...]
+def describe(path: str | Path, *, tensors: bool = False) -> Description:
+    """The description of a weight file or model folder; `tensors` adds the table of them.
 
+        architecture    None when the file says nothing of it
+        config          as a config.json has it; None when the file says nothing of it
+        runs            this engine has a decoder for it, and all tensors for the decoder are there
+        files           those with tensors in them
+        vocabulary      `rows` of the embedding; `tokens` of the tokenizer in the file or beside it
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    path: Path
-    format: str
-    convention: str
-    files: tuple[Path, ...]
-    """Those with tensors in them."""
-    architecture: str | None
-    config: Mapping[str, Any] | None
-    """As a config.json has it; None when the file says nothing of it."""
-    runs: bool
-    """Whether this engine has a decoder for it, and all tensors for the decoder are there."""
-    total: Share
-    by_dtype: Mapping[str, Share]
-    vocabulary: Vocabulary
-    tensors: tuple[TensorInfo, ...]
-    warnings: tuple[str, ...]
-
-
-def describe(path: str | Path) -> Description:
-    """The description of a weight file or model folder. Raises `WeightsError`."""
+    Raises `WeightsError`.
+    """
     with open_weights(path) as weights:
         warnings = list(weights.warnings)
         config, raw = _configuration(weights, warnings)
@@ -76,97 +46,70 @@ def describe(path: str | Path) -> Description:
             except BadInput as error:
                 runs = False
                 warnings.append(str(error))
-        return Description(
-            path=Path(path),
-            format=weights.format,
-            convention=weights.convention,
-            files=tuple(sorted({info.file for info in weights.tensors.values()})),
-            architecture=_text(raw, "model_type"),
-            config=raw,
-            runs=runs,
-            total=_share(weights.tensors.values()),
-            by_dtype={
-                dtype: _share(info for info in weights.tensors.values() if info.dtype == dtype)
-                for dtype in sorted({info.dtype for info in weights.tensors.values()})
+        infos = tuple(weights.tensors.values())
+        architecture = (raw or {}).get("model_type")
+        found: Description = {
+            "path": str(path),
+            "format": weights.format,
+            "convention": weights.convention,
+            "files": sorted({str(info.file) for info in infos}),
+            "architecture": architecture if isinstance(architecture, str) else None,
+            "runs": runs,
+            "config": raw,
+            **_sizes(infos),
+            "dtypes": {
+                dtype: _sizes([info for info in infos if info.dtype == dtype])
+                for dtype in sorted({info.dtype for info in infos})
             },
-            vocabulary=_vocabulary(weights, raw, warnings),
-            tensors=tuple(weights.tensors.values()),
-            warnings=tuple(warnings),
-        )
+            "vocabulary": _vocabulary(weights, raw or {}, warnings),
+            "warnings": warnings,
+        }
+        if tensors:
+            found["table"] = [
+                {
+                    "name": info.name,
+                    "dtype": info.dtype,
+                    "shape": list(info.shape),
+                    "bytes": info.bytes,
+                    "file": info.file.name,
+                    "start": info.start,
+                }
+                for info in infos
+            ]
+        return found
 
 
-def as_json(found: Description, *, tensors: bool) -> dict[str, Any]:
-    """One JSON value; `tensors` adds the table."""
-    record: dict[str, Any] = {
-        "path": str(found.path),
-        "format": found.format,
-        "convention": found.convention,
-        "files": [str(file) for file in found.files],
-        "architecture": found.architecture,
-        "runs": found.runs,
-        "config": found.config,
-        **_share_json(found.total),
-        "dtypes": {dtype: _share_json(share) for dtype, share in found.by_dtype.items()},
-        "vocabulary": {
-            "rows": found.vocabulary.rows,
-            "tokens": found.vocabulary.tokens,
-            "bos_token_id": found.vocabulary.bos,
-            "eos_token_ids": list(found.vocabulary.eos),
-        },
-        "warnings": list(found.warnings),
-    }
-    if tensors:
-        record["table"] = [
-            {
-                "name": info.name,
-                "dtype": info.dtype,
-                "shape": list(info.shape),
-                "bytes": info.bytes,
-                "file": info.file.name,
-                "start": info.start,
-            }
-            for info in found.tensors
-        ]
-    return record
-
-
-def as_lines(found: Description, *, tensors: bool) -> list[str]:
-    """The same for people; `tensors` adds the table."""
-    bits = found.total.bits_per_weight
+def description_lines(found: Description) -> list[str]:
+    """The same for people."""
+    bits = found["bits_per_weight"]
     lines = [
-        f"{found.path}: {found.format}, {found.architecture or 'architecture unknown'}"
-        f"{'' if found.runs else ' (cannot be run here: see the warnings)'}",
-        f"  {found.total.tensors} tensors, {format_count(found.total.weights)} weights, "
-        f"{format_bytes(found.total.bytes)}"
+        f"{found['path']}: {found['format']}, {found['architecture'] or 'architecture unknown'}"
+        f"{'' if found['runs'] else ' (cannot be run here: see the warnings)'}",
+        f"  {found['tensors']} tensors, {format_count(found['weights'])} weights, "
+        f"{format_bytes(found['bytes'])}"
         f"{'' if bits is None else f', {bits:.2f} bits per weight'}",
     ]
-    if found.config is not None:
-        lines.append(f"  {_shape_text(found.config)}")
-    vocabulary = found.vocabulary
-    tokens = "no tokenizer" if vocabulary.tokens is None else f"{vocabulary.tokens:,} tokens"
-    rows = "unknown" if vocabulary.rows is None else f"{vocabulary.rows:,} rows"
-    ends = ", ".join(map(str, vocabulary.eos)) or "none"
-    lines.append(f"  vocabulary: {rows}, {tokens}, bos {vocabulary.bos}, eos {ends}")
-    lines += _table(
-        [
-            (
-                dtype,
-                f"{share.tensors} tensors",
-                format_count(share.weights),
-                format_bytes(share.bytes),
-            )
-            for dtype, share in found.by_dtype.items()
-        ]
+    if found["config"] is not None:
+        lines.append(f"  {_shape_text(found['config'])}")
+    vocabulary = found["vocabulary"]
+    rows, tokens = vocabulary["rows"], vocabulary["tokens"]
+    lines.append(
+        f"  vocabulary: {'unknown' if rows is None else f'{rows:,} rows'}, "
+        f"{'no tokenizer' if tokens is None else f'{tokens:,} tokens'}, "
+        f"bos {vocabulary['bos_token_id']}, "
+        f"eos {', '.join(map(str, vocabulary['eos_token_ids'])) or 'none'}"
     )
-    if tensors:
-        lines += _table(
-            [
-                (info.name, info.dtype, str(list(info.shape)), format_bytes(info.bytes))
-                for info in found.tensors
-            ]
-        )
-    lines += [f"warning: {text}" for text in found.warnings]
-    return lines
+    dtypes = [
+        (dtype, f"{of['tensors']} tensors", format_count(of["weights"]), format_bytes(of["bytes"]))
+        for dtype, of in found["dtypes"].items()
+    ]
+    tensors = [
+        (one["name"], one["dtype"], str(one["shape"]), format_bytes(one["bytes"]))
+        for one in found.get("table", ())
+    ]
+    for rows in (dtypes, tensors):
+        lines += [f"  {line}" for line in aligned(rows, right=(2, 3))]
+    return lines + [f"warning: {text}" for text in found["warnings"]]
 
 
 def _configuration(
@@ -184,22 +127,19 @@ def _configuration(
     return config, {**raw, **config.to_hf_dict()}
 
 
-def _vocabulary(
-    weights: WeightFile, raw: Mapping[str, Any] | None, warnings: list[str]
-) -> Vocabulary:
+def _vocabulary(weights: WeightFile, raw: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
     embedding = weights.tensors.get(embedding_and_head(weights.convention)[0])
-    eos = (raw or {}).get("eos_token_id")
-    bos = (raw or {}).get("bos_token_id")
-    return Vocabulary(
-        rows=embedding.shape[0] if embedding is not None and embedding.shape else None,
-        tokens=_token_count(weights, warnings),
-        bos=bos if isinstance(bos, int) else None,
-        eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-    )
+    bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
+    return {
+        "rows": embedding.shape[0] if embedding is not None and embedding.shape else None,
+        "tokens": _token_count(weights, warnings),
+        "bos_token_id": bos if isinstance(bos, int) else None,
+        "eos_token_ids": eos if isinstance(eos, list) else [] if eos is None else [eos],
+    }
 
 
 def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
-    """Highest id + 1, added tokens included."""
+    """Highest id + 1, added tokens included; None without a tokenizer that can be read."""
     if weights.format == "gguf":
         return _gguf_token_count(weights.metadata)
     try:
@@ -226,21 +166,15 @@ def _gguf_token_count(metadata: Mapping[str, Any]) -> int | None:
     return next(used, -1) + 1
 
 
-def _share(infos: Iterable[TensorInfo]) -> Share:
-    listed = list(infos)
-    return Share(
-        tensors=len(listed),
-        weights=sum(math.prod(info.shape) for info in listed),
-        bytes=sum(info.bytes for info in listed),
-    )
-
-
-def _share_json(share: Share) -> dict[str, Any]:
+def _sizes(infos: Sequence[TensorInfo]) -> dict[str, float | None]:
+    """Of tensors taken together."""
+    weights = sum(math.prod(info.shape) for info in infos)
+    bytes_ = sum(info.bytes for info in infos)
     return {
-        "tensors": share.tensors,
-        "weights": share.weights,
-        "bytes": share.bytes,
-        "bits_per_weight": share.bits_per_weight,
+        "tensors": len(infos),
+        "weights": weights,
+        "bytes": bytes_,
+        "bits_per_weight": 8 * bytes_ / weights if weights else None,
     }
 
 
@@ -257,24 +191,3 @@ def _shape_text(config: Mapping[str, Any]) -> str:
     )
     said = [f"{config[key]:,} {word}" for key, word in words if isinstance(config.get(key), int)]
     return ", ".join([*said, "tied head" if config.get("tie_word_embeddings") else "own head"])
-
-
-def _text(raw: Mapping[str, Any] | None, key: str) -> str | None:
-    found = (raw or {}).get(key)
-    return found if isinstance(found, str) else None
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns, the last two aligned to the right."""
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    left = len(widths) - 2
-    return [
-        "  "
-        + "  ".join(
-            f"{cell:<{width}}" if column < left else f"{cell:>{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

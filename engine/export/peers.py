@@ -1,8 +1,25 @@
-"""Asking another way to load a model, in a process of its own, and what came of it.
+"""Other ways to load a model and ask it, each in a process of its own: `python -m engine.export.peers KIND`.
 
-an answer    tokens, text and logits
-Absent       the library is not installed, or the process took too long: nothing is known
-Crashed      the library is there and could not load or run the model
+    engine         this engine: a Hugging Face folder, a GGUF or an .apr file
+    transformers   AutoModelForCausalLM and AutoTokenizer, from the folder alone
+    llama          llama.cpp, through llama-cpp-python, from a GGUF file
+
+`ask` starts such a process, and says what came of it:
+
+    Answered   tokens, text and logits
+    Absent     the library is not installed, or the process took too long: nothing is known
+    Crashed    the library is there and could not load or run the model
+
+The question goes to its stdin as one JSON value, and the answer is the last line of its stdout; logits, which
+are large, go to a .npz file that the question names. So a library that is absent, that crashes or that hangs
+is that process's business and nobody else's. All compute in fp32 on the CPU.
+
+    texts    encoded by the peer's own tokenizer, to compare token ids
+    prompts  ids to continue greedily for `steps` tokens; no token ends a text here
+    rows     ids of whole sequences whose logits are wanted at every position; null: each prompt with its
+             continuation
+
+Exit 3 with the reason on stdout: the library is not installed.
 """
 
 from __future__ import annotations
@@ -12,24 +29,32 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 import engine
-from engine.export.peer import ABSENT
 
 # Shapes: T tokens of a row, V vocabulary
 
-LIBRARIES = {"transformers": "transformers", "llama": "llama_cpp"}
-PACKAGES = {"transformers": "transformers", "llama": "llama-cpp-python"}
+# kind -> its module, and the package that has it.
+LIBRARIES = {
+    "transformers": ("transformers", "transformers"),
+    "llama": ("llama_cpp", "llama-cpp-python"),
+}
 LIMIT_S = 1800.0
+_ABSENT = 3
 _TAIL = 1500
+_F32 = 0
+"""GGML_TYPE_F32: llama.cpp keeps keys and values in 16 bits unless told otherwise."""
+
 Logits: TypeAlias = NDArray[np.float32]
+Question = dict[str, Any]
+Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +83,12 @@ class Crashed:
 
 def absent(kind: str) -> Absent | None:
     """Why peer `kind` cannot be asked here; None where its library is installed. Nothing is imported."""
-    name = LIBRARIES.get(kind)
-    if name is None or importlib.util.find_spec(name) is not None:
+    if kind not in LIBRARIES:
         return None
-    return Absent(f"{PACKAGES[kind]} is not installed: pip install 'apr-workbench[peers]'")
+    module, package = LIBRARIES[kind]
+    if importlib.util.find_spec(module) is not None:
+        return None
+    return Absent(f"{package} is not installed: pip install 'apr-workbench[peers]'")
 
 
 def ask(
@@ -75,7 +102,7 @@ def ask(
     rows: Sequence[Sequence[int]] | None,
     limit_s: float = LIMIT_S,
 ) -> Answered | Absent | Crashed:
-    """Has peer `kind` (`engine.export.peer`) load `path`; `scratch` is a folder for its logits."""
+    """Has peer `kind` load `path`; `scratch` is a folder for its logits."""
     if (why := absent(kind)) is not None:
         return why
     logits = scratch / f"{kind}-{len(list(scratch.iterdir()))}.npz"
@@ -91,7 +118,7 @@ def ask(
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "engine.export.peer", kind],
+            [sys.executable, "-m", "engine.export.peers", kind],
             input=json.dumps(question).encode(),
             capture_output=True,
             timeout=limit_s,
@@ -101,21 +128,175 @@ def ask(
     except subprocess.TimeoutExpired:
         return Absent(f"no answer in {limit_s:g} s")
     said = done.stdout.decode("utf-8", "replace").strip()
-    if done.returncode == ABSENT:
+    if done.returncode == _ABSENT:
         return Absent(said)
     if done.returncode != 0:
-        how = (
-            f"ended by signal {-done.returncode}"
-            if done.returncode < 0
-            else f"exit {done.returncode}"
-        )
+        code = done.returncode
+        how = f"ended by signal {-code}" if code < 0 else f"exit {code}"
         last = done.stderr.decode("utf-8", "replace").strip()[-_TAIL:].splitlines()
         return Crashed(f"{how}: {last[-1] if last else 'it said nothing'}")
-    return _read(json.loads(said.splitlines()[-1]), logits)
-
-
-def _read(answer: dict[str, Any], logits: Path) -> Answered:
+    answer = json.loads(said.splitlines()[-1])
     with np.load(logits) as saved:
         found = [saved[f"row{index}"] for index in range(len(answer["rows"]))]
     logits.unlink()
     return Answered(**answer, logits=found)
+
+
+# In the process of its own.
+
+
+def _engine(question: Question) -> Answer:
+    import torch
+
+    from engine.evaluate.model import open_model
+    from engine.models.generate import generate
+    from engine.version import VERSION
+
+    model = open_model(question["path"], device="cpu", precision="fp32")
+    tokenizer = model.tokenizer
+    tokens: list[list[int]] = []
+    for prompt in question["prompts"]:
+        found = generate(model.decoder, [prompt], max_tokens=question["steps"], tile=1)
+        tokens.append([one.token for one in found])
+
+    @torch.inference_mode()
+    def logits(row: list[int]) -> Any:
+        return model.decoder(torch.tensor([row]))[0].float().numpy()
+
+    return {
+        "version": f"engine {VERSION}",
+        "ids": [[int(one) for one in ids] for ids in tokenizer.encode_documents(question["texts"])],
+        "tokens": tokens,
+        "text": [tokenizer.decode(row) for row in tokens],
+        **_saved(question, tokens, logits),
+    }
+
+
+def _transformers(question: Question) -> Answer:
+    # Files on this machine and nothing else: a name that looks like one of the Hub's is not asked for.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    try:
+        import transformers
+    except ImportError as error:
+        _absent("transformers", error)
+    import torch
+
+    path, how = question["path"], {"local_files_only": True}
+    library: Any = transformers
+    tokenizer = library.AutoTokenizer.from_pretrained(path, **how)
+    model = library.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **how).eval()
+    model.generation_config = library.GenerationConfig(
+        do_sample=False, max_new_tokens=question["steps"], pad_token_id=0
+    )
+    tokens: list[list[int]] = []
+    for prompt in question["prompts"]:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            found = model.generate(ids, attention_mask=torch.ones_like(ids))
+        tokens.append(found[0, len(prompt) :].tolist())
+
+    @torch.inference_mode()
+    def logits(row: list[int]) -> Any:
+        return model(torch.tensor([row])).logits[0].float().numpy()
+
+    decode = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return {
+        "version": f"transformers {transformers.__version__}",
+        "ids": [
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in question["texts"]
+        ],
+        "tokens": tokens,
+        "text": [tokenizer.decode(row, **decode) for row in tokens],
+        **_saved(question, tokens, logits),
+    }
+
+
+def _llama(question: Question) -> Answer:
+    try:
+        import llama_cpp
+    except ImportError as error:
+        _absent("llama-cpp-python", error)
+    _plain_blocks(llama_cpp.llama_cpp)
+    longest = max(
+        [len(row) for row in question["rows"] or []]
+        + [len(prompt) + question["steps"] for prompt in question["prompts"]]
+    )
+    model = llama_cpp.Llama(
+        model_path=question["path"],
+        n_ctx=longest,
+        n_batch=longest,
+        logits_all=True,
+        type_k=_F32,
+        type_v=_F32,
+        flash_attn=False,
+        verbose=False,
+    )
+
+    def logits(row: list[int]) -> Any:
+        model.reset()
+        model.eval(row)
+        return np.array(model.scores[: len(row)], dtype=np.float32)
+
+    tokens: list[list[int]] = []
+    for prompt in question["prompts"]:
+        model.reset()
+        model.eval(prompt)
+        found: list[int] = []
+        for _ in range(question["steps"]):
+            # The first of equals, as this engine takes it.
+            found.append(int(model.scores[model.n_tokens - 1].argmax()))
+            model.eval(found[-1:])
+        tokens.append(found)
+    return {
+        "version": f"llama-cpp-python {llama_cpp.__version__}",
+        "ids": [
+            model.tokenize(text.encode(), add_bos=False, special=True) for text in question["texts"]
+        ],
+        "tokens": tokens,
+        "text": [model.detokenize(row, special=True).decode("utf-8", "replace") for row in tokens],
+        **_saved(question, tokens, logits),
+    }
+
+
+def _plain_blocks(binding: Any) -> None:
+    """Have llama.cpp multiply blocks as the file has them, not laid out anew for this processor: it takes
+    AMX where the processor names it, and ends with a signal in a virtual machine that does not allow it.
+    """
+    defaults = binding.llama_model_default_params
+
+    def plain() -> Any:
+        found = defaults()
+        if hasattr(found, "use_extra_bufts"):
+            found.use_extra_bufts = False
+        return found
+
+    binding.llama_model_default_params = plain
+
+
+def _saved(
+    question: Question, tokens: list[list[int]], logits: Callable[[list[int]], Any]
+) -> Answer:
+    """The rows, and the logits of each in the file that the question names."""
+    rows = question["rows"]
+    if rows is None:
+        rows = [prompt + more for prompt, more in zip(question["prompts"], tokens, strict=True)]
+    found = {f"row{index}": logits(row) for index, row in enumerate(rows)}
+    np.savez(question["logits"], **found)
+    return {"rows": rows}
+
+
+def _absent(name: str, error: ImportError) -> NoReturn:
+    print(f"{name} is not installed: {error}")
+    sys.exit(_ABSENT)
+
+
+PEERS = {"engine": _engine, "transformers": _transformers, "llama": _llama}
+
+
+def main() -> None:
+    answer = PEERS[sys.argv[1]](json.load(sys.stdin))
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,7 @@
     engine         this engine on the safetensors: the reference; with and without a cache the same tokens
     apr            our reader finds in the .apr file the very values of the safetensors, bit for bit
     gguf           this engine on the GGUF: within the noise of its block type of the reference
-    transformers   the folder through AutoModel and AutoTokenizer: the same ids, tokens, text and logits
+    transformers   the folder through AutoModel and AutoTokenizer: the same token ids, greedy tokens, text and logits
     llama float    llama.cpp on the same weights in F32, in a file made for this alone: the same
     llama gguf     llama.cpp on the GGUF that is shipped: within the noise of its block type
 
@@ -24,22 +24,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import BadInput, WeightsError
-from engine.export.compare import (
-    first_difference,
-    same_values,
-)
+from engine.export.compare import Outcome, as_float, first_difference, same_values, within
 from engine.export.convert import FILE_TYPES, convert
 from engine.export.manifest import MANIFEST, check_manifest
-from engine.export.outcomes import Outcome, as_float, within
 from engine.export.peers import Absent, Answered, Crashed, Logits, absent, ask
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
-from engine.models.config import config_of, read_config
+from engine.models.config import read_config
 from engine.quant.blocks import NOISE_FLOORS
 from engine.signals import scratch_folder
 from engine.verdict import Level, Verdict, lowest
@@ -64,6 +61,15 @@ class Verification:
     @property
     def verdict(self) -> Verdict:
         return lowest(one.verdict for one in self.outcomes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "level": self.verdict.level.name.lower(),
+            "steps": self.steps,
+            "prompt": self.prompt,
+            "text": self.text,
+            "ways": [one.as_dict() for one in self.outcomes],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,71 +116,63 @@ def verify(
         raise BadInput.expected(
             "model", folder, f"positions for {max(map(len, prompts))} tokens and one more", "fewer"
         )
-    outcomes: list[Outcome] = []
+    asked_steps = min(steps, room)
     with scratch_folder("engine-verify-") as scratch:
-        asked = _Asked(prompts=prompts, steps=min(steps, room), scratch=scratch)
-        reference = None
-        for outcome, answer in _outcomes(folder, asked, say):
-            outcomes.append(outcome)
-            reference = answer or reference
+        asked = _Asked(prompts=prompts, steps=asked_steps, scratch=scratch)
+        say("hashing the files")
+        outcomes = [_files(folder)]
+        say("this engine, on the safetensors")
+        reference = asked.of("engine", folder, None)
+        outcomes.append(_reference(reference, asked))
+        # Without an answer of the reference nothing else can be asked.
+        if isinstance(reference, Answered):
+            outcomes += _others(folder, asked, reference, say)
     return Verification(
         outcomes=tuple(outcomes),
-        steps=asked.steps,
+        steps=asked_steps,
         prompt=PROMPTS[1],
-        text="" if reference is None else reference.text[1],
+        text=reference.text[1] if isinstance(reference, Answered) else "",
     )
 
 
-def _outcomes(
-    folder: Path, asked: _Asked, say: Callable[[str], None]
-) -> Iterator[tuple[Outcome, Answered | None]]:
-    """The reference's answer comes with its outcome; without it nothing else can be asked."""
-    say("hashing the files")
-    yield check_files(folder), None
-    say("this engine, on the safetensors")
-    reference = asked.of("engine", folder, None)
-    yield _reference(reference, asked), reference if isinstance(reference, Answered) else None
-    if not isinstance(reference, Answered):
-        return
+def _others(
+    folder: Path, asked: _Asked, reference: Answered, say: Callable[[str], None]
+) -> Iterator[Outcome]:
     for path in sorted(folder.glob("*.apr")):
         say(f"this engine, on {path.name}")
-        yield _apr(path, folder), None
+        yield _apr(path, folder)
     say("transformers")
-    yield (
-        as_float("transformers", asked.of("transformers", folder, reference.rows), reference),
-        None,
-    )
+    yield as_float("transformers", asked.of("transformers", folder, reference.rows), reference)
     say("llama.cpp, on the weights in F32")
-    yield _llama_float(folder, asked, reference), None
+    yield _llama_float(folder, asked, reference)
     for path in sorted(folder.glob("*.gguf")):
         say(f"this engine and llama.cpp, on {path.name}")
-        for outcome in _gguf(path, asked, reference):
-            yield outcome, None
+        yield from _gguf(path, asked, reference)
 
 
-def check_files(folder: Path) -> Outcome:
-    if not (folder / MANIFEST).is_file():
-        return Outcome(
-            id="files", verdict=Verdict(Level.UNKNOWN, f"no {MANIFEST} to compare them with")
-        )
-    return Outcome(id="files", verdict=check_manifest(folder))
+def _files(folder: Path) -> Outcome:
+    verdict = Verdict(Level.UNKNOWN, f"no {MANIFEST} to compare them with")
+    if (folder / MANIFEST).is_file():
+        verdict = check_manifest(folder)
+    return Outcome(id="files", verdict=verdict)
 
 
 def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:
     """The engine's own: finite logits, and a cache that changes no token."""
+    return Outcome(id="engine", verdict=_sound(answer, asked))
+
+
+def _sound(answer: Answered | Absent | Crashed, asked: _Asked) -> Verdict:
     if not isinstance(answer, Answered):
-        return Outcome(id="engine", verdict=Verdict(Level.FAIL, answer.reason))
+        return Verdict(Level.FAIL, answer.reason)
     for prompt, tokens, logits_TV in zip(asked.prompts, answer.tokens, answer.logits, strict=True):
         if not np.isfinite(logits_TV).all():
-            return Outcome(id="engine", verdict=Verdict(Level.FAIL, "logits that are not finite"))
+            return Verdict(Level.FAIL, "logits that are not finite")
         at = first_difference(prompt, tokens, _argmax(prompt, logits_TV), logits_TV)
         if at is not None and not at.tie:
-            return Outcome(
-                id="engine",
-                verdict=Verdict(Level.FAIL, f"with a cache another token than without: {at}"),
-            )
+            return Verdict(Level.FAIL, f"with a cache another token than without: {at}")
     text = f"{answer.version}: {len(asked.prompts)} texts of {asked.steps} tokens, finite logits"
-    return Outcome(id="engine", verdict=Verdict(Level.PASS, text))
+    return Verdict(Level.PASS, text)
 
 
 def _argmax(prompt: Sequence[int], logits_TV: Logits) -> list[int]:
@@ -213,11 +211,9 @@ def _gguf(path: Path, asked: _Asked, reference: Answered) -> Iterator[Outcome]:
 
 
 def _apr(path: Path, folder: Path) -> Outcome:
-    id_ = f"apr {path.name}"
     try:
         with open_weights(path) as apr, open_weights(folder) as plain:
-            if config_of(apr) != config_of(plain):
-                return Outcome(id=id_, verdict=Verdict(Level.FAIL, "another configuration"))
-            return Outcome(id=id_, verdict=same_values(apr, plain))
+            verdict = same_values(apr, plain)
     except WeightsError as error:
-        return Outcome(id=id_, verdict=Verdict(Level.FAIL, error.message))
+        verdict = Verdict(Level.FAIL, error.message)
+    return Outcome(id=f"apr {path.name}", verdict=verdict)

@@ -41,10 +41,10 @@ from engine.kernels.decode_buffers import (
 )
 from engine.kernels.decode_choose import Best, empty_best
 from engine.kernels.decode_choose import choose as launch_choose
-from engine.kernels.early import can_be_early
+from engine.kernels.dependent_launch import can_be_early
+from engine.kernels.prewarm import warm_up
 from engine.kernels.registry import REGISTRY
 from engine.kernels.small_m_inputs import empty_inputs
-from engine.kernels.warm import warm_up
 from engine.models.decode import HISTORY, LEAST_CAPABILITY, ROWS, Chosen, Sampling
 from engine.models.decoder import Attention, Decoder, FeedForward, Layer, Past, RMSNorm, frequencies
 from engine.models.packed import PackedLinear
@@ -248,7 +248,7 @@ class Step:
     """The launches of a step, and the caches of its rows.
 
     `arch` is the compute capability (90 is 9.0) that products are launched for; with `early` kernels begin
-    before the one ahead has ended (`engine.kernels.early`).
+    before the one ahead has ended (`engine.kernels.dependent_launch`).
     """
 
     def __init__(

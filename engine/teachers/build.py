@@ -19,11 +19,9 @@ from engine.models.decoder import Decoder
 from engine.models.fp8 import load_fp8_decoder
 from engine.models.frozen import join_layer
 from engine.models.load import layer_wise_decoder_of, load_decoder, load_packed_decoder
-from engine.teachers.dequantized import DequantizedTeacher
 from engine.teachers.fp8 import Fp8Teacher, RoundingProbe
-from engine.teachers.frozen import FrozenDecoder
+from engine.teachers.frozen import DequantizedTeacher, FrozenDecoder, QuantizedTeacher
 from engine.teachers.protocol import Teacher
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.sharded import ShardedLayers
 from engine.teachers.truncating import TruncatingTeacher
 

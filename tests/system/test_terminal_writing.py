@@ -15,17 +15,16 @@ import pytest
 
 from engine import terminal
 from engine.limits import PRINTED_LINE
-from engine.terminal import clipped, printable, put, put_json
+from engine.terminal import aligned, clipped, printable, put, put_json
 from tests.support.paths import ROOT
 
 GUESTS = {"engine/evaluate/guest_judge.py", "engine/evaluate/guest_program.py"}
 """Run inside a sandbox, where stdout is a pipe to the judge."""
 PROTOCOLS = {
-    "engine/export/peer.py",
+    "engine/export/peers.py",
     "engine/contracts/proving.py",
     "engine/machine/cuda_driver.py",
     "engine/bench/kd_arm.py",
-    "engine/log/shares.py",
 }
 """Helper processes whose stdout is a pipe to the engine."""
 
@@ -62,6 +61,12 @@ def test_a_long_line_is_cut_and_says_how_long_it_was() -> None:
     assert kept[0] == "short" and kept[2] == "end"
     assert kept[1] == "x" * PRINTED_LINE.most + "… (5,000,000 characters)"
     assert clipped("four", 4) == "four"
+
+
+def test_columns_of_a_table_are_as_wide_as_their_widest_cell() -> None:
+    rows = [("arm", "us", "why"), ("engine", "1.5", ""), ("x", "12.5", "slow")]
+    assert aligned(rows, right={1}) == ["arm       us  why", "engine   1.5", "x       12.5  slow"]
+    assert aligned([]) == []
 
 
 def test_exact_data_is_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 import pytest
 
-from engine.cli.convert import Reporter
+from engine.cli.weights import Reporter
 from engine.export.convert import Progress
 from engine.terminal import columns_of
 from tests.support.terminals import STALE, set_size

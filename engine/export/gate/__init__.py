@@ -10,3 +10,6 @@
 and its evaluations. A gate that has nothing to judge does not apply, with the reason. One that was not
 measured is unknown and never passed.
 """
+
+IDS = ("smoke", "teacher", "cache", "heldout", "eval")
+"""In the order in which they are asked."""

@@ -1,13 +1,35 @@
-"""What a gate answers. No torch."""
+"""What a gate answers, and what is judged: a spec, or a finished run with the spec it had; and what several
+gates need of it, read once: its rows, its teacher as the run uses it, the device they are on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import Any
 
+import torch
+
+from engine.data.batches import Batch, Batches, heldout_rows
+from engine.data.corpus import open_corpus
+from engine.data.tokens import tokenize
+from engine.log.folder import RunFolder
+from engine.log.view import RunView
+from engine.machine.facts import read_facts
+from engine.models.config import count_parameters
+from engine.plan.inputs import Inputs, check_inputs
+from engine.plan.knobs import choose_backend, choose_teacher_precision
+from engine.plan.memory import ITEM_BYTES
+from engine.runtime.device import choose_device, choose_precision
+from engine.spec import RunSpec
+from engine.teachers.build import BuiltTeacher, build_teacher
 from engine.verdict import Level, Verdict, lowest
 
-IDS = ("smoke", "teacher", "cache", "heldout", "eval")
+Say = Callable[[str], None]
+_WEIGHTS_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +45,19 @@ class Gate:
         """`pass`, `unknown`, `fail`, or `n/a`."""
         return "n/a" if self.verdict is None else self.verdict.level.name.lower()
 
+    def as_dict(self) -> dict[str, Any]:
+        """JSON has no NaN: such a number is its name."""
+        numbers = {n: x if isfinite(x) else str(x) for n, x in self.numbers.items()}
+        return {"id": self.id, "level": self.level, "reason": self.reason, "numbers": numbers}
+
 
 def answered(id_: str, level: Level, reason: str, **numbers: float) -> Gate:
     floats = {name: float(value) for name, value in numbers.items()}
     return Gate(id=id_, verdict=Verdict(level, reason), reason=reason, numbers=floats)
+
+
+def unknown(id_: str, reason: str, **numbers: float) -> Gate:
+    return answered(id_, Level.UNKNOWN, reason, **numbers)
 
 
 def does_not_apply(id_: str, reason: str) -> Gate:
@@ -37,3 +68,105 @@ def does_not_apply(id_: str, reason: str) -> Gate:
 def verdict_of(gates: Iterable[Gate]) -> Verdict:
     """The lowest of those that apply; unknown where none does."""
     return lowest(gate.verdict for gate in gates if gate.verdict is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    batches: Batches
+    heldout: Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    spec: RunSpec
+    run: RunFolder | None
+    view: RunView | None
+    evaluations: tuple[Path, ...] = ()
+    say: Say = lambda text: None
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return check_inputs(self.spec)
+
+    @cached_property
+    def device(self) -> torch.device:
+        return torch.device(choose_device(self.spec.compute.device).choice)
+
+    @cached_property
+    def precision(self) -> str:
+        """Of the student's matmuls."""
+        return choose_precision(
+            "student.precision", self.spec.student.precision, self.device.type
+        ).choice
+
+    @cached_property
+    def teacher_precision(self) -> str:
+        wanted, cuda = self.spec.teacher.precision, self.device.type == "cuda"
+        capability = torch.cuda.get_device_capability(self.device) if cuda else None
+        return choose_teacher_precision(
+            wanted, device=self.device.type, capability=capability
+        ).choice
+
+    @cached_property
+    def teacher_backend(self) -> str:
+        """What the run chose; of a spec, what a run here would choose by the size of the weights."""
+        for decision in () if self.view is None else self.view.decisions:
+            if decision.knob == "teacher.backend" and decision.choice != "cached":
+                return decision.choice
+        config, size = self.inputs.teacher, self.inputs.teacher_size
+        assert config is not None
+        each = ITEM_BYTES[self.teacher_precision]
+        packed = size.weight_bytes(each) if size is not None and size.matrices else None
+        wanted = self.spec.teacher.backend
+        return choose_backend(
+            "auto" if wanted == "cached" else wanted,
+            config=config,
+            quantised_blocks=packed is not None,
+            dense_bytes=each * count_parameters(config),
+            packed_bytes=packed,
+            available_bytes=self._room(),
+            precision=self.teacher_precision,
+        ).choice
+
+    def _room(self) -> int | None:
+        if self.device.type == "cuda":
+            return int(_WEIGHTS_SHARE * torch.cuda.mem_get_info(self.device)[0])
+        found = read_facts().memory.available_bytes.number
+        return None if found is None else int(_WEIGHTS_SHARE * found)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The rows that the run trains on, in its order, and those that it is evaluated on."""
+        data = self.spec.data
+        self.say("reading and tokenizing the corpus")
+        corpus = open_corpus(
+            data.corpus,
+            heldout_fraction=data.heldout_fraction,
+            include_tests=data.include_tests,
+            max_bytes=data.max_bytes or None,
+        )
+        batches = Batches(
+            tokenize(corpus.train.documents, self.inputs.tokenizer),
+            seq_len=data.seq_len,
+            rows_per_batch=self.spec.train.rows,
+            seed=self.spec.train.seed,
+        )
+        held = tokenize(corpus.heldout.documents, self.inputs.tokenizer)
+        return Rows(batches=batches, heldout=heldout_rows(held, data.seq_len, self.spec.eval.rows))
+
+    @cached_property
+    def teacher(self) -> BuiltTeacher:
+        """As the run uses it, cut to the student's vocabulary."""
+        return self.teacher_of(self.teacher_backend, self.teacher_precision)
+
+    def teacher_of(self, backend: str, precision: str) -> BuiltTeacher:
+        self.say(f"loading the teacher: {self.spec.teacher.path} ({backend}, {precision})")
+        return build_teacher(
+            self.spec.teacher.path,
+            backend=backend,
+            precision=precision,
+            kernel=self.spec.teacher.kernel,
+            device=self.device,
+            student_vocab=self.inputs.student.vocab_size,
+            probe=self.rows.heldout,
+        )

@@ -16,8 +16,7 @@ import shlex
 from engine.errors import BadInput
 from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
-from engine.export.gate.gate import Gate, answered, does_not_apply
-from engine.export.gate.subject import Subject
+from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, unknown
 from engine.verdict import Level
 
 HELDOUT, EVAL = "heldout", "eval"
@@ -28,11 +27,11 @@ def heldout_target(subject: Subject) -> Gate:
     run, view, wanted = subject.run, subject.view, subject.spec.gate
     if run is None or view is None:
         text = "a spec has no student yet: `engine distill SPEC`, then `engine gate RUN`"
-        return answered(HELDOUT, Level.UNKNOWN, text)
+        return unknown(HELDOUT, text)
     state = view.state(run.liveness())
     if state != "completed":
         text = f"the run is {state}: finish it with `engine distill --resume {shlex.quote(str(run.path))}`"
-        return answered(HELDOUT, Level.UNKNOWN, text)
+        return unknown(HELDOUT, text)
     losses = {
         event.subject: event.loss
         for event in view.evals
@@ -46,9 +45,7 @@ def heldout_target(subject: Subject) -> Gate:
     }
     if loss is None or before is None:
         whose = "the student after its last step" if loss is None else "the untrained student"
-        return answered(
-            HELDOUT, Level.UNKNOWN, f"no held-out loss of {whose} in the log", **numbers
-        )
+        return unknown(HELDOUT, f"no held-out loss of {whose} in the log", **numbers)
     said = [f"loss {loss:.4f}, untrained {before:.4f}"]
     levels = []
     if wanted.heldout_loss:
@@ -74,32 +71,30 @@ def eval_threshold(subject: Subject) -> Gate:
     if wanted == 0:
         return does_not_apply(EVAL, "no threshold is set (gate.pass_at_1)")
     if subject.run is None:
-        return answered(EVAL, Level.UNKNOWN, "a spec has no student yet: gate the run")
+        return unknown(EVAL, "a spec has no student yet: gate the run")
     if not subject.run.student.is_dir():
-        return answered(EVAL, Level.UNKNOWN, "the run has no student yet")
+        return unknown(EVAL, "the run has no student yet")
     if not subject.evaluations:
         run = shlex.quote(str(subject.run.path))
         text = (
             f"not evaluated: `engine eval humaneval {run} --data FILE --results R.jsonl`, then "
             "`engine gate RUN --eval R.jsonl`"
         )
-        return answered(EVAL, Level.UNKNOWN, text)
+        return unknown(EVAL, text)
     weights = weights_sha256(subject.run.student)
     gates = []
     for path in subject.evaluations:
         try:
             found, about = report_of_file(path)
         except BadInput as error:
-            gates.append(answered(EVAL, Level.UNKNOWN, error.message))
+            gates.append(unknown(EVAL, error.message))
             continue
         if about.get("weights_sha256") != weights:
-            gates.append(
-                answered(EVAL, Level.UNKNOWN, f"{path} is of other weights than the run's")
-            )
+            gates.append(unknown(EVAL, f"{path} is of other weights than the run's"))
         elif not found.known or found.interval is None:
             every = found.problems * found.samples
             text = f"{path}: {every - found.attempts} of {every} programs were not judged"
-            gates.append(answered(EVAL, Level.UNKNOWN, text))
+            gates.append(unknown(EVAL, text))
         else:
             low, high = found.interval
             text = (

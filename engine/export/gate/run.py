@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 from engine.errors import BadInput, NoAnswer
-from engine.export.gate.cache import cache_fidelity
-from engine.export.gate.gate import IDS, Gate, answered
+from engine.export.gate import IDS
+from engine.export.gate.gate import Gate, Subject, unknown
 from engine.export.gate.results import eval_threshold, heldout_target
 from engine.export.gate.smoke import smoke
-from engine.export.gate.subject import Subject
-from engine.export.gate.teacher import teacher_parity
-from engine.verdict import Level
+from engine.export.gate.teacher import cache_fidelity, teacher_parity
 
 GATES: dict[str, Callable[[Subject], Gate]] = dict(
     zip(IDS, (smoke, teacher_parity, cache_fidelity, heldout_target, eval_threshold), strict=True)
@@ -26,4 +24,4 @@ def ask_gates(subject: Subject, only: Collection[str] = IDS) -> Iterator[Gate]:
         try:
             yield gate(subject)
         except (BadInput, NoAnswer) as error:
-            yield answered(id_, Level.UNKNOWN, error.message)
+            yield unknown(id_, error.message)

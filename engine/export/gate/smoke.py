@@ -22,8 +22,7 @@ import torch
 
 from engine.data.batches import Batch, Batches, Int64Array
 from engine.errors import TrainingFailed
-from engine.export.gate.gate import Gate, answered
-from engine.export.gate.subject import Subject
+from engine.export.gate.gate import Gate, Subject, answered, unknown
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder
 from engine.train.trainer import Trainer
@@ -56,7 +55,7 @@ def smoke(subject: Subject) -> Gate:
     batch = batches.take(0, spec.train.rows)
     least = least_cross_entropy(batch)
     if least is None:
-        return answered(ID, Level.UNKNOWN, "the first batch of the run has no label")
+        return unknown(ID, "the first batch of the run has no label")
     teaches = spec.has_teacher and spec.loss.alpha < 1.0
     trainer = Trainer(
         student=_student(subject),
@@ -97,7 +96,7 @@ def smoke(subject: Subject) -> Gate:
             f"the first batch cannot be learnt: its labels have {least:.2f} nats that no model can "
             f"foretell, of {entropies[0]:.2f}"
         )
-        return answered(ID, Level.UNKNOWN, text, **numbers)
+        return unknown(ID, text, **numbers)
     text = f"loss {first:.4f} -> {last:.4f} in {steps} steps on one batch ({least:.2f} nats cannot be learnt)"
     return answered(ID, Level.PASS if last < first else Level.FAIL, text, **numbers)
 

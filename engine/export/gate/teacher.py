@@ -1,27 +1,54 @@
-"""Teacher parity: a teacher whose products are not exact, against the model it stands for.
+"""Whether the teacher says what it should: against the model it stands for, and against what is stored of it.
+
+Teacher parity: a teacher whose matmuls are not exact, against the model it stands for.
 
     KL(reference || teacher)  <=  the published noise of 4-bit weights, or gate.teacher_kl
 
-as a mean over labelled tokens of held-out rows, at temperature 1, over the student's ids. The reference is
+as a mean over labelled tokens of held-out rows, at temperature 1, over the student's vocabulary. The reference is
 the model in gate.teacher_reference, the one that the blocks were made from; without it, the values that the
 blocks stand for, in fp32: then the arithmetic is judged and not the quantization. A teacher of dense weights
 in a float type has nothing that could be compared.
+
+Cache fidelity: what teacher.cache holds of a row, against what the teacher says of it now.
+
+    cosine(stored, online)  >=  0.999        for each token; the least one counts
+
+of hidden states where those are stored, else of the probabilities: of each id that either side kept, and of
+the tail as one. Draws are drawn again with their own random numbers, so they are equal or nearly so. The
+rows are spread evenly over those of the run; the teacher is the one the store was made with, in its
+arithmetic, and one with other weights fails by its hash before it is asked.
 """
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
-from engine.export.gate.gate import Gate, answered, does_not_apply
-from engine.export.gate.subject import Subject, frozen, log_probabilities
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.data.batches import Batch
+from engine.evaluate.perplexity import log_probabilities
+from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, unknown
+from engine.formats.safetensors import tensors_sha256
+from engine.loss.types import SparseTargets
+from engine.models.frozen import freeze
+from engine.models.head import Head
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
 from engine.quant.blocks import NOISE_FLOORS
+from engine.teachers.build import BuiltTeacher
+from engine.teachers.store.folder import Store, open_store
+from engine.teachers.store.manifest import HIDDEN, MANIFEST, uses_cache
+from engine.teachers.store.outputs import as_targets, sparse_parts
+from engine.teachers.store.teacher import CachedTeacher
 from engine.verdict import Level
 
-# Shapes: B rows, T tokens, N labelled tokens, V vocabulary, E width
+# Shapes: B rows, T tokens, N labelled tokens (of the cache: all of a row), K stored tokens of a position,
+# V vocabulary, E width
 
-ID = "teacher"
+TEACHER, CACHE = "teacher", "cache"
 ROWS = 8
 _CHUNK = 256
 
@@ -30,12 +57,12 @@ _CHUNK = 256
 def teacher_parity(subject: Subject) -> Gate:
     spec = subject.spec
     if not spec.has_teacher:
-        return does_not_apply(ID, "the run has no teacher")
+        return does_not_apply(TEACHER, "the run has no teacher")
     given = spec.gate.teacher_reference
     inexact = subject.teacher_backend == "quantized" or subject.teacher_precision == "fp8"
     if not inexact and not given:
         return does_not_apply(
-            ID,
+            TEACHER,
             f"the teacher is dense, in {subject.teacher_precision}: nothing of it is quantized on the way "
             "(gate.teacher_reference compares it with another model)",
         )
@@ -44,10 +71,10 @@ def teacher_parity(subject: Subject) -> Gate:
     teacher = subject.teacher.teacher
     columns = subject.inputs.student.vocab_size
     subject.say(f"loading the reference: {path} (fp32)")
-    reference = frozen(load_decoder(path, torch.float32, subject.device))
+    reference = freeze(load_decoder(path, torch.float32, subject.device))
     if reference.config.vocab_size < columns:
         text = f"{path} has {reference.config.vocab_size:,} ids, expected {columns:,} or more"
-        return answered(ID, Level.UNKNOWN, text)
+        return unknown(TEACHER, text)
     kl = agreed = 0.0
     count = 0
     for batch in parts:
@@ -63,7 +90,7 @@ def teacher_parity(subject: Subject) -> Gate:
             agreed += float((p_NV.argmax(-1) == q_NV.argmax(-1)).sum())
         count += len(kept)
     if not count:
-        return answered(ID, Level.UNKNOWN, "the held-out rows have no label")
+        return unknown(TEACHER, "the held-out rows have no label")
     limit = spec.gate.teacher_kl or NOISE_FLOORS["q4_k_m"].kl
     mean = kl / count
     which = given or "the values in its blocks, in fp32"
@@ -73,4 +100,103 @@ def teacher_parity(subject: Subject) -> Gate:
     )
     # Written so that NaN fails.
     level = Level.PASS if mean <= limit else Level.FAIL
-    return answered(ID, level, text, kl=mean, limit=limit, agreement=agreed / count, tokens=count)
+    return answered(
+        TEACHER, level, text, kl=mean, limit=limit, agreement=agreed / count, tokens=count
+    )
+
+
+@torch.inference_mode()
+def cache_fidelity(subject: Subject) -> Gate:
+    spec = subject.spec
+    if not uses_cache(spec):
+        return does_not_apply(CACHE, "the run reads no stored teacher outputs (teacher.cache)")
+    folder = Path(spec.teacher.cache)
+    if not (folder / MANIFEST).is_file():
+        return unknown(CACHE, f"{folder} is empty: fill it with `engine prepare`")
+    store = open_store(folder)
+    identity = store.identity
+    batches = subject.rows.batches
+    rows = batches.rows_per_epoch
+    places = np.unique(np.linspace(0, rows - 1, min(rows, 1024)).astype(np.int64))
+    found = [batch for at in places if _held(batch := batches.take(int(at), 1), store)]
+    if not found:
+        text = (
+            f"none of {len(places):,} rows of the run is in {folder}: fill it with `engine prepare`"
+        )
+        return unknown(CACHE, text)
+    chosen = np.unique(
+        np.linspace(0, len(found) - 1, min(len(found), spec.gate.cache_rows)).astype(np.int64)
+    )
+    built = subject.teacher_of(identity.backend, identity.precision)
+    decoder = built.decoder
+    sha256 = tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
+    if sha256 != identity.teacher_sha256:
+        text = f"made with a teacher {identity.teacher_sha256[:16]}, found {sha256[:16]} in {spec.teacher.path}"
+        return answered(CACHE, Level.FAIL, text)
+    head: Head | None = head_of(decoder) if identity.form == HIDDEN else None
+    stored = CachedTeacher(
+        store,
+        device=subject.device,
+        vocab_size=head.vocab_size if head is not None else subject.inputs.student.vocab_size,
+        head=head,
+        online=None,
+        say=subject.say,
+    )
+    subject.say(f"{len(chosen)} stored rows, asked of the teacher again")
+    least, total, tokens = 1.0, 0.0, 0
+    try:
+        for index in chosen:
+            cosine_N = _cosines(stored, built, found[index], subject.device)
+            least = min(least, float(cosine_N.min()))
+            total += float(cosine_N.double().sum())
+            tokens += len(cosine_N)
+            if not bool(cosine_N.isfinite().all()):
+                return answered(CACHE, Level.FAIL, "stored outputs that are not finite")
+    finally:
+        stored.close()
+    limit = spec.gate.cache_cosine
+    text = (
+        f"{identity.words}: least cosine {least:.6f}, mean {total / tokens:.6f}, at least {limit:g} "
+        f"({len(chosen)} rows, {tokens:,} tokens)"
+    )
+    level = Level.PASS if least >= limit else Level.FAIL
+    return answered(
+        CACHE, level, text, least=least, mean=total / tokens, limit=limit, rows=len(chosen)
+    )
+
+
+def _held(batch: Batch, store: Store) -> bool:
+    return all(key in store for key in store.identity.keys(batch))
+
+
+def _cosines(
+    stored: CachedTeacher, built: BuiltTeacher, batch: Batch, device: torch.device
+) -> Tensor:
+    """Of each token (N,)."""
+    tokens_BT, documents_BT, _ = batch.to_torch(device)
+    hidden_NE = built.teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
+    if stored.gives_hidden:
+        kept_NE = stored.hidden(tokens_BT, documents_BT).flatten(0, 1)
+        return F.cosine_similarity(kept_NE.double(), hidden_NE.double(), dim=-1)
+    identity = stored.store.identity
+    kept = stored.targets(tokens_BT, documents_BT)
+    assert kept is not None
+    parts = sparse_parts(identity, hidden_NE, built.teacher.head(), identity.keys(batch))
+    online = as_targets(identity, parts)
+    spread = [_spread(one, stored.vocab_size) for one in (kept, online)]
+    return F.cosine_similarity(spread[0], spread[1], dim=-1)
+
+
+def _spread(outputs: SparseTargets, vocabulary: int) -> Tensor:
+    """Probabilities over the vocabulary, with the rest of them in one more column (N, V + 1)."""
+    ids_NK = outputs.ids_NK.long()
+    if outputs.log_probs_NK is None:
+        p_NK = torch.full(
+            ids_NK.shape, 1 / ids_NK.shape[1], dtype=torch.float64, device=ids_NK.device
+        )
+    else:
+        p_NK = outputs.log_probs_NK.double().exp()
+    out_NV = p_NK.new_zeros(len(ids_NK), vocabulary + 1)
+    out_NV.scatter_add_(1, ids_NK, p_NK)
+    out_NV[:, -1] = 1 - p_NK.sum(1)
+    return out_NV

@@ -29,9 +29,8 @@ from engine.quant.blocks import BLOCK_TYPES, NOISE_FLOORS
 from engine.quant.planes import pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.identity import same_values
-from engine.teachers.quantized import QuantizedTeacher
 from tests.support.packed_models import lively, make_config, write
 from tests.support.paths import DEMO
 

@@ -227,7 +227,7 @@ def logged(folder: Path, levels: dict[str, str]) -> RunFolder:
 def ask(run: RunFolder | None, **options: bool) -> int:
     defaults = {"list": False, "json": False}
     path = run.path if run is not None else None
-    return command.run(argparse.Namespace(run=path, **(defaults | options)))
+    return command.checks(argparse.Namespace(run=path, **(defaults | options)))
 
 
 def test_the_exit_code_is_the_lowest_answer(

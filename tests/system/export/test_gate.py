@@ -16,13 +16,11 @@ import torch
 from engine.cli.main import main
 from engine.data.batches import Batch
 from engine.evaluate.statistics import wilson
-from engine.export.gate.cache import cache_fidelity
-from engine.export.gate.gate import Gate, answered, does_not_apply, verdict_of
+from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, verdict_of
 from engine.export.gate.results import eval_threshold, heldout_target
 from engine.export.gate.run import ask_gates
 from engine.export.gate.smoke import least_cross_entropy, smoke
-from engine.export.gate.subject import Subject
-from engine.export.gate.teacher import teacher_parity
+from engine.export.gate.teacher import cache_fidelity, teacher_parity
 from engine.findings.context import spec_hash, view_of
 from engine.log.folder import RunFolder
 from engine.models.load import save_decoder

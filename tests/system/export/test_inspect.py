@@ -58,17 +58,15 @@ def test_the_same_model_is_described_the_same_in_every_format(
 
 
 def test_bits_per_weight_count_every_byte(files: dict[str, Path]) -> None:
-    assert describe(files["safetensors"]).total.bits_per_weight == 32
-    found = describe(files["gguf"])
+    assert describe(files["safetensors"])["bits_per_weight"] == 32
+    found = describe(files["gguf"], tensors=True)
     # 48 values in a row are no multiple of 32: those rows are F16.
-    assert {dtype: share.tensors for dtype, share in found.by_dtype.items()} == {
+    assert {dtype: share["tensors"] for dtype, share in found["dtypes"].items()} == {
         "F16": 15,
         "F32": 11,
     }
-    assert found.total.bytes == sum(info.bytes for info in found.tensors)
-    assert (
-        found.total.bits_per_weight == 8 * found.total.bytes / describe(files["apr"]).total.weights
-    )
+    assert found["bytes"] == sum(one["bytes"] for one in found["table"])
+    assert found["bits_per_weight"] == 8 * found["bytes"] / describe(files["apr"])["weights"]
 
 
 def test_the_table_has_every_tensor_in_the_order_of_the_file(
@@ -104,17 +102,17 @@ def test_weights_that_do_not_fit_are_described_with_what_is_missing(
     del tensors["model.norm.weight"]
     save_file({**tensors, "mine": torch.zeros(2)}, tmp_path / "model.safetensors")
     found = describe(tmp_path)
-    assert not found.runs
-    assert "missing model.norm.weight [48]" in found.warnings[0]
-    assert "unexpected mine [2]" in found.warnings[0]
+    assert not found["runs"]
+    assert "missing model.norm.weight [48]" in found["warnings"][0]
+    assert "unexpected mine [2]" in found["warnings"][0]
 
 
 def test_a_file_without_a_configuration_is_a_table_of_tensors(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3, 4), "b": torch.zeros(0)}, tmp_path / "some.safetensors")
     found = describe(tmp_path / "some.safetensors")
-    assert found.config is None and found.architecture is None and not found.runs
-    assert (found.total.tensors, found.total.weights) == (2, 12)
-    assert found.vocabulary.rows is None and found.vocabulary.tokens is None
+    assert found["config"] is None and found["architecture"] is None and not found["runs"]
+    assert (found["tensors"], found["weights"]) == (2, 12)
+    assert found["vocabulary"]["rows"] is None and found["vocabulary"]["tokens"] is None
 
 
 def test_a_tokenizer_that_cannot_be_read_is_a_warning(kit: Kit, tmp_path: Path) -> None:
@@ -123,8 +121,8 @@ def test_a_tokenizer_that_cannot_be_read_is_a_warning(kit: Kit, tmp_path: Path) 
     for text, words in (("{", "expected JSON"), ('{"model": []}', "TypeError")):
         (tmp_path / "tokenizer.json").write_text(text)
         found = describe(tmp_path)
-        assert found.runs and found.vocabulary.tokens is None
-        assert words in found.warnings[0]
+        assert found["runs"] and found["vocabulary"]["tokens"] is None
+        assert words in found["warnings"][0]
 
 
 def test_what_is_no_weight_file_is_refused(

@@ -20,10 +20,10 @@ from engine.cli.main import main
 from engine.errors import BadInput
 from engine.evaluate.model import open_model
 from engine.evaluate.statistics import wilson
-from engine.export.bases import bases_of, inherited
+from engine.export.licence import bases_of, inherited
 from engine.export.manifest import MANIFEST, check_manifest
-from engine.export.package import Published, Wanted, publish
 from engine.export.proof import examine
+from engine.export.publish import Published, Wanted, publish
 from engine.formats.open import open_weights
 from engine.log.folder import RunFolder
 from engine.models.generate import end_ids, generate
@@ -256,7 +256,7 @@ def test_a_publication_that_fails_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.export.package.write_manifest", full)
+    monkeypatch.setattr("engine.export.publish.write_manifest", full)
     with pytest.raises(BadInput, match="No space left"):
         published(run, tmp_path / "tiny")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -11,9 +11,9 @@ import pytest
 
 from engine.cli.main import main
 from engine.evaluate.model import weights_sha256
-from engine.export.bases import Base, bases_of, inherited, licence_files
-from engine.export.evaluations import read_evaluation
-from engine.export.package import Wanted, publish
+from engine.export.licence import Base, bases_of, inherited, licence_files
+from engine.export.proof import read_evaluation
+from engine.export.publish import Wanted, publish
 from engine.log.folder import RunFolder
 from tests.support.finished_runs import finish, results_file
 from tests.support.kit import Kit

@@ -17,9 +17,15 @@ import pytest
 import torch
 
 from engine.cli.main import main
-from engine.export.compare import FLOAT_TOLERANCE, divergence, first_difference, same_values
+from engine.export.compare import (
+    FLOAT_TOLERANCE,
+    as_float,
+    divergence,
+    first_difference,
+    same_values,
+    within,
+)
 from engine.export.convert import convert
-from engine.export.outcomes import as_float, within
 from engine.export.peers import Absent, Answered, Crashed, ask
 from engine.export.verify import PROMPTS, verify
 from engine.formats.open import open_weights
@@ -196,7 +202,7 @@ def test_a_peer_that_is_absent_says_so_with_an_exit_status_of_its_own(tmp_path: 
     """Whatever is installed here: an empty place where the library would be."""
     (tmp_path / "transformers.py").write_text("raise ImportError('not today')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "engine.export.peer", "transformers"],
+        [sys.executable, "-m", "engine.export.peers", "transformers"],
         input=json.dumps({"path": str(tmp_path)}),
         env={"PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,

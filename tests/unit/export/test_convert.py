@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.cli.main import main
 from engine.errors import UsageError, WeightsError
-from engine.export import folder as folder_module
+from engine.export import hf_folder as folder_module
 from engine.export.convert import Converted, Progress, convert, format_of
 from engine.export.mixture import tensor_types
 from engine.formats.gguf_write import write_gguf

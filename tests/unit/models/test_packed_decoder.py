@@ -23,7 +23,7 @@ from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 from engine.models.packed_size import packed_size
 from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
 from engine.quant.quantize import quantize
-from engine.teachers.quantized import QuantizedTeacher
+from engine.teachers.frozen import QuantizedTeacher
 from tests.support.packed_models import lively, make_config, random_tokens, write
 
 FAMILIES = ["qwen2", "qwen3", "llama"]

@@ -1,0 +1,167 @@
+"""Arguments that several commands have, each declared once; and numbers of a command line: whole or real,
+finite, and in a range.
+
+    add_number(parser, "--jobs", limits.JOBS, "so many at once")
+    parser.add_argument("--timeout", type=real(86400))
+
+A number beyond its range is a slip that costs the machine. What is below the lower end that a command has
+for a reason of its own is said by that command, so here both ends are as far from 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from engine import limits
+from engine.terminal import clipped
+
+Parser: TypeAlias = argparse._ActionsContainer
+"""A parser, or a group of its arguments."""
+T = TypeVar("T", int, float)
+_SHOWN = 40
+
+
+def add_flag(parser: Parser, name: str, what: str) -> None:
+    parser.add_argument(name, action="store_true", help=what)
+
+
+def add_path(parser: Parser, name: str, metavar: str | None, what: str, **more: Any) -> None:
+    parser.add_argument(name, type=Path, metavar=metavar, help=what, **more)
+
+
+def add_choice(
+    parser: Parser, name: str, choices: Sequence[str], default: str, what: str | None = None
+) -> None:
+    parser.add_argument(name, choices=choices, default=default, help=what)
+
+
+def add_number(
+    parser: Parser,
+    name: str,
+    limit: limits.Limit,
+    what: str,
+    *,
+    least: int | None = None,
+    **more: Any,
+) -> None:
+    """An integer within `limit`, on either side of 0; with `least` 1 it is 1 or more."""
+    kind = whole if least is None else positive
+    parser.add_argument(name, type=kind(limit.most), help=what, **more)
+
+
+def add_repeated(parser: Parser, name: str, metavar: str, what: str, **more: Any) -> None:
+    """An option that may be given several times: its value is a list."""
+    parser.add_argument(name, action="append", default=[], metavar=metavar, help=what, **more)
+
+
+def add_json(parser: Parser, what: str = "print one JSON value") -> None:
+    add_flag(parser, "--json", what)
+
+
+def add_set(parser: Parser) -> None:
+    add_repeated(parser, "--set", "KEY=VALUE", "change one setting; may be repeated")
+
+
+def add_run(parser: Parser, *, or_nothing: bool = False) -> None:
+    add_path(parser, "run", "RUN", "a run folder", nargs="?" if or_nothing else None)
+
+
+def add_model(parser: Parser) -> None:
+    """MODEL, and how it computes (`engine.cli.generate.open_asked`)."""
+    add_path(parser, "model", "MODEL", "weight file, folder or run")
+    add_choice(parser, "--device", ("auto", "cpu", "cuda"), "auto")
+    add_choice(parser, "--precision", ("auto", "fp32", "bf16"), "auto")
+    add_choice(
+        parser,
+        "--weights",
+        ("dense", "packed"),
+        "dense",
+        "packed: matrices stay in the blocks of their file (dense)",
+    )
+    add_path(parser, "--tokenizer", "FILE", "instead of the model's")
+
+
+def add_sampling(parser: Parser) -> None:
+    add_number(
+        parser,
+        "--max-tokens",
+        limits.POSITIONS,
+        "(512, or what the model has room for)",
+        metavar="N",
+        least=1,
+    )
+    parser.add_argument("--temperature", type=real(1e6), default=0.0, help="0 is greedy (0)")
+    add_number(
+        parser,
+        "--top-k",
+        limits.VOCABULARY,
+        "sample from the K most likely tokens; 0: all",
+        default=0,
+    )
+    parser.add_argument(
+        "--top-p",
+        type=real(1e6),
+        default=1.0,
+        help="sample from the most likely tokens that reach P (1)",
+    )
+    add_number(parser, "--seed", limits.SEED, "of the sampling (0)", default=0)
+    add_choice(
+        parser,
+        "--cuda-graph",
+        ("auto", "on", "off"),
+        "auto",
+        "replay the steps of a GPU as one graph; the same tokens, faster (auto)",
+    )
+
+
+def prepare_threads(wanted: str = "auto") -> None:
+    """How CPU threads wait; before torch loads, because OpenMP reads it once."""
+    from engine.machine.threads import VARIABLE, choose_thread_wait
+
+    os.environ[VARIABLE] = choose_thread_wait(wanted, os.environ).choice
+
+
+def whole(most: int) -> Callable[[str], int]:
+    """Integers up to `most`, and down to -`most`."""
+    return _number(int, "a whole number", most)
+
+
+def real(most: float) -> Callable[[str], float]:
+    """Finite numbers up to `most`, and down to -`most`."""
+    return _number(float, "a number", most)
+
+
+def positive(most: int) -> Callable[[str], int]:
+    """Integers from 1 to `most`."""
+    parse = whole(most)
+
+    def parse_positive(text: str) -> int:
+        value = parse(text)
+        if value < 1:
+            raise argparse.ArgumentTypeError("at least 1")
+        return value
+
+    return parse_positive
+
+
+def _number(kind: Callable[[str], T], expected: str, most: float) -> Callable[[str], T]:
+    def parse(text: str) -> T:
+        try:
+            value = kind(text)
+        except ValueError:  # no number, or thousands of digits
+            raise _wrong(expected, text) from None
+        # Written so that NaN is refused.
+        if not abs(value) <= most:
+            end = f"{most:,}" if isinstance(most, int) else f"{most:,.0f}"
+            raise _wrong(f"a number of at most {end}", text)
+        return value
+
+    return parse
+
+
+def _wrong(expected: str, text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"expected {expected}, found {clipped(text, _SHOWN)!r}")

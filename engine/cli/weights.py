@@ -1,0 +1,131 @@
+"""Weight files: describe one, write one in another format."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_path,
+    prepare_threads,
+)
+from engine.errors import EXIT_FAIL, EXIT_PASS
+from engine.terminal import StatusLine, put, put_json, say
+
+if TYPE_CHECKING:
+    from engine.export.convert import Converted, Progress
+
+_PLAIN_EVERY_S = 5.0
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    add_path(parser, "path", "FILE|FOLDER", "weight file, or folder of one model")
+    add_flag(parser, "--tensors", "list every tensor")
+    add_flag(parser, "--values", "read every value too; exit 1 when one is NaN or infinite")
+    add_json(parser)
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Describe a weight file or a model folder, from its headers alone unless --values is given.
+
+    engine inspect model.gguf              format, architecture, sizes, vocabulary, warnings
+    engine inspect models/qwen --tensors   and every tensor
+    engine inspect model.apr --json        as one JSON value
+    engine inspect model.gguf --values     and read every value: NaN and infinity (exit 1), constants
+    """
+    from engine.export.describe import describe, description_lines
+    from engine.formats.open import open_weights
+    from engine.formats.values import check_values
+
+    found = describe(arguments.path, tensors=arguments.tensors)
+    problems = []
+    if arguments.values:
+        with open_weights(arguments.path) as weights:
+            problems = check_values(weights)
+    texts = [problem.text for problem in problems]
+    if arguments.json:
+        put_json(found | ({"value_problems": texts} if arguments.values else {}))
+    else:
+        put("\n".join(description_lines(found)))
+        if arguments.values:
+            put("\n".join(f"  {text}" for text in texts) or "  values: sound")
+    return EXIT_PASS if all(problem.finite for problem in problems) else EXIT_FAIL
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    from engine.export.mixture import QUANTS, TYPES_OF
+
+    add_path(parser, "source", "SRC", "weight file or model folder")
+    add_path(parser, "target", "DST", "what to write; must not exist")
+    parser.add_argument(
+        "--quant", required=True, choices=list(QUANTS), help="type of the weights to write"
+    )
+    parser.add_argument(
+        "--format", choices=list(TYPES_OF), help="format of DST, instead of its suffix's"
+    )
+    add_flag(parser, "--no-tokenizer", "leave the tokenizer out of DST")
+    add_choice(parser, "--device", ("cpu", "cuda"), "cpu", "where to quantize (cpu)")
+    add_json(parser, "print the result as one JSON value")
+
+
+class Reporter:
+    """How many tensors are done, on stderr."""
+
+    def __init__(self) -> None:
+        self.line = StatusLine(plain_every_s=_PLAIN_EVERY_S, plain_at_once=False)
+
+    def __call__(self, progress: Progress) -> None:
+        self.line.show(f"{progress.done}/{progress.total} {progress.name}")
+        if progress.done == progress.total:
+            self.line.clear()
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Write a model in another weight format, or with other types of weights.
+
+    engine convert models/qwen qwen.gguf --quant q4_k_m    as llama.cpp would quantize it
+    engine convert qwen.gguf qwen.apr --quant q4_k_m       blocks that fit move byte for byte
+    engine convert qwen.gguf models/new --quant bf16       a Hugging Face folder
+
+    The suffix of DST says the format (.gguf, .apr; a folder is safetensors), or --format does. Nothing
+    is overwritten, and DST appears when all of it is on the disk.
+    """
+    prepare_threads()
+
+    from engine.export.convert import convert as write
+
+    done = write(
+        arguments.source,
+        arguments.target,
+        arguments.quant,
+        format_=arguments.format,
+        tokenizer=not arguments.no_tokenizer,
+        device=arguments.device,
+        on_tensor=Reporter(),
+    )
+    for text in done.warnings:
+        say(f"warning: {text}")
+    if not done.tokenizer:
+        say(f"warning: {done.target} has no tokenizer")
+    if arguments.json:
+        paths = {"source": str(done.source), "target": str(done.target)}
+        put_json(asdict(done) | paths | {"bits_per_weight": done.bits_per_weight})
+        return 0
+    say(_summary(done))
+    put(done.target)
+    return 0
+
+
+def _summary(done: Converted) -> str:
+    from engine.units import format_bytes, format_seconds
+
+    types = ", ".join(f"{count} {name}" for name, count in done.tensors.items())
+    return (
+        f"{sum(done.tensors.values())} tensors ({types}): {done.kept} kept, {done.cast} cast, "
+        f"{done.quantized} quantized; {format_bytes(done.bytes)}, "
+        f"{done.bits_per_weight:.2f} bits per weight, in {format_seconds(done.elapsed_s)}"
+    )

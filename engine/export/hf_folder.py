@@ -1,0 +1,157 @@
+"""A Hugging Face model folder, written tensor by tensor.
+
+    config.json, tokenizer.json, chat_template.jinja, what else the source has beside its weights,
+    and model.safetensors, or shards `model-00001-of-00003.safetensors` with their index
+
+Tensors come one at a time, and how large the model is shows at the end: a shard is written when it
+is full, under a name for the time being. The folder is whole or absent.
+
+A run's student has weights, configuration and tokenizer.json alone. What else transformers reads is made:
+
+    generation_config.json    what ends a text: the same tokens that end one in this engine
+    tokenizer_config.json     that tokenizer.json is all there is, and what ends a document
+
+Both are taken from the student's base where it has them, which a run does not copy. A teacher's are not
+taken: its chat template would promise a model that answers chats.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engine.errors import TokenizerError
+from engine.formats.safetensors import INDEX_FILE, SINGLE_FILE, write_safetensors
+from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
+from engine.formats.tokenizer import open_tokenizer
+from engine.models.config import CONFIG_FILE, read_config
+from engine.models.load import new_folder
+from engine.quant.tensor import QuantTensor
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
+SHARD_BYTES = 2 << 30
+# Of the source, copied as they are: what transformers reads beside weights and configuration.
+BESIDE = (
+    GENERATION_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+
+
+def write_folder(
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor | QuantTensor]],
+    tokenizer_json: bytes | None,
+    chat_template: str | None,
+    beside: Path | None,
+) -> None:
+    """Writes a new folder and returns with it on the disk.
+
+    `tensors` have Hugging Face names; `beside` is the folder of the source, where there is one.
+    Raises `WeightsError`, `DiskFull`.
+    """
+    with new_folder(folder) as partial:
+        shards = _write_shards(partial, tensors)
+        _name_shards(partial, shards)
+        _write_json(partial / CONFIG_FILE, config)
+        if tokenizer_json is not None:
+            (partial / TOKENIZER_FILE).write_bytes(tokenizer_json)
+        if chat_template is not None:
+            (partial / TEMPLATE_FILE).write_text(chat_template, encoding="utf-8")
+        _copy_beside(beside, partial, BESIDE)
+
+
+def _write_shards(
+    partial: Path, tensors: Iterable[tuple[str, Tensor | QuantTensor]]
+) -> list[dict[str, int]]:
+    """Name -> bytes of the tensors of each shard; shard i is the file `_part(i)`."""
+    shards: list[dict[str, int]] = []
+    held: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        # transformers refuses a file that does not say which library's tensors it holds.
+        write_safetensors(partial / _part(len(shards)), held, {"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in held.items()})
+        held.clear()
+
+    for name, tensor in tensors:
+        assert isinstance(tensor, Tensor), "tensor_types gives safetensors float types"
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > SHARD_BYTES:
+            flush()
+        held[name] = tensor
+    flush()
+    return shards
+
+
+def _name_shards(partial: Path, shards: list[dict[str, int]]) -> None:
+    if len(shards) == 1:
+        (partial / _part(0)).rename(partial / SINGLE_FILE)
+        return
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors"
+        (partial / _part(number)).rename(partial / file)
+        weight_map |= dict.fromkeys(shard, file)
+    total = sum(sum(shard.values()) for shard in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    _write_json(partial / INDEX_FILE, index)
+
+
+def _part(number: int) -> str:
+    return f"part-{number}"
+
+
+def complete_folder(folder: Path, base: Path | None) -> None:
+    """Puts into `folder`, which has a model and its tokenizer.json, what else transformers reads.
+
+    `base` is the folder of the student's base, where there was one and it is still there.
+    """
+    _copy_beside(base, folder, (*BESIDE, TEMPLATE_FILE))
+    config = read_config(folder)
+    tokenizer = open_tokenizer(folder)
+    try:
+        end: int | None = tokenizer.end_of_text_id
+    except TokenizerError:
+        end = None
+    eos = list(config.eos_token_ids) or ([] if end is None else [end])
+    if not (folder / GENERATION_FILE).exists():
+        record: dict[str, Any] = {"do_sample": False}
+        if eos:
+            record |= {"eos_token_id": eos[0] if len(eos) == 1 else eos, "pad_token_id": eos[0]}
+        if config.bos_token_id is not None:
+            record["bos_token_id"] = config.bos_token_id
+        _write_json(folder / GENERATION_FILE, record)
+    if not (folder / TOKENIZER_CONFIG_FILE).exists():
+        record = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": config.max_position_embeddings,
+            "clean_up_tokenization_spaces": False,
+        }
+        if end is not None:
+            text = tokenizer.tokens()[end]
+            record |= {"eos_token": text, "pad_token": text}
+        _write_json(folder / TOKENIZER_CONFIG_FILE, record)
+
+
+def _copy_beside(source: Path | None, folder: Path, names: Iterable[str]) -> None:
+    """Those of `names` that the source has and the folder lacks."""
+    for name in names:
+        if source is not None and (source / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _write_json(path: Path, record: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,323 @@
+"""`engine publish`: a finished run, made into a folder that others can load.
+
+    evidence    what the run can show (`engine.export.proof`); refused here, before anything is written
+    copy        the student's files, each compared with the receipt's hash as it is copied
+    convert     the .apr and the GGUF file, from the copy
+    verify      three ways to load it (`engine.export.verify`), on the very files that are shipped
+    card        README.md with what was measured and what was verified; MANIFEST.json last
+    rename      the folder appears under its name, whole
+
+Everything is written into `.NAME.publish` beside the folder, which is locked for as long as its writer lives.
+The kernel drops the lock however that ends, so what a killed one left is known to be nobody's, and begun anew;
+two at once refuse each other. The same command again on a folder that was published from the same run says so
+and changes nothing.
+
+The run's receipt and spec are copied as they are, with the names of folders they have.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import limits
+from engine.errors import BadInput, DiskFull, EngineError, write_error
+from engine.export.card import Card, card_text
+from engine.export.convert import Converted, Progress, convert
+from engine.export.hf_folder import complete_folder
+from engine.export.licence import bases_of, inherited, licence_files
+from engine.export.manifest import check_manifest, read_manifest, write_manifest
+from engine.export.mixture import QUANTS
+from engine.export.proof import Proof, examine, file_sha256, refuse_missing
+from engine.export.verify import Verification, verify
+from engine.files import open_regular, read_json_object
+from engine.formats.writing import fsync_folder
+from engine.log.folder import RunFolder
+from engine.models.config import count_parameters, read_config
+from engine.signals import partial_output
+from engine.units import format_bytes
+from engine.verdict import Level
+
+CARD = "README.md"
+VERIFICATION = "verification.json"
+RECEIPT = "receipt.json"
+DATA_RECEIPT = "data_receipt.json"
+NONE = "none"
+_ROOM = 4
+"""Times the student's size: its copy, two conversions, and one in F32 to verify with."""
+
+Say = Callable[[str], None]
+Files = list[tuple[str, str]]
+"""Each file of the folder with what it is, for the card."""
+
+
+class VerificationFailed(EngineError):
+    """A way to load the model answers otherwise: nothing is published."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    folder: Path
+    name: str
+    gguf: str = "q4_k_m"
+    """A quant of `engine convert`, or `none`."""
+    apr: str = "as saved"
+    """The same; by itself the student's own float type."""
+    licence: str | None = None
+    base_models: tuple[str, ...] = ()
+    evaluations: tuple[Path, ...] = ()
+    unevaluated: bool = False
+    unverified: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    folder: Path
+    proof: Proof
+    verification: Verification | None
+    bytes: int
+    was_there: bool
+    """It had been published before, from the same run, and is whole."""
+
+
+def publish(
+    run: RunFolder,
+    wanted: Wanted,
+    say: Say,
+    on_tensor: Callable[[Progress], None] = lambda progress: None,
+) -> Published:
+    """Raises `BadInput` for what contradicts or is missing, `VerificationFailed`, `DiskFull`."""
+    say("reading the evidence of the run")
+    proof = examine(run, wanted.evaluations)
+    if not wanted.unevaluated:
+        refuse_missing(proof)
+    if wanted.folder.exists() or wanted.folder.is_symlink():
+        return _was_there(proof, wanted)
+    _refuse_without_room(run, wanted.folder)
+    with whole_folder(wanted.folder) as partial:
+        verification = _write(proof, wanted, partial, say, on_tensor)
+    return Published(
+        folder=wanted.folder,
+        proof=proof,
+        verification=verification,
+        bytes=_bytes(wanted.folder),
+        was_there=False,
+    )
+
+
+# contract: publication-v1
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write to, ours alone. It becomes `folder` when all of it is on the disk, and is
+    gone when anything fails. Raises `BadInput`, `DiskFull`.
+    """
+    partial = folder.with_name(f".{folder.name}.publish")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise write_error("publish", partial, "a folder to write to", error) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput.expected(
+                "publish", folder, "to be the only one", "another that is publishing to it"
+            ) from None
+        with partial_output(partial):
+            try:
+                for path in partial.iterdir():
+                    path.unlink()  # of one that was killed
+                yield partial
+                for path in partial.iterdir():
+                    with open_regular(path, "file") as file:
+                        os.fsync(file.fileno())
+                fsync_folder(partial)
+                partial.rename(folder)
+                fsync_folder(folder.parent)
+            except OSError as error:
+                raise write_error("publish", partial, "to write it", error) from error
+    finally:
+        os.close(lock)
+
+
+def _was_there(proof: Proof, wanted: Wanted) -> Published:
+    """The folder exists: it is of this run and whole, or it is refused."""
+
+    def refused(expected: str, found: str, hint: str) -> BadInput:
+        return BadInput.expected("publish", wanted.folder, expected, found, hint=hint)
+
+    receipt, anew = wanted.folder / RECEIPT, "remove the folder to publish anew"
+    same = receipt.is_file() and proof.run.receipt.is_file()
+    if not same or file_sha256(receipt) != file_sha256(proof.run.receipt):
+        expected = "a path where nothing is yet, or this run, published before"
+        raise refused(expected, "something else", "choose another name, or remove it")
+    whole = check_manifest(wanted.folder)
+    if whole.level != Level.PASS:
+        raise refused("this run as it was published before", whole.reason, anew)
+    there = {one["sha256"] for one in (read_manifest(wanted.folder) or {}).values()}
+    if new := [path for path in wanted.evaluations if file_sha256(path) not in there]:
+        raise refused(f"{new[0]} among what was published before", "a card without it", anew)
+    return Published(
+        folder=wanted.folder,
+        proof=proof,
+        verification=None,
+        bytes=_bytes(wanted.folder),
+        was_there=True,
+    )
+
+
+def _write(
+    proof: Proof,
+    wanted: Wanted,
+    partial: Path,
+    say: Say,
+    on_tensor: Callable[[Progress], None],
+) -> Verification | None:
+    receipt = proof.receipt or {}
+    spec = receipt.get("spec") or proof.run.read_effective()["spec"]
+    bases = bases_of(spec, receipt.get("model_sha256") or {})
+    licence = inherited(bases, wanted.licence)
+    say("copying the student")
+    files = _copy_student(proof, partial)
+    started_from = (spec.get("student") or {}).get("path") or ""
+    base = Path(started_from) if started_from and Path(started_from).is_dir() else None
+    complete_folder(partial, base)
+    known = {name for name, _ in files}
+    added = sorted({path.name for path in partial.iterdir()} - known)
+    files += [(name, "for transformers") for name in added]
+    for name, one in licence_files(bases, licence).items():
+        assert one.licence_file is not None
+        shutil.copyfile(one.licence_file, partial / name)
+        files.append((name, f"of {one.words}"))
+    origin = {"name": wanted.name, "license": licence.identifier}
+    if wanted.licence is None and licence.identifier == "unknown":
+        del origin["license"]
+    saved_as = str((spec.get("student") or {}).get("save_as", "fp32")).replace("fp32", "f32")
+    for format_, quant in (
+        ("apr", wanted.apr.replace("as saved", saved_as)),
+        ("gguf", wanted.gguf),
+    ):
+        if quant == NONE:
+            continue
+        file = f"{wanted.name}{'' if quant == saved_as else '-' + quant.upper()}.{format_}"
+        say(f"writing {file}")
+        made = convert(
+            partial, partial / file, quant, format_=format_, origin=origin, on_tensor=on_tensor
+        )
+        files.append((file, f"{format_} in {quant}: {_words(made)}"))
+    evaluations = _copy_evidence(proof, partial, files)
+    verification = None if wanted.unverified else _verified(partial, files, say)
+    say("writing the card")
+    config = read_config(partial)
+    card = Card(
+        name=wanted.name,
+        proof=proof,
+        bases=bases,
+        licence=licence,
+        config=read_json_object(
+            partial / "config.json", "model configuration", limits.MODEL_CONFIG
+        ),
+        parameters=count_parameters(config),
+        files=files,
+        evaluation_files=evaluations,
+        verification=verification,
+        base_models=wanted.base_models,
+    )
+    (partial / CARD).write_text(card_text(card), encoding="utf-8")
+    write_manifest(partial)
+    return verification
+
+
+def _copy_student(proof: Proof, partial: Path) -> Files:
+    """Every file of the student, byte for byte; a copy that differs is refused."""
+    said = {"config.json": "shape of the model", "tokenizer.json": "tokenizer"}
+    hashes = (proof.receipt or {}).get("student_files") or {}
+    files = []
+    for path in sorted(proof.run.student.iterdir()):
+        shutil.copyfile(path, partial / path.name)
+        recorded = hashes.get(path.name)
+        if recorded is not None and file_sha256(partial / path.name) != recorded["sha256"]:
+            raise BadInput.expected(
+                "student", path, f"sha256 {recorded['sha256'][:16]}, as the receipt says", "others"
+            )
+        files.append((path.name, said.get(path.name, "weights")))
+    return files
+
+
+def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None]:
+    """Receipts, spec and evaluations; returns the file of each evaluation."""
+    for path, name, what in (
+        (proof.run.receipt, RECEIPT, "what the run really did"),
+        (proof.run.spec, "spec.toml", "what was asked for"),
+        (proof.run.effective, "effective.json", "every setting after defaults"),
+    ):
+        if path.is_file():
+            shutil.copyfile(path, partial / name)
+            files.append((name, what))
+    data = (proof.receipt or {}).get("data")
+    if data:
+        (partial / DATA_RECEIPT).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        files.append((DATA_RECEIPT, "which text was trained on, and in which order"))
+    found: list[str | None] = []
+    for one in proof.evaluations:
+        if one.file is None:
+            found.append(None)
+            continue
+        name, number = f"evaluation_{one.benchmark}{one.file.suffix}", 2
+        while (partial / name).exists():
+            name, number = f"evaluation_{one.benchmark}_{number}{one.file.suffix}", number + 1
+        shutil.copyfile(one.file, partial / name)
+        files.append((name, f"results of {one.title}"))
+        found.append(name)
+    return found
+
+
+def _words(made: Converted) -> str:
+    """The types of its tensors, and why a file may have none of the type that it is named for."""
+    types = ", ".join(f"{count} {kind}" for kind, count in made.tensors.items())
+    text = f"{types}; {made.bits_per_weight:.2f} bits a weight"
+    matrix = QUANTS[made.quant]
+    return text if matrix in made.tensors else f"{text}; no row fills a block of {matrix}"
+
+
+def _verified(partial: Path, files: Files, say: Say) -> Verification:
+    # So that the first way has something to hold the files against.
+    write_manifest(partial)
+    found = verify(partial, say)
+    if found.verdict.level == Level.FAIL:
+        failed = [one for one in found.outcomes if one.verdict.level == Level.FAIL]
+        raise VerificationFailed(
+            "verification: expected the same answers every way, found"
+            + "".join(f"\n  {one}" for one in failed),
+            hint="nothing was published; --gguf none or --apr none leave a file out",
+        )
+    text = json.dumps(found.as_dict(), indent=2) + "\n"
+    (partial / VERIFICATION).write_text(text, encoding="utf-8")
+    files.append((VERIFICATION, "how it was loaded and what came of it"))
+    return found
+
+
+def _refuse_without_room(run: RunFolder, folder: Path) -> None:
+    needed = _ROOM * _bytes(run.student)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise DiskFull.expected(
+            "publish",
+            folder,
+            f"{format_bytes(needed)} free to write and verify",
+            format_bytes(free),
+        )
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
