@@ -30,9 +30,9 @@ from engine.quant.blocks import BLOCK_TYPES, BlockType, fallback
 QUANTS = {"q4_k_m": "Q4_K", "q6_k": "Q6_K", "q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
 # format -> the types that its files have.
 TYPES_OF = {
-    "safetensors": ("F32", "F16", "BF16"),
+    "safetensors": tuple(name for name, kind in BLOCK_TYPES.items() if kind.float_dtype),
     "gguf": tuple(BLOCK_TYPES),
-    "apr": ("F32", "F16", "BF16", "Q4_K", "Q6_K"),
+    "apr": tuple(name for name, kind in BLOCK_TYPES.items() if kind.in_apr),
 }
 # What rows become that the blocks of a format do not fill.
 _INSTEAD_IN_APR = {"Q5_K": "Q6_K"}

@@ -75,7 +75,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import WeightsError
 from engine.formats.apr_metadata import (
@@ -167,8 +167,8 @@ class AprFile(WeightFile):
     def __init__(self, path: str | Path, *, dtypes: Mapping[int, str] | None = None) -> None:
         self.path = path = Path(path)
         with open_regular(path, "apr") as file:
-            self._identity = identity_of(file.fileno())
-            self._files = {path: OpenFile(path, "apr", "AP08", self._identity, Scratch())}
+            identity = identity_of(file.fileno())
+            self._files = {path: OpenFile(path, "apr", "AP08", identity, Scratch())}
             self._file_bytes = os.fstat(file.fileno()).st_size
             header = check_header(path, file.read(START_BYTES), self._file_bytes)
             file.seek(header.metadata_start)
@@ -226,35 +226,19 @@ class AprFile(WeightFile):
         """Compares the footer's CRC, where there is one, with the whole file (AP04)."""
         if self._data_end == self._file_bytes:
             return
-        crc, left = 0, self._data_end
-        with self._reopened() as file:
-            try:
-                while left and (piece := file.read(min(_READ_BYTES, left))):
-                    crc, left = zlib.crc32(piece, crc), left - len(piece)
-                footer = file.read(FOOTER_BYTES)
-            except OSError as error:
-                # A disk that fails under a file that could be opened.
-                refuse("AP08", self.path, "readable data", error.strerror or str(error))
-        if left or len(footer) != FOOTER_BYTES:
-            self._refuse_length(self._data_end - left + len(footer))
-        stored = int.from_bytes(footer, "little")
+        import torch
+
+        file, crc = self._files[self.path], 0
+        for start in range(0, self._data_end, _READ_BYTES):
+            count = min(_READ_BYTES, self._data_end - start)
+            crc = zlib.crc32(file.read(start, count, torch.uint8).numpy().data, crc)
+        footer = file.read(self._data_end, FOOTER_BYTES, torch.uint8)
+        stored = int.from_bytes(footer.numpy().tobytes(), "little")
         if stored != crc:
             where = f"{self.path} @{self._data_end}"
             expected = f"the CRC-32 of all before it to be 0x{crc:08x}"
             hint = "the file is damaged: compare its digest with the source, fetch it again"
             refuse("AP04", where, expected, f"0x{stored:08x} in the footer", hint)
-
-    def _reopened(self) -> BinaryIO:
-        file = open_regular(self.path, "apr")
-        if identity_of(file.fileno()) != self._identity:
-            file.close()
-            found = "another, or one that was written to since"
-            refuse("AP08", self.path, "the file that was opened", found, "open it again")
-        return file
-
-    def _refuse_length(self, found: int) -> NoReturn:
-        expected = f"{self._file_bytes:,} bytes, as when it was opened"
-        refuse("AP08", self.path, expected, f"{found:,} bytes", CUT_SHORT)
 
     def _apr_q4(self, flat: Tensor, info: TensorInfo) -> Tensor:
         import torch

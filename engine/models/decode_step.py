@@ -114,11 +114,6 @@ class DecodeSteps:
         drawn = [torch.rand((), generator=random, dtype=torch.float64) for _ in range(count)]
         return torch.stack(drawn)
 
-    @property
-    def cache_bytes(self) -> int:
-        """Of all rows."""
-        return sum(keys.nbytes + values.nbytes for keys, values in self._step.caches)
-
     def start(self, row: int, prompt: Sequence[int], uniform: Tensor | None = None) -> Chosen:
         """Puts a prompt into a row, and chooses what follows it. `uniform` are the numbers of its draws,
         float64 on the host, where tokens are drawn."""

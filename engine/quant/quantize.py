@@ -51,7 +51,7 @@ Blocks lie in the last dimension: what a block has one of applies to all its par
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -442,14 +442,8 @@ def _better(old: Shared, new: Shared) -> Shared:
     """Block by block, the one of less error."""
     less_N = new.error_N < old.error_N
 
-    def pick(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-        return None if a is None or b is None else torch.where(less_N, a, b)
+    def pick(name: str) -> Tensor | None:
+        a, b = getattr(new, name), getattr(old, name)
+        return None if a is None else torch.where(less_N, a, b)
 
-    return Shared(
-        d_N=torch.where(less_N, new.d_N, old.d_N),
-        dmin_N=pick(new.dmin_N, old.dmin_N),
-        scale_SN=torch.where(less_N, new.scale_SN, old.scale_SN),
-        min_SN=pick(new.min_SN, old.min_SN),
-        q_KSN=torch.where(less_N, new.q_KSN, old.q_KSN),
-        error_N=torch.where(less_N, new.error_N, old.error_N),
-    )
+    return Shared(**{one.name: pick(one.name) for one in fields(Shared)})  # type: ignore[arg-type]
