@@ -9,7 +9,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo test check contracts format soak attack notebooks fuzz gpu peers wheel clean
+.PHONY: demo test unit docs check contracts format soak attack notebooks fuzz gpu peers wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -21,6 +21,10 @@ IN_MEMORY = $(shell test "$$(df --output=avail -B 1M /dev/shm 2>/dev/null | tail
 test: .venv/.dev
 	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/unit/kernels/interpreted $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/unit/kernels/interpreted
+
+# The tests that start no process.
+unit: .venv/.dev
+	$(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" tests/unit --ignore tests/unit/kernels/interpreted $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -36,6 +40,11 @@ contracts: .venv/.dev
 format: .venv/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The reference pages from the code, then all pages as a site in build/site; a broken link fails.
+docs: .venv/.dev
+	$(BIN)/python docs/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 soak: .venv/.dev
 	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 --ignore tests/unit/kernels/interpreted $(ARGS)

@@ -15,7 +15,10 @@ to that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from engine.errors import BadInput
 
 SET_BY_USER = "set by the user"
 
@@ -51,3 +54,34 @@ class Decision:
             *(f"  not {value}: {reason}" for value, reason in self.rejected),
             f"  override: {self.override}",
         ]
+
+
+def decide(
+    knob: str,
+    wanted: str,
+    best: str,
+    reason: str | Mapping[str, str],
+    *,
+    against: Mapping[str, str],
+    refused: Mapping[str, tuple[str, str, str]] | None = None,
+    explained: bool = False,
+) -> Decision:
+    """What the user `wanted`, or `best` for `auto`.
+
+    `reason` says why, of each value where that differs, and `against` why a value is not taken; its first
+    value that is not chosen is the one that the override names. A value in `refused` cannot be: asking for
+    it is BadInput with what was expected, what was found and a hint. `explained`: the reason is given for
+    a value that the user set, too.
+    """
+    if refused is not None and wanted in refused:
+        expected, found, hint = refused[wanted]
+        raise BadInput.expected(knob, wanted, expected, found, hint=hint)
+    choice = best if wanted == "auto" else wanted
+    because = reason if isinstance(reason, str) else reason[choice]
+    return Decision(
+        knob=knob,
+        choice=choice,
+        reason=because if wanted == "auto" or explained else SET_BY_USER,
+        rejected=tuple((value, why) for value, why in against.items() if value != choice),
+        overridden=wanted != "auto",
+    )

@@ -121,7 +121,7 @@ PROBLEM_TEXT = Limit(
 )
 PROBLEMS = Limit(what="problems of a file", most=100_000, unit="problems")
 RESULTS = Limit(what="results of `engine eval`", most=GIB, unit="bytes")
-# Logs of runs: `engine.log.envelope` makes the types of records of these.
+# Logs of runs: `engine.log.events` makes the types of records of these.
 _BROKEN_LINE = "a broken line: named, and the log read up to it"
 LOG_LINE = Limit(what="a line of a log", most=MIB, unit="bytes", beyond=_BROKEN_LINE)
 LOG_FILE = Limit(
@@ -160,7 +160,7 @@ LOG_NUMBER = Limit(
     unit="",
     beyond=_BROKEN_LINE,
 )
-PACK_FILE = Limit(
+COLUMNS_FILE = Limit(
     what="a file of columns beside a log",
     most=64 * MIB,
     unit="bytes",

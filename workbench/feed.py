@@ -18,7 +18,6 @@ from engine.errors import RunLogError
 from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
 from engine.log.read import Liveness
-from engine.log.shares import spare_cores
 from engine.log.text import has_ended, status_text
 from engine.log.view import RunView
 from workbench.log import Log, LogBook
@@ -108,10 +107,10 @@ class RunFeed:
         budget_s: float = READ_BUDGET_S,
         keep: bool = False,
     ) -> None:
-        """With `keep` the packs of a long log that had to be made are kept in the run's folder."""
+        """With `keep` the columns of a long log that had to be made are kept in the run's folder."""
         self.run = run
         self._wall, self._monotonic, self._budget_s = wall, monotonic, budget_s
-        self._follower = Follower(run, helpers=spare_cores(), files=True, keep=keep)
+        self._follower = Follower(run, files=True, keep=keep)
         self._book = LogBook(self._follower.reader("events"))
         self._behind: int | None = None
         """Looks since the last that reached the end; None before the first."""

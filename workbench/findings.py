@@ -1,38 +1,54 @@
-"""What the list of findings is fed, and what may be done to one: as `engine why`, through the same
-functions.
+"""Findings as rows: the list of them, and one as a tree that is opened in place.
 
-Every change holds the lock of the finding's folder, so a shell and a screen may work on the same one.
-What is refused is raised in the engine's own words.
+A finding is a row for each node of the chain, with its evidence and alternatives below it, and every
+piece of evidence opened at its window. A node that answers two whys is a row with everything under the
+first, and named again under the second. What a row's status means is its word and its sign:
+
+    * observed    + supported    x refuted    ? unverified
+    > evidence    ! evidence that was changed, or an alternative that holds    / excluded
+    - withdrawn: drawn with a line through it
+
+What may be done to one is in `engine.findings.changes`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.errors import BadInput
+from engine.errors import BadInput, EngineError
+from engine.findings import changes
 from engine.findings.bundle import FINDING, Bundle, find_bundles
-from engine.findings.capture import Blob, Capture
-from engine.findings.finding import Finding
-from engine.findings.flips import capture_flip
-from engine.findings.redact import Redactor
-from engine.findings.report import state_words, tree_lines
-from engine.findings.rules import judge
-from engine.findings.verify import check_bundle
-from engine.findings.whys import (
-    add_alternative,
-    add_node,
-    answer,
-    blobs_of,
-    close,
-    link,
-    new_finding,
-    refute,
-    withdraw,
+from engine.findings.capture import Capture, capture_flip
+from engine.findings.finding import (
+    Alternative,
+    CommandRun,
+    Evidence,
+    Finding,
+    MetricWindow,
+    Node,
+    Says,
+    Status,
+    is_active,
 )
+from engine.findings.kinds import KINDS, Piece, points_of, words_of
+from engine.findings.redact import Redactor
+from engine.findings.rules import CHEAP_MINUTES, effective_status, judge
+from engine.findings.text import (
+    alternative_words,
+    count_words,
+    state_words,
+    tree_lines,
+    withdrawn_words,
+)
+from engine.findings.verify import Checked, check_bundle
+from engine.flips.text import ASCII, UNICODE
 from engine.log.text import one_line
-from workbench.listing import Listing, Row
+from engine.units import format_bytes
+from workbench.listing import TONE_OF, Listing, Row, Tone
+from workbench.traces import Trace, buckets_of
 
 EVIDENCE = "evidence"
 NEW = "new"
@@ -46,6 +62,17 @@ A finding begins with what was seen, and asks why:
   W on the screen of a run           begin one with an alert as its evidence
   ctrl+w on the screen of a flip     begin one with the flip, or add the flip to one
   engine why new NAME --claim TEXT   the same from a shell"""
+SIGNS: dict[Status, tuple[str, Tone]] = {
+    "observed": ("*", "good"),
+    "supported": ("+", "good"),
+    "refuted": ("x", "quiet"),
+    "unverified": ("?", "unsure"),
+}
+HEAD = "finding"
+"""Key of the first row: the finding as a whole."""
+
+
+# The list
 
 
 class FindingsFeed:
@@ -98,145 +125,6 @@ def _row(bundle: Bundle) -> Row:
     )
 
 
-def slug_of(text: str) -> str:
-    """A name for a finding, from some words."""
-    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return words[:48].strip("-") or "finding"
-
-
-def begin(
-    folder: Path, slug: str, claim: str, capture: Callable[[], Capture] | None = None
-) -> Bundle:
-    """A new finding in `folder`, with evidence under its first node. Raises BadInput."""
-    finding = new_finding(slug, claim)
-    path = folder / f"{finding.at[:10]}-{slug}"
-    if path.exists():
-        raise BadInput.expected("finding", path, "a new name", "one that exists")
-    if capture is None:
-        return Bundle.create(folder, finding)
-    found = capture()
-    return Bundle.create(folder, link(finding, "n1", found, relative_to=path), blobs_of(found))
-
-
-def add_why(path: Path, claim: str, *, why_of: str, kind: str) -> str:
-    """Add an answer to why `why_of` (ids, by commas or spaces) is so. Raises BadInput."""
-    parents = why_of.replace(",", " ").split()
-    done = _change(path, lambda f: (add_node(f, claim, why_of=parents, kind=kind), []))  # type: ignore[arg-type]
-    return f"{done.nodes[-1].id}: why of {', '.join(parents)}"
-
-
-def link_evidence(
-    path: Path,
-    node: str,
-    capture: Callable[[], Capture],
-    *,
-    says: str = "supports",
-    answers: str = "",
-    outcome: str = "",
-    result: str = "",
-) -> str:
-    """Put evidence under a node; with `answers` it is the test of that alternative. Raises BadInput."""
-    bundle = Bundle(path)
-    bundle.load().node(node)  # before a command is run for nothing
-    if says == "answers" and not (answers and result.strip()):
-        raise BadInput.expected(
-            "evidence", node, "an alternative and what its test showed", answers or "neither"
-        )
-    found = capture()
-
-    def changed(before: Finding) -> tuple[Finding, list[Blob]]:
-        done = link(before, node, found, says=says, relative_to=path)  # type: ignore[arg-type]
-        if says == "answers":
-            own = done.node(node).evidence[-1].id
-            done = answer(done, answers, outcome=outcome, text=result, evidence=own)
-        return done, blobs_of(found)
-
-    done = _change(path, changed)
-    return f"{done.node(node).evidence[-1].id} {says} {node}"
-
-
-def add_under(
-    path: Path, parent: str, claim: str, capture: Callable[[], Capture], *, says: str
-) -> str:
-    """Add a claim as a why of `parent`, with its evidence, in one change. Raises BadInput."""
-    bundle = Bundle(path)
-    bundle.load().node(parent)
-    found = capture()
-
-    def changed(before: Finding) -> tuple[Finding, list[Blob]]:
-        done = add_node(before, claim, why_of=[parent])
-        new = done.nodes[-1].id
-        return link(done, new, found, says=says, relative_to=path), blobs_of(found)  # type: ignore[arg-type]
-
-    done = _change(path, changed)
-    return f"{done.nodes[-1].id}: why of {parent}, with {done.nodes[-1].evidence[-1].id}"
-
-
-def refute_node(path: Path, node: str, reason: str) -> str:
-    """Say that a claim is wrong, and why. Raises BadInput."""
-    _change(path, lambda f: (refute(f, node, reason), []))
-    return f"{node}: refuted"
-
-
-def withdraw_entry(path: Path, entry: str, reason: str) -> str:
-    """Take back a node, evidence or an alternative, which stays, struck out. Raises BadInput."""
-    _change(path, lambda f: (withdraw(f, entry, reason), []))
-    return f"{entry}: withdrawn"
-
-
-def name_alternative(
-    path: Path, node: str, claim: str, *, test: str, if_true: str, if_false: str, minutes: str
-) -> str:
-    """Name another explanation and the test that would tell. Raises BadInput."""
-    try:
-        cost = float(minutes)
-    except ValueError:
-        raise BadInput.expected("alternative", node, "a cost in minutes", repr(minutes)) from None
-
-    def changed(finding: Finding) -> tuple[Finding, list[Blob]]:
-        done = add_alternative(
-            finding, node, claim, test=test, if_true=if_true, if_false=if_false, minutes=cost
-        )
-        return done, []
-
-    done = _change(path, changed)
-    return f"{done.node(node).alternatives[-1].id}: alternative to {node}"
-
-
-def close_finding(path: Path, *, outcome: str, text: str) -> str:
-    """Close as root cause or unresolved. Raises CannotClose with the rules that stand against it, and
-    BadInput for a bundle that is not sound or an unresolved one without a reason."""
-    checked = check_bundle(Bundle(path))
-    if checked.faults:
-        raise BadInput.expected("finding", path, "a sound bundle", str(checked.faults[0]))
-    unresolved = outcome == "unresolved"
-    if unresolved and not text.strip():
-        raise BadInput.expected("finding", path, "why it stays unresolved", "no reason")
-    reason = text if unresolved else ""
-    known = checked.problems
-    done = _change(path, lambda f: (close(f, unresolved=reason, text=text, known=known), []))
-    return f"{done.slug}: closed, {outcome}"
-
-
-def verify(path: Path) -> str:
-    """Hash and evaluate everything again, in a sentence."""
-    verdict = check_bundle(Bundle(path)).verdict
-    return f"{verdict.level.name}: {verdict.reason}"
-
-
-def export(path: Path, to: str) -> str:
-    """Enter it into LOG.md; with `to`, copy it into that evidence folder first. Raises BadInput."""
-    faults = [f for f in check_bundle(Bundle(path)).faults if f.where != "LOG.md"]
-    if faults:
-        raise BadInput.expected("finding", path, "a sound bundle", str(faults[0]))
-    done = Bundle(path).export(Path(to) if to.strip() else None)
-    return f"exported: {done.path}, entered into {done.path.parent / 'LOG.md'}"
-
-
-def _change(path: Path, change: Callable[[Finding], tuple[Finding, Sequence[Blob]]]) -> Finding:
-    return Bundle(path).change(change)[1]
-
-
 def open_findings(folders: Sequence[Path]) -> dict[str, Path]:
     """Names and folders of the findings that can be read, newest first."""
     found: dict[str, Path] = {}
@@ -250,7 +138,7 @@ def open_findings(folders: Sequence[Path]) -> dict[str, Path]:
 
 
 def keep_flip(
-    flip: Path, folder: Path, *, finding: Path | None, name: str, claim: str, under: str, says: str
+    flip: Path, folder: Path, *, finding: Path | None, name: str, claim: str, under: str, says: Says
 ) -> str:
     """Put the verdict of a flip into a finding, and say where it is. Raises BadInput, RunLogError.
 
@@ -258,12 +146,277 @@ def keep_flip(
     `of n1`: then the claim is added as an answer to why n1 is so, with the flip under it.
     """
 
-    def capture() -> Capture:
+    def take() -> Capture:
         return capture_flip(flip, Redactor())
 
     if finding is None:
-        return f"kept: {begin(folder, name, claim, capture).path}"
+        return f"kept: {changes.begin(folder, name, claim, take=take).path}"
     first, _, parent = under.strip().partition(" ")
-    if first == "of":
-        return f"{finding.name}: {add_under(finding, parent.strip(), claim, capture, says=says)}"
-    return f"{finding.name}: {link_evidence(finding, first, capture, says=says)}"
+    where = {"claim": claim} if first == "of" else {}
+    node = parent.strip() if first == "of" else first
+    return f"{finding.name}: {changes.link(Bundle(finding), node, take, says=says, **where).said}"
+
+
+# One finding
+
+
+class FindingFeed:
+    """One finding, checked again when a file of it has changed, or when it is told to."""
+
+    def __init__(self, path: Path, *, ascii_only: bool = False) -> None:
+        self.path, self._ascii_only = path, ascii_only
+        self._seen: object = None
+        self._listing: Listing | None = None
+        self.finding: Finding | None = None
+        """As of the last poll; None where it cannot be read."""
+
+    def forget(self) -> None:
+        """Check every byte again at the next poll."""
+        self._seen = None
+
+    def poll(self) -> Listing:
+        """Its tree. What is damaged is said in it, not raised."""
+        seen = _fingerprint(self.path)
+        if self._listing is None or seen != self._seen:
+            checked = check_bundle(Bundle(self.path))
+            self.finding = checked.finding
+            self._listing = listing_of(checked, ascii_only=self._ascii_only)
+            self._seen = seen
+        return self._listing
+
+
+def _fingerprint(path: Path) -> object:
+    found = set()
+    for file in path.rglob("*"):
+        # A partial file may be gone by now.
+        with contextlib.suppress(FileNotFoundError):
+            stat = file.stat()
+            found.add((file, stat.st_mtime_ns, stat.st_size))
+    return found
+
+
+def listing_of(checked: Checked, *, ascii_only: bool) -> Listing:
+    """A finding that was checked, as rows."""
+    verdict, finding = checked.verdict, checked.finding
+    said = f"{verdict.level.name}: {one_line(verdict.reason)}"
+    first = Row(
+        key=HEAD,
+        text=one_line(finding.title) if finding else "cannot be read",
+        tone=TONE_OF[verdict.level],
+        lines=tuple(_head_lines(checked, said)),
+    )
+    rows = [] if finding is None else _Tree(checked, finding, ascii_only).rows()
+    return Listing(head=f"{checked.bundle.path.name}: {said}", rows=(first, *rows))
+
+
+def _section(title: str, lines: Iterable[object]) -> list[str]:
+    """A heading with what is below it; nothing where nothing is."""
+    found = [f"  {one_line(str(line))}" for line in lines]
+    return [title, *found] if found else []
+
+
+def _head_lines(checked: Checked, said: str) -> Iterator[str]:
+    finding = checked.finding
+    yield f"{checked.bundle.path}"
+    yield f"  {said}"
+    if finding is not None:
+        yield f"  {state_words(finding)}"
+        yield f"  by {one_line(finding.author)} on {one_line(finding.host)}, {finding.at}"
+    yield from _section("changed since the tool wrote it", checked.faults)
+    blocking = [f"{p.level}: {p}" for p in checked.problems if p.level != "warning"]
+    in_the_way = "what stands in the way of closing it as a root cause"
+    yield from _section(in_the_way, blocking or ["nothing"])
+    yield from _section("warnings", (p for p in checked.problems if p.level == "warning"))
+    yield from _section("notes", checked.notes)
+
+
+@dataclass
+class _Tree:
+    """The rows of one finding."""
+
+    checked: Checked
+    finding: Finding
+    ascii_only: bool
+    drawn: set[str] = field(default_factory=set)
+
+    def rows(self) -> Iterator[Row]:
+        for node in self.finding.nodes:
+            if not node.why_of:
+                yield from self.of_node(node, 0)
+
+    def of_node(self, node: Node, depth: int, parent: str = "") -> Iterator[Row]:
+        branch, claim = _branch(depth), one_line(node.claim)
+        status = effective_status(self.finding, node, self.checked.broken)[0]
+        if node.id in self.drawn:
+            text = f"{branch}{node.id}  {status}, see above: it answers {' and '.join(node.why_of)}"
+            said = (f"{node.id}: see above", f"  {claim}")
+            yield Row(key=f"{node.id}@{parent}", text=text, tone="quiet", lines=said)
+            return
+        self.drawn.add(node.id)
+        lines = tuple(self.node_lines(node))
+        if not is_active(node):
+            text = f"{branch}{node.id}  {node.kind}: {claim} {withdrawn_words(node.withdrawn)}"
+            yield Row(key=node.id, text=text, tone="quiet", sign="-", struck=True, lines=lines)
+            return
+        sign, tone = SIGNS[status]
+        text = f"{branch}{node.id}  {status} {node.kind}: {claim}{count_words(node)[1:]}"
+        yield Row(key=node.id, text=text, tone=tone, sign=sign, lines=lines)
+        for evidence in node.evidence:
+            yield self.of_evidence(node, evidence, depth + 1)
+        for alternative in node.alternatives:
+            yield _alternative_row(node, alternative, depth + 1)
+        for why in self.finding.whys_of(node.id):
+            yield from self.of_node(why, depth + 1, node.id)
+
+    def node_lines(self, node: Node) -> Iterator[str]:
+        status, why = effective_status(self.finding, node, self.checked.broken)
+        yield f"{node.id}: {one_line(node.claim)}"
+        of = f", why of {', '.join(node.why_of)}" if node.why_of else ""
+        for line in (
+            withdrawn_words(node.withdrawn),
+            f"{SIGNS[status][0]} {status}, {node.kind}{of}",
+            f"said to be {node.status}; {one_line(why)}" if why else "",
+            f"refuted: {one_line(node.reason)}" if node.reason else "",
+            f"{one_line(node.author)}, {node.at}",
+        ):
+            if line:
+                yield f"  {line}"
+        mine = [p for p in self.checked.problems if p.node == node.id]
+        yield from _section("rules", (f"{p.level}: {p.rule} {p.text}" for p in mine))
+        evidence = [
+            f"{e.id} {e.says}: {words_of(e.locator)} {withdrawn_words(e.withdrawn)}".rstrip()
+            for e in node.evidence
+        ]
+        yield from _section("evidence", evidence)
+        yield from _section(
+            "alternatives", (f"{a.id} {alternative_words(a)}" for a in node.alternatives)
+        )
+        yield from _section("missing in the record it was taken from", node.missing)
+
+    def of_evidence(self, node: Node, evidence: Evidence, depth: int) -> Row:
+        bundle, broken = self.checked.bundle, self.checked.broken
+        faults = [fault.text for fault in self.checked.faults if fault.where == evidence.id]
+        shas = (evidence.artifact, *evidence.attached)
+        faults += [broken[sha] for sha in shas if sha in broken]
+        words, taken = words_of(evidence.locator), withdrawn_words(evidence.withdrawn)
+        lines = [
+            f"{evidence.id} {evidence.says} {node.id}: {words}",
+            f"  captured by {evidence.captured_by}, {evidence.at}",
+        ]
+        lines += [f"  {taken}"] if taken else []
+        lines += [f"  taken from {one_line(evidence.source)}"] if evidence.source else []
+        lines += _section("changed", faults)
+        piece = Piece(
+            self.finding,
+            evidence,
+            lambda sha: bundle.read_artifact(self.finding.artifact(sha)),
+            ASCII if self.ascii_only else UNICODE,
+        )
+        trace: Trace | None = None
+        try:
+            if piece.read(evidence.artifact) is None:
+                lines += ["not copied", "  too big, or not text: known by hash and size"]
+            else:
+                lines += KINDS[type(evidence.locator)].opened(evidence.locator, piece)
+                trace = _trace_of(piece)
+            lines += _attached_lines(piece)
+        except (EngineError, ValueError, KeyError, TypeError) as problem:
+            lines += ["cannot be read", f"  {one_line(str(problem))}"]
+        gone = not is_active(evidence)
+        return Row(
+            key=evidence.id,
+            text=f"{_branch(depth)}{evidence.id}  {evidence.says}: {words} {taken}".rstrip(),
+            tone="bad" if faults else "quiet" if gone else "plain",
+            sign="!" if faults else "-" if gone else ">",
+            struck=gone,
+            lines=tuple(lines),
+            trace=trace,
+        )
+
+
+def _branch(depth: int) -> str:
+    return "" if depth == 0 else f"{'  ' * (depth - 1)}└─"
+
+
+def _alternative_row(node: Node, alternative: Alternative, depth: int) -> Row:
+    answer = alternative.answer
+    minutes = f"{alternative.cost_minutes:g} minute{'' if alternative.cost_minutes == 1 else 's'}"
+    sign, tone = "?", "plain"
+    if not is_active(alternative):
+        state, sign, tone = withdrawn_words(alternative.withdrawn), "-", "quiet"
+    elif answer is None or answer.outcome == "undecided":
+        state = f"{'untested' if answer is None else 'undecided'}, {minutes}"
+        tone = "unsure" if alternative.cost_minutes < CHEAP_MINUTES else "plain"
+    elif answer.outcome == "excluded":
+        state, sign, tone = f"excluded by {answer.evidence}", "/", "quiet"
+    else:
+        state, sign, tone = f"holds, by {answer.evidence}", "!", "bad"
+    showed = [] if answer is None else [f"{answer.outcome}: {answer.text}"]
+    expected = (
+        alternative.test,
+        f"costs {minutes}",
+        f"if it is so: {alternative.expected_if_true}",
+        f"if not: {alternative.expected_if_false}",
+    )
+    lines = (
+        f"{alternative.id}: or {one_line(alternative.claim)}",
+        f"  instead of {node.id}: {one_line(node.claim)}",
+        f"  {state}",
+        *_section("cheapest test that tells them apart", expected),
+        *_section("what it showed", showed),
+    )
+    return Row(
+        key=alternative.id,
+        text=f"{_branch(depth)}{alternative.id}  or {one_line(alternative.claim)} [{state}]",
+        tone=tone,  # type: ignore[arg-type]
+        sign=sign,
+        struck=not is_active(alternative),
+        lines=lines,
+    )
+
+
+def _attached_lines(piece: Piece) -> list[str]:
+    """What was captured with it; stacks in full."""
+    lines, stacks = [], []
+    locator, own = piece.evidence.locator, set[str]()
+    if isinstance(locator, CommandRun):
+        own = {locator.stdout_sha256, locator.stderr_sha256}
+    for sha in piece.evidence.attached:
+        if sha in own:
+            continue
+        artifact = piece.finding.artifact(sha)
+        lines.append(f"{artifact.what} ({artifact.name}, {format_bytes(artifact.size)})")
+        if artifact.what.startswith(("stacks of", "what ")) and artifact.kept:
+            stacks += [one_line(artifact.what), *piece.text(sha)]
+    return [*stacks, *_section("captured with it", lines)]
+
+
+def _trace_of(piece: Piece) -> Trace | None:
+    """The metric over the seconds of its window, from 0."""
+    locator = piece.evidence.locator
+    if not isinstance(locator, MetricWindow):
+        return None
+    points = points_of(locator, piece.data, piece.evidence.id)
+    buckets = buckets_of([x - locator.from_unix_s for x, _ in points], [y for _, y in points])
+    last = points[-1][1] if points else None
+    return Trace(name=locator.metric, buckets=buckets, last=last, x_name="s")
+
+
+def node_of(finding: Finding, key: str) -> tuple[str, str]:
+    """The node that a row belongs to, and the alternative that it is, if it is one."""
+    for node in finding.nodes:
+        if key.partition("@")[0] in {node.id, *(e.id for e in node.evidence)}:
+            return node.id, ""
+        if key in {a.id for a in node.alternatives}:
+            return node.id, key
+    return finding.nodes[0].id, ""
+
+
+def tested_id(finding: Finding, node: str, given: str) -> str:
+    """The alternative that evidence answers: the one given, or the cheapest untested. Raises BadInput."""
+    named = [n for n in finding.nodes if n.id == node]
+    untested = [a for n in named for a in n.alternatives if a.answer is None and is_active(a)]
+    if not given and not untested:
+        found = "none that is untested"
+        raise BadInput.expected("evidence", node, "an alternative to answer", found)
+    return given or min(untested, key=lambda a: a.cost_minutes).id

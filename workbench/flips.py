@@ -8,14 +8,14 @@ does not end it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import BadInput, RunLogError
+from engine.errors import RunLogError, UsageError
 from engine.flips.judge import DECIDED, INCONCLUSIVE, Pair, count_of, interval_of
-from engine.flips.plan import Plan, make_plan
+from engine.flips.plan import Plan, make_plan, parse_share, parse_time
 from engine.flips.record import find_flips, read_pairs, read_plan_of, read_verdict
 from engine.flips.text import (
     ASCII,
@@ -24,12 +24,13 @@ from engine.flips.text import (
     pair_heading,
     pair_line,
     plan_lines,
+    verdict_line,
     verdict_lines,
 )
 from engine.log.folder import RunFolder, find_runs
 from engine.log.follow import Follower
 from engine.log.read import writer_is_alive
-from workbench.launch import StartedFlip
+from workbench.launch import StartedFlip, check_flip, start_flip
 from workbench.listing import Listing, Row, Tone
 
 FLIPS = "flips"
@@ -41,21 +42,6 @@ better:
 
   F on the screen of a run                 what its alerts and decisions suggest
   engine flip RUN --set compute.threads=1  the same from a shell"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControlSnapshot:
-    """A control that was run with a flip: A against A (`same`), or A made slower (`slow`)."""
-
-    kind: str
-    plan: Plan
-    pairs: tuple[Pair, ...]
-
-    def line(self) -> str:
-        """`control slow: 4 pairs, B/A 0.909 [0.900, 0.918]`."""
-        interval = interval_of(self.plan, self.pairs)
-        seen = "" if interval is None else f", B/A {interval_text(interval)}"
-        return f"control {self.kind}: {count_of(len(self.pairs))}{seen}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +59,13 @@ class FlipSnapshot:
     """The fields of verdict.json; None before there is one."""
     error: str
     """Why it was refused, or what could not be read."""
-    controls: tuple[ControlSnapshot, ...] = ()
+    controls: tuple[str, ...] = ()
+    """What each control that was run with it says, in a line: A against A (`same`), A made slower (`slow`)."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is a verdict, and no more will come."""
+        return self.plan is not None and self.verdict is not None and not self.going_on
 
     @property
     def state(self) -> str:
@@ -92,7 +84,7 @@ class FlipSnapshot:
         for count, pair in enumerate(self.pairs, start=1):
             interval = interval_of(self.plan, self.pairs[:count])
             table += pair_line(self.plan, pair, interval).splitlines()
-        return [*plan_lines(self.plan), "", *table, *(control.line() for control in self.controls)]
+        return [*plan_lines(self.plan), "", *table, *self.controls]
 
 
 class FlipFeed:
@@ -106,7 +98,7 @@ class FlipFeed:
         """The flip as it is now."""
         plan, verdict, error = None, None, ""
         pairs: tuple[Pair, ...] = ()
-        controls: tuple[ControlSnapshot, ...] = ()
+        controls: tuple[str, ...] = ()
         # Asked first: what ends while it is read is seen as ended at the next look, with its verdict.
         going_on = self._goes_on()
         try:
@@ -156,28 +148,75 @@ class FlipFeed:
         return f"{what}pair {int(number)}, arm {arm[:1].upper()}: {steps}, {phase}"
 
 
-def _controls(folder: Path) -> Iterator[ControlSnapshot]:
+def _controls(folder: Path) -> Iterator[str]:
+    """`control slow: 4 pairs, B/A 0.909 [0.900, 0.918]`."""
     for path in sorted((folder / "controls").glob("*")):
         if (path / "pairs.jsonl").is_file():
-            plan, pairs = read_plan_of(path), tuple(read_pairs(path))
-            yield ControlSnapshot(kind=path.name, plan=plan, pairs=pairs)
+            plan, pairs = read_plan_of(path), read_pairs(path)
+            interval = interval_of(plan, pairs)
+            seen = "" if interval is None else f", B/A {interval_text(interval)}"
+            yield f"control {path.name}: {count_of(len(pairs))}{seen}"
 
 
-def plan_of(
-    source: Path, assignment: str, hypothesis: str, budget_s: float, **choices: Any
-) -> list[str] | str:
-    """The plan that `engine flip` would register, in lines; or why there can be none. `choices` are
-    those of `make_plan`."""
-    try:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a form says of a flip that is to be started: the options of `engine flip`, as they are typed."""
+
+    assignment: str
+    hypothesis: str = ""
+    margin: str = "5%"
+    budget: str = "5m"
+    steps: str = "12"
+    controls: str = "auto"
+
+    def problem(self) -> str:
+        """What is wrong before anything is read; empty when nothing is."""
+        if not self.assignment:
+            return "name one setting and its other value; `engine spec` lists them"
+        try:
+            parse_time("budget", self.budget)
+            parse_share("margin", self.margin)
+        except UsageError as problem:
+            return str(problem)
+        if not self.steps.isdecimal():
+            return f"steps: expected a number, found {self.steps!r}"
+        return ""
+
+    def plan(self, source: Path) -> list[str]:
+        """The plan that `engine flip` would register, in lines, from a form without a problem. Raises
+        BadInput where there can be none."""
         plan = make_plan(
-            source, [assignment], order_seed=0, hypothesis=hypothesis, budget_s=budget_s, **choices
+            source,
+            [self.assignment],
+            order_seed=0,
+            hypothesis=self.hypothesis,
+            budget_s=parse_time("budget", self.budget),
+            margin=parse_share("margin", self.margin),
+            steps=int(self.steps),
         )
-    except BadInput as problem:
-        return str(problem)
-    return without_seed(plan_lines(plan))
+        return _without_seed(plan_lines(plan))
+
+    def check(self, source: Path, flips: Path) -> list[str]:
+        """The plan and what it takes, from the engine, which looks at both arms' inputs. Raises BadInput
+        or UsageError for a flip that would be refused."""
+        options = self._options()
+        return _without_seed(check_flip(source, self.assignment, self.folder(flips), **options))
+
+    def start(self, source: Path, folder: Path) -> StartedFlip:
+        """Start it in a new folder. Raises BadInput where that cannot be written."""
+        return start_flip(source, self.assignment, folder, **self._options())
+
+    def folder(self, flips: Path) -> Path:
+        """The folder of a flip that begins now."""
+        knob = self.assignment.partition("=")[0].replace(".", "-") or "flip"
+        return (flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
+
+    def _options(self) -> dict[str, Any]:
+        options = ["--margin", self.margin, "--steps", self.steps, "--controls", self.controls]
+        return {"hypothesis": self.hypothesis, "budget": self.budget, "options": options}
 
 
-def without_seed(lines: Sequence[str]) -> list[str]:
+def _without_seed(lines: Sequence[str]) -> list[str]:
     """A plan without its hash: the seed is drawn, and with it the hash made, when the flip starts."""
     return [line for line in lines if not line.startswith(("plan sha256", "source"))]
 
@@ -237,7 +276,7 @@ def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:
         knobs = ", ".join(snapshot.plan.keys) if snapshot.plan is not None else ""
         text = f"{name}  {snapshot.state}, {count_of(len(snapshot.pairs))}  {knobs}"
     else:
-        text = _verdict_text(name, snapshot.verdict)
+        text = f"{verdict_line(snapshot.verdict)}  {name}"
     return Row(
         key=str(snapshot.folder),
         text=text,
@@ -245,15 +284,6 @@ def row_of(snapshot: FlipSnapshot, *, ascii_only: bool) -> Row:
         sign="~" if snapshot.going_on else "",
         lines=tuple(flip_lines(snapshot, ascii_only=ascii_only)),
     )
-
-
-def _verdict_text(name: str, fields: Mapping[str, Any]) -> str:
-    """What was decided first: of a long line the end is cut off."""
-    effect = "" if fields["effect"] is None else f"  B/A {fields['effect']:.3f}"
-    broken = ", interrupted" if fields["interrupted"] else ""
-    changes = "; ".join(fields["changes"])
-    pairs = count_of(fields["n_pairs"])
-    return f"{fields['verdict']} ({fields['class']}{broken}){effect}  {changes}  {pairs}  {name}"
 
 
 def _tone(snapshot: FlipSnapshot) -> Tone:
@@ -265,7 +295,7 @@ def _tone(snapshot: FlipSnapshot) -> Tone:
     return "unsure" if word == INCONCLUSIVE else "bad"
 
 
-def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool) -> list[str]:
+def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool = False) -> list[str]:
     """All of a flip: its state, verdict with class and controls, plan and pairs."""
     drawn = ASCII if ascii_only else UNICODE
     lines = [f"{snapshot.folder.name}: {snapshot.state}"]
@@ -276,12 +306,6 @@ def flip_lines(snapshot: FlipSnapshot, *, ascii_only: bool) -> list[str]:
     if snapshot.error:
         lines += ["error", *_indented(snapshot.error.splitlines())]
     return [*lines, "folder", f"  {snapshot.folder}"]
-
-
-def folder_for(flips: Path, assignment: str) -> Path:
-    """The folder of a flip that begins now."""
-    knob = assignment.partition("=")[0].replace(".", "-") or "flip"
-    return (flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

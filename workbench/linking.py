@@ -16,13 +16,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.findings import capture
-from engine.findings.capture import Capture, capture_file, capture_statement
-from engine.findings.command import capture_command
+from engine.findings.capture import (
+    Capture,
+    capture_command,
+    capture_part,
+    capture_statement,
+    whole_or_run,
+)
 from engine.findings.context import run_blobs, view_of
-from engine.findings.flips import capture_flip, is_flip
 from engine.findings.redact import Redactor
-from engine.log.folder import RunFolder, is_run
+from engine.log.folder import RunFolder
 
 PARTS = "metric loss 3-9, events 3-9, device 3-9, watch 3-9, time 10-20, exit, or alert ID"
 
@@ -36,23 +39,15 @@ def captured(where: str, part: str = "") -> Capture:
         return capture_statement(where[1:].strip(), redactor)
     path = Path(where).expanduser()
     if not where or not path.exists():
-        raise BadInput.expected(
-            "evidence",
-            where or "(empty)",
-            "a run, a flip, a file, `! COMMAND` or `: WORDS`",
-            "none",
-        )
-    if is_flip(path):
-        return capture_flip(path, redactor)
-    if is_run(path):
-        run = RunFolder(path)
-        return _of_run(run, words, redactor).with_attached(run_blobs(run, redactor))
-    if path.is_dir():
-        raise BadInput.expected("evidence", path, "a run, a flip or a file", "another folder")
-    first, last = _range(words[1]) if words[:1] == ["lines"] and len(words) == 2 else (0, 0)
-    if words and not first:
+        expected = "a run, a flip, a file, `! COMMAND` or `: WORDS`"
+        raise BadInput.expected("evidence", where or "(empty)", expected, "none")
+    lines = _range(words[1]) if words[:1] == ["lines"] and len(words) == 2 else (0, 0)
+    if path.is_file() and words and not lines[0]:
         raise BadInput.expected("part", path, "lines 3-9, or nothing", repr(part))
-    return capture_file(path, redactor, first, last)
+    found = whole_or_run(path, redactor, lines)
+    if isinstance(found, Capture):
+        return found
+    return _of_run(found, words, redactor).with_attached(run_blobs(found, redactor))
 
 
 def _command(command: str, expected: str, redactor: Redactor) -> Capture:
@@ -70,21 +65,19 @@ def _command(command: str, expected: str, redactor: Redactor) -> Capture:
 def _of_run(run: RunFolder, words: list[str], redactor: Redactor) -> Capture:
     match words:
         case ["exit"]:
-            return capture.capture_exit(run, redactor)
+            return capture_part(run, redactor, exit_=True)
         case ["alert", id_]:
-            return capture.capture_alert(run, id_, redactor)
+            return capture_part(run, redactor, alert=id_)
         case ["metric", name]:
-            return capture.capture_metric(run, name, redactor)
+            return capture_part(run, redactor, metric=name)
         case ["metric", name, steps]:
-            first, last = _range(steps)
-            return capture.capture_metric(run, name, redactor, first_step=first, last_step=last)
+            return capture_part(run, redactor, metric=name, steps=_range(steps))
         case ["events" | "device" | "watch" as log, lines]:
-            first, last = _range(lines)
-            return capture.capture_events(run, log, first, last, redactor)
+            return capture_part(run, redactor, log=log, seqs=_range(lines))
         case ["time", seconds]:
-            first, last = _range(seconds)
             begin = view_of(run).first_unix_s or 0.0
-            return capture.capture_window(run, "events", begin + first, begin + last, redactor)
+            first, last = (begin + second for second in _range(seconds))
+            return capture_part(run, redactor, from_unix_s=first, to_unix_s=last)
     found = " ".join(words) or "nothing"
     raise BadInput.expected("part", f"of the run {run.name}", PARTS, found)
 

@@ -17,11 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from engine.errors import RunLogError
-from engine.log.events import LogOpened, RunStarted
+from engine.log.events import AnyEvent, LogOpened, RunStarted
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
 from engine.log.read import BrokenLog, Liveness, LogReader
-from engine.log.skim import Skimmed
 from engine.log.table import Table
 from engine.log.text import status_text
 from engine.log.view import SOURCES, RunView, Source
@@ -51,7 +50,7 @@ class _Ahead:
 
     def __init__(self, reader: LogReader) -> None:
         self.reader = reader
-        self.events: list[Skimmed] = []
+        self.events: list[AnyEvent] = []
         self.times: list[float] = []
         self.done = 0
         self.is_over = False
@@ -62,7 +61,7 @@ class _Ahead:
         if self.done < len(self.events) or self.is_over:
             return
         try:
-            found = self.reader.skim(READ_BYTES)
+            found = self.reader.poll(READ_BYTES)
         except BrokenLog as broken:
             # What is behind the fault is not known; what is before it can be looked at.
             found, self.is_over = list(broken.before), True
@@ -74,7 +73,7 @@ class _Ahead:
             self._latest_s = max(self._latest_s, self._opened_s + event.t_s)
             self.times.append(self._latest_s)
 
-    def take(self, until_s: float) -> list[Skimmed]:
+    def take(self, until_s: float) -> list[AnyEvent]:
         """The lines not later than a time, of those that were read."""
         end = bisect_right(self.times, until_s, self.done)
         taken, self.done = self.events[self.done : end], end
@@ -162,16 +161,16 @@ class ReplayFeed:
             log=whole.until(unix_s),
         )
 
-    def _between(self, reader: LogReader, first: int, count: int, unix_s: float) -> list[Skimmed]:
+    def _between(self, reader: LogReader, first: int, count: int, unix_s: float) -> list[AnyEvent]:
         """`count` lines of a log from the first-th on, without those that are later than a time."""
         if not count:
             return []
         index = bisect_right(reader.points, first, key=lambda point: point.number) - 1
         point = reader.points[index]
         again = LogReader(reader.path, at=point)
-        found: list[Skimmed] = []
+        found: list[AnyEvent] = []
         try:
-            while again.lines_read < first + count and (block := again.skim(READ_BYTES // 8)):
+            while again.lines_read < first + count and (block := again.poll(READ_BYTES // 8)):
                 found += block
         except RunLogError as problem:
             found += problem.before if isinstance(problem, BrokenLog) else ()
@@ -188,7 +187,7 @@ class ReplayFeed:
         return kept
 
 
-def _folded(view: RunView, later: RunView, between: Mapping[Source, list[Skimmed]]) -> RunView:
+def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEvent]]) -> RunView:
     """A view and the lines that follow it. `later` has all rows of these lines already, so that no long column
     is copied to add a few."""
     opens = any(

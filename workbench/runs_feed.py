@@ -19,7 +19,6 @@ from pathlib import Path
 from engine.errors import RunLogError
 from engine.log.folder import RunFolder, is_run
 from engine.log.follow import Follower
-from engine.log.shares import spare_cores
 from engine.log.text import has_ended
 from engine.log.view import RunView
 from workbench.feed import READ_BUDGET_S, READING, UNREADABLE, catch_up, not_read
@@ -224,7 +223,7 @@ class RunsFeed:
             return self._old_row(key, now_unix_s)
         follower = self._followers.get(key)
         if follower is None:
-            follower = Follower(found.run, helpers=spare_cores(), files=True)
+            follower = Follower(found.run, files=True)
             self._followers[key] = follower
         state, error = self._read(follower, until_s)
         view, alive = follower.view, follower.alive

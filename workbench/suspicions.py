@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import BadInput
-from engine.flips.knobs import as_choice
+from engine.flips.proof import as_choice
+from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.spec import KEYS
@@ -55,6 +56,13 @@ def suspicions(view: RunView, settings: Mapping[str, Any] | None = None) -> tupl
     ]
     # A stable sort: the order within both halves stays.
     return tuple(sorted(judged, key=lambda one: bool(one.impossible)))
+
+
+def of_alert(alert: AlertRaised) -> Suspicion:
+    """The flip that an alert names."""
+    assignment = alert.flip.removeprefix(_SET)
+    words = f"{assignment} ends this: {alert.title}"
+    return Suspicion(assignment, words, f"alert {alert.id}: {alert.title}")
 
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
@@ -122,9 +130,7 @@ def _of_alerts(view: RunView) -> Iterator[Suspicion]:
     alerts = sorted(view.alerts.values(), key=lambda a: (a.severity != "error", -a.to_unix_s))
     for alert in alerts:
         if alert.flip.startswith(_SET):
-            assignment = alert.flip.removeprefix(_SET)
-            words = f"{assignment} ends this: {alert.title}"
-            yield Suspicion(assignment, words, f"alert {alert.id}: {alert.title}")
+            yield of_alert(alert)
 
 
 def _of_decisions(view: RunView) -> Iterator[Suspicion]:

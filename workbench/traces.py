@@ -1,9 +1,8 @@
 """Columns of a run as few enough points to draw: buckets, each the lowest and highest value of
 consecutive rows, so that a spike of one step in a million is still drawn.
 
-`WindowTraces` makes them of a table's columns, between two ends, from extremes that the table keeps;
-`Decimator` of rows that come one after the other: when its buckets are full, neighbours are merged and the
-stride doubles, and no row is looked at twice.
+`WindowTraces` makes them of a table's columns, between two ends, from the extremes of rows of the table;
+`buckets_of` of a few rows that are in no table.
 
 NaN and infinity are no values: a bucket that holds one says so (`non_finite`) and its low and high
 are of the finite rest. An absent entry (None) is neither; a bucket of nothing but absent entries
@@ -68,49 +67,15 @@ def _bucket_of(xs: Sequence[float], ys: Sequence[float | None]) -> Bucket:
     )
 
 
-def _merged(left: Bucket, right: Bucket) -> Bucket:
-    lows = [y for y in (left.low, right.low) if y is not None]
-    highs = [y for y in (left.high, right.high) if y is not None]
-    return Bucket(
-        x_first=left.x_first,
-        x_last=right.x_last,
-        low=min(lows, default=None),
-        high=max(highs, default=None),
-        non_finite=left.non_finite or right.non_finite,
+def buckets_of(
+    xs: Sequence[float], ys: Sequence[float | None], limit: int = LIMIT
+) -> tuple[Bucket, ...]:
+    """All rows in at most `limit` buckets of as many rows each."""
+    stride = max(1, -(-len(ys) // limit))
+    return tuple(
+        _bucket_of(xs[start : start + stride], ys[start : start + stride])
+        for start in range(0, len(ys), stride)
     )
-
-
-class Decimator:
-    """The buckets of one column, fed with its new rows."""
-
-    def __init__(self, limit: int = LIMIT) -> None:
-        assert limit >= 2 and limit % 2 == 0, "buckets are merged in pairs"
-        self._limit = limit
-        self._closed: list[Bucket] = []
-        self._open: Bucket | None = None
-        self._open_rows = 0
-        self.stride = 1
-
-    def extend(self, xs: Sequence[float], ys: Sequence[float | None]) -> None:
-        """Add rows; `xs` never decreases."""
-        start = 0
-        while start < len(ys):
-            stop = start + self.stride - self._open_rows
-            bucket = _bucket_of(xs[start:stop], ys[start:stop])
-            self._open = bucket if self._open is None else _merged(self._open, bucket)
-            self._open_rows += min(stop, len(ys)) - start
-            start = stop
-            if self._open_rows == self.stride:
-                self._closed.append(self._open)
-                self._open, self._open_rows = None, 0
-                if len(self._closed) == self._limit:
-                    halves = zip(self._closed[::2], self._closed[1::2], strict=True)
-                    self._closed = [_merged(left, right) for left, right in halves]
-                    self.stride *= 2
-
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets so far, the unfinished one included: at most LIMIT."""
-        return (*self._closed, self._open) if self._open else tuple(self._closed)
 
 
 class WindowTraces:
@@ -151,8 +116,8 @@ class WindowTraces:
                 if bucket is None:
                     rows = table.range(name, first, stop)
                     bucket = Bucket(
-                        x_first=xs[first],
-                        x_last=xs[stop - 1],
+                        x_first=float(xs[first]),
+                        x_last=float(xs[stop - 1]),
                         low=rows.low,
                         high=rows.high,
                         non_finite=rows.non_finite,

@@ -8,7 +8,7 @@ import torch
 
 from engine.contracts.proving import PROVED, REFUTED, Proved, unsatisfiable
 from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.layout import _six_bits, _twelve_bytes, pack, unpack
+from engine.quant.reference import _six_bits, _twelve_bytes, pack, unpack
 
 CASES = 1 << 24
 PART = 1 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from engine.contracts.answer import Answer, Rank, meet
 from engine.contracts.proving import Proved, enumerated
+from engine.contracts.status import Answer, Rank, meet
 
 
 def laws() -> Proved:

@@ -29,12 +29,11 @@ from engine.bench.random_weights import RandomWeights
 from engine.bench.rows import BenchRow
 from engine.bench.timing import time_arms
 from engine.models.config import ModelConfig
-from engine.models.decode import DecodeSteps, coverage
+from engine.models.decode import coverage
 from engine.models.decoder import Decoder
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.models.generate import Cache
-from engine.models.load import decoder_of
-from engine.models.load_packed import packed_decoder_of
+from engine.models.load import decoder_of, packed_decoder_of
 from engine.models.packed import PackedEmbedding
 
 ROW_COUNTS = (1, 8)
@@ -128,6 +127,8 @@ def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> 
         return arms
 
     def of(graph: bool) -> _Arm:
+        from engine.models.decode_step import DecodeSteps  # which needs triton
+
         steps = DecodeSteps(decoder, rows, capacity, graph=graph)
         for row, prompt in enumerate(prompts.tolist()):
             steps.start(row, prompt)

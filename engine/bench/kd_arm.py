@@ -31,17 +31,15 @@ from engine.bench.kd_shape import (
     weights_of,
 )
 from engine.kernels.dequantize import has_triton
-from engine.models.load_packed import packed_decoder_of
+from engine.models.load import packed_decoder_of
 from engine.models.running import has_compiler
-from engine.plan.choices import choose_attention
-from engine.plan.choose_loss import choose_loss_kernel
+from engine.plan.knobs import choose_attention, choose_loss_kernel
 from engine.spec import LossSection, TrainSection
 from engine.teachers.compiled import compile_layers, warm_up
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.protocol import Teacher
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.truncating import TruncatingTeacher
-from engine.train.student import put_to_run
+from engine.train.compile_student import compile_student
 from engine.train.trainer import Trainer
 
 OURS = ("engine", "engine packed")
@@ -135,7 +133,7 @@ def _ours(arm: str, device: torch.device, shape: KdShape) -> Iterator[float]:
         device=device,
         precision=precision,
     )
-    put_to_run(
+    compile_student(
         trainer,
         length=shape.seq_len,
         compiled=cuda and has_compiler("cuda"),

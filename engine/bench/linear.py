@@ -27,11 +27,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.bench.rows import BenchRow
-from engine.bench.timing import Timing, time_arms
+from engine.bench.timing import Timing, captured, time_arms
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
-from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
@@ -139,7 +138,7 @@ def stack_rows(
     }
     with torch.no_grad():
         if device.type == "cuda" and rows < GRAPH_ROWS:
-            arms = {name: _captured(arm) for name, arm in arms.items()}
+            arms = {name: captured(arm) for name, arm in arms.items()}
         times = time_arms(arms, device, rounds=rounds, inner=shape.repeats)
     base = min(times["bf16"].seconds, times["bf16 joined"].seconds)
     return [_stack_row(name, times[name], base, shape, layers, rows) for name in arms]
@@ -206,21 +205,6 @@ def _joined(layer: Layer) -> list[_Joined]:
             )
         )
     return out
-
-
-def _captured(arm: Callable[[], object]) -> Callable[[], object]:
-    """Replays of `arm`, which has to have run before."""
-    arm()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        arm()
-
-    def replay() -> Callable[[], object]:
-        graph.replay()
-        return arm  # keeps alive what the graph reads
-
-    return replay
 
 
 def _stack_row(

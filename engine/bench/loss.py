@@ -32,11 +32,10 @@ from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
 from engine.loss.objective import default_chunk_rows, distillation_loss
 from engine.loss.types import LossKernel
-from engine.models.head import Head
+from engine.models.head import Head, multiply
 from engine.models.packed import PackedHead, reserve
-from engine.models.product import multiply
-from engine.plan.choose_loss import choose_loss_kernel
-from engine.plan.memory_plan import FUSED_HELD
+from engine.plan.knobs import choose_loss_kernel
+from engine.plan.memory import FUSED_HELD
 from engine.quant.blocks import BLOCK_TYPES
 from engine.quant.planes import pack
 

@@ -10,41 +10,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.export.mixture import tensor_types
-from engine.formats.safetensors_header import TensorInfo
+from engine.formats.weights import OpenFile, TensorInfo, WeightFile
 from engine.models.config import ModelConfig
 from engine.models.names import expected_tensors, names_for
 from engine.quant.blocks import BlockType, row_bytes
-from engine.quant.layout import LAYOUTS
 from engine.quant.reference import dequantize
 from engine.quant.tensor import QuantTensor
 
 STD = 0.02
 
 
-class RandomWeights:
-    """A `WeightFile` whose tensors are made on `device` when they are asked for."""
+class RandomWeights(WeightFile):
+    """Weights whose tensors are made on `device` when they are asked for."""
 
     path = Path("random weights")
-    format: Literal["gguf"] = "gguf"
-    convention: Literal["gguf"] = "gguf"
-    warnings: tuple[str, ...] = ()
+    format = "gguf"
+    convention = "gguf"
+    warnings = ()
     metadata: Mapping[str, Any] = {}
+    _files: Mapping[Path, OpenFile] = {}
 
     def __init__(
         self, config: ModelConfig, quant: str, device: torch.device, seed: int = 0
     ) -> None:
         self.config, self.device = config, device
         self.generator = torch.Generator(device=device).manual_seed(seed)
-        self.types = dict(_named(config, tensor_types(config, quant, "gguf")))
+        types = tensor_types(config, quant, "gguf")
+        self.types = {name: types[ours] for ours, name in names_for("gguf", config).items()}
         self.tensors = {
-            name: _info(name, self.types[name], shape) for name, shape in _shapes(config).items()
+            name: TensorInfo(
+                name=name,
+                dtype=type_.name,
+                shape=shape,
+                file=self.path,
+                start=0,
+                bytes=math.prod(shape) // type_.block_size * type_.block_bytes,
+            )
+            for name, shape in expected_tensors(config, "gguf").items()
+            for type_ in (self.types[name],)
         }
 
     def get(self, name: str) -> Tensor | QuantTensor:
@@ -65,26 +74,12 @@ class RandomWeights:
     def tokenizer_json(self) -> bytes | None:
         return None
 
-    def close(self) -> None:
-        return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        return None
-
 
 def random_blocks(
     type_: BlockType, shape: tuple[int, ...], generator: torch.Generator
 ) -> QuantTensor:
     """Random blocks on the generator's device, with values of deviation `STD`."""
-    layout = LAYOUTS[type_.name]
+    layout = type_.in_blocks
     blocks = torch.randint(
         0,
         256,
@@ -108,18 +103,3 @@ def _deviation(type_: BlockType, starts: list[int], sample_NB: Tensor) -> float:
     for start in starts:
         sample_NB[:, start : start + 2] = one
     return float(dequantize(sample_NB, type_).std())
-
-
-def _named(config: ModelConfig, types: dict[str, BlockType]) -> Mapping[str, BlockType]:
-    return {name: types[ours] for ours, name in names_for("gguf", config).items()}
-
-
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return expected_tensors(config, "gguf")
-
-
-def _info(name: str, type_: BlockType, shape: tuple[int, ...]) -> TensorInfo:
-    count = math.prod(shape) // type_.block_size * type_.block_bytes
-    return TensorInfo(
-        name=name, dtype=type_.name, shape=shape, file=RandomWeights.path, start=0, bytes=count
-    )

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from engine.bench.random_weights import random_blocks
 from engine.bench.rows import BenchRow
-from engine.bench.timing import time_arms
+from engine.bench.timing import captured, time_arms
 from engine.errors import BadInput
 from engine.kernels.linear import Scratch, packed_linear
 from engine.kernels.small_m import fused_linear
@@ -84,7 +84,7 @@ def _rows(
         ],
         "fused": [partial(fused_linear, x_MK, one, None) for one in packs],
     }
-    replays = {arm: _captured(each) for arm, each in calls.items()}
+    replays = {arm: captured(partial(_call_all, each)) for arm, each in calls.items()}
     times = time_arms(replays, x_MK.device, rounds=rounds)
     per_call = {arm: times[arm].seconds / len(each) for arm, each in calls.items()}
     rest = (x_MK.numel() + m * packed.rows) * x_MK.element_size()
@@ -107,17 +107,5 @@ def _copy(packed: PackedMatrix) -> PackedMatrix:
     return PackedMatrix(packed.type, packed.rows, packed.columns, packed.data.clone())
 
 
-def _captured(calls: Sequence[Callable[[], Tensor]]) -> Callable[[], object]:
-    """One graph of all calls; it keeps alive what it reads and writes."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [call() for call in calls]
-
-    def replay() -> object:
-        graph.replay()
-        return calls, results
-
-    return replay
+def _call_all(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    return [call() for call in calls]

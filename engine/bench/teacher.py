@@ -32,11 +32,9 @@ from engine.formats.weights import WeightFile
 from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.fp8 import DTYPE, product
-from engine.models.fp8_load import fp8_decoder_of
-from engine.models.freeze import freeze
-from engine.models.load import decoder_of
-from engine.models.load_packed import packed_decoder_of
+from engine.models.fp8 import DTYPE, fp8_decoder_of, product
+from engine.models.frozen import freeze
+from engine.models.load import decoder_of, packed_decoder_of
 from engine.models.packed_size import packed_size
 from engine.teachers.compiled import CompiledForward, compile_layers
 

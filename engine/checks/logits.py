@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from engine.checks.context import Context
 from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
-from engine.models.head import Head, project
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.models.packed import head_of
-from engine.models.product import operand_dtype, sum_dtype
 
 CHUNK = 256
 TOKENS = 512

@@ -141,7 +141,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
     from engine.log.folder import open_run
     from engine.log.text import has_ended, status_text
     from engine.watch.replay import diagnose as replay
-    from engine.watch.rules.settings import read_settings
+    from engine.watch.rules.rule import read_settings
 
     folder = open_run(arguments.run)
     found = replay(folder, read_settings(folder))
@@ -163,7 +163,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
 
 
 def _list_rules(*, as_json: bool) -> None:
-    from engine.watch.rules.registry import RULES
+    from engine.watch.rules import RULES
 
     if as_json:
         fields = ("id", "asks", "reads", "threshold")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,6 @@ from engine.cli.arguments import whole
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from engine.contracts.problems import Problem
     from engine.contracts.status import Status
 
 HELP = "check contracts, run them, show what each has reached"
@@ -33,30 +32,29 @@ WIDTH = 100
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    text = "is each file sound? every problem at once"
-    validate = actions.add_parser("validate", help=text, description=text)
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=text, description=text)
+
+    validate = action("validate", "is each file sound? every problem at once")
     validate.add_argument(
         "files", type=Path, nargs="*", metavar="FILES", help="files or folders (contracts/)"
     )
-    validate.add_argument("--format", choices=("text", "json", "sarif"), default="text")
+    validate.add_argument("--format", choices=("text", "json"), default="text")
     validate.add_argument(
         "--rules",
         choices=("all", "pv"),
         default="all",
         help="pv: only the rules that upstream's `pv validate` has",
     )
-    text = "run tests, proofs and planted bugs, and keep receipts"
-    run_ = actions.add_parser("run", help=text, description=text)
+    run_ = action("run", "run tests, proofs and planted bugs, and keep receipts")
     run_.add_argument("ids", nargs="*", metavar="IDS", help="contracts (all)")
     run_.add_argument(
         "--jobs", type=whole(limits.JOBS.most), default=1, metavar="N", help="contracts at once (1)"
     )
-    text = "the level each contract has reached, from its receipts alone"
-    status = actions.add_parser("status", help=text, description=text)
-    text = "every contract with its equations, last result and age"
-    listed = actions.add_parser("list", help=text, description=text)
-    text = "everything of one contract"
-    show = actions.add_parser("show", help=text, description=text)
+    status = action("status", "the level each contract has reached, from its receipts alone")
+    listed = action("list", "every contract with its equations, last result and age")
+    show = action("show", "everything of one contract")
     show.add_argument("id", metavar="ID")
     for parser_ in (run_, status, listed, show):
         parser_.add_argument("--json", action="store_true", help="print one JSON value")
@@ -81,61 +79,54 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _validate(a: argparse.Namespace) -> int:
-    from engine.contracts.catalogue import UPSTREAM_IDS
-    from engine.contracts.problems import ERROR, counted
-    from engine.contracts.resolve import checked_contracts
-    from engine.contracts.sarif import to_sarif
+    from engine.contracts.contract import checked_contracts
+    from engine.contracts.problems import PV, counts
 
     loaded = checked_contracts(a.files, Path())
     problems = sorted(problem for one in loaded for problem in one.problems)
     if a.rules == "pv":
-        problems = [p for p in problems if p.rule in UPSTREAM_IDS]
-    if a.format == "sarif":
-        put_json(to_sarif(problems), ensure_ascii=False)
-    elif a.format == "json":
-        put_json(_problems_as_json(problems, len(loaded)), ensure_ascii=False)
+        problems = [p for p in problems if p.rule in PV]
+    errors, warnings = counts(problems)
+    if a.format == "json":
+        value = {
+            "files": len(loaded),
+            "errors": errors,
+            "warnings": warnings,
+            "problems": [dataclasses.asdict(problem) for problem in problems],
+        }
+        put_json(value, ensure_ascii=False)
     else:
         for problem in problems:
             put(problem)
-        put(counted(problems))
-    return int(any(problem.severity == ERROR for problem in problems))
-
-
-def _problems_as_json(problems: Sequence[Problem], files: int) -> dict[str, Any]:
-    from engine.contracts.problems import ERROR, WARNING
-
-    severities = [problem.severity for problem in problems]
-    return {
-        "files": files,
-        "errors": severities.count(ERROR),
-        "warnings": severities.count(WARNING),
-        "problems": [dataclasses.asdict(problem) for problem in problems],
-    }
+        put(f"{errors} error(s), {warnings} warning(s)")
+    return int(errors > 0)
 
 
 def _run(a: argparse.Namespace) -> int:
-    from engine.contracts.resolve import checked_contracts
+    from engine.contracts.contract import checked_contracts
     from engine.contracts.run import Runner
     from engine.contracts.status import overview
-    from engine.errors import BadInput, UsageError
+    from engine.errors import UsageError
 
     if a.jobs < 1:
         raise UsageError("contracts run: expected --jobs of 1 or more")
-    loaded = checked_contracts((), Path())
-    known = {one.path.stem: one for one in loaded}
-    if unknown := [id_ for id_ in a.ids if id_ not in known]:
-        raise BadInput.expected(
-            "contract", unknown[0], f"one of {', '.join(known)}", "none of them"
-        )
-    wanted = [known[id_] for id_ in dict.fromkeys(a.ids or known)]
-    for one in wanted:
-        for problem in one.problems:
-            say(problem)
-    contracts = [c for one in wanted if (c := one.contract) is not None and c.is_run]
-    runner = Runner(Path(), a.receipts, lambda text: say(text))
-    runner.run(contracts, a.jobs)
-    ids = {one.path.stem for one in wanted}
+    known = {one.path.stem: one for one in checked_contracts((), Path())}
+    for id_ in a.ids:
+        _expect(id_, known)
+    ids = dict.fromkeys(a.ids or known)
+    for problem in (problem for id_ in ids for problem in known[id_].problems):
+        say(problem)
+    contracts = [known[id_].contract for id_ in ids]
+    runner = Runner(Path(), a.receipts, say)
+    runner.run([contract for contract in contracts if contract and contract.is_run], a.jobs)
     return _print([s for s in overview(receipts=a.receipts) if s.id in ids], as_json=a.json)
+
+
+def _expect(id_: str, known: Iterable[str]) -> None:
+    from engine.errors import BadInput
+
+    if id_ not in known:
+        raise BadInput.expected("contract", id_, f"one of {', '.join(known)}", "none of them")
 
 
 def _status(a: argparse.Namespace) -> int:
@@ -146,7 +137,8 @@ def _status(a: argparse.Namespace) -> int:
 
 def _print(statuses: Sequence[Status], *, as_json: bool) -> int:
     """Each contract in a line, what keeps it from passing below it, and how many of each there are."""
-    from engine.contracts.answer import Rank, meet_all
+    from engine.contracts.status import Rank, meet_all
+    from engine.units import format_seconds
 
     overall = meet_all(status.answer for status in statuses if status.counts)
     if as_json:
@@ -158,9 +150,10 @@ def _print(statuses: Sequence[Status], *, as_json: bool) -> int:
         return overall.verdict.exit_code
     width = max((len(status.id) for status in statuses), default=0)
     for status in statuses:
+        age = "never" if status.age_s is None else format_seconds(status.age_s)
         put(
             f"{status.answer.level.name:7}  {status.id:{width}}  {status.reached.name.lower():8}  "
-            f"{_age(status.age_s):>8}  {_line(status.answer)}"
+            f"{age:>8}  {_line(status.answer)}"
         )
         for check in status.checks:
             if check.answer.rank is not Rank.PASS and status.age_s is not None:
@@ -174,12 +167,6 @@ def _line(text: object) -> str:
     from engine.log.text import one_line
 
     return one_line(str(text))
-
-
-def _age(age_s: float | None) -> str:
-    from engine.units import format_seconds
-
-    return "never" if age_s is None else format_seconds(age_s)
 
 
 def _as_json(status: Status) -> dict[str, Any]:
@@ -215,58 +202,36 @@ def _as_json(status: Status) -> dict[str, Any]:
 
 def _list(a: argparse.Namespace) -> int:
     from engine.contracts.status import overview
+    from engine.contracts.text import summary
 
     statuses = overview(receipts=a.receipts)
     if a.json:
         put_json([_as_json(status) for status in statuses], ensure_ascii=False)
         return 0
     for status in statuses:
-        put(
-            f"{status.id}  [{status.reached.name.lower()}, {status.answer.level.name.lower()}, "
-            f"{_age(status.age_s)}]"
-        )
+        put(summary(status))
         for name, formula in status.contract.equations if status.contract else ():
-            put(_wrapped(f"{name}: {formula}", 2))
+            put(_wrapped(f"  {name}: {_line(formula)}"))
     return 0
-
-
-def _wrapped(text: str, indent: int) -> str:
-    from engine.log.text import one_line
-
-    first, rest = " " * indent, " " * (indent + 2)
-    return textwrap.fill(one_line(text), WIDTH, initial_indent=first, subsequent_indent=rest)
 
 
 def _show(a: argparse.Namespace) -> int:
     from engine.contracts.status import overview
-    from engine.errors import BadInput
+    from engine.contracts.text import contract_lines
 
     statuses = {status.id: status for status in overview(receipts=a.receipts)}
-    if a.id not in statuses:
-        raise BadInput.expected("contract", a.id, f"one of {', '.join(statuses)}", "none of them")
+    _expect(a.id, statuses)
     status = statuses[a.id]
     if a.json:
         put_json(_as_json(status), ensure_ascii=False)
         return 0
-    put(f"{status.id}: {_line(status.answer)}")
-    put(f"  reached {status.reached.name.lower()}, oldest receipt {_age(status.age_s)}")
-    for problem in status.problems:
-        put(f"  {problem}")
-    contract = status.contract
-    if contract is None:
-        return 0
-    put(_wrapped(contract.description, 2))
-    for title, pairs in (("equations", contract.equations), ("claims", contract.obligations)):
-        put(title)
-        for name, text in pairs:
-            put(_wrapped(f"{name}: {text}", 2))
-    for id_, text, by in contract.demoted:
-        put(_wrapped(f"demoted {id_}: {text} (by {by})", 2))
-    put("checks")
-    for check in status.checks:
-        put(_wrapped(f"{check.answer.level.name:7} {check.kind} {check.id}: {check.says}", 2))
-        put(_wrapped(str(check.answer), 10))
-    for falsifier in contract.falsifiers:
-        if falsifier.differs:
-            put(_wrapped(f"{falsifier.id} is not as published: {falsifier.differs}", 2))
+    for line in contract_lines(status):
+        put(_wrapped(line))
     return 0
+
+
+def _wrapped(line: str) -> str:
+    """A line in the width of a page, what is left of it two characters further in."""
+    text = line.lstrip()
+    indent = line[: len(line) - len(text)]
+    return textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}  ")

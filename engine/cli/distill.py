@@ -238,7 +238,7 @@ def _differing(was: RunSpec, now: RunSpec) -> dict[str, tuple[Any, Any]]:
 
 def _write_changes(folder: RunFolder, effective: dict[str, Any], spec: RunSpec) -> None:
     """Put changed settings into effective.json: each with what the value was and with the hash of all
-    settings before it, by which a checkpoint of that time is known (`engine.train.drift`).
+    settings before it, by which a checkpoint of that time is known (`engine.train.checkpoint.continuing`).
 
     Raises DiskFull, RunLogError.
     """

@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,29 +37,23 @@ _ENTRIES_SHOWN = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, text in (
-        ("list", "the findings in a folder, newest first"),
-        ("verify", "check every byte and every piece of evidence"),
+
+    def action(name: str, text: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=text, description=text)
+
+    for made in (
+        action("list", "the findings in a folder, newest first"),
+        action("verify", "check every byte and every piece of evidence"),
     ):
-        made = actions.add_parser(name, help=text, description=text)
-        made.add_argument(
-            "folder",
-            type=Path,
-            nargs="?",
-            metavar="DIR",
-            help="(evidence)",
-        )
-        made.add_argument("--json", action="store_true", help="print one JSON value")
-    text = "what a run really did, compared with what lies beside it"
-    receipt = actions.add_parser("receipt", help=text, description=text)
+        made.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="(evidence)")
+    receipt = action("receipt", "what a run really did, compared with what lies beside it")
     receipt.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    receipt.add_argument("--json", action="store_true", help="print one JSON value")
-    text = "read a findings.json or dispatch.json of the prior system"
-    imported = actions.add_parser("import", help=text, description=text)
+    imported = action("import", "read a findings.json or dispatch.json of the prior system")
     imported.add_argument("file", type=Path)
     imported.add_argument("--slug", default="", help="name of the finding (default: of its title)")
     imported.add_argument("--evidence", type=Path, default=Path("evidence"), metavar="DIR")
-    imported.add_argument("--json", action="store_true", help="print one JSON value")
+    for made in actions.choices.values():
+        made.add_argument("--json", action="store_true", help="print one JSON value")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,32 +64,30 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(a: argparse.Namespace) -> int:
     from engine.errors import BadInput
     from engine.findings.bundle import find_bundles
-    from engine.findings.report import state_words
+    from engine.findings.text import state_words
     from engine.log.text import one_line
 
     rows: list[dict[str, Any]] = []
     folder = _folder(a.folder)
     for bundle in find_bundles(folder):
-        row: dict[str, Any] = {"folder": str(bundle.path)}
         try:
             finding = bundle.load()
+            said: dict[str, Any] = {"title": finding.title, "state": state_words(finding)}
+            row = said | {"nodes": len(finding.nodes)}
         except BadInput as error:
             # One that is damaged must not hide the others.
-            rows.append(row | {"error": error.message})
-            continue
-        rows.append(
-            row
-            | {"title": finding.title, "state": state_words(finding), "nodes": len(finding.nodes)}
-        )
+            row = {"error": error.message}
+        rows.append({"folder": str(bundle.path)} | row)
     if a.json:
         put_json(rows)
         return 0
     if not rows:
         say(f"no findings in {folder}; begin one with `engine why new`")
-    width = max((len(Path(row["folder"]).name) for row in rows), default=0)
-    for row in rows:
+    names = [Path(row["folder"]).name for row in rows]
+    width = max(map(len, names), default=0)
+    for name, row in zip(names, rows, strict=True):
         words = row.get("error") or f"{row['title']}  [{row['state']}]"
-        put(f"{Path(row['folder']).name:{width}}  {one_line(words)}")
+        put(f"{name:{width}}  {one_line(words)}")
     return 0
 
 
@@ -133,6 +126,8 @@ def exit_code_of(checked: Sequence[Checked], verdict: Verdict) -> int:
 
 def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> None:
     """What checking bundles gave: faults, notes, and with `rules` what the rules say."""
+    from engine.verdict import Level
+
     if as_json:
         put_json([_as_json(c, rules=rules) for c in checked])
         return
@@ -142,8 +137,7 @@ def print_checked(checked: Sequence[Checked], *, as_json: bool, rules: bool) -> 
         for fault in one.faults:
             put(f"         changed: {fault}")
         # What an open finding still lacks is not asked for here.
-        shown = rules or verdict is not one.integrity
-        for problem in one.problems if shown else ():
+        for problem in one.problems if rules or verdict.level is not Level.PASS else ():
             put(f"         {problem.level}: {problem}")
         for note in one.notes:
             put(f"         note: {note}")
@@ -159,9 +153,7 @@ def _as_json(one: Checked, *, rules: bool) -> dict[str, Any]:
         "reason": verdict.reason,
         "seal": one.finding.seal if one.finding is not None else None,
         "faults": [{"where": f.where, "text": f.text} for f in one.faults],
-        "problems": [
-            {"rule": p.rule, "level": p.level, "node": p.node, "text": p.text} for p in one.problems
-        ],
+        "problems": [problem.as_fields() for problem in one.problems],
         "notes": list(one.notes),
     }
 
@@ -170,6 +162,7 @@ def _receipt(a: argparse.Namespace) -> int:
     from engine.findings.context import view_of
     from engine.findings.receipt import check_receipt, read_receipt_or_facts
     from engine.log.folder import open_run
+    from engine.log.text import one_line
     from engine.verdict import lowest
 
     folder = open_run(a.run)
@@ -178,19 +171,12 @@ def _receipt(a: argparse.Namespace) -> int:
     checks = check_receipt(folder, receipt, view) if is_receipt else {}
     verdict = lowest(checks.values())
     if a.json:
-        value = {
-            "receipt": receipt,
-            "is_receipt": is_receipt,
-            "level": verdict.level.name.lower(),
-            "checks": {
-                name: {"level": v.level.name.lower(), "reason": v.reason}
-                for name, v in checks.items()
-            },
-        }
-        put_json(value)
+        said = {n: {"level": v.level.name.lower(), "reason": v.reason} for n, v in checks.items()}
+        level = verdict.level.name.lower()
+        put_json({"receipt": receipt, "is_receipt": is_receipt, "level": level, "checks": said})
         return verdict.exit_code
     for line in _receipt_lines(receipt):
-        put(line)
+        put(one_line(line))
     if not is_receipt:
         put("no receipt: the run has not come to its end; this is what its logs say")
     for check in checks.values():
@@ -198,41 +184,29 @@ def _receipt(a: argparse.Namespace) -> int:
     return verdict.exit_code
 
 
-def _receipt_lines(receipt: dict[str, Any]) -> list[str]:
+def _receipt_lines(receipt: dict[str, Any]) -> Iterator[str]:
     """A receipt for people: what identifies the run, what it did, what is not as it was asked."""
-    from engine.log.text import one_line
-
-    out = []
-    for name in ("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"):
-        out += _part_lines(name, receipt.get(name))
-    for name in ("times", "environment", "rows", "heldout_loss_nats", "lineage"):
-        out += _part_lines(name, receipt.get(name))
-    out.append("decisions")
-    for decision in receipt.get("decisions") or []:
-        how = "set by the user" if decision["overridden"] else f"because {decision['reason']}"
-        out.append(one_line(f"  {decision['knob']}: {decision['choice']}, {how}"))
-    out.append("asked for, and done otherwise")
-    for difference in receipt.get("differences") or []:
-        text = (
-            f"{difference['key']}: asked {difference['requested']}, did {difference['effective']}"
-        )
-        out.append(one_line(f"  {text} ({difference['why']})"))
-    return out
-
-
-def _part_lines(name: str, value: Any) -> list[str]:
-    from engine.log.text import one_line
-
-    if isinstance(value, dict | list):
-        entries = (
-            [f"  {key}: {_compact(inner)}" for key, inner in value.items()]
-            if isinstance(value, dict)
-            else [f"  {_compact(entry)}" for entry in value]
-        )
-        more = len(entries) - _ENTRIES_SHOWN
-        rest = [f"  and {more:,} more"] if more > 0 else []
-        return [name, *map(one_line, entries[:_ENTRIES_SHOWN]), *rest]
-    return [one_line(f"{name}: {_compact(value)}")]
+    for name in (
+        *("run", "tool", "outcome", "config", "seeds", "data", "weights", "device_facts"),
+        *("times", "environment", "rows", "heldout_loss_nats", "lineage"),
+    ):
+        value = receipt.get(name)
+        if not isinstance(value, dict | list):
+            yield f"{name}: {_compact(value)}"
+            continue
+        yield name
+        items = value.items() if isinstance(value, dict) else ((None, one) for one in value)
+        for key, inner in islice(items, _ENTRIES_SHOWN):
+            yield f"  {_compact(inner)}" if key is None else f"  {key}: {_compact(inner)}"
+        if (more := len(value) - _ENTRIES_SHOWN) > 0:
+            yield f"  and {more:,} more"
+    yield "decisions"
+    for made in receipt.get("decisions") or []:
+        how = "set by the user" if made["overridden"] else f"because {made['reason']}"
+        yield f"  {made['knob']}: {made['choice']}, {how}"
+    yield "asked for, and done otherwise"
+    for one in receipt.get("differences") or []:
+        yield f"  {one['key']}: asked {one['requested']}, did {one['effective']} ({one['why']})"
 
 
 def _compact(value: Any) -> str:
@@ -242,7 +216,7 @@ def _compact(value: Any) -> str:
 def _import(a: argparse.Namespace) -> int:
     from engine.findings.bundle import Bundle
     from engine.findings.prior import read_prior
-    from engine.findings.report import tree_lines
+    from engine.findings.text import tree_lines
 
     finding, blobs = read_prior(a.file, a.slug)
     bundle = Bundle.create(a.evidence, finding, blobs)

@@ -26,7 +26,7 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.flips.plan import Plan
-    from engine.flips.record import FlipVerdict
+    from engine.flips.verdict import FlipVerdict
 
 HELP = "test a setting: two arms in turn, and a verdict"
 
@@ -87,41 +87,26 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "expected either a run or spec, or --resume DIR", hint="engine flip --help"
         )
+    how: dict[str, Any] = {"use_controls": arguments.controls, "share": arguments.share}
     if arguments.resume is not None:
         from engine.flips.record import read_plan_of
 
         _refuse_with_resume(arguments)
-        plan = read_plan_of(arguments.resume)
-        progress = Progress(plan)
-        progress.say_pairs(arguments.resume)
-        with progress.stopping():
-            verdict = resume_flip(
-                arguments.resume,
-                progress.on_pair,
-                on_arm=progress.on_arm,
-                stop=progress.stop,
-                use_controls=arguments.controls,
-                share=arguments.share,
-            )
-        return _report(verdict, arguments.resume, as_json=arguments.json)
-    plan = _plan(arguments)
-    folder = arguments.out or Path("flips") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.name}"
-    plan = _show(plan, folder, arguments)
-    if arguments.dry_run:
-        if arguments.json:
-            put(plan.to_json())
-        return 0
-    progress = Progress(plan)
-    with progress.stopping():
-        verdict = run_flip(
-            plan,
-            folder,
-            progress.on_pair,
-            on_arm=progress.on_arm,
-            stop=progress.stop,
-            use_controls=arguments.controls,
-            share=arguments.share,
-        )
+        folder = arguments.resume
+        progress = Progress(read_plan_of(folder))
+        progress.say_pairs(folder)
+        with progress.watching() as watching:
+            verdict = resume_flip(folder, watching, **how)
+    else:
+        plan = _plan(arguments)
+        folder = arguments.out or Path("flips") / f"{time.strftime('%Y%m%d-%H%M%S')}-{plan.name}"
+        plan = _show(plan, folder, arguments)
+        if arguments.dry_run:
+            if arguments.json:
+                put(plan.to_json())
+            return 0
+        with Progress(plan).watching() as watching:
+            verdict = run_flip(plan, folder, watching, **how)
     return _report(verdict, folder, as_json=arguments.json)
 
 
@@ -139,8 +124,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     """The plan that the command line asks for, its inputs checked for both arms."""
     import os
 
-    from engine.flips.amounts import parse_share, parse_time
-    from engine.flips.plan import make_plan
+    from engine.flips.plan import make_plan, parse_share, parse_time
     from engine.plan.inputs import check_inputs
     from engine.spec.environment import sets_from_environment
 
@@ -169,16 +153,14 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:
     """Show the plan and what it will take, before anything starts; refuse what cannot fit. The plan
     with a limit that suits its source."""
-    from engine.flips import controls, resources, text
-    from engine.flips.surroundings import find_surroundings
+    from engine.flips import controls, surroundings, text
 
-    surroundings = find_surroundings(plan)
-    found = resources.find_resources(plan, folder, surroundings)
-    plan = resources.with_room(plan, found)
+    found = surroundings.find_resources(plan, folder, surroundings.find_surroundings(plan))
+    plan = surroundings.with_room(plan, found)
     first = len(controls.kinds_of(plan)) if arguments.controls == "run" else 0
-    for line in [*text.plan_lines(plan), *resources.lines(plan, found, first)]:
+    for line in [*text.plan_lines(plan), *surroundings.resource_lines(plan, found, first)]:
         say(line)
-    resources.check(plan, found)
+    surroundings.check_resources(plan, found)
     if not arguments.dry_run:
         say(f"flip folder: {folder}")
     return plan
@@ -187,9 +169,8 @@ def _show(plan: Plan, folder: Path, arguments: argparse.Namespace) -> Plan:
 def _report(verdict: FlipVerdict, folder: Path, *, as_json: bool) -> int:
     import json
 
-    from engine.cli.flip_progress import characters
     from engine.errors import EXIT_INTERRUPTED
-    from engine.flips.text import verdict_lines
+    from engine.flips.text import characters, verdict_lines
 
     fields = json.loads(verdict.to_json())
     if as_json:

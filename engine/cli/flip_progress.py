@@ -10,9 +10,9 @@ import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from engine.flips import text
+from engine.flips.flip import Watching
 from engine.flips.judge import Pair, interval_of
 from engine.flips.plan import Plan
 from engine.flips.record import read_pairs
@@ -24,15 +24,6 @@ from engine.terminal import StatusLine
 REDRAW_S = 0.2
 
 
-def characters(stream: TextIO) -> str:
-    """What to draw bars with where `stream` goes."""
-    try:
-        text.UNICODE.encode(stream.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return text.ASCII
-    return text.UNICODE
-
-
 class Progress:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -40,13 +31,10 @@ class Progress:
         self._signals = 0
         self._what = ""
 
-    def stop(self) -> bool:
-        return self._signals > 0
-
     @contextlib.contextmanager
-    def stopping(self) -> Iterator[None]:
-        """The first Ctrl-C, SIGTERM or hang-up ends the flip with what was measured; a second Ctrl-C is
-        Python's own."""
+    def watching(self) -> Iterator[Watching]:
+        """What a flip tells and asks. The first Ctrl-C, SIGTERM or hang-up ends it with what was measured;
+        a second Ctrl-C is Python's own."""
 
         def stop(number: int, _frame: object) -> None:
             self._signals += 1
@@ -58,7 +46,9 @@ class Progress:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = [signal.signal(number, stop) for number in numbers]
         try:
-            yield
+            yield Watching(
+                on_pair=self._on_pair, on_arm=self._on_arm, stop=lambda: self._signals > 0
+            )
         finally:
             self.line.clear()
             for number, handler in zip(numbers, before, strict=True):
@@ -68,15 +58,15 @@ class Progress:
         """The table as far as an interrupted flip had come."""
         pairs = read_pairs(folder)
         for count, pair in enumerate(pairs, start=1):
-            self.on_pair("flip", pair, interval_of(self.plan, pairs[:count]))
+            self._on_pair("flip", pair, interval_of(self.plan, pairs[:count]))
 
-    def on_pair(self, what: str, pair: Pair, interval: Interval | None) -> None:
+    def _on_pair(self, what: str, pair: Pair, interval: Interval | None) -> None:
         if what != self._what:
             self._what = what
             self._say(what if what != "flip" else "", text.pair_heading(self.plan))
         self._say(text.pair_line(self.plan, pair, interval))
 
-    def on_arm(self, what: str, number: int, arm: str, view: RunView) -> None:
+    def _on_arm(self, what: str, number: int, arm: str, view: RunView) -> None:
         if not self.line.redrawn:
             return
         phase = view.phase.name if view.phase is not None else "starting"

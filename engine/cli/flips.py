@@ -25,10 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from engine.cli.flip_progress import characters
     from engine.errors import RunLogError
     from engine.flips.record import find_flips, read_verdict
-    from engine.flips.text import one_line, verdict_lines
+    from engine.flips.text import characters, verdict_line, verdict_lines
 
     rows: list[tuple[Path, dict[str, Any] | None, str]] = []
     for path in find_flips(arguments.folder):
@@ -55,5 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
     width = max((len(path.name) for path, _, _ in rows), default=0)
     for path, fields, why in rows:
         name = f"{path.name:{width}}"
-        put(one_line(name, fields) if fields else f"{name}  {why}")
+        put(f"{name}  {verdict_line(fields) if fields else why}")
     return 0

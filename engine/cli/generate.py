@@ -32,8 +32,7 @@ from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
     from engine.evaluate.model import Model
-    from engine.models.decode import GraphSetting
-    from engine.models.generate import Sampling
+    from engine.models.decode import GraphSetting, Sampling
 
 _MOST_TOKENS = 512
 
@@ -51,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     prepare_threads()
 
-    from engine.models.completions import complete
+    from engine.models.generate import complete
 
     prompt = _prompt(arguments)
     model = open_asked(arguments, arguments.model)
@@ -105,7 +104,7 @@ def open_asked(arguments: argparse.Namespace, path: Path) -> Model:
 
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
     """As the arguments of `add_sampling` want it."""
-    from engine.models.generate import Sampling
+    from engine.models.decode import Sampling
 
     return Sampling(
         temperature=arguments.temperature,

@@ -35,8 +35,7 @@ from engine.terminal import StatusLine, put, put_json, say
 
 if TYPE_CHECKING:
     from engine.spec import RunSpec
-    from engine.train.prepare import Prepared
-    from engine.train.prepare_plan import Job, Wanted
+    from engine.train.prepare import Job, Prepared, Wanted
 
 _PLAIN_EVERY_S = 5.0
 
@@ -84,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = _wanted(arguments, spec)
     prepare_threads(spec.compute.thread_wait)
 
-    from engine.train.prepare import prepare
-    from engine.train.prepare_plan import plan_job
+    from engine.train.prepare import plan_job, prepare
     from engine.train.stopping import StopRequest
 
     say("reading and hashing the rows")
@@ -108,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace, spec: RunSpec) -> Wanted:
-    from engine.train.prepare_plan import Wanted
+    from engine.train.prepare import Wanted
 
     out = arguments.out or (Path(spec.teacher.cache) if spec.teacher.cache else None)
     if out is None:
@@ -130,8 +128,8 @@ class _Progress:
 
     def __init__(self, job: Job) -> None:
         self.rows = job.plan.missing
-        self.seq_len = job.identity.seq_len
-        self.token_bytes = job.identity.token_bytes
+        self.seq_len = job.plan.identity.seq_len
+        self.token_bytes = job.plan.identity.token_bytes
         self.line = StatusLine(plain_every_s=_PLAIN_EVERY_S)
 
     def __call__(self, rows: int, seconds: float) -> None:
@@ -151,7 +149,7 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
 
     out, left = job.wanted.out, done.plan.missing - done.rows
     code = 0 if done.stopped is None else stop_code
-    rate = done.rows * job.identity.seq_len / max(done.seconds, 1e-9)
+    rate = done.rows * job.plan.identity.seq_len / max(done.seconds, 1e-9)
     say(
         f"{done.rows:,} rows, {format_bytes(done.bytes)}, in {format_seconds(done.seconds)} "
         f"({rate:,.0f} tok/s)"

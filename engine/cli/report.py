@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from engine.errors import BadInput
-    from engine.findings.html import report
+    from engine.findings.report import report
     from engine.log.folder import write_whole
 
     text = report(arguments.source)

@@ -18,6 +18,10 @@ a run; an alternative is excluded by the test it names: that command, a flip of 
 spec. A command that ended with 64, 65, 70, 126, 127 or by a signal supports nothing. `engine evidence`
 lists and checks what is there.
 
+What is linked of a run is one thing: --events, --metric, --alert, --check, --exit, or a time; of a flip its
+verdict, its plan and every pair; of a file all of it, or --lines. It is written down as it is now, without
+secrets (`engine.findings.redact`), so it can be checked when its source is gone.
+
 Exit codes of verify: 0 sound and closed, 1 something was changed or a rule is broken, 2 sound and open.
 """
 
@@ -27,16 +31,18 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.arguments import real
-from engine.cli.why_link import add_link_arguments, link_evidence
+from engine import limits
+from engine.cli.arguments import real, whole
+from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine.findings.bundle import Bundle
-    from engine.findings.capture import Blob
-    from engine.findings.finding import Finding
+    from engine.findings.capture import Capture
+    from engine.findings.changes import Done
+    from engine.findings.finding import Finding, Says
+    from engine.findings.redact import Redactor
+    from engine.log.folder import RunFolder
 
 HELP = "five whys: claims, evidence, alternatives, root cause"
 
@@ -73,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--kind", choices=kinds, default="hypothesis")
     add.add_argument("--id", default="", help="its name (default: the next number)")
 
-    add_link_arguments(action("link", "put evidence under a node"))
+    _add_link_arguments(action("link", "put evidence under a node"))
 
     refute = action("refute", "say that a claim is wrong, and why")
     refute.add_argument("node")
@@ -102,51 +108,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--to", type=Path, metavar="DIR", help="another evidence folder")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from engine.findings import whys
-    from engine.findings.bundle import Bundle, find_bundle
+def _add_link_arguments(link: argparse.ArgumentParser) -> None:
+    """Those of what is taken, and of what it says."""
+    link.add_argument("node")
+    link.add_argument("source", type=Path, nargs="?", metavar="EVIDENCE", help="run, flip or file")
+    link.add_argument("--run-command", metavar="COMMAND", help="run this and keep what it does")
+    link.add_argument("--note", metavar="TEXT", help="what a person says")
+    link.add_argument(
+        "--expect-exit",
+        type=whole(limits.EXIT_STATUS.most),
+        metavar="N",
+        help="a reproduction: its exit status",
+    )
+    link.add_argument(
+        "--expect-text", default="", metavar="TEXT", help="a reproduction: in its output"
+    )
+    link.add_argument(
+        "--timeout", type=real(limits.WAIT.most), default=600.0, metavar="S", help="of the command"
+    )
+    link.add_argument("--events", metavar="FIRST[-LAST]", help="of a run: lines of a log, by seq")
+    link.add_argument("--log", choices=("events", "device", "watch"), default="events")
+    link.add_argument("--metric", metavar="NAME", help="of a run: loss, gpu0.gpu_util_pct, ...")
+    link.add_argument("--steps", metavar="FIRST-LAST", help="of a metric: these steps only")
+    link.add_argument(
+        "--from",
+        dest="from_s",
+        type=real(1e12),
+        metavar="S",
+        help="of a run: seconds since its start",
+    )
+    link.add_argument(
+        "--to", dest="to_s", type=real(1e12), metavar="S", help="of a run: until then"
+    )
+    link.add_argument("--exit", action="store_true", help="of a run: the record of how it ended")
+    link.add_argument("--alert", metavar="ID", help="of a run: an alert, with its readings")
+    link.add_argument("--check", metavar="ID", help="of a run: what a first-minute check answered")
+    link.add_argument("--lines", metavar="FIRST-LAST", help="of a file")
+    link.add_argument(
+        "--project", type=Path, metavar="DIR", help="git checkout to note (default: .)"
+    )
+    link.add_argument("--contradicts", action="store_true", help="it speaks against the claim")
+    link.add_argument("--answers", metavar="ALTERNATIVE", help="it is the test of this alternative")
+    link.add_argument("--outcome", choices=("excluded", "holds", "undecided"))
+    link.add_argument("--result", default="", help="what the test of the alternative showed")
 
-    if arguments.action == "new":
-        finding = whys.new_finding(arguments.slug, arguments.claim, title=arguments.title)
-        bundle = Bundle.create(arguments.evidence, finding)
-        return _say(bundle, bundle.load(), f"n1 of {bundle.path}", as_json=arguments.json)
-    bundle = find_bundle(arguments.finding, arguments.evidence)
-    if arguments.action in ("verify", "show", "export"):
-        return {"verify": _verify, "show": _show, "export": _export}[arguments.action](
-            bundle, arguments
-        )
-    changes = {
-        "add": _add,
-        "link": link_evidence,
-        "refute": _refute,
-        "alternative": _alternative,
-        "withdraw": _withdraw,
-        "close": _close,
-    }
-    return _change(bundle, changes[arguments.action], arguments)
 
+def run(a: argparse.Namespace) -> int:
+    from engine.findings import changes
+    from engine.findings.bundle import find_bundle
 
-def _change(
-    bundle: Bundle,
-    change: Callable[[Finding, Bundle, argparse.Namespace], tuple[Finding, list[Blob], str]],
-    arguments: argparse.Namespace,
-) -> int:
-    said = ""
-
-    def changed(before: Finding) -> tuple[Finding, list[Blob]]:
-        nonlocal said
-        finding, blobs, said = change(before, bundle, arguments)
-        return finding, blobs
-
-    before, done = bundle.change(changed)
-    if before.closed is not None and done.closed is None:
+    if a.action == "new":
+        bundle = changes.begin(a.evidence, a.slug, a.claim, title=a.title)
+        return _say(bundle, f"n1 of {bundle.path}", a)
+    bundle = find_bundle(a.finding, a.evidence)
+    if a.action in ("verify", "show"):
+        return _verify(bundle, a) if a.action == "verify" else _show(bundle, a)
+    if a.action == "export":
+        bundle = changes.export(bundle, a.to)
+        return _say(bundle, str(bundle.path), a)
+    done = _change(bundle, a)
+    if done.reopened:
         say("the finding was closed; this opens it again")
-    return _say(bundle, done, said, as_json=arguments.json)
+    return _say(bundle, done.said, a)
 
 
-def _say(bundle: Bundle, finding: Finding, said: str, *, as_json: bool) -> int:
-    if as_json:
-        put_json(_fields(bundle, finding))
+def _change(bundle: Bundle, a: argparse.Namespace) -> Done:
+    from engine.findings import changes
+
+    match a.action:
+        case "add":
+            return changes.add(bundle, a.claim, why_of=a.why_of, kind=a.kind, id_=a.id)
+        case "refute":
+            return changes.refute(bundle, a.node, a.reason)
+        case "withdraw":
+            return changes.withdraw(bundle, a.entry, a.reason)
+        case "alternative":
+            asked = {"test": a.test, "if_true": a.if_true, "if_false": a.if_false}
+            return changes.suspect(bundle, a.node, a.claim, **asked, minutes=a.minutes)
+        case "close":
+            return changes.close(bundle, unresolved=a.unresolved, text=a.text)
+    return _link(bundle, a)
+
+
+def _say(bundle: Bundle, said: str, a: argparse.Namespace) -> int:
+    if a.json:
+        put_json(_fields(bundle, bundle.load()))
     else:
         put(said)
     return 0
@@ -161,67 +207,8 @@ def _fields(bundle: Bundle, finding: Finding) -> dict[str, Any]:
         "folder": str(bundle.path),
         "finding": msgspec.to_builtins(finding),
         "status": {node.id: effective_status(finding, node)[0] for node in finding.nodes},
-        "problems": [
-            {"rule": p.rule, "level": p.level, "node": p.node, "text": p.text}
-            for p in judge(finding)
-        ],
+        "problems": [problem.as_fields() for problem in judge(finding)],
     }
-
-
-def _add(
-    finding: Finding, bundle: Bundle, a: argparse.Namespace
-) -> tuple[Finding, list[Blob], str]:
-    from engine.findings.whys import add_node
-
-    done = add_node(finding, a.claim, why_of=a.why_of, kind=a.kind, id_=a.id)
-    return done, [], f"{done.nodes[-1].id}: why of {', '.join(a.why_of)}"
-
-
-def _refute(
-    finding: Finding, bundle: Bundle, a: argparse.Namespace
-) -> tuple[Finding, list[Blob], str]:
-    from engine.findings.whys import refute
-
-    return refute(finding, a.node, a.reason), [], f"{a.node}: refuted"
-
-
-def _withdraw(
-    finding: Finding, bundle: Bundle, a: argparse.Namespace
-) -> tuple[Finding, list[Blob], str]:
-    from engine.findings.whys import withdraw
-
-    return withdraw(finding, a.entry, a.reason), [], f"{a.entry}: withdrawn"
-
-
-def _alternative(
-    finding: Finding, bundle: Bundle, a: argparse.Namespace
-) -> tuple[Finding, list[Blob], str]:
-    from engine.findings.whys import add_alternative
-
-    done = add_alternative(
-        finding,
-        a.node,
-        a.claim,
-        test=a.test,
-        if_true=a.if_true,
-        if_false=a.if_false,
-        minutes=a.minutes,
-    )
-    return done, [], f"{done.node(a.node).alternatives[-1].id}: alternative to {a.node}"
-
-
-def _close(
-    finding: Finding, bundle: Bundle, a: argparse.Namespace
-) -> tuple[Finding, list[Blob], str]:
-    from engine.errors import BadInput
-    from engine.findings.verify import check_bundle
-    from engine.findings.whys import close
-
-    checked = check_bundle(bundle)
-    if checked.faults:
-        raise BadInput.expected("finding", bundle.path, "a sound bundle", str(checked.faults[0]))
-    done = close(finding, unresolved=a.unresolved, text=a.text, known=checked.problems)
-    return done, [], f"{finding.slug}: closed, {'unresolved' if a.unresolved else 'root cause'}"
 
 
 def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
@@ -234,7 +221,7 @@ def _verify(bundle: Bundle, a: argparse.Namespace) -> int:
 
 
 def _show(bundle: Bundle, a: argparse.Namespace) -> int:
-    from engine.findings.report import tree_lines
+    from engine.findings.text import tree_lines
     from engine.findings.verify import check_bundle
 
     checked = check_bundle(bundle)
@@ -248,13 +235,81 @@ def _show(bundle: Bundle, a: argparse.Namespace) -> int:
     return 0
 
 
-def _export(bundle: Bundle, a: argparse.Namespace) -> int:
-    from engine.errors import BadInput
-    from engine.findings.verify import check_bundle
+# Evidence
 
-    checked = check_bundle(bundle)
-    faults = [fault for fault in checked.faults if fault.where != "LOG.md"]
-    if faults:
-        raise BadInput.expected("finding", bundle.path, "a sound bundle", str(faults[0]))
-    done = bundle.export(a.to)
-    return _say(done, done.load(), str(done.path), as_json=a.json)
+
+def _link(bundle: Bundle, a: argparse.Namespace) -> Done:
+    from dataclasses import replace
+
+    from engine.findings import changes
+    from engine.findings.kinds import words_of
+    from engine.findings.redact import Redactor, words
+    from engine.findings.rules import carries_nothing
+
+    if a.answers and (a.contradicts or a.outcome is None or not a.result):
+        raise UsageError("--answers needs --outcome and --result, and no --contradicts")
+    taken: list[Capture] = []
+
+    def take() -> Capture:
+        taken.append(_capture(a, Redactor()))
+        return taken[0]
+
+    says: Says = "answers" if a.answers else "contradicts" if a.contradicts else "supports"
+    answered = {"answers": a.answers, "outcome": a.outcome, "result": a.result}
+    done = changes.link(bundle, a.node, take, says=says, **answered if a.answers else {})
+    for blob in taken[0].blobs:
+        if blob.artifact.redacted:
+            say(f"{blob.artifact.what}: {words(blob.artifact.redacted)}")
+    evidence = done.finding.node(a.node).evidence[-1]
+    if mute := carries_nothing(evidence):
+        say(f"{evidence.id} is kept, and {mute}")
+    return replace(done, said=f"{done.said}: {words_of(evidence.locator)}")
+
+
+def _capture(a: argparse.Namespace, redactor: Redactor) -> Capture:
+    """The evidence that the arguments name."""
+    from engine.findings import capture
+
+    if sum(x is not None for x in (a.source, a.run_command, a.note)) != 1:
+        raise UsageError("expected one of EVIDENCE, --run-command and --note")
+    if a.run_command is not None:
+        expected = {"expect_exit": a.expect_exit, "expect_text": a.expect_text}
+        return capture.capture_command(a.run_command, redactor, **expected, limit_s=a.timeout)
+    if a.note is not None:
+        return capture.capture_statement(a.note, redactor)
+    found = capture.whole_or_run(a.source, redactor, _range(a.lines) if a.lines else (0, 0))
+    return found if isinstance(found, capture.Capture) else _capture_run(found, a, redactor)
+
+
+def _capture_run(run: RunFolder, a: argparse.Namespace, redactor: Redactor) -> Capture:
+    """The part of a run that is asked for, with what is captured of every run."""
+    from engine.findings.capture import capture_part
+    from engine.findings.context import run_blobs, view_of
+
+    begin = view_of(run).first_unix_s or 0.0
+    asked = [x for x in (a.events, a.metric, a.alert, a.check, a.exit or None) if x is not None]
+    if len(asked) > 1 or not (asked or a.from_s is not None or a.to_s is not None):
+        raise UsageError(
+            "of a run, expected one of --events, --metric, --alert, --check, --exit, or a time: --from, --to"
+        )
+    found = capture_part(
+        run,
+        redactor,
+        exit_=a.exit,
+        alert=a.alert,
+        check=a.check,
+        metric=a.metric,
+        seqs=_range(a.events) if a.events is not None else None,
+        log=a.log,
+        from_unix_s=float("-inf") if a.from_s is None else begin + a.from_s,
+        to_unix_s=float("inf") if a.to_s is None else begin + a.to_s,
+        steps=_range(a.steps) if a.steps else (0, None),
+    )
+    return found.with_attached(run_blobs(run, redactor, a.project))
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        raise UsageError(f"expected FIRST or FIRST-LAST, found {text!r}")
+    return int(first), int(last) if dash else int(first)

@@ -1,24 +1,36 @@
-"""A contract that runs: what is left of a checked file for those who run it and show it."""
+"""A contract: what a file holds once it has been read, checked by the rules, and compared with the source.
+
+A bound function must say in a comment which contract it is under, so that neither can be moved or deleted
+without the other. Source is read as text: nothing that a contract names is imported or run here.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.contracts.schema import DIALECT
+from engine.contracts.problems import ERROR, Problem
+from engine.contracts.rules import check_own, check_upstream
+from engine.contracts.schema import CONTRACT, DIALECT, Walk
+from engine.contracts.source import Marker, Sources, split_node
+from engine.contracts.yaml_tree import Unreadable, parse_tree, read_raw
+from engine.errors import BadInput
+
+FOLDER = Path("contracts")
+# Of upstream's folders: registries that are no contracts.
+_NO_CONTRACTS = frozenset({"binding.yaml", "binding.yml", "external-corpora.yaml", "ontology.yaml"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Falsifier:
     id: str
-    rule: str
     prediction: str
     if_fails: str
     test: str
     """`python:<pytest node>`, `bench:<arguments>`, `flip:<arguments>`, or what an upstream file says."""
-    obligations: tuple[str, ...]
     differs: str
     demoted_by: str
     """The finding that ended the claim; empty while it is active."""
@@ -27,14 +39,11 @@ class Falsifier:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     id: str
-    obligation: str
     engine: str
     """z3, enumerate, crosshair, or kani for upstream's."""
     harness: str
     bound: str
-    strategy: str
-    axioms: tuple[str, ...]
-    timeout_s: int
+    timeout_s: int = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +61,13 @@ class Planted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
     id: str
-    """The name of the file without its ending."""
-    path: Path
+    """The file name without its suffix."""
     sha256: str
     runs: bool
-    """It says that it is of this dialect."""
+    """Its file says `dialect: engine-1`."""
     description: str
-    kind: str
     demoted_by: str
-    """The finding that ended all of it; empty while it stands."""
+    """The finding that ended the whole contract; empty while it is active."""
     depends_on: tuple[str, ...]
     equations: tuple[tuple[str, str], ...]
     """Name and formula."""
@@ -79,100 +86,248 @@ class Contract:
 
     @property
     def is_run(self) -> bool:
-        """It says that it is of this dialect, and it stands."""
+        """Whether it is of this dialect and was not demoted."""
         return self.runs and not self.demoted_by
 
 
-PROOF_LIMIT_S = 60
+@dataclass(slots=True)
+class Loaded:
+    """One file: what is wrong with it, and the contract in it where nothing is (warnings aside)."""
+
+    path: Path
+    walk: Walk
+    """Places of all values, and the problems found so far."""
+    _contract: Contract | None = None
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        return tuple(sorted(self.walk.problems))
+
+    @property
+    def contract(self) -> Contract | None:
+        broken = any(problem.severity == ERROR for problem in self.walk.problems)
+        return None if broken else self._contract
+
+
+def load_file(path: Path) -> Loaded:
+    """Read one file and apply the rules that need no other."""
+    walk = Walk(str(path))
+    try:
+        raw = read_raw(path)
+        tree, duplicates = parse_tree(raw)
+    except Unreadable as error:
+        walk.add("W-YAML", (), error.text, place=(error.line, error.column))
+        return Loaded(path, walk)
+    for double in duplicates:
+        text = f"here a second time, first on line {double.first_line}"
+        walk.add("SCHEMA-020", (double.key,), text, place=(double.line, double.column))
+    read = walk.read(tree, CONTRACT)
+    if read is not None:
+        check_upstream(read, walk)
+        check_own(read, walk)
+    elif not walk.problems:
+        walk.add("W-FORM", (), "expected a mapping, found nothing")
+    loaded = Loaded(path, walk)
+    if not any(problem.severity == ERROR for problem in walk.problems):
+        loaded._contract = contract_of(path, raw, read)
+    return loaded
+
+
+def load_all(paths: Iterable[Path]) -> list[Loaded]:
+    """Read every file and apply the rules about all of them: unique names, `depends_on`."""
+    loaded = [load_file(path) for path in paths]
+    stems: dict[str, Path] = {}
+    for one in loaded:
+        first = stems.setdefault(one.path.stem, one.path)
+        if first is not one.path:
+            one.walk.add("W-STEM", (), f"{one.path.stem} is the name of {first} too")
+    for one in loaded:
+        if (contract := one.contract) is not None and contract.runs:
+            for i, stem in enumerate(contract.depends_on):
+                if stem not in stems:
+                    path = ("metadata", "depends_on", i)
+                    one.walk.add("W-REF", path, f"{stem} is not among the files read")
+    return loaded
+
+
+def checked_contracts(paths: Sequence[Path], root: Path) -> list[Loaded]:
+    """The given files (default: all of the project's), read, checked, and compared with its source."""
+    loaded = load_all(contract_files(paths, root))
+    sources = Sources(root)
+    for one in loaded:
+        if (contract := one.contract) is not None and contract.runs:
+            check_source(contract, sources, one.walk)
+    _check_markers(loaded, sources, whole=not paths)
+    return loaded
+
+
+def check_source(contract: Contract, sources: Sources, walk: Walk) -> None:
+    """Whether the tests, harnesses, texts to replace and bound functions that it names are there."""
+    for i, falsifier in enumerate(contract.falsifiers):
+        scheme, _, target = falsifier.test.partition(":")
+        text = ""
+        if falsifier.demoted_by:
+            continue
+        if scheme == "python":
+            file, name = split_node(target)
+            if not (sources.root / file).is_file():
+                text = f"no file {file}"
+            elif name not in sources.names(sources.root / file):
+                text = f"no test {name} in {file}"
+        elif scheme not in ("bench", "flip") or not target.strip():
+            text = f"expected python:, bench: or flip: and what to run, found {falsifier.test!r}"
+        if text:
+            walk.add("W-TEST", ("falsification_tests", i, "test"), text)
+    for i, proof in enumerate(contract.proofs):
+        if proof.engine != "kani" and not sources.has(proof.harness):
+            text = f"no function {proof.harness}; expected module:function"
+            walk.add("W-TEST", ("proof_harnesses", i, "harness"), text)
+    for i, planted in enumerate(contract.planted):
+        field, text = _unplantable(planted.module, planted.replace, planted.by, sources)
+        if text:
+            walk.add("W-EDIT", ("qa_gate", "planted", i, "edit", field), text)
+    if not contract.binds:
+        walk.add("W-BIND", ("binds",), "none: of which code is this the contract?")
+    marked = {(m.file, m.name) for m in sources.markers if m.contract == contract.id}
+    for i, bound in enumerate(contract.binds):
+        if not sources.has(bound):
+            text = f"no function {bound}; expected module:function"
+            walk.add("W-BIND", ("binds", i), text)
+        elif sources.place_of(bound) not in marked:
+            text = f"{bound} has no `# contract: {contract.id}` on the line above it"
+            walk.add("W-BIND", ("binds", i), text)
+
+
+def _unplantable(module: str, replace: str, by: str, sources: Sources) -> tuple[str, str]:
+    """The field of a planted bug's edit that is wrong, and why; no words where it can be planted."""
+    text = sources.text(sources.file_of(module))
+    if text is None:
+        return "module", f"no module {module}"
+    count = text.count(replace) if replace else 0
+    if count != 1:
+        return "replace", f"expected once in {module}, found {count} times"
+    if by == replace:
+        return "with", "the same text: nothing is changed"
+    try:
+        compile(text.replace(replace, by), module, "exec")
+    except (SyntaxError, ValueError) as error:
+        # Any test is red over a file that does not compile: that catches nothing.
+        return "with", f"no Python any more: {error}"
+    return "", ""
+
+
+def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -> None:
+    """A `# contract:` comment whose contract does not bind that code is a problem, reported at the comment.
+    With `whole`, all contracts were read, so one that names an unknown contract is a problem too."""
+    by_name = {one.path.stem: one for one in loaded}
+    contracts = {name: one.contract for name, one in by_name.items()}
+    for marker in sources.markers:
+        contract = contracts.get(marker.contract)
+        if contract is not None:
+            bound = {sources.place_of(reference) for reference in contract.binds}
+            if (marker.file, marker.name) not in bound:
+                words = "stands over code that the contract does not bind"
+                _tell(by_name[marker.contract], marker, words, sources.root)
+        elif whole and marker.contract not in contracts:
+            # No file has that name: reported with the first one.
+            _tell(loaded[0], marker, "names a contract that is not there", sources.root)
+
+
+def _tell(one: Loaded, marker: Marker, words: str, root: Path) -> None:
+    file = marker.file.relative_to(root) if marker.file.is_relative_to(root) else marker.file
+    one.walk.problems.append(
+        Problem(
+            file=str(file),
+            line=marker.line,
+            column=1,
+            rule="W-BIND",
+            severity=ERROR,
+            path=marker.contract,
+            text=f"`# contract: {marker.contract}` {words}",
+        )
+    )
+
+
+def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:
+    """The given files and all contracts of the given folders (default: those of the project). Raises
+    BadInput for a path that does not exist, and where there is no contract at all."""
+    out: list[Path] = []
+    for path in paths or (root / FOLDER,):
+        if path.is_dir():
+            files = sorted(p for p in path.glob("*.y*ml") if p.suffix in (".yaml", ".yml"))
+            out += [p for p in files if p.name not in _NO_CONTRACTS and not p.name.startswith(".")]
+        elif path.exists():
+            out.append(path)
+        else:
+            raise BadInput.expected("contracts", path, "a file or a folder", "nothing there")
+    if not out:
+        raise BadInput.expected("contracts", paths[0] if paths else FOLDER, "*.yaml", "none")
+    return out
 
 
 def contract_of(path: Path, raw: bytes, read: dict[str, Any]) -> Contract:
     """The contract in a file that was read without an error."""
-    metadata = read.get("metadata") or {}
-    equations = read.get("equations") or {}
+    metadata = read["metadata"]
+    equations = read.get("equations", {})
     if isinstance(equations, list):
         equations = {row.get("id", f"equation_{i}"): row for i, row in enumerate(equations)}
-    obligations = read.get("proof_obligations") or ()
-    gate = read.get("qa_gate") or {}
+    obligations = [
+        (row.get("id", ""), row.get("property", ""), _demoted(row))
+        for row in read.get("proof_obligations", ())
+    ]
     return Contract(
         id=path.stem,
-        path=path,
         sha256=hashlib.sha256(raw).hexdigest(),
         runs=read.get("dialect") == DIALECT,
-        description=metadata.get("description", ""),
-        kind=metadata.get("kind", "kernel"),
+        description=metadata["description"],
         demoted_by=_demoted(metadata),
-        depends_on=tuple(metadata.get("depends_on") or ()),
+        depends_on=tuple(metadata.get("depends_on", ())),
         equations=tuple((name, row.get("formula", "")) for name, row in equations.items()),
-        obligations=tuple(
-            (row.get("id", ""), row.get("property", "")) for row in obligations if not _demoted(row)
-        ),
-        demoted=tuple(
-            (row.get("id", ""), row.get("property", ""), _demoted(row))
-            for row in obligations
-            if _demoted(row)
-        ),
-        binds=tuple(read.get("binds") or ()),
-        falsifiers=tuple(_falsifier(row) for row in read.get("falsification_tests") or ()),
+        obligations=tuple((id_, says) for id_, says, by in obligations if not by),
+        demoted=tuple((id_, says, by) for id_, says, by in obligations if by),
+        binds=tuple(read.get("binds", ())),
+        falsifiers=tuple(_falsifier(row) for row in read.get("falsification_tests", ())),
         proofs=(
-            *(_proof(row) for row in read.get("proof_harnesses") or ()),
-            *(_kani(row) for row in read.get("kani_harnesses") or ()),
+            *(_proof(row) for row in read.get("proof_harnesses", ())),
+            *(_kani(row) for row in read.get("kani_harnesses", ())),
         ),
-        planted=tuple(_planted(row) for row in gate.get("planted") or ()),
+        planted=tuple(_planted(row) for row in read.get("qa_gate", {}).get("planted", ())),
     )
 
 
 def _demoted(row: dict[str, Any]) -> str:
-    return row.get("demoted_by", "") if row.get("status") == "demoted" else ""
+    by: str = row.get("demoted_by", "")
+    return by if row.get("status") == "demoted" else ""
 
 
 def _falsifier(row: dict[str, Any]) -> Falsifier:
     return Falsifier(
-        id=row.get("id", ""),
-        rule=row.get("rule", ""),
+        id=row["id"],
         prediction=row.get("prediction", ""),
         if_fails=row.get("if_fails", ""),
         test=row.get("test") or row.get("test_harness") or row.get("name") or "",
-        obligations=tuple(row.get("obligations") or ()),
         differs=row.get("differs", ""),
         demoted_by=_demoted(row),
     )
 
 
 def _proof(row: dict[str, Any]) -> Proof:
-    return Proof(
-        id=row.get("id", ""),
-        obligation=row.get("obligation", ""),
-        engine=row.get("engine", ""),
-        harness=row.get("harness", ""),
-        bound=row.get("bound", ""),
-        strategy=row.get("strategy", ""),
-        axioms=tuple(row.get("axioms") or ()),
-        timeout_s=row.get("timeout_s", PROOF_LIMIT_S),
-    )
+    known = ("id", "engine", "harness", "bound", "timeout_s")
+    return Proof(**{field: row[field] for field in known if field in row})
 
 
 def _kani(row: dict[str, Any]) -> Proof:
-    bound = row.get("bound")
-    return Proof(
-        id=row.get("id", ""),
-        obligation=row.get("obligation", ""),
-        engine="kani",
-        harness=row.get("harness", ""),
-        bound="" if bound is None else f"unwind {bound}",
-        strategy=row.get("strategy", ""),
-        axioms=(),
-        timeout_s=PROOF_LIMIT_S,
-    )
+    bound = f"unwind {row['bound']}" if "bound" in row else ""
+    return Proof(id=row["id"], engine="kani", harness=row.get("harness", ""), bound=bound)
 
 
 def _planted(row: dict[str, Any]) -> Planted:
-    edit = row.get("edit") or {}
+    edit = row["edit"]
     return Planted(
-        id=row.get("id", ""),
-        what=row.get("what", ""),
-        module=edit.get("module", ""),
-        replace=edit.get("replace", ""),
-        by=edit.get("with", ""),
-        turns_red=tuple(row.get("turns_red") or ()),
+        id=row["id"],
+        what=row["what"],
+        module=edit["module"],
+        replace=edit["replace"],
+        by=edit["with"],
+        turns_red=tuple(row["turns_red"]),
     )

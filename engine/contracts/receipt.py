@@ -1,7 +1,7 @@
-"""What running a contract left behind: facts, each bound to the contract and the code that it is of.
+"""Receipts: what running a contract measured, each bound to that contract and to the code it tests.
 
 A receipt holds no verdict. It says what was run with which arguments, under which versions, how it ended
-and what it counted; `answer_of` says what that means, each time anew, so a level cannot be written into
+and what it counted; `status.answer_of` says what that means, each time anew, so a level cannot be written into
 it by hand. Two hashes bind it: that of the contract's file, and that of the code: the modules that the
 contract binds and plants bugs in, its tests with the helpers beside them, and its proofs. Where one of
 them has changed since, the answer is Unknown(WitnessStale), whatever was counted.
@@ -21,9 +21,7 @@ from typing import Any
 import msgspec
 
 from engine import limits
-from engine.contracts.answer import Answer, Rank
-from engine.contracts.contract import Contract, Planted
-from engine.contracts.proving import ABSENT, PROVED, REFUTED
+from engine.contracts.contract import Contract
 from engine.contracts.source import Sources, split_node
 from engine.errors import BadInput
 from engine.files import read_bytes
@@ -72,80 +70,8 @@ class Receipts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     receipts: list[Receipt]
 
 
-def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
-    """What a receipt proves of the contract and the code as they are now."""
-    if receipt.contract_sha256 != contract.sha256:
-        return Answer(Rank.WITNESS_STALE, "the contract has changed since")
-    if receipt.code_sha256 != code_sha256:
-        return Answer(Rank.WITNESS_STALE, "code or tests have changed since")
-    if receipt.kind == VALID:
-        errors = receipt.counts.get("problems", {}).get("errors", -1)
-        return Answer(Rank.PASS if errors == 0 else Rank.FAIL, f"{errors} error(s)")
-    if receipt.kind == TEST:
-        return _test(receipt.counts.get(receipt.check, {}), receipt)
-    if receipt.kind == COMMAND:
-        return _command(receipt)
-    if receipt.kind == PROOF:
-        return _proof(receipt)
-    if receipt.kind == PLANTED:
-        known = {planted.id: planted for planted in contract.planted}
-        if receipt.check in known:
-            return _planted(receipt, known[receipt.check])
-    return Answer(Rank.NO_CHECKABLE, f"a receipt of a kind that is not known: {receipt.kind}")
-
-
-def _test(counts: dict[str, int], receipt: Receipt) -> Answer:
-    if counts.get("failed"):
-        return Answer(Rank.FAIL, f"{_of(counts, 'failed')}: {receipt.detail}")
-    if counts.get("errors"):
-        return Answer(Rank.NO_CHECKABLE, f"{_of(counts, 'errors')}: {receipt.detail}")
-    if receipt.rc is None:
-        return Answer(Rank.NO_CHECKABLE, f"stopped at its limit: {receipt.detail}")
-    if not counts.get("collected"):
-        return Answer(Rank.NO_CHECKABLE, f"no test was collected; {receipt.detail}")
-    for word in ("skipped", "xfailed"):
-        if counts.get(word):
-            return Answer(Rank.SKIP, f"{_of(counts, word)}: {receipt.detail}")
-    if counts.get("passed") != counts["collected"]:
-        return Answer(Rank.NO_CHECKABLE, f"{_of(counts, 'passed')}: {receipt.detail}")
-    return Answer(Rank.PASS, _of(counts, "passed"))
-
-
-def _of(counts: dict[str, int], word: str) -> str:
-    return f"{counts.get(word, 0)} of {counts.get('collected', 0)} {word}"
-
-
-def _command(receipt: Receipt) -> Answer:
-    if receipt.rc == 0:
-        return Answer(Rank.PASS, "exit 0")
-    if receipt.rc == 1:
-        return Answer(Rank.FAIL, receipt.detail or "exit 1")
-    how = "stopped at its limit" if receipt.rc is None else f"exit {receipt.rc}"
-    return Answer(Rank.NO_CHECKABLE, f"{how}: {receipt.detail}")
-
-
-def _proof(receipt: Receipt) -> Answer:
-    cases = receipt.counts.get("cases", {}).get("all", 0)
-    if receipt.result == ABSENT:
-        return Answer(Rank.TOOL_ABSENT, receipt.detail)
-    if receipt.result == REFUTED:
-        return Answer(Rank.FAIL, f"counterexample: {receipt.detail}")
-    if receipt.result == PROVED and receipt.rc == 0 and cases > 0:
-        return Answer(Rank.PASS, receipt.detail)
-    return Answer(Rank.NO_CHECKABLE, receipt.detail or f"no answer (exit {receipt.rc})")
-
-
-def _planted(receipt: Receipt, planted: Planted) -> Answer:
-    if receipt.result != WAS_PLANTED:
-        return Answer(Rank.POSITIVE_CONTROL_FAILED, f"not planted: {receipt.detail}")
-    missed = [id_ for id_ in planted.turns_red if not receipt.counts.get(id_, {}).get("failed")]
-    if missed:
-        return Answer(Rank.POSITIVE_CONTROL_FAILED, f"{', '.join(missed)} did not see it")
-    return Answer(Rank.PASS, f"caught by {', '.join(planted.turns_red)}")
-
-
 def code_files(contract: Contract, sources: Sources) -> list[Path]:
-    """The files of the code that a contract's receipts are of, whether they are there or not."""
+    """The files that a contract's receipts are bound to, whether they exist or not."""
     files: set[Path] = {sources.file_of(bound.partition(":")[0]) for bound in contract.binds}
     files |= {sources.file_of(planted.module) for planted in contract.planted}
     files |= {
@@ -157,12 +83,14 @@ def code_files(contract: Contract, sources: Sources) -> list[Path]:
         scheme, _, target = falsifier.test.partition(":")
         if scheme == "python":
             file = sources.root / split_node(target)[0]
-            files |= {file, *sources.helpers(file), file.parent / "conftest.py"}
+            folders = [folder for folder in file.parents if folder.is_relative_to(sources.root)]
+            files |= {file, *sources.helpers(file)}
+            files |= {folder / "conftest.py" for folder in folders if folder != sources.root}
     return sorted(files)
 
 
 def code_hash(contract: Contract, sources: Sources) -> str:
-    """One hash of the code that a contract's receipts are of."""
+    """One hash of all code that a contract's receipts are bound to."""
     digest = hashlib.sha256()
     for file in code_files(contract, sources):
         name = (
@@ -175,7 +103,7 @@ def code_hash(contract: Contract, sources: Sources) -> str:
 
 
 def tools() -> dict[str, str | None]:
-    """Versions of what runs contracts; None for a package that is not here."""
+    """Versions of what runs contracts; None for a package that is not installed."""
     out: dict[str, str | None] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

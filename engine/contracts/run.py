@@ -1,29 +1,44 @@
 """Running contracts: their tests, their proofs, and then each planted bug, which must be caught.
 
-One process runs the tests of a contract together; one more for every planted bug. What was not reached
-has no receipt, and no receipt is Unknown(NotRun). Nothing here decides: receipts hold what was counted.
+One process runs the tests of a contract together; one more for every planted bug. Each is started in a
+session of its own, has its time, and is ended with all that it started. What it reads from the environment
+is this process's, without the settings of the engine (`APR_*` and its aliases), so that a contract is asked
+of the code and not of a shell. What was not reached has no receipt, and no receipt is Unknown(NotRun).
+Nothing here decides: receipts hold what was counted.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.contracts import plant
 from engine.contracts import receipt as kinds
-from engine.contracts.contract import Contract, Falsifier
-from engine.contracts.processes import Ran, run_command, run_proof, run_tests
+from engine.contracts.contract import Contract, Falsifier, Planted, Proof
+from engine.contracts.proving import ABSENT, PROVED, REFUTED, UNKNOWN
 from engine.contracts.receipt import Receipt, code_hash, host, tools, write_receipts
-from engine.contracts.source import Sources
+from engine.contracts.source import Sources, split_node
+from engine.signals import scratch_folder
 
 TESTS_LIMIT_S = 900.0
 COMMAND_LIMIT_S = 3600.0
+_TAIL = 400
+_NOT_INHERITED = ("APR_", "PYTEST_", "MANAGED_MEMORY", "PYTHONPATH")
+"""How names begin of what a shell, or a test that runs this, may have set."""
 _MADE = r"(?:pytest-of-[\w.-]*(?:/pytest-\d*)?/?|apr-contract-\w*/?|tmp[a-z0-9_]{8}(?![\w.-])/?)?"
 """What pytest, tempfile and a run of a contract make in the folder of temporary files; a text that was cut
 may end within it."""
@@ -44,37 +59,57 @@ class Runner:
 
     def _run_one(self, contract: Contract) -> None:
         begin = time.perf_counter()
-        make = _Maker(contract, code_hash(contract, Sources(self.root)), tools(), host())
-        receipts = [make.valid(), *self._tests(contract, make), *self._proofs(contract, make)]
-        receipts += self._planted(contract, make)
         # Code that changed meanwhile would leave receipts of neither: their hash is that of the start.
+        bound_to: dict[str, Any] = {
+            "contract_sha256": contract.sha256,
+            "code_sha256": code_hash(contract, Sources(self.root)),
+            "tools": tools(),
+            "host": host(),
+        }
+        receipts = [
+            Receipt(
+                **bound_to,
+                check=check,
+                kind=kind,
+                argv=ran.argv,
+                rc=ran.rc,
+                counts=counts,
+                result=result,
+                detail=without_machine(detail, Path.cwd()),
+                duration_s=round(ran.duration_s, 3),
+                unix_s=round(time.time(), 3),
+            )
+            for kind, check, ran, counts, result, detail in self._checks(contract)
+        ]
         write_receipts(self.folder, contract.id, receipts)
         self.tell(f"{contract.id}: {len(receipts)} checks in {time.perf_counter() - begin:.1f} s")
 
-    def _tests(self, contract: Contract, make: _Maker) -> Iterator[Receipt]:
-        tests = _tests_of(contract.active)
-        if tests:
+    def _checks(self, contract: Contract) -> Iterator[_Done]:
+        # The file was read without an error: a contract with one is not run.
+        yield (
+            kinds.VALID,
+            kinds.VALID,
+            Ran(argv=["validate"], rc=0),
+            {"problems": {"errors": 0}},
+            "",
+            "",
+        )
+        if tests := _tests_of(contract.active):
             self.tell(f"{contract.id}: {len(tests)} tests")
             tested = run_tests(tests, self.root, TESTS_LIMIT_S)
-            for falsifier in tests:
-                counts = {falsifier.id: tested.counts[falsifier.id]}
-                detail = tested.details[falsifier.id]
-                yield make.of(kinds.TEST, falsifier.id, tested.ran, counts, detail=detail)
+            for id_ in (falsifier.id for falsifier in tests):
+                counts = {id_: tested.counts[id_]}
+                yield kinds.TEST, id_, tested.ran, counts, "", tested.details[id_]
         for falsifier in contract.active:
             if falsifier.test.startswith(("bench:", "flip:")):
                 self.tell(f"{contract.id}: {falsifier.id}")
                 ran = run_command(falsifier, self.root, COMMAND_LIMIT_S)
-                yield make.of(kinds.COMMAND, falsifier.id, ran, {}, detail=ran.tail)
-
-    def _proofs(self, contract: Contract, make: _Maker) -> Iterator[Receipt]:
+                yield kinds.COMMAND, falsifier.id, ran, {}, "", ran.tail
         for proof in contract.proofs:
             self.tell(f"{contract.id}: proof {proof.id}")
             ran, said = run_proof(proof, self.root)
             counts = {"cases": {"all": said["cases"]}}
-            result, detail = said["result"], said["detail"]
-            yield make.of(kinds.PROOF, proof.id, ran, counts, result=result, detail=detail)
-
-    def _planted(self, contract: Contract, make: _Maker) -> Iterator[Receipt]:
+            yield kinds.PROOF, proof.id, ran, counts, said["result"], said["detail"]
         by_id = {falsifier.id: falsifier for falsifier in contract.active}
         for planted in contract.planted:
             self.tell(f"{contract.id}: planted bug {planted.id}")
@@ -82,13 +117,11 @@ class Runner:
             if not tests:
                 continue  # commands of the engine take no planted bugs: it is not run
             tested = run_tests(tests, self.root, TESTS_LIMIT_S, planted)
-            result = kinds.WAS_PLANTED if tested.was_planted else "not loaded"
-            detail = (
-                next(iter(tested.details.values()), "") if tested.was_planted else tested.trouble
-            )
-            yield make.of(
-                kinds.PLANTED, planted.id, tested.ran, tested.counts, result=result, detail=detail
-            )
+            if tested.was_planted:
+                result, detail = kinds.WAS_PLANTED, next(iter(tested.details.values()), "")
+            else:
+                result, detail = "not loaded", tested.trouble
+            yield kinds.PLANTED, planted.id, tested.ran, tested.counts, result, detail
 
 
 def _tests_of(falsifiers: Sequence[Falsifier]) -> list[Falsifier]:
@@ -105,40 +138,171 @@ def without_machine(text: str, root: Path) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class _Maker:
-    contract: Contract
-    code_sha256: str
-    tools: dict[str, str | None]
-    host: dict[str, Any]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    argv: list[str]
+    rc: int | None
+    """None where it was stopped at its limit."""
+    stdout: str = ""
+    stderr: str = ""
+    duration_s: float = 0.0
 
-    def of(
-        self,
-        kind: str,
-        check: str,
-        ran: Ran,
-        counts: dict[str, dict[str, int]],
-        *,
-        result: str = "",
-        detail: str = "",
-    ) -> Receipt:
-        return Receipt(
-            check=check,
-            kind=kind,
-            contract_sha256=self.contract.sha256,
-            code_sha256=self.code_sha256,
-            tools=self.tools,
-            argv=ran.argv,
-            rc=ran.rc,
-            counts=counts,
-            result=result,
-            detail=without_machine(detail, Path.cwd()),
-            duration_s=round(ran.duration_s, 3),
-            host=self.host,
-            unix_s=round(time.time(), 3),
-        )
+    @property
+    def tail(self) -> str:
+        lines = [line for line in (self.stderr or self.stdout).splitlines() if line.strip()]
+        return " ".join(lines[-1].split())[-_TAIL:] if lines else "it said nothing"
 
-    def valid(self) -> Receipt:
-        """That the file was read without an error: a contract with one is not run."""
-        ran = Ran(argv=["validate"], rc=0, stdout="", stderr="", duration_s=0.0)
-        return self.of(kinds.VALID, kinds.VALID, ran, {"problems": {"errors": 0}})
+
+_Done = tuple[str, str, Ran, dict[str, dict[str, int]], str, str]
+"""Kind and id of a check, its process, what it counted, its result, and detail in words."""
+
+
+def start(arguments: Sequence[str], root: Path, limit_s: float, env: dict[str, str]) -> Ran:
+    """`python ARGUMENTS` in the project."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)
+    }
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=root,
+        env=inherited | env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+    )
+    rc: int | None
+    try:
+        stdout, stderr = process.communicate(timeout=limit_s)
+        rc = process.returncode
+    except subprocess.TimeoutExpired:
+        _end(process)
+        stdout, stderr = process.communicate()
+        rc = None
+    except BaseException:
+        _end(process)
+        process.wait()
+        raise
+    took_s = time.perf_counter() - begin
+    # Receipts name no path of the machine.
+    argv = ["python", *(a.replace(str(root), ".") for a in arguments)]
+    return Ran(argv=argv, rc=rc, stdout=stdout, stderr=stderr, duration_s=took_s)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """The whole session: a test may have started a run."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+
+
+@dataclass(slots=True)
+class Tested:
+    """What became of each test that was asked for."""
+
+    ran: Ran
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    was_planted: bool = True
+    trouble: str = ""
+
+
+def run_tests(
+    falsifiers: Sequence[Falsifier], root: Path, limit_s: float, planted: Planted | None = None
+) -> Tested:
+    """The tests of some falsifiers in one process, with a bug planted where one is given."""
+    nodes = {f.id: f.test.partition(":")[2] for f in falsifiers}
+    files = sorted({split_node(node)[0] for node in nodes.values()})
+    plugins = ("-p", "no:cacheprovider", "-p", "engine.contracts.pytest_plugin")
+    options = ("-q", "--tb=short", "--continue-on-collection-errors", "--hypothesis-seed=0")
+    with scratch_folder("apr-contract-") as folder:
+        report = folder / "report.json"
+        env = {
+            "APR_CONTRACT_NODES": "\n".join(dict.fromkeys(nodes.values())),
+            "APR_CONTRACT_REPORT": str(report),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
+        }
+        if planted is not None:
+            env |= _plant(planted, folder)
+        tested = Tested(start(["-m", "pytest", *options, *plugins, *files], root, limit_s, env))
+        if planted is not None:
+            tested.was_planted = (folder / "seen").exists()
+        try:
+            found = json.loads(report.read_text("utf-8"))
+        except (OSError, ValueError):
+            found = {"nodes": {}, "errors": [f"no report: {tested.ran.tail}"]}
+    tested.trouble = next(iter(found["errors"]), "")
+    for id_, node in nodes.items():
+        _count(tested, id_, found["nodes"].get(node, []))
+    return tested
+
+
+def _count(tested: Tested, id_: str, outcomes: list[dict[str, str]]) -> None:
+    words = ("passed", "failed", "errors", "skipped", "xfailed")
+    found = [one["outcome"] for one in outcomes]
+    counts = {word: found.count(word) for word in words}
+    tested.counts[id_] = {"collected": len(outcomes), **counts}
+    # The worst of them says why.
+    said = {one["outcome"]: one["detail"] for one in reversed(outcomes)}
+    worst = [said[word] for word in words[1:] if word in said]
+    tested.details[id_] = worst[0] if worst else tested.trouble
+
+
+def _plant(planted: Planted, folder: Path) -> dict[str, str]:
+    site = folder / "site"
+    site.mkdir()
+    shutil.copy(plant.__file__, site / "sitecustomize.py")
+    bug = {
+        "module": planted.module,
+        "replace": planted.replace,
+        "with": planted.by,
+        "seen": str(folder / "seen"),
+    }
+    (folder / "bug.json").write_text(json.dumps(bug), encoding="utf-8")
+    return {
+        "APR_PLANTED": str(folder / "bug.json"),
+        "APR_CONTRACT_MUTATED": "1",
+        "PYTHONPATH": str(site),
+    }
+
+
+def run_command(falsifier: Falsifier, root: Path, limit_s: float) -> Ran:
+    """`bench:...` and `flip:...` are those commands of the engine, by their exit codes."""
+    command, _, arguments = falsifier.test.partition(":")
+    program = "import sys; from engine.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
+    return start(["-c", program, command, *shlex.split(arguments)], root, limit_s, {})
+
+
+def run_proof(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
+    """A harness in its own process, and what it said: result, cases, detail."""
+    tool = proof.engine
+    if tool == "kani" or (tool == "crosshair" and importlib.util.find_spec(tool) is None):
+        absent = {"result": ABSENT, "cases": 0, "detail": f"{tool} is not installed"}
+        return Ran(argv=[tool], rc=None), absent
+    if tool == "crosshair":
+        return _run_crosshair(proof, root)
+    ran = start(["-m", "engine.contracts.proving", proof.harness], root, proof.timeout_s, {})
+    try:
+        said = json.loads(ran.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        how = "stopped at its limit" if ran.rc is None else f"exit {ran.rc}"
+        said = {"result": UNKNOWN, "cases": 0, "detail": f"{how}: {ran.tail}"}
+    return ran, said
+
+
+def _run_crosshair(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
+    """Only `Confirmed over all paths` is a proof; that nothing was found in its time is none."""
+    options = ["--analysis_kind=asserts", "--report_all"]
+    options.append(f"--per_condition_timeout={proof.timeout_s}")
+    harness = proof.harness.replace(":", ".")
+    ran = start(["-m", "crosshair", "check", *options, harness], root, proof.timeout_s + 30, {})
+    result = UNKNOWN
+    if ran.rc == 0 and "Confirmed over all paths" in ran.stdout:
+        result = PROVED
+    elif ran.rc == 1:
+        result = REFUTED
+    return ran, {"result": result, "cases": 1, "detail": ran.tail}

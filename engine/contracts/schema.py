@@ -1,7 +1,9 @@
-"""The schema of a contract: upstream's, all of its fields, aliases and kinds, and what makes one run.
+"""The schema of a contract as data, and the walk that reads a YAML tree by it.
 
-Upstream is `aprender-contracts` (`pv`), later version. Ours are the keys below, allowed in every file
-and required in those that say `dialect: engine-1`:
+The schema is that of upstream's `aprender-contracts` (`pv`), later version, as far as anything here reads
+it: its keys, aliases and kinds. Blocks of upstream's that only its own tools use (Lean, Coq, SIMD dispatch,
+stories) are taken as they are. Ours are the keys below, allowed in every file and required in those that
+say `dialect: engine-1`:
 
     binds                                   the functions that the contract is of, `module:name`
     metadata.status, .demoted_by            active or demoted, and the finding that demoted it
@@ -13,300 +15,377 @@ and required in those that say `dialect: engine-1`:
     qa_gate.planted[]                       id, what, edit {module, replace, with}, turns_red [ids]
 
 Upstream's `kani_harnesses` are read and need a tool that is not here: they answer ToolAbsent.
+
+A shape is `str`, `bool` or `float`, a frozenset of known words, `VERBATIM` text, `AtLeast` an integer, a
+`Block` with known keys, `Named` with free ones, a list of the shape of its items, a tuple of shapes of
+which the value has one (a scalar, a list or a mapping), or `object` for what is not looked into.
 """
 
 from __future__ import annotations
 
-from engine.contracts.shapes import (
-    Anything,
-    Block,
-    Either,
-    Flag,
-    Many,
-    Named,
-    Real,
-    Shape,
-    Text,
-    Whole,
-)
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.contracts.problems import ERROR, WARNING, WARNINGS, Problem, nearest
+from engine.contracts.yaml_tree import Node
 
 DIALECT = "engine-1"
 
-KINDS = frozenset(
-    [
-        "kernel",
-        "registry",
-        "model-family",
-        "model-family-variant",
-        "tokenizer",
-        "training-loop",
-        "pretraining-corpus",
-        "training-precondition-gate",
-        "corpus-assembly",
-        "pattern",
-        "schema",
-        "beat-benchmark",
-        "kaizen",
-    ]
-)
-OBLIGATION_TYPES = frozenset(
-    [
-        "invariant",
-        "equivalence",
-        "bound",
-        "monotonicity",
-        "idempotency",
-        "linearity",
-        "symmetry",
-        "associativity",
-        "conservation",
-        "ordering",
-        "completeness",
-        "soundness",
-        "involution",
-        "determinism",
-        "roundtrip",
-        "state_machine",
-        "classification",
-        "independence",
-        "termination",
-        "safety",
-        "liveness",
-        "precondition",
-        "postcondition",
-        "frame",
-        "loop_invariant",
-        "loop_variant",
-        "old_state",
-        "subcontract",
-    ]
-)
-STRATEGIES = frozenset({"exhaustive", "stub_float", "compositional", "bounded_int"})
-ENGINES = frozenset({"z3", "enumerate", "crosshair"})
-STATUSES = frozenset({"active", "demoted"})
-TOLERANCE_KINDS = frozenset({"abs", "rel", "ulp"})
 
-TEXT = Text()
-TEXTS = Many(TEXT)
-STATUS = Text(STATUSES)
-INTAKE = Text(frozenset({"missing", "partial", "supported", "unclear"}))
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    least: int
 
-METADATA = Block(
-    {
-        "version": TEXT,
-        "created": TEXT,
-        "author": TEXT,
-        "description": TEXT,
-        "references": TEXTS,
-        "depends_on": TEXTS,
-        "registry": Flag(),
-        "kind": Text(KINDS),
-        "enforcement_level": Text(frozenset({"basic", "standard", "strict", "proven"})),
-        "locked_level": TEXT,
-        "competitor": TEXT,
-        "demand_score": Whole(least=None),
-        "intake_status": INTAKE,
-        "status": STATUS,
-        "demoted_by": TEXT,
-    },
-    needs=("description",),
-)
-EQUATION_FIELDS: dict[str, Shape] = {
-    "formula": TEXT,
-    "domain": TEXT,
-    "codomain": TEXT,
-    "invariants": TEXTS,
-    "preconditions": TEXTS,
-    "postconditions": TEXTS,
-    "lean_theorem": TEXT,
-    "float_tolerance": Real(),
-    "assumes": Anything(),
-    "guarantees": Anything(),
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    item: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    fields: dict[str, Shape]
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other spellings of the keys."""
+    needs: tuple[str, ...] = ()
+
+
+VERBATIM = bytes
+"""Text whose surrounding white space counts."""
+Shape = type | frozenset[str] | AtLeast | Named | Block | list[Any] | tuple[Any, ...]
+Path = tuple[str | int, ...]
+
+KINDS = """
+    kernel registry model-family model-family-variant tokenizer training-loop pretraining-corpus
+    training-precondition-gate corpus-assembly pattern schema beat-benchmark kaizen
+"""
+OBLIGATION_TYPES = """
+    invariant equivalence bound monotonicity idempotency linearity symmetry associativity conservation
+    ordering completeness soundness involution determinism roundtrip state_machine classification
+    independence termination safety liveness precondition postcondition frame loop_invariant loop_variant
+    old_state subcontract
+"""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+STRATEGIES = _words("exhaustive stub_float compositional bounded_int")
+DEMOTABLE: dict[str, Shape] = {"status": _words("active demoted"), "demoted_by": str}
+
+EQUATION: dict[str, Shape] = {
+    "formula": str,
+    "domain": str,
+    "codomain": str,
+    "invariants": [str],
+    "preconditions": [str],
+    "postconditions": [str],
+    "lean_theorem": str,
+    "float_tolerance": float,
+    "assumes": object,
+    "guarantees": object,
 }
-EQUATIONS = Either(
-    mapping=Named(Block(EQUATION_FIELDS)), many=Many(Block({"id": TEXT, **EQUATION_FIELDS}))
-)
-LEAN = Block(
-    {
-        "theorem": TEXT,
-        "module": TEXT,
-        "status": Text(frozenset({"proved", "sorry", "wip", "not-applicable"})),
-        "depends_on": TEXTS,
-        "mathlib_imports": TEXTS,
-        "notes": TEXT,
-    },
-    needs=("theorem",),
-)
-TOLERANCE = Block(
-    {"value": Real(), "kind": Text(TOLERANCE_KINDS), "derivation": TEXT},
-    needs=("value", "kind", "derivation"),
-)
-OBLIGATION = Block(
-    {
-        "id": TEXT,
-        "type": Text(OBLIGATION_TYPES),
-        "property": TEXT,
-        "formal": TEXT,
-        "tolerance": Either(scalar=Real(), mapping=TOLERANCE),
-        # Any other word is an algorithm's own part, upstream too.
-        "applies_to": TEXT,
-        "lean": LEAN,
-        "requires": TEXT,
-        "applies_to_phase": TEXT,
-        "parent_contract": TEXT,
-        "na_reason": TEXT,
-        "na_owner": TEXT,
-        "status": STATUS,
-        "demoted_by": TEXT,
-    },
-    aliases={"statement": "property", "verification": "formal"},
-)
-TEST = Block(
-    {
-        "id": TEXT,
-        "rule": TEXT,
-        "prediction": TEXT,
-        "test": TEXT,
-        "test_harness": TEXT,
-        "name": TEXT,
-        "if_fails": TEXT,
-        "obligations": TEXTS,
-        "differs": TEXT,
-        "status": STATUS,
-        "demoted_by": TEXT,
-    },
-    aliases={
-        "description": "rule",
-        "expected": "prediction",
-        "command": "test",
-        "fails_if": "if_fails",
-    },
-    needs=("id",),
-)
-KANI = Block(
-    {
-        "id": TEXT,
-        "obligation": TEXT,
-        "property": TEXT,
-        "bound": Whole(),
-        "strategy": Text(STRATEGIES),
-        "solver": TEXT,
-        "harness": TEXT,
-        "actually_verified": Flag(),
-    },
-    needs=("id",),
-)
-PROOF = Block(
-    {
-        "id": TEXT,
-        "obligation": TEXT,
-        "property": TEXT,
-        "engine": Text(ENGINES),
-        "harness": TEXT,
-        "bound": TEXT,
-        "strategy": Text(STRATEGIES),
-        "axioms": TEXTS,
-        "timeout_s": Whole(least=1),
-    },
-    needs=("id", "obligation", "engine", "harness", "bound", "strategy"),
-)
-SOURCE = Text(verbatim=True)
-EDIT = Block(
-    {"module": TEXT, "replace": SOURCE, "with": SOURCE}, needs=("module", "replace", "with")
-)
-PLANTED = Block(
-    {"id": TEXT, "what": TEXT, "edit": EDIT, "turns_red": TEXTS},
-    needs=("id", "what", "edit", "turns_red"),
-)
-QA_GATE = Block(
-    {
-        "id": TEXT,
-        "name": TEXT,
-        "description": TEXT,
-        "checks": TEXTS,
-        "pass_criteria": TEXT,
-        "falsification": TEXT,
-        "planted": Many(PLANTED),
-    }
-)
-BEAT = Block(
-    {
-        "pillar": Whole(),
-        "incumbent": TEXT,
-        "incumbent_pinned": TEXT,
-        "canonical_task": TEXT,
-        "metric": TEXT,
-        "direction": TEXT,
-        "baseline_value": Real(),
-        "baseline_floor": Real(),
-        "beat_threshold": Real(),
-        "baseline_sourced_date": TEXT,
-        "approved_compute": TEXT,
-        "ci_gate_name": TEXT,
-    }
-)
-STORY = Block(
-    {"id": TEXT, "competitor": TEXT, "demand_score": Whole(least=None), "status": INTAKE},
-    is_open=True,
-)
-SUMMARY = Block(
-    {
-        name: Whole()
-        for name in (
-            "total_obligations",
-            "l2_property_tested",
-            "l3_kani_proved",
-            "l4_lean_proved",
-            "l4_sorry_count",
-            "l4_not_applicable",
+TOLERANCE_FIELDS: dict[str, Shape] = {
+    "value": float,
+    "kind": _words("abs rel ulp"),
+    "derivation": str,
+}
+EDIT: dict[str, Shape] = {"module": str, "replace": VERBATIM, "with": VERBATIM}
+PLANTED: dict[str, Shape] = {
+    "id": str,
+    "what": str,
+    "edit": Block(EDIT, needs=tuple(EDIT)),
+    "turns_red": [str],
+}
+BLOCKS: dict[str, Shape] = {
+    "metadata": Block(
+        {
+            "version": str,
+            "created": str,
+            "author": str,
+            "description": str,
+            "references": [str],
+            "depends_on": [str],
+            "registry": bool,
+            "kind": _words(KINDS),
+            "enforcement_level": _words("basic standard strict proven"),
+            "locked_level": str,
+            "competitor": object,
+            "demand_score": object,
+            "intake_status": object,
+            **DEMOTABLE,
+        },
+        needs=("description",),
+    ),
+    "equations": ([Block({"id": str, **EQUATION})], Named(Block(EQUATION))),
+    "proof_obligations": [
+        Block(
+            {
+                "id": str,
+                "type": _words(OBLIGATION_TYPES),
+                "property": str,
+                "formal": str,
+                "tolerance": (float, Block(TOLERANCE_FIELDS, needs=tuple(TOLERANCE_FIELDS))),
+                # Any word but `not_applicable` is an algorithm's own part, upstream too.
+                "applies_to": str,
+                "lean": object,
+                "requires": str,
+                "applies_to_phase": str,
+                "parent_contract": str,
+                "na_reason": str,
+                "na_owner": str,
+                **DEMOTABLE,
+            },
+            aliases={"statement": "property", "verification": "formal"},
         )
-    }
-)
-RULE = Block(
-    {"description": TEXT, "check": TEXT, "severity": TEXT, "reference": TEXT},
-    needs=("description",),
-)
-PHASE = Block({"name": TEXT, "description": TEXT, "invariant": TEXT}, needs=("name", "description"))
-INVARIANT = Block(
-    {"name": TEXT, "type": TEXT, "predicate": TEXT, "description": TEXT},
-    needs=("name", "type", "predicate"),
-)
-COQ = Block(
-    {
-        "module": TEXT,
-        "imports": TEXTS,
-        "definitions": Many(Block({"name": TEXT, "statement": TEXT}, needs=("name", "statement"))),
-        "obligations": Many(
-            Block(
-                {"links_to": TEXT, "coq_lemma": TEXT, "status": TEXT},
-                needs=("links_to", "coq_lemma"),
-            )
-        ),
-    },
-    needs=("module",),
-)
-UPSTREAM_BLOCKS: dict[str, Shape] = {
-    "metadata": METADATA,
-    "equations": EQUATIONS,
-    "proof_obligations": Many(OBLIGATION),
-    "kernel_structure": Block({"phases": Many(PHASE)}, needs=("phases",)),
-    "simd_dispatch": Named(Named(TEXT)),
-    "enforcement": Named(RULE),
-    "falsification_tests": Many(TEST),
-    "kani_harnesses": Many(KANI),
-    "qa_gate": QA_GATE,
-    "verification_summary": SUMMARY,
-    "type_invariants": Many(INVARIANT),
-    "coq_spec": COQ,
-    "beat": BEAT,
-    "stories": Many(STORY),
+    ],
+    "falsification_tests": [
+        Block(
+            {
+                "id": str,
+                "rule": str,
+                "prediction": str,
+                "test": str,
+                "test_harness": str,
+                "name": str,
+                "if_fails": str,
+                "obligations": [str],
+                "differs": str,
+                **DEMOTABLE,
+            },
+            aliases={
+                "description": "rule",
+                "expected": "prediction",
+                "command": "test",
+                "fails_if": "if_fails",
+            },
+            needs=("id",),
+        )
+    ],
+    "kani_harnesses": [
+        Block(
+            {
+                "id": str,
+                "obligation": str,
+                "property": str,
+                "bound": AtLeast(0),
+                "strategy": STRATEGIES,
+                "solver": str,
+                "harness": str,
+                "actually_verified": bool,
+            },
+            needs=("id",),
+        )
+    ],
+    "qa_gate": Block(
+        {
+            "id": str,
+            "name": str,
+            "description": str,
+            "checks": [str],
+            "pass_criteria": str,
+            "falsification": str,
+            "planted": [Block(PLANTED, needs=tuple(PLANTED))],
+        }
+    ),
+    "kernel_structure": object,
+    "simd_dispatch": object,
+    "enforcement": object,
+    "verification_summary": object,
+    "type_invariants": object,
+    "coq_spec": object,
+    "beat": object,
+    "stories": object,
 }
+"""Upstream's."""
 CONTRACT = Block(
     {
-        **UPSTREAM_BLOCKS,
-        "dialect": Text(frozenset({DIALECT})),
-        "binds": TEXTS,
-        "proof_harnesses": Many(PROOF),
+        **BLOCKS,
+        "dialect": frozenset({DIALECT}),
+        "binds": [str],
+        "proof_harnesses": [
+            Block(
+                {
+                    "id": str,
+                    "obligation": str,
+                    "property": str,
+                    "engine": _words("z3 enumerate crosshair"),
+                    "harness": str,
+                    "bound": str,
+                    "strategy": STRATEGIES,
+                    "axioms": [str],
+                    "timeout_s": AtLeast(1),
+                },
+                needs=("id", "obligation", "engine", "harness", "bound", "strategy"),
+            )
+        ],
     },
     needs=("metadata",),
 )
+
+
+class Walk:
+    """Reads one tree to plain values under their canonical names, text without the white space around
+    it: what is checked later is what is stored. It remembers where everything was and goes on after each
+    problem, so that all of them are told at once."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.problems: list[Problem] = []
+        self.marks: dict[Path, tuple[int, int]] = {}
+        """Line and column of every value."""
+        self.broken: set[Path] = set()
+        """Values that had a problem of form: nothing more is said of them."""
+
+    def add(self, rule: str, path: Path, text: str, place: tuple[int, int] | None = None) -> None:
+        """One more problem, at a value or at what it would be in."""
+        known = path
+        while known and known not in self.marks:
+            known = known[:-1]
+        line, column = place or self.marks.get(known, (1, 1))
+        self.problems.append(
+            Problem(
+                file=self.file,
+                line=line,
+                column=column,
+                rule=rule,
+                severity=WARNING if rule in WARNINGS else ERROR,
+                path=_dotted(path),
+                text=text,
+            )
+        )
+
+    def read(self, node: Node, shape: Shape, path: Path = ()) -> Any:
+        """The plain value; None for one that is absent or has a problem."""
+        self.marks[path] = (node.key_line or node.line, node.key_column or node.column)
+        value = node.value
+        if value is None:
+            return None
+        if isinstance(shape, tuple):
+            alike = [one for one in shape if _form(one) is _form(value)]
+            if alike:
+                return self.read(node, alike[0], path)
+        match shape:
+            case Block() if isinstance(value, dict):
+                return self._block(node, shape, path)
+            case Named(item) if isinstance(value, dict):
+                return {key: self._item(one, item, (*path, key)) for key, one in value.items()}
+            case list() if isinstance(value, list):
+                return [self._item(one, shape[0], (*path, i)) for i, one in enumerate(value)]
+            case frozenset() if isinstance(value, str):
+                if (word := value.strip()) in shape:
+                    return word
+                near = nearest(word, shape)
+                return self._bad(path, f"expected a known word, found {word!r}{near}")
+            case AtLeast(least) if isinstance(value, int) and not isinstance(value, bool):
+                if value >= least:
+                    return value
+                return self._bad(path, f"expected {least} or more, found {value}")
+        if shape is object or (shape is bool and isinstance(value, bool)):
+            return value
+        if shape is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if shape in (str, VERBATIM) and isinstance(value, str):
+            return value.strip() if shape is str else value
+        return self._bad(path, f"expected {_told(shape)}, found {_found(value)}")
+
+    def _item(self, node: Node, shape: Shape, path: Path) -> Any:
+        """A value of a list or of a mapping with free keys: a mistake where there is nothing."""
+        value = self.read(node, shape, path)
+        if value is None and path not in self.broken:
+            self._bad(path, "expected a value, found nothing")
+        return value
+
+    def _block(self, node: Node, shape: Block, path: Path) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for key, inner in node.value.items():
+            name = shape.aliases.get(key, key)
+            here = (*path, name)
+            if name not in shape.fields:
+                self.marks[here] = (inner.key_line, inner.key_column)
+                self._unknown(key, shape, path)
+            elif name in out or here in self.broken:
+                self.marks[(*path, key)] = (inner.key_line, inner.key_column)
+                text = f"{key} is another name of {name}, which is here too"
+                self.add("SCHEMA-020", (*path, key), text)
+            elif (value := self.read(inner, shape.fields[name], here)) is not None:
+                out[name] = value
+        for name in shape.needs:
+            if name not in out and (*path, name) not in self.broken:
+                self.add("W-FORM", (*path, name), "expected a value, found none")
+        return out
+
+    def _unknown(self, key: str, shape: Block, path: Path) -> None:
+        rule, text = (None if path else almost_a_block(key)) or (
+            "W-KEY",
+            f"a key that is not known{nearest(key, {*shape.fields, *shape.aliases})}",
+        )
+        self.add(rule, (*path, key), text)
+
+    def _bad(self, path: Path, text: str) -> None:
+        self.broken.add(path)
+        self.add("W-FORM", path, text)
+
+
+def almost_a_block(key: str) -> tuple[str, str] | None:
+    """What upstream says of an unknown key at the top; None for the keys that it leaves alone."""
+    if key == "kind":
+        return "SCHEMA-018", "not read here: the kind of a contract is metadata.kind"
+    for block in BLOCKS:
+        if _spellings(key) & _spellings(block):
+            text = f"not a block, and what is in it is not read; did you mean {block}?"
+            return "SCHEMA-019", text
+    return None
+
+
+def _spellings(key: str) -> set[str]:
+    """A word without case and separators, and its singulars."""
+    squashed = "".join(c for c in key.lower() if c.isascii() and c.isalnum())
+    singulars = {squashed.removesuffix(end) for end in ("es", "s") if squashed.endswith(end)}
+    return {squashed, *singulars} - {""}
+
+
+def _dotted(path: Iterable[str | int]) -> str:
+    out = ""
+    for part in path:
+        out += f"[{part}]" if isinstance(part, int) else f".{part}" if out else part
+    return out
+
+
+def _form(value: Any) -> type:
+    """Whether a value, or a shape, is a mapping, a list or a scalar."""
+    if isinstance(value, dict | Block | Named):
+        return dict
+    return list if isinstance(value, list) else object
+
+
+def _told(shape: Shape) -> str:
+    match shape:
+        case tuple():
+            return " or ".join(_told(one) for one in shape)
+        case list():
+            return "a list"
+        case AtLeast():
+            return "a whole number"
+        case Block() | Named():
+            return "a mapping"
+        case _ if shape is bool:
+            return "true or false"
+        case _ if shape is float:
+            return "a number"
+    return "text"
+
+
+def _found(value: Any) -> str:
+    match value:
+        case dict():
+            return "a mapping"
+        case list():
+            return "a list"
+        case str():
+            return f"the text {value[:40]!r}"
+        case bool():
+            value = str(value).lower()
+    return f"{value} (text needs quotes)"

@@ -1,19 +1,20 @@
-"""Source as text: which functions a file has, and which say that they are under a contract.
+"""Source read as text: the functions of a file, and the comments that name their contracts.
 
     # contract: kd-loss-v1
     def distillation_loss(...)
 
-The comment stands on the line above a function or class (above its decorators), names one contract or
-several, and costs nothing when the module is loaded. Nothing is imported to read it.
+The comment is on the line above a function or class (above its decorators), names one or several contracts,
+and costs nothing when the module is loaded. Nothing is imported to read it.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.parsing import PARSING
@@ -31,17 +32,16 @@ class Marker:
     """The function below, `Class.method` for one in a class; empty where there is none."""
 
 
-@dataclass(slots=True)
 class Sources:
     """Files of one project, each parsed once."""
 
-    root: Path
-    _names: dict[Path, dict[str, int]] = field(default_factory=dict)
-    _texts: dict[Path, str | None] = field(default_factory=dict)
-    _markers: dict[str, list[Marker]] = field(default_factory=dict)
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._names: dict[Path, dict[str, int]] = {}
+        self._texts: dict[Path, str | None] = {}
 
     def file_of(self, module: str) -> Path:
-        """Where a module of the project lies, whether or not it is there."""
+        """The path of a module of the project, whether or not it exists."""
         base = self.root.joinpath(*module.split("."))
         return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
@@ -60,47 +60,54 @@ class Sources:
             self._names[file] = dict(_definitions(_tree(self.text(file)), ""))
         return self._names[file]
 
-    def has(self, reference: str) -> bool:
-        """Whether `module:name` is there."""
+    def place_of(self, reference: str) -> tuple[Path, str]:
+        """File and name of `module:name`."""
         module, _, name = reference.partition(":")
-        return bool(name) and name in self.names(self.file_of(module))
+        return self.file_of(module), name
 
-    def packages(self) -> list[str]:
-        """The packages of the project: folders of its root that say so."""
-        return sorted(file.parent.name for file in self.root.glob("*/__init__.py"))
+    def has(self, reference: str) -> bool:
+        """Whether `module:name` exists."""
+        file, name = self.place_of(reference)
+        return name in self.names(file)
 
-    def markers(self, package: str) -> list[Marker]:
-        """Every comment of the form in a package."""
-        if package in self._markers:
-            return self._markers[package]
+    @functools.cached_property
+    def markers(self) -> list[Marker]:
+        """Every contract comment in the packages of the project, the folders of its root with `__init__.py`."""
         out = []
-        for file in sorted((self.root / package).rglob("*.py")):
-            text = self.text(file)
-            if text is None or "# contract: " not in text:
-                continue
-            starts = {line: name for name, line in self.names(file).items()}
-            for number, comment in _comments(text):
-                if found := _MARK.fullmatch(comment):
-                    name = starts.get(number + 1, "")
-                    out += [Marker(file, number, id_, name) for id_ in found["ids"].split(", ")]
-        self._markers[package] = out
+        for package in sorted(file.parent for file in self.root.glob("*/__init__.py")):
+            for file in sorted(package.rglob("*.py")):
+                text = self.text(file)
+                if text is None or "# contract: " not in text:
+                    continue
+                starts = {line: name for name, line in self.names(file).items()}
+                for number, comment in _comments(text):
+                    if found := _MARK.fullmatch(comment):
+                        name = starts.get(number + 1, "")
+                        out += [Marker(file, number, id_, name) for id_ in found["ids"].split(", ")]
         return out
 
     def helpers(self, file: Path) -> list[Path]:
-        """Modules beside a file that it imports, by their own names or by those of the folder."""
-        names = set()
+        """Modules of the tests that a test file imports: those beside it, by their own names or by those
+        of the folder, and those of its top folder by their whole names, `tests.support.kit`."""
+        top = file.relative_to(self.root).parts[0] if file.is_relative_to(self.root) else ""
+        found = set()
         for node in ast.walk(_tree(self.text(file))):
+            names = []
             if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
+                names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module)
-        own = {name.removeprefix(f"{file.parent.name}.") for name in names}
-        beside = [file.parent / f"{name}.py" for name in sorted(own) if "." not in name]
-        return [path for path in beside if path.is_file()]
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                own = name.removeprefix(f"{file.parent.name}.")
+                if "." not in own:
+                    found.add(file.parent / f"{own}.py")
+                if name.startswith(f"{top}."):
+                    found.add(self.file_of(name))
+        return sorted(path for path in found if path.is_file())
 
 
 def _tree(text: str | None) -> ast.Module:
-    """What a file says; an empty module where it cannot be read."""
+    """The syntax tree of a source; an empty module where it cannot be parsed."""
     try:
         with PARSING:  # Contracts are run, and their code read, in several threads.
             return ast.parse(text or "")
@@ -109,7 +116,7 @@ def _tree(text: str | None) -> ast.Module:
 
 
 def _comments(text: str) -> list[tuple[int, str]]:
-    """Line and text of each comment: a docstring that shows one has none."""
+    """Line and text of each comment; an example in a docstring is none."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):

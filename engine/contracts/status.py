@@ -1,4 +1,11 @@
-"""What each contract has reached, from its receipts alone, and what a front end shows of it.
+"""What receipts say of a contract: an answer for each check, for the contract, and the level it reached.
+
+    Fail  <  NotRun  <  Skip  <  ...  <  PositiveControlFailed  <  Pass
+
+is `Fail < Unknown(reason) < Pass`, with the reasons of Unknown in the order and by the names of the upstream
+lattice, the first nine of its fifteen. The meet of two answers is the lower: Fail absorbs, Pass is the
+identity, and two Unknowns meet at the lower reason. Only Pass arms a gate: whatever was skipped, is stale,
+was not collected or needs a tool that is absent has the exit code 2.
 
     none      the file has errors, or was not run since it or its code changed
     basic     the file is valid
@@ -6,26 +13,175 @@
     strict    and every planted bug is caught, so the tests are known to be able to fail
     proven    and there are proofs, and all of them hold
 
-The names are upstream's; there they are counts of text, here they are computed each time from what ran.
-The verdict of a contract is the meet of its tests, proofs and planted bugs: one that skipped makes it
-Unknown. What was demoted is neither run nor counted, and is shown with the finding that demoted it.
+The names of the levels are upstream's; there they are counts of text, here they are computed each time from
+what ran. What was demoted is neither run nor counted, and is shown with the finding that demoted it.
 """
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from engine.contracts.answer import Answer, Rank, meet_all
-from engine.contracts.contract import Contract
-from engine.contracts.load import Loaded
-from engine.contracts.receipt import FOLDER, VALID, Receipt, answer_of, code_hash, read_receipts
-from engine.contracts.resolve import checked_contracts
+from engine.contracts.contract import Contract, Loaded, checked_contracts
+from engine.contracts.proving import ABSENT, PROVED, REFUTED
+from engine.contracts.receipt import (
+    COMMAND,
+    FOLDER,
+    PLANTED,
+    PROOF,
+    TEST,
+    VALID,
+    WAS_PLANTED,
+    Receipt,
+    code_hash,
+    read_receipts,
+)
 from engine.contracts.source import Sources
 from engine.errors import BadInput
+from engine.verdict import Level, Verdict
+
+
+class Rank(IntEnum):
+    """Every element of the lattice, lowest first."""
+
+    FAIL = 0
+    NOT_RUN = 1
+    """Nobody asked."""
+    SKIP = 2
+    """The test was skipped, deselected or expected to fail."""
+    REPORT = 3
+    """It was reported and decides nothing."""
+    WARN = 4
+    """It warned and decides nothing."""
+    TOOL_ABSENT = 5
+    """The tool that would answer is not here."""
+    NOT_ARMED = 6
+    """It is there and nothing calls for it."""
+    NO_CHECKABLE = 7
+    """Nothing was collected, or the tool gave up: no answer either way."""
+    WITNESS_STALE = 8
+    """The receipt is of another contract or of other code."""
+    POSITIVE_CONTROL_FAILED = 9
+    """The planted bug was not caught, or could not be planted: a green test proves nothing."""
+    PASS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    rank: Rank
+    text: str
+
+    @property
+    def level(self) -> Level:
+        if self.rank in (Rank.FAIL, Rank.PASS):
+            return Level[self.rank.name]
+        return Level.UNKNOWN
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict(self.level, str(self))
+
+    @property
+    def label(self) -> str:
+        """`Fail`, `Pass` or the reason of Unknown, as receipts hold it: `ToolAbsent`."""
+        return self.rank.name.title().replace("_", "")
+
+    def __str__(self) -> str:
+        if self.level is Level.UNKNOWN:
+            return f"{self.label}: {self.text}"
+        return self.text
+
+
+# contract: verdict-lattice-v1
+def meet(a: Answer, b: Answer) -> Answer:
+    """The lower of the two; the first where they are equal."""
+    return min(a, b, key=lambda answer: answer.rank)
+
+
+# contract: verdict-lattice-v1
+def meet_all(answers: Iterable[Answer]) -> Answer:
+    """The answer of a set. That of none is NotRun, not Pass: nothing was asked."""
+    found = list(answers)
+    if not found:
+        return Answer(Rank.NOT_RUN, "nothing was asked")
+    return functools.reduce(meet, found)
+
+
+def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
+    """What a receipt proves of the contract and the code as they are now."""
+    if receipt.contract_sha256 != contract.sha256:
+        return Answer(Rank.WITNESS_STALE, "the contract has changed since")
+    if receipt.code_sha256 != code_sha256:
+        return Answer(Rank.WITNESS_STALE, "code or tests have changed since")
+    planted = {bug.id: bug for bug in contract.planted}.get(receipt.check)
+    if receipt.kind == VALID:
+        errors = receipt.counts.get("problems", {}).get("errors", -1)
+        return Answer(Rank.PASS if errors == 0 else Rank.FAIL, f"{errors} error(s)")
+    if receipt.kind == TEST:
+        return _tested(receipt)
+    if receipt.kind == COMMAND:
+        return _commanded(receipt)
+    if receipt.kind == PROOF:
+        return _proven(receipt)
+    if receipt.kind == PLANTED and planted is not None:
+        return _caught(receipt, planted.turns_red)
+    return Answer(Rank.NO_CHECKABLE, f"a receipt of a kind that is not known: {receipt.kind}")
+
+
+def _tested(receipt: Receipt) -> Answer:
+    counts = receipt.counts.get(receipt.check, {})
+    collected = counts.get("collected", 0)
+
+    def answer(rank: Rank, word: str) -> Answer:
+        return Answer(rank, f"{counts.get(word, 0)} of {collected} {word}: {receipt.detail}")
+
+    if counts.get("failed"):
+        return answer(Rank.FAIL, "failed")
+    if counts.get("errors"):
+        return answer(Rank.NO_CHECKABLE, "errors")
+    if receipt.rc is None:
+        return Answer(Rank.NO_CHECKABLE, f"stopped at its limit: {receipt.detail}")
+    if not collected:
+        return Answer(Rank.NO_CHECKABLE, f"no test was collected; {receipt.detail}")
+    for word in ("skipped", "xfailed"):
+        if counts.get(word):
+            return answer(Rank.SKIP, word)
+    if counts.get("passed") != collected:
+        return answer(Rank.NO_CHECKABLE, "passed")
+    return Answer(Rank.PASS, f"{collected} of {collected} passed")
+
+
+def _commanded(receipt: Receipt) -> Answer:
+    if receipt.rc == 0:
+        return Answer(Rank.PASS, "exit 0")
+    if receipt.rc == 1:
+        return Answer(Rank.FAIL, receipt.detail or "exit 1")
+    how = "stopped at its limit" if receipt.rc is None else f"exit {receipt.rc}"
+    return Answer(Rank.NO_CHECKABLE, f"{how}: {receipt.detail}")
+
+
+def _proven(receipt: Receipt) -> Answer:
+    if receipt.result == ABSENT:
+        return Answer(Rank.TOOL_ABSENT, receipt.detail)
+    if receipt.result == REFUTED:
+        return Answer(Rank.FAIL, f"counterexample: {receipt.detail}")
+    asked = receipt.counts.get("cases", {}).get("all", 0) > 0
+    if receipt.result == PROVED and receipt.rc == 0 and asked:
+        return Answer(Rank.PASS, receipt.detail)
+    return Answer(Rank.NO_CHECKABLE, receipt.detail or f"no answer (exit {receipt.rc})")
+
+
+def _caught(receipt: Receipt, turns_red: Sequence[str]) -> Answer:
+    if receipt.result != WAS_PLANTED:
+        return Answer(Rank.POSITIVE_CONTROL_FAILED, f"not planted: {receipt.detail}")
+    missed = [id_ for id_ in turns_red if not receipt.counts.get(id_, {}).get("failed")]
+    if missed:
+        return Answer(Rank.POSITIVE_CONTROL_FAILED, f"{', '.join(missed)} did not see it")
+    return Answer(Rank.PASS, f"caught by {', '.join(turns_red)}")
 
 
 class Reached(IntEnum):
@@ -40,7 +196,7 @@ class Reached(IntEnum):
 class Check:
     id: str
     kind: str
-    """test, proof or planted."""
+    """valid, test, proof or planted."""
     says: str
     """The prediction, the harness with its bound, or the bug."""
     answer: Answer
@@ -50,16 +206,34 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    contract: Contract | None
-    """None for a file with errors."""
     id: str
     path: Path
     problems: tuple[str, ...]
-    reached: Reached
+    contract: Contract | None
+    """None for a file with errors."""
     answer: Answer
-    checks: tuple[Check, ...]
-    age_s: float | None
-    """Seconds since the oldest of its receipts."""
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def reached(self) -> Reached:
+        """The level, from the answers of the checks."""
+        level = Reached.NONE
+        for kind, next_level in (
+            (VALID, Reached.BASIC),
+            (TEST, Reached.STANDARD),
+            (PLANTED, Reached.STRICT),
+            (PROOF, Reached.PROVEN),
+        ):
+            ranks = {check.answer.rank for check in self.checks if check.kind == kind}
+            if ranks != {Rank.PASS}:
+                break
+            level = next_level
+        return level
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the oldest of its receipts."""
+        return max((c.age_s for c in self.checks if c.age_s is not None), default=None)
 
     @property
     def counts(self) -> bool:
@@ -76,44 +250,49 @@ def overview(
 ) -> list[Status]:
     """Every contract of a project with its equations, its last results and their age. Raises BadInput
     where there is no contract. Loads no torch and starts nothing: for screens and notebooks."""
-    loaded = checked_contracts(paths, root)
     folder = receipts if receipts.is_absolute() else root / receipts
-    return [status_of(one, root, folder, now_s or time.time()) for one in loaded]
+    now_s, sources = now_s or time.time(), Sources(root)
+    return [_status(one, sources, folder, now_s) for one in checked_contracts(paths, root)]
 
 
-def status_of(one: Loaded, root: Path, folder: Path, now_s: float) -> Status:
-    problems = tuple(str(problem) for problem in one.problems)
-    contract = one.contract
+def _status(one: Loaded, sources: Sources, folder: Path, now_s: float) -> Status:
+    contract, checks = one.contract, tuple[Check, ...]()
     if contract is None:
         answer = Answer(Rank.FAIL, "the file has errors")
-        return _status(one, None, problems, answer, (), None)
-    try:
-        found = read_receipts(folder, contract.id)
-    except BadInput as error:
-        answer = Answer(Rank.NOT_RUN, error.message)
-        return _status(one, contract, problems, answer, (), None)
-    code_sha256 = code_hash(contract, Sources(root))
-
-    def check(id_: str, kind: str, says: str) -> Check:
-        receipt: Receipt | None = found.get(id_)
-        if receipt is None:
-            answer = Answer(Rank.NOT_RUN, "no receipt; `engine contracts run`")
-            return Check(id=id_, kind=kind, says=says, answer=answer, age_s=None)
-        answer = answer_of(receipt, contract, code_sha256)
-        return Check(id=id_, kind=kind, says=says, answer=answer, age_s=now_s - receipt.unix_s)
-
-    checks = (
-        check(VALID, VALID, "the file has no errors"),
-        *(check(f.id, "test", f.prediction) for f in contract.active),
-        *(check(p.id, "proof", f"{p.engine} {p.harness}, {p.bound}") for p in contract.proofs),
-        *(check(p.id, "planted", p.what) for p in contract.planted),
+    else:
+        try:
+            found = read_receipts(folder, contract.id)
+            checks = tuple(_checks(contract, found, code_hash(contract, sources), now_s))
+            answer = _overall(contract, checks)
+        except BadInput as error:
+            answer = Answer(Rank.NOT_RUN, error.message)
+    return Status(
+        id=one.path.stem,
+        path=one.path,
+        problems=tuple(str(problem) for problem in one.problems),
+        contract=contract,
+        answer=answer,
+        checks=checks,
     )
-    answer = _overall(contract, checks)
-    ages = [c.age_s for c in checks if c.age_s is not None]
-    return _status(one, contract, problems, answer, checks, max(ages, default=None))
+
+
+def _checks(
+    contract: Contract, found: dict[str, Receipt], code_sha256: str, now_s: float
+) -> Iterable[Check]:
+    for id_, kind, says in (
+        (VALID, VALID, "the file has no errors"),
+        *((f.id, TEST, f.prediction) for f in contract.active),
+        *((p.id, PROOF, f"{p.engine} {p.harness}, {p.bound}") for p in contract.proofs),
+        *((p.id, PLANTED, p.what) for p in contract.planted),
+    ):
+        answer, age_s = Answer(Rank.NOT_RUN, "no receipt; `engine contracts run`"), None
+        if (receipt := found.get(id_)) is not None:
+            answer, age_s = answer_of(receipt, contract, code_sha256), now_s - receipt.unix_s
+        yield Check(id=id_, kind=kind, says=says, answer=answer, age_s=age_s)
 
 
 def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:
+    """The meet of its tests, proofs and planted bugs: one that skipped makes it Unknown."""
     asked = [c for c in checks if c.kind != VALID]
     if contract.demoted_by:
         return Answer(Rank.REPORT, f"demoted by {contract.demoted_by}")
@@ -125,43 +304,3 @@ def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:
     ids = [check.id for check in asked if check.answer.rank is lowest.rank]
     more = f" and {len(ids) - 1} more" if len(ids) > 1 else ""
     return Answer(lowest.rank, f"{ids[0]}{more}: {lowest.text}" if ids else lowest.text)
-
-
-def _status(
-    one: Loaded,
-    contract: Contract | None,
-    problems: tuple[str, ...],
-    answer: Answer,
-    checks: tuple[Check, ...],
-    age_s: float | None,
-) -> Status:
-    return Status(
-        contract=contract,
-        id=one.path.stem,
-        path=one.path,
-        problems=problems,
-        reached=reached(checks),
-        answer=answer,
-        checks=checks,
-        age_s=age_s,
-    )
-
-
-def reached(checks: Sequence[Check]) -> Reached:
-    """The level, from the answers of the checks."""
-
-    def all_of(kind: str) -> bool:
-        answers = [c.answer.rank for c in checks if c.kind == kind]
-        return bool(answers) and all(rank is Rank.PASS for rank in answers)
-
-    level = Reached.NONE
-    for kind, next_level in (
-        (VALID, Reached.BASIC),
-        ("test", Reached.STANDARD),
-        ("planted", Reached.STRICT),
-        ("proof", Reached.PROVEN),
-    ):
-        if not all_of(kind):
-            break
-        level = next_level
-    return level

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.drills.planting import replaced
-from engine.models.decoder import Attention, Decoder, FeedForward, RMSNorm, Sight, rotate
-from engine.models.linear import project
-from engine.teachers.quantized import QuantizedTeacher
+from engine.models.decoder import Attention, Decoder, FeedForward, RMSNorm, Sight, project, rotate
+from engine.teachers.frozen import QuantizedTeacher
 
 
 def host_operators() -> AbstractContextManager[None]:

@@ -20,11 +20,11 @@ from torch import Tensor
 from engine.data import batches as batches_module
 from engine.data.batches import IGNORED, Batch
 from engine.drills.planting import replaced
-from engine.loss.objective import LossTerms
+from engine.loss.types import LossTerms
 from engine.models.decoder import Decoder
 from engine.train import checking, trainer
 from engine.train.checkpoint import keeper as keep
-from engine.train.checkpoint import state, state_files
+from engine.train.checkpoint import state
 from engine.train.trainer import Trainer
 
 # Rows
@@ -220,7 +220,7 @@ def small_checkpoint() -> AbstractContextManager[None]:
 
         return spoilt
 
-    return replaced(state_files, "pack", make)
+    return replaced(state, "pack", make)
 
 
 def optimizer_lost() -> AbstractContextManager[None]:
@@ -237,7 +237,7 @@ def optimizer_lost() -> AbstractContextManager[None]:
 def position_lost() -> AbstractContextManager[None]:
     def make(restore: Callable[..., Any]) -> Callable[..., Any]:
         def spoilt(self: Any, resumed: Trainer, *others: Any) -> Any:
-            answer = restore(self, resumed, *others)
+            answer = yield from restore(self, resumed, *others)
             resumed.position = 0
             return answer
 

@@ -16,7 +16,7 @@ from engine.drills.runs import Attended, start, write_spec
 from engine.log.folder import RunFolder
 from engine.verdict import Level, Verdict
 from engine.watch.replay import diagnose
-from engine.watch.rules.settings import read_settings
+from engine.watch.rules.rule import read_settings
 
 STEPS = 60
 LIMIT_S = 240.0

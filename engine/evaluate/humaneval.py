@@ -26,9 +26,8 @@ from engine.evaluate.model import Model
 from engine.evaluate.problems import STOPS, Problem, Problems
 from engine.evaluate.results import Result, Results
 from engine.evaluate.sandbox import Sandbox, Trial
-from engine.models.completions import complete
-from engine.models.decode import GraphSetting
-from engine.models.generate import Sampling
+from engine.models.decode import GraphSetting, Sampling
+from engine.models.generate import complete
 
 _LISTED = 5
 MOST_TOKENS = 512

@@ -15,9 +15,8 @@ from engine.formats.tokenizer import Tokenizer, open_tokenizer
 from engine.formats.weights import WeightFile
 from engine.models.config import config_of
 from engine.models.decoder import Decoder
-from engine.models.freeze import freeze
-from engine.models.load import decoder_of
-from engine.models.load_packed import packed_decoder_of
+from engine.models.frozen import freeze
+from engine.models.load import decoder_of, packed_decoder_of
 from engine.runtime.device import choose_device, choose_precision, torch_dtype
 
 STUDENT = "student"

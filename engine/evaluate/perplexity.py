@@ -37,9 +37,8 @@ from engine.data.sources import Skipped, list_pieces
 from engine.errors import BadInput, CorpusError, NoAnswer
 from engine.evaluate.model import Model
 from engine.evaluate.statistics import Interval, bootstrap
-from engine.models.head import Head, project
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.models.packed import head_of
-from engine.models.product import operand_dtype, sum_dtype
 
 # Shapes: B rows, T tokens, N of them predicted, V vocabulary, D width
 

@@ -46,9 +46,9 @@ from engine.files import read_text
 from engine.formats.apr_write import write_apr
 from engine.formats.gguf_write import write_gguf
 from engine.formats.open import open_weights
-from engine.formats.safetensors_header import read_json_object
-from engine.formats.weights import WeightFile
-from engine.models.config import ROPE_DIVISORS, ModelConfig, config_of
+from engine.formats.weights import WeightFile, read_json_object
+from engine.models.config import ModelConfig, config_of
+from engine.models.families import ROPE_DIVISORS
 from engine.models.load import check_tied
 from engine.models.names import (
     APR_HALVES,
@@ -214,7 +214,7 @@ def _converted(
 
 def _neighbours(config: ModelConfig, convention: str) -> bool:
     """Whether the readers of a format turn neighbours: those of .apr do as those of GGUF."""
-    return config.family == "llama" and convention != "hf"
+    return config.kind.turns_neighbours and convention != "hf"
 
 
 def _as_type(

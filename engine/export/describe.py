@@ -13,10 +13,9 @@ from typing import Any
 
 from engine.errors import BadInput
 from engine.files import parse_json
-from engine.formats.gguf_vocabulary import TOKEN_TYPES, TOKENS, TokenType
+from engine.formats.gguf_metadata import TOKEN_TYPES, TOKENS, TokenType
 from engine.formats.open import open_weights
-from engine.formats.safetensors_header import TensorInfo
-from engine.formats.weights import WeightFile
+from engine.formats.weights import TensorInfo, WeightFile
 from engine.models.config import ModelConfig, config_of
 from engine.models.names import check_fits, embedding_and_head
 from engine.terminal import aligned

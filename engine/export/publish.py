@@ -37,7 +37,7 @@ from engine.export.mixture import QUANTS
 from engine.export.proof import Proof, examine, file_sha256, refuse_missing
 from engine.export.verify import Verification, verify
 from engine.files import open_regular, read_json_object
-from engine.formats.safetensors import fsync_folder
+from engine.formats.writing import fsync_folder
 from engine.log.folder import RunFolder
 from engine.models.config import count_parameters, read_config
 from engine.signals import partial_output

@@ -13,7 +13,7 @@ Where two ways first differ although both tokens are equally good, to rounding, 
 a failure. Logits are compared at every position of those texts, in fp32: the largest difference against the
 root mean square of all.
 
-The noise of a block type is the published KL of it (`engine.quant.noise`). llama.cpp rounds activations to 8
+The noise of a block type is the published KL of it (`engine.quant.blocks`). llama.cpp rounds activations to 8
 bits too, so even the same blocks give it other logits.
 
 A way that is not installed is unknown; each runs in a process of its own.
@@ -37,7 +37,7 @@ from engine.export.peers import Absent, Answered, Crashed, Logits, absent, ask
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import read_config
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import NOISE_FLOORS
 from engine.signals import scratch_folder
 from engine.verdict import Level, Verdict, lowest
 

@@ -19,25 +19,32 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
-import msgspec
-from msgspec import UNSET
+from msgspec.structs import replace
 
 from engine import limits
 from engine.errors import BadInput, write_error
 from engine.files import read_bytes, read_text
 from engine.findings.capture import Blob
-from engine.findings.finding import Artifact, Finding
-from engine.findings.form import load, sealed, to_bytes
-from engine.findings.report import README, derive, state_words
+from engine.findings.finding import (
+    Artifact,
+    Finding,
+    Status,
+    digest,
+    is_active,
+    load,
+    sealed,
+    to_bytes,
+)
 from engine.findings.rules import judge
+from engine.findings.text import derive, state_words
 from engine.log.folder import write_whole
 from engine.log.text import one_line
 from engine.log.write import sync_folder
@@ -51,10 +58,14 @@ _LOG_TITLE = "# What was found, newest first\n"
 class Bundle:
     path: Path
 
+    @staticmethod
+    def path_of(folder: Path, finding: Finding) -> Path:
+        return folder / f"{finding.at[:10]}-{finding.slug}"
+
     @classmethod
     def create(cls, folder: Path, finding: Finding, blobs: Iterable[Blob] = ()) -> Bundle:
         """A new bundle `DATE-SLUG` in `folder`. Raises BadInput for one that exists."""
-        path = folder / f"{finding.at[:10]}-{finding.slug}"
+        path = cls.path_of(folder, finding)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.mkdir()
@@ -77,7 +88,7 @@ class Bundle:
         return bundle
 
     def load(self) -> Finding:
-        """The finding as it stands. Raises BadInput for one that is not as the tool left it."""
+        """The finding as it is on disk. Raises BadInput for one that is not as the tool left it."""
         return load(self.read_finding(), self.path / FINDING)
 
     def read_finding(self) -> bytes:
@@ -98,17 +109,15 @@ class Bundle:
         except OSError as error:
             raise BadInput.expected("artifact", path, "to read it", str(error.strerror)) from None
         data = read_bytes(path, "artifact", limits.ARTIFACT)
-        digest = hashlib.sha256(data).hexdigest()
-        if digest != artifact.sha256:
-            raise BadInput.expected("artifact", path, f"sha256 {artifact.sha256}", digest)
+        if (found := digest(data)) != artifact.sha256:
+            raise BadInput.expected("artifact", path, f"sha256 {artifact.sha256}", found)
         return data
 
     def save(self, finding: Finding, blobs: Iterable[Blob] = ()) -> Finding:
         """Write a finding with its new artifacts; returns it as it was written, sealed. Raises DiskFull or
         RunLogError, and BadInput when an artifact it names is not there as it was."""
-        wanted = {a.path for a in finding.artifacts if a.kept}
         for blob in blobs:
-            if blob.data is not None and blob.artifact.path in wanted:
+            if blob.data is not None and blob.artifact.path in finding.files:
                 _write(self.path / blob.artifact.path, blob.data)
 
         def read(sha256: str) -> bytes | None:
@@ -119,8 +128,8 @@ class Bundle:
         files = derive(finding, read)
         for name, text in files.items():
             _write(self.path / name, text.encode())
-        hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-        done = sealed(msgspec.structs.replace(finding, derived=hashes))
+        hashes = {name: digest(text.encode()) for name, text in files.items()}
+        done = sealed(replace(finding, derived=hashes))
         _write(self.path / FINDING, to_bytes(done))
         self._drop_leftovers(done)
         return done
@@ -128,15 +137,15 @@ class Bundle:
     def _drop_leftovers(self, finding: Finding) -> None:
         """Remove artifacts and plots of ours that nothing names; anything else is left for `verify` to
         name."""
-        wanted = {a.path for a in finding.artifacts if a.kept} | set(finding.derived)
+        wanted = set(finding.files)
         for path in [*(self.path / "artifacts").glob("*"), *(self.path / "plots").glob("*.svg")]:
             name = str(path.relative_to(self.path))
             if name in wanted or path.is_symlink() or not path.is_file():
                 continue
-            ours = re.fullmatch(r"plots/e[0-9]+\.svg", name) or path.name.split(".")[0] == (
-                hashlib.sha256(read_bytes(path, "artifact", limits.FINDING)).hexdigest()
-            )
-            if ours:
+            named = path.name.split(".")[0]
+            if re.fullmatch(r"plots/e[0-9]+\.svg", name) or named == digest(
+                read_bytes(path, "artifact", limits.FINDING)
+            ):
                 path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -145,9 +154,8 @@ class Bundle:
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise BadInput.expected(
-                "finding", self.path, "a folder", error.strerror or str(error)
-            ) from None
+            found = error.strerror or str(error)
+            raise BadInput.expected("finding", self.path, "a folder", found) from None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
@@ -179,8 +187,7 @@ class Bundle:
             bundle = Bundle(to / self.path.name)
             if bundle.path.exists():
                 raise BadInput.expected("export", bundle.path, "nothing there", "something")
-            names = [FINDING, *finding.derived, *(a.path for a in finding.artifacts if a.kept)]
-            for name in names:
+            for name in (FINDING, *finding.files):
                 _write(bundle.path / name, read_bytes(self.path / name, "finding", limits.FINDING))
         _log(bundle.path.parent / LOG, bundle.path.name, finding)
         return bundle
@@ -193,18 +200,9 @@ def _write(path: Path, data: bytes) -> None:
             return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        try:
-            with partial.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        sync_folder(path.parent)
     except OSError as error:
         raise write_error("evidence", path, f"to write {len(data)} bytes", error) from error
+    write_whole(path, data, "evidence")
 
 
 def is_bundle(path: Path) -> bool:
@@ -241,9 +239,8 @@ def find_bundle(name: str, folder: Path) -> Bundle:
         return fitting[0]
     names = ", ".join(b.path.name for b in (fitting or found)) or "none"
     expected = f"one called {name}" if name else "one open finding"
-    raise BadInput.expected(
-        "finding", folder, expected, names, hint="`engine evidence list` lists them"
-    )
+    hint = "`engine evidence list` lists them"
+    raise BadInput.expected("finding", folder, expected, names, hint=hint)
 
 
 def _is_open(bundle: Bundle) -> bool:
@@ -255,12 +252,8 @@ def _is_open(bundle: Bundle) -> bool:
 
 def log_entry(name: str, finding: Finding) -> str:
     """The paragraph of a finding in LOG.md."""
-    kinds = [node.status for node in finding.nodes if node.withdrawn is UNSET]
-    counts = ", ".join(
-        f"{kinds.count(status)} {status}"
-        for status in ("observed", "supported", "refuted", "unverified")
-        if status in kinds
-    )
+    kinds = [node.status for node in finding.nodes if is_active(node)]
+    counts = ", ".join(f"{kinds.count(s)} {s}" for s in get_args(Status) if s in kinds)
     open_ = sum(p.level != "warning" for p in judge(finding))
     left = f" {open_} open." if open_ else ""
     return (
@@ -285,12 +278,7 @@ def _log(path: Path, name: str, finding: Finding) -> None:
     """Put the entry of a finding on top; one that it has already goes."""
     there = os.path.lexists(path)
     text = read_text(path, "log", limits.FINDINGS_LOG) if there else _LOG_TITLE
-    parts = re.split(r"(?m)^(?=## )", text)
-    head, entries = parts[0], [p for p in parts[1:] if f", `{name}/`\n" not in p]
-    entry = log_entry(name, finding)
-    if entries:
-        entry += "\n"
-    write_whole(path, f"{head.rstrip()}\n\n{entry}{''.join(entries)}")
-
-
-__all__ = ["FINDING", "LOG", "README", "Bundle", "find_bundle", "find_bundles", "is_bundle"]
+    head, *entries = re.split(r"(?m)^(?=## )", text)
+    others = "".join(entry for entry in entries if f", `{name}/`\n" not in entry)
+    gap = "\n" if others else ""
+    write_whole(path, f"{head.rstrip()}\n\n{log_entry(name, finding)}{gap}{others}")

@@ -1,44 +1,70 @@
-"""Taking evidence: from a run, a file or a person. Flips are in `flips`, commands in `command`.
+"""Taking evidence: from a run, a flip, a file, a command or a person.
 
 Each function returns a `Capture`: the locator with what it says, and the bytes it says it of. Nothing
 is written; `engine.findings.whys.link` puts a capture into a finding and `Bundle.save` onto the disk.
 Text passes `engine.findings.redact` before it is hashed. What is captured beside a run (settings,
 receipt, surroundings, stacks) is in `engine.findings.context`.
+
+A command is run without a shell; one that is wanted is named (`bash -c '...'`). With an expectation that
+was said before it ran, the command is a reproduction, which counts as one when it left a run: a log that
+began while the command ran is looked for where it was told to put one, in what it printed, in ./runs and in
+./flips. It gets the environment as it is; what is kept of its output and its arguments has no secrets in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
 
-from engine.errors import BadInput, RunLogError
-from engine.files import open_regular
+from engine.errors import BadInput, EngineError, RunLogError
+from engine.files import open_regular, parse_json
 from engine.findings import logs
 from engine.findings.finding import (
     Artifact,
+    CommandRun,
     EventRange,
     ExitRecord,
     FileRange,
+    FlipResult,
     Locator,
     LogName,
     MetricWindow,
     Quote,
+    StartedRun,
     Statement,
+    canonical,
+    digest,
+    now_utc,
 )
-from engine.findings.form import canonical, now_utc
 from engine.findings.redact import Redactor
+from engine.findings.rules import ARMS_KEPT
+from engine.flips.record import read_plan_of, read_verdict
 from engine.log.events import AlertRaised, Checked, TrainerExited
-from engine.log.folder import RunFolder
+from engine.log.folder import RunFolder, is_run
 
 LARGEST_KEPT_BYTES = 4 << 20
 """Bigger files are named by hash and size and not copied."""
-READ_BYTES = 1 << 20
+QUOTES_KEPT = 8
+QUOTE_CHARACTERS = 300
+EXCERPT_BYTES = 4096
+COMMAND_LIMIT_S = 600.0
+_WORD = re.compile(r"[^\s'\"`;|&<>()=]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +89,17 @@ class Capture:
     def with_attached(self, blobs: Sequence[Blob]) -> Capture:
         return dataclasses.replace(self, attached=(*self.attached, *blobs))
 
+    @property
+    def blobs(self) -> list[Blob]:
+        """Everything that a bundle needs for it."""
+        return [self.blob, *self.needed, *self.attached]
+
 
 def text_blob(data: bytes, name: str, what: str, redactor: Redactor) -> Blob:
     """Text without its secrets."""
     kept, found = redactor.bytes(data)
     artifact = Artifact(
-        sha256=hashlib.sha256(kept).hexdigest(),
+        sha256=digest(kept),
         name=name,
         size=len(kept),
         what=redactor.text(what).text,
@@ -83,31 +114,27 @@ def json_blob(value: Any, name: str, what: str, redactor: Redactor) -> Blob:
 
 def file_blob(path: Path, what: str, redactor: Redactor) -> Blob:
     """A file: its text when it is short text, else hash and size. Raises BadInput."""
-    size, digest = 0, hashlib.sha256()
     try:
         if not path.is_file():
             raise BadInput.expected("evidence", path, "a plain file", "none")
         with open_regular(path, "evidence") as file:
-            head = file.read(LARGEST_KEPT_BYTES + 1)
-            if len(head) <= LARGEST_KEPT_BYTES and _is_text(head):
-                return text_blob(head, path.name, what, redactor)
-            digest.update(head)
-            size = len(head)
-            while piece := file.read(READ_BYTES):
-                digest.update(piece)
-                size += len(piece)
+            return _stream_blob(file, path.name, what, redactor)
     except OSError as error:
-        raise BadInput.expected(
-            "evidence", path, "to read it", error.strerror or str(error)
-        ) from error
-    what = redactor.text(what).text
-    artifact = Artifact(
-        sha256=digest.hexdigest(),
-        name=redactor.text(path.name).text,
-        size=size,
-        what=what,
-        kept=False,
-    )
+        found = error.strerror or str(error)
+        raise BadInput.expected("evidence", path, "to read it", found) from error
+
+
+def _stream_blob(
+    stream: IO[bytes], name: str, what: str, redactor: Redactor, *, is_text: bool = False
+) -> Blob:
+    """All of a short text, or of what is taken for one with `is_text`; hash and size of anything else."""
+    head = stream.read(LARGEST_KEPT_BYTES + 1)
+    if len(head) <= LARGEST_KEPT_BYTES and (is_text or _is_text(head)):
+        return text_blob(head, name, what, redactor)
+    stream.seek(0)
+    sha256 = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+    name, what = redactor.text(name).text, redactor.text(what).text
+    artifact = Artifact(sha256=sha256, name=name, size=stream.tell(), what=what, kept=False)
     return Blob(artifact=artifact, data=None)
 
 
@@ -117,6 +144,59 @@ def _is_text(data: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in data
+
+
+def whole_or_run(
+    path: Path, redactor: Redactor, lines: tuple[int, int] = (0, 0)
+) -> Capture | RunFolder:
+    """A flip, or a file or lines of it; a run, of which one part has to be named. Raises BadInput,
+    RunLogError."""
+    if is_flip(path):
+        return capture_flip(path, redactor)
+    if is_run(path):
+        return RunFolder(path)
+    if path.is_dir():
+        raise BadInput.expected("evidence", path, "a run, a flip or a file", "another folder")
+    return capture_file(path, redactor, *lines)
+
+
+# Of a run
+
+
+def capture_part(
+    run: RunFolder,
+    redactor: Redactor,
+    *,
+    exit_: bool = False,
+    alert: str | None = None,
+    check: str | None = None,
+    metric: str | None = None,
+    seqs: tuple[int, int] | None = None,
+    log: LogName = "events",
+    from_unix_s: float = -math.inf,
+    to_unix_s: float = math.inf,
+    steps: tuple[int, int | None] = (0, None),
+) -> Capture:
+    """The one part of a run that is named: the record of its end, an alert, a check, a metric over a time
+    or over steps, lines of a log, else what a log says of a time. Raises BadInput, RunLogError."""
+    if exit_:
+        return capture_exit(run, redactor)
+    if alert is not None:
+        return capture_alert(run, alert, redactor)
+    if check is not None:
+        return capture_check(run, check, redactor)
+    if seqs is not None:
+        return capture_events(run, log, *seqs, redactor)
+    window = {"from_unix_s": from_unix_s, "to_unix_s": to_unix_s}
+    if metric is not None:
+        first, last = steps
+        return capture_metric(run, metric, redactor, **window, first_step=first, last_step=last)
+    return capture_window(run, log, from_unix_s, to_unix_s, redactor)
+
+
+def _of_run(run: RunFolder, redactor: Redactor) -> dict[str, Any]:
+    """How a locator names a run."""
+    return {"run": redactor.text(run.name).text, "run_id": logs.run_id(run)}
 
 
 def capture_events(
@@ -129,8 +209,7 @@ def capture_events(
     what = f"{numbers} of {run.name}/{path.name}"
     blob = text_blob(logs.slice_bytes(lines, path), path.name, what, redactor)
     locator = EventRange(
-        run=redactor.text(run.name).text,
-        run_id=logs.run_id(run),
+        **_of_run(run, redactor),
         log=log,
         first_seq=first_seq,
         last_seq=last_seq,
@@ -141,35 +220,38 @@ def capture_events(
 
 def quotes_of(data: bytes) -> tuple[Quote, ...]:
     """The beginnings of the first lines of a slice."""
-    lines = list(logs.read_lines(data.splitlines(keepends=True)[: logs.QUOTES_KEPT], "slice"))
+    first = data.splitlines(keepends=True)[:QUOTES_KEPT]
     return tuple(
-        Quote(seq=line.event.seq, text=line.raw.decode("utf-8")[: logs.QUOTE_CHARACTERS])
-        for line in lines
+        Quote(seq=line.event.seq, text=line.raw.decode("utf-8")[:QUOTE_CHARACTERS])
+        for line in logs.read_lines(first, "slice")
     )
 
 
 def capture_exit(run: RunFolder, redactor: Redactor) -> Capture:
     """The newest record of how the trainer ended. Raises RunLogError when there is none."""
-    found = [line for line in logs.read_log(run.watch) if isinstance(line.event, TrainerExited)]
-    if not found:
-        raise RunLogError.expected(
-            "run log", run.watch, "a record of how the trainer ended", "none"
-        )
+    line = _newest(run.watch, TrainerExited)
+    if line is None:
+        expected = "a record of how the trainer ended"
+        raise RunLogError.expected("run log", run.watch, expected, "none")
     what = f"how the trainer of {run.name} ended"
-    blob = text_blob(found[-1].raw + b"\n", "watch.jsonl", what, redactor)
-    (kept,) = logs.read_lines([blob.data or b""], run.watch)
-    event = kept.event
-    assert isinstance(event, TrainerExited), "redaction leaves the kind of a record"
-    locator = ExitRecord(
-        run=redactor.text(run.name).text,
-        run_id=logs.run_id(run),
-        seq=event.seq,
-        state=event.state.upper(),
-        certainty=event.certainty,
-        cause=event.cause,
-        sentence=event.sentence,
-    )
+    blob = text_blob(line.raw + b"\n", "watch.jsonl", what, redactor)
+    (kept,) = logs.lines_of(blob.data or b"", run.watch)
+    locator = ExitRecord(**_of_run(run, redactor), **exit_fields(kept))
     return Capture(locator=locator, blob=blob, source=run.path)
+
+
+def exit_fields(line: logs.Line) -> dict[str, Any]:
+    """What a locator quotes of the record of an exit; nothing of another record."""
+    event = line.event
+    if not isinstance(event, TrainerExited):
+        return {}
+    return {
+        "seq": event.seq,
+        "state": event.state.upper(),
+        "certainty": event.certainty,
+        "cause": event.cause,
+        "sentence": event.sentence,
+    }
 
 
 def capture_metric(
@@ -177,64 +259,51 @@ def capture_metric(
     name: str,
     redactor: Redactor,
     *,
-    from_unix_s: float = float("-inf"),
-    to_unix_s: float = float("inf"),
+    from_unix_s: float = -math.inf,
+    to_unix_s: float = math.inf,
     first_step: int = 0,
     last_step: int | None = None,
 ) -> Capture:
     """A metric over a time or over steps. Raises BadInput when the log has no value there."""
     wanted = logs.metric(name)
     path = logs.log_of(run, wanted.log)
-    lines = logs.take_window(
-        logs.read_log(path),
-        wanted,
-        from_unix_s=from_unix_s,
-        to_unix_s=to_unix_s,
-        first_step=first_step,
-        last_step=last_step,
-    )
-    blob = text_blob(
-        logs.slice_bytes(lines, path), path.name, f"{name} in {run.name}/{path.name}", redactor
-    )
-    numbers = logs.numbers_of(logs.points_of(lines, wanted))
-    if numbers is None:
+    window: dict[str, Any] = {"first_step": first_step, "last_step": last_step}
+    read = logs.read_log(path)
+    lines = logs.take_window(read, wanted, from_unix_s=from_unix_s, to_unix_s=to_unix_s, **window)
+    what = f"{name} in {run.name}/{path.name}"
+    blob = text_blob(logs.slice_bytes(lines, path), path.name, what, redactor)
+    numbers = logs.numbers_of(wanted.points(lines))
+    if not numbers:
         raise BadInput.expected("metric", path, f"{name} in that window", "no line that has it")
-    locator = MetricWindow(
-        run=redactor.text(run.name).text,
-        run_id=logs.run_id(run),
-        metric=name,
-        first_step=first_step,
-        last_step=last_step,
-        **dataclasses.asdict(numbers),
-    )
+    locator = MetricWindow(**_of_run(run, redactor), metric=name, **window, **numbers)
     return Capture(locator=locator, blob=blob, source=run.path)
 
 
 def capture_alert(run: RunFolder, id_: str, redactor: Redactor) -> Capture:
     """The newest raising of an alert, with the readings of its window. Raises BadInput."""
-    raised = [
-        line
-        for line in logs.read_log(run.watch)
-        if isinstance(line.event, AlertRaised) and line.event.id == id_
-    ]
-    if not raised:
+    line = _newest(run.watch, AlertRaised, id_)
+    if line is None:
         raise BadInput.expected("alert", run.watch, f"one of the id {id_}", "none")
-    alert = raised[-1].event
-    assert isinstance(alert, AlertRaised)
+    alert: AlertRaised = line.event
     capture = capture_events(run, "watch", alert.seq, alert.seq, redactor)
     return capture.with_attached(window_blobs(run, alert.from_unix_s, alert.to_unix_s, redactor))
 
 
 def capture_check(run: RunFolder, id_: str, redactor: Redactor) -> Capture:
     """The newest answer of a first-minute check, with its numbers. Raises BadInput."""
-    seqs = [
-        line.event.seq
-        for line in logs.read_log(run.events)
-        if isinstance(line.event, Checked) and line.event.id == id_
-    ]
-    if not seqs:
+    line = _newest(run.events, Checked, id_)
+    if line is None:
         raise BadInput.expected("check", run.events, f"an answer of {id_}", "none")
-    return capture_events(run, "events", seqs[-1], seqs[-1], redactor)
+    return capture_events(run, "events", line.event.seq, line.event.seq, redactor)
+
+
+def _newest(log: Path, kind: type[Any], id_: str | None = None) -> Any:
+    """The newest line of a log that is of a kind, and of an id; None where there is none."""
+    found = None
+    for line in logs.read_log(log):
+        if isinstance(line.event, kind) and id_ in (None, getattr(line.event, "id", None)):
+            found = line
+    return found
 
 
 def capture_window(
@@ -266,29 +335,29 @@ def window_blobs(
     return blobs
 
 
+# Of a file, or a person
+
+
 def capture_file(
     path: Path, redactor: Redactor, first_line: int = 0, last_line: int = 0
 ) -> Capture:
     """A file or lines of it, as a person offers it. Raises BadInput."""
-    whole = file_blob(path, f"{path.name}", redactor)
-    blob = whole
+    blob = whole = file_blob(path, path.name, redactor)
     if first_line:
         if whole.data is None:
-            raise BadInput.expected(
-                "evidence", path, "text, to take lines of", "too much, or no text"
-            )
+            expected, found = "text, to take lines of", "too much, or no text"
+            raise BadInput.expected("evidence", path, expected, found)
         lines = whole.data.splitlines(keepends=True)
+        wanted = f"lines {first_line} to {last_line}"
         if not first_line <= last_line <= len(lines):
-            found = f"{len(lines)} lines"
-            raise BadInput.expected("evidence", path, f"lines {first_line} to {last_line}", found)
-        what = f"lines {first_line} to {last_line} of {path.name}"
+            raise BadInput.expected("evidence", path, wanted, f"{len(lines)} lines")
         # Cleaned as a whole already: a secret may go over several lines.
         data = b"".join(lines[first_line - 1 : last_line])
-        artifact = msgspec.structs.replace(
+        artifact = replace(
             whole.artifact,
-            sha256=hashlib.sha256(data).hexdigest(),
+            sha256=digest(data),
             size=len(data),
-            what=redactor.text(what).text,
+            what=redactor.text(f"{wanted} of {path.name}").text,
         )
         blob = Blob(artifact=artifact, data=data)
     locator = FileRange(
@@ -303,8 +372,245 @@ def capture_file(
 
 def capture_statement(text: str, redactor: Redactor) -> Capture:
     """What a person says."""
-    blob = text_blob(
-        f"{text}\n".encode("utf-8", "backslashreplace"), "note.txt", "a statement", redactor
-    )
+    data = f"{text}\n".encode("utf-8", "backslashreplace")
+    blob = text_blob(data, "note.txt", "a statement", redactor)
     kept = (blob.data or b"").decode().rstrip("\n")
     return Capture(locator=Statement(text=kept), blob=blob, captured_by="human")
+
+
+# Of a flip
+
+
+def is_flip(path: Path) -> bool:
+    return (path / "pairs.jsonl").is_file()
+
+
+def capture_flip(path: Path, redactor: Redactor) -> Capture:
+    """The verdict of the flip in `path`, with the plan it was registered by and every pair it rests on.
+    Raises RunLogError for one without a verdict."""
+    verdict = read_verdict(path)
+    if verdict is None:
+        raise RunLogError.expected("flip", path, "verdict.json", "none: it has not ended")
+    plan = read_plan_of(path)
+    name = path.resolve().name
+    blob, plan_blob, pairs = (
+        file_blob(path / part, f"{part} of the flip {name}", redactor)
+        for part in ("verdict.json", "plan.json", "pairs.jsonl")
+    )
+    locator = FlipResult(
+        flip=redactor.text(name).text,
+        plan_sha256=plan.sha256,
+        plan=plan_blob.artifact.sha256,
+        pairs=pairs.artifact.sha256,
+        # As it is kept, so that the locator holds nothing that was cut out.
+        **flip_fields(parse_json(blob.data or b"{}", path, "verdict"), path),
+    )
+    return Capture(
+        locator=locator,
+        blob=blob,
+        source=path,
+        attached=tuple(_arm_blobs(path, verdict, redactor)),
+        needed=(plan_blob, pairs),
+    )
+
+
+def flip_fields(verdict: dict[str, Any], where: object) -> dict[str, Any]:
+    """What a locator quotes of verdict.json. Raises RunLogError."""
+    same = ("verdict", "hypothesis", "metric", "effect", "n_pairs")
+    try:
+        low, high = verdict["interval"]
+        quoted = {"grade": verdict["class"], "changes": tuple(verdict["changes"])}
+        return quoted | {name: verdict[name] for name in same} | {"low": low, "high": high}
+    except (KeyError, TypeError, ValueError) as error:
+        raise RunLogError.expected("verdict", where, "the verdict of a flip", str(error)) from None
+
+
+def _arm_blobs(path: Path, verdict: dict[str, Any], redactor: Redactor) -> list[Blob]:
+    files: list[tuple[Path, str]] = []
+    for entry in verdict["raw_runs"][:ARMS_KEPT]:
+        run = RunFolder(path / entry["run"])
+        of_run = (run.effective, run.receipt, run.events, run.watch)
+        files += [(file, f"{file.name} of {entry['run']}") for file in of_run]
+    for control in sorted((path / "controls").glob("*")):
+        files += [
+            (control / part, f"{part} of the control {control.name}")
+            for part in ("plan.json", "pairs.jsonl")
+        ]
+    return [file_blob(file, what, redactor) for file, what in files if file.is_file()]
+
+
+# Of a command
+
+
+def capture_command(
+    command: str | Sequence[str],
+    redactor: Redactor,
+    *,
+    expect_exit: int | None = None,
+    expect_text: str = "",
+    limit_s: float = COMMAND_LIMIT_S,
+) -> Capture:
+    """Run a command, without a shell, and keep argv, exit status, hash and excerpt of both outputs.
+
+    With `expect_exit` or `expect_text` it is a reproduction: they were said before it ran. Raises
+    BadInput for a command that cannot be started.
+    """
+    try:
+        argv = shlex.split(command) if isinstance(command, str) else list(command)
+    except ValueError as error:
+        raise BadInput.expected("command", command, "words of a shell", str(error)) from None
+    if not argv:
+        raise BadInput.expected("command", "of the evidence", "a program", "nothing")
+    begun_unix_s = time.time()
+    # A secret that an argument holds is one in what is printed, too.
+    redactor = redactor.knowing(argv)
+    outputs: dict[str, Any] = {}
+    blobs, texts = [], []
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        status, seconds = _run(argv, out, err, limit_s)
+        for name, stream in (("stdout", out), ("stderr", err)):
+            stream.seek(0)
+            what = f"{name} of {argv[0]}"
+            blob = _stream_blob(stream, f"{name}.txt", what, redactor, is_text=True)
+            stream.seek(0)
+            head = stream.read(LARGEST_KEPT_BYTES)
+            outputs[name] = {
+                "bytes": blob.artifact.size,
+                "sha256": blob.artifact.sha256,
+                "redacted": blob.artifact.redacted,
+                "excerpt": _excerpt(head, stream, redactor),
+            }
+            blobs.append(blob)
+            texts.append(redactor.text(head.decode("utf-8", "replace")).text)
+    started = _started_run(argv, begun_unix_s, texts, redactor)
+    expect_text = redactor.text(expect_text).text
+    kept_argv, found = redactor.argv(argv)
+    record: dict[str, Any] = {
+        "argv": list(kept_argv),
+        "cwd": redactor.text(str(Path.cwd())).text,
+        "exit_status": status,
+        "timed_out_after_s": limit_s if status is None else None,
+        "expect_exit": expect_exit,
+        "expect_text": expect_text,
+        "started": now_utc(begun_unix_s),
+        "seconds": round(seconds, 3),
+        "redacted": found,
+        **outputs,
+    }
+    locator = CommandRun(
+        **command_fields(record),
+        as_expected=as_expected(status, texts, expect_exit, expect_text),
+        started=UNSET if started is None else started[0],
+    )
+    return Capture(
+        locator=locator,
+        blob=json_blob(record, "command.json", f"`{shlex.join(kept_argv)}`", redactor),
+        attached=tuple(b for b in blobs if b.artifact.size),
+        needed=() if started is None else (started[1],),
+    )
+
+
+def command_fields(record: dict[str, Any]) -> dict[str, Any]:
+    """What a locator quotes of command.json."""
+    return {
+        "argv": tuple(record["argv"]),
+        "exit_status": record["exit_status"],
+        "stdout_sha256": record["stdout"]["sha256"],
+        "stderr_sha256": record["stderr"]["sha256"],
+        "expect_exit": record["expect_exit"],
+        "expect_text": record["expect_text"],
+    }
+
+
+def as_expected(
+    status: int | None, texts: Sequence[str], expect_exit: int | None, expect_text: str
+) -> bool | None:
+    """Whether a command showed what it was to show; None where nothing was expected."""
+    if expect_exit is None and not expect_text:
+        return None
+    good_exit = expect_exit is None or status == expect_exit
+    return good_exit and (not expect_text or any(expect_text in text for text in texts))
+
+
+def _started_run(
+    argv: Sequence[str], begun_unix_s: float, texts: Sequence[str], redactor: Redactor
+) -> tuple[StartedRun, Blob] | None:
+    """The newest run whose log began after the command did, with that log; None where there is none."""
+    found = [(begun, run) for run in _runs_near(argv, texts) if (begun := _begun(run))]
+    found = [one for one in found if begun_unix_s <= one[0] <= time.time()]
+    if not found:
+        return None
+    begun, run = max(found, key=lambda one: (one[0], str(one[1].path)))
+    log = run.watch if run.watch.is_file() else run.events
+    blob = file_blob(log, f"log of {run.name}, which the command started", redactor)
+    if blob.data is None:
+        what = f"first line of the log of {run.name}"
+        blob = text_blob(_first_line(log), log.name, what, redactor)
+    named = _of_run(run, redactor)
+    return StartedRun(**named, begun_unix_s=begun, log=blob.artifact.sha256), blob
+
+
+def _runs_near(argv: Sequence[str], texts: Sequence[str]) -> list[RunFolder]:
+    """Runs where the command may have put one: paths that it was given or printed, ./runs and ./flips."""
+    said = (*argv, *(text[-EXCERPT_BYTES:] for text in texts))
+    words = {word for text in said for word in _WORD.findall(text)}
+    found: set[Path] = set()
+    for place in {Path.cwd() / word for word in (words | {"runs", "flips"})}:
+        with contextlib.suppress(OSError, ValueError):
+            if place.is_dir():
+                inner = [place, *place.glob("*"), *place.glob("arms/*"), *place.glob("*/arms/*")]
+                found |= {path.resolve() for path in inner if is_run(path)}
+    return [RunFolder(path) for path in found]
+
+
+def _begun(run: RunFolder) -> float | None:
+    """When the log that names a run was opened; None where it has no such line."""
+    for path in (run.watch, run.events):
+        with contextlib.suppress(OSError, EngineError):
+            if path.is_file():
+                return logs.begun_of(_first_line(path))
+    return None
+
+
+def _first_line(path: Path) -> bytes:
+    with open_regular(path, "log") as file:
+        return file.readline(logs.FIRST_LINE_BYTES)
+
+
+def _run(
+    argv: Sequence[str], out: IO[bytes], err: IO[bytes], limit_s: float
+) -> tuple[int | None, float]:
+    """Exit status as a shell reports it, None for one that ran out of time; and the seconds."""
+    begun_s = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or str(error)
+        raise BadInput.expected("command", argv[0], "to start it", found) from None
+    try:
+        code = process.wait(limit_s)
+    except BaseException as error:
+        # The whole session: what the command started ends with it.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        return None, time.monotonic() - begun_s
+    return (code if code >= 0 else 128 - code), time.monotonic() - begun_s
+
+
+def _excerpt(head: bytes, stream: IO[bytes], redactor: Redactor) -> str:
+    """The beginning and the end of an output, without its secrets."""
+    stream.seek(max(len(head), stream.seek(0, os.SEEK_END) - EXCERPT_BYTES))
+    tail = stream.read(EXCERPT_BYTES)
+    # Cleaned before it is cut: half a secret has no form that could be found.
+    text = redactor.text((head + tail).decode("utf-8", "replace")).text
+    if len(text) <= 2 * EXCERPT_BYTES:
+        return text
+    return f"{text[:EXCERPT_BYTES]}\n[...]\n{text[-EXCERPT_BYTES:]}"

@@ -1,8 +1,17 @@
-"""Several series in one line chart as SVG: the figures that a report and a closed notebook show.
+"""Figures that are kept: line charts as SVG, in a report, in a closed notebook, beside a finding.
 
-Rectangles, lines and text; no script, no font, no file beside it, so a page with it opens offline. A
-value that is not finite breaks the line and is marked with a cross at the top: a chart that draws over
-a NaN hides what matters most. An absent value is no row. The same rows give the same bytes.
+    losses       loss, ce, kd and the held-out loss of the student, nats over steps
+    step time    seconds over steps
+    GPU          utilisation and tensor activity, percent over seconds
+    memory       of GPU, trainer and host, bytes over seconds
+    pairs        B over A of each pair of a flip, with the margin
+    a metric     of the window that evidence is of; also in one line of text
+
+Rectangles, lines and text; no script, no font, no file beside it, so a page with it opens offline, in
+Markdown too, and a figure takes some KiB. A value that is not finite breaks the line and is marked with a
+cross at the top: a chart that draws over a NaN hides what matters most. An absent value is no row, or
+breaks the line where a row has None. A column that was never logged has no line, and a figure without any
+says so. The same rows give the same bytes.
 
 `thin` makes few rows of very many, keeping of each share the lowest, the highest and one that is not
 finite, so that a spike of one step in a million is drawn. Not covered: logarithmic axes, and more than
@@ -17,18 +26,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from engine.flips.judge import Pair
+from engine.flips.plan import Plan
+from engine.log.table import Table
+from engine.log.view import RunView
 from engine.units import format_bytes
 
 WIDTH, HEIGHT = 620, 190
 LIMIT = 300
 """Shares of a series that is drawn; each gives two or three rows."""
+LOSSES = ("loss", "ce", "kd")
+GPU = {"gpu_util_pct": "utilisation", "tensor_util_pct": "tensor", "sm_util_pct": "SM busy"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 12, 40, 22
 _LETTER = 7
 """What a letter is wide, with room to spare: a page draws with the font that it has."""
 _COLOURS = ("#1f5fa8", "#b3541e", "#2e7d32", "#7b3fa0", "#8a6d00", "#555555")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 4", "1 4")
+_BARS = "▁▂▃▄▅▆▇█"
 
-Row = tuple[float, float]
+Row = tuple[float, float | None]
 Values = Sequence[float | None]
 
 
@@ -41,34 +57,120 @@ class Series:
     marks: bool = False
 
 
-def thin(xs: Values, ys: Values, limit: int = LIMIT) -> tuple[Row, ...]:
-    """Rows (x, y) without the absent ones; above 2 * `limit` of them at most 3 * `limit`.
+# The figures
+
+
+def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
+    """The four figures of a run as SVG."""
+
+    def of_steps(name: str) -> Series:
+        table = view.steps
+        return Series(name=name, rows=thin(table.values("step"), table.values(name), limit))
+
+    def of_time(table: Table, name: str, words: str) -> Series:
+        begin = view.first_unix_s or 0.0
+        rows = thin(table.values("unix_s"), table.values(name), limit)
+        return Series(name=words, rows=tuple((x - begin, y) for x, y in rows))
+
+    held = tuple((float(e.step), e.loss) for e in view.evals if e.subject == "student" and e.loss)
+    tables = sorted(view.gpu_tables.items())
+    losses = [*map(of_steps, LOSSES), Series(name="held-out", rows=held, marks=True)]
+    gpu = [of_time(t, name, f"{words} {i}") for i, t in tables for name, words in GPU.items()]
+    memory = [
+        *(of_time(t, "gpu_mem_used_bytes", f"GPU {i}") for i, t in tables),
+        of_time(view.hosts, "trainer_rss_bytes", "trainer"),
+        of_time(view.hosts, "host_available_bytes", "available"),
+    ]
+    return [
+        line_chart("losses, nats", losses, x_name="step"),
+        line_chart("step time", [of_steps("step_s")], x_name="step", unit="s"),
+        line_chart("GPU", gpu, x_name="seconds", unit="%"),
+        line_chart("memory", memory, x_name="seconds", unit="bytes"),
+    ]
+
+
+def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
+    """B over A of each pair that can be compared, between the edges of the margin."""
+    known = [(p.number, d) for p in pairs if p.complete and (d := p.difference) is not None]
+    rows = tuple((float(number), math.exp(d)) for number, d in known)
+    ends = (0.5, max([p.number for p in pairs], default=1) + 0.5)
+    levels = {
+        "no difference": 1.0,
+        "1 + margin": 1 + plan.margin,
+        "1 / margin": 1 / (1 + plan.margin),
+    }
+    series = [
+        Series(name="B/A", rows=rows, marks=True),
+        *(Series(name=name, rows=tuple((x, y) for x in ends)) for name, y in levels.items()),
+    ]
+    return line_chart(f"{plan.metric}, B over A", series, x_name="pair")
+
+
+def metric_figure(points: Sequence[Row], title: str) -> str:
+    """A metric over the seconds since its first point (unix seconds, value)."""
+    begin = points[0][0] if points else 0.0
+    rows = thin([x - begin for x, _ in points], [y for _, y in points], gaps=True)
+    return line_chart(title, [Series(name=title, rows=rows)], x_name="seconds")
+
+
+def sparkline(values: Values, width: int = 60) -> str:
+    """The values as bars, each the mean of its share of them; a dot where one of them is none."""
+    low, high = _range(values)
+    bars = []
+    for begin, end in _shares(len(values), min(width, len(values))):
+        share = values[begin:end]
+        finite = _finite(share)
+        if len(finite) < len(share):
+            bars.append("·")
+        else:
+            height = (math.fsum(finite) / len(finite) - low) / (high - low)
+            bars.append(_BARS[min(len(_BARS) - 1, int(height * len(_BARS)))])
+    return "".join(bars)
+
+
+# Few rows of very many
+
+
+def thin(xs: Values, ys: Values, limit: int = LIMIT, *, gaps: bool = False) -> tuple[Row, ...]:
+    """Rows (x, y) without the absent ones; above 2 * `limit` of them at most 3 * `limit`. With `gaps` an
+    absent y is a row with None, and one of each share is kept.
 
     Works on slices, so a million rows take a fraction of a second.
     """
+
     if len(ys) <= 2 * limit:
-        return _present(xs, ys)
-    kept: list[Row] = []
-    edges = [round(i * len(ys) / limit) for i in range(limit + 1)]
-    for begin, end in pairwise(edges):
+        paired = zip(xs, ys, strict=True)
+        return tuple((x, y) for x, y in paired if x is not None and (gaps or y is not None))
+    rows: list[Row] = []
+    for begin, end in _shares(len(ys), limit):
         share = ys[begin:end]
         finite: Values = share
+        odd: dict[bool, int] = {}
         # One sum tells whether every value is finite: NaN and infinity go through it.
         if None in share or not math.isfinite(sum(share)):  # type: ignore[arg-type]
-            finite = [y for y in share if y is not None and math.isfinite(y)]
-        rows = set()
-        if finite:
-            rows |= {share.index(min(finite)), share.index(max(finite))}  # type: ignore[type-var]
-        if len(finite) < len(share):
-            odd = (i for i, y in enumerate(share) if y is not None and not math.isfinite(y))
-            rows |= {i for i in [next(odd, None)] if i is not None}
-        order = sorted(rows)
-        kept += _present([xs[begin + i] for i in order], [share[i] for i in order])
-    return tuple(kept)
+            finite = _finite(share)
+            unlike = [
+                (y is None, i) for i, y in enumerate(share) if y is None or not math.isfinite(y)
+            ]
+            odd = dict(reversed(unlike))
+        if not gaps:
+            odd.pop(True, None)
+        chosen = {share.index(y) for y in (min(finite), max(finite))} if finite else set()  # type: ignore[type-var]
+        picked = [(xs[begin + i], share[i]) for i in sorted(chosen | set(odd.values()))]
+        rows += [(x, y) for x, y in picked if x is not None]
+    return tuple(rows)
 
 
-def _present(xs: Values, ys: Values) -> tuple[Row, ...]:
-    return tuple((x, y) for x, y in zip(xs, ys, strict=True) if x is not None and y is not None)
+def _shares(count: int, shares: int) -> list[tuple[int, int]]:
+    """Begin and end of each of `shares` parts of `count` things."""
+    return list(pairwise(round(i * count / shares) for i in range(shares + 1))) if shares else []
+
+
+def _finite(ys: Values) -> list[float]:
+    return [y for y in ys if y is not None and math.isfinite(y)]
+
+
+# Drawing
 
 
 def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str = "") -> str:
@@ -77,12 +179,10 @@ def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str =
     low, high = _range([y for one in drawn for _, y in one.rows])
     begin = min((one.rows[0][0] for one in drawn), default=0.0)
     end = max((one.rows[-1][0] for one in drawn), default=1.0)
-    span = (end - begin) or 1.0
     inner_w, inner_h = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
-    def place(row: Row) -> tuple[float, float]:
-        x = _LEFT + inner_w * (row[0] - begin) / span
-        return x, _TOP + inner_h * (1 - (row[1] - low) / (high - low))
+    def x_of(x: float) -> float:
+        return _LEFT + inner_w * (x - begin) / ((end - begin) or 1.0)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
@@ -108,10 +208,8 @@ def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str =
         dash = _DASHES[(number + number // len(_COLOURS)) % len(_DASHES)]
         after = left + 26 + _LETTER * len(one.name) + 12
         if after <= WIDTH - 3 * _LETTER:
-            if one.marks:
-                parts.append(_diamond(left + 10, 25, colour))
-            else:
-                parts.append(_line([(left, 25), (left + 20, 25)], colour, dash))
+            sign = _diamond(left + 10, 25, colour)
+            parts.append(sign if one.marks else _line([(left, 25), (left + 20, 25)], colour, dash))
             parts.append(_text(left + 26, 29, one.name))
             left = after
         elif left < WIDTH:
@@ -119,15 +217,16 @@ def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str =
             parts.append(_text(left, 29, f"+{len(drawn) - number}"))
             left = WIDTH
         for piece in _pieces(one.rows):
-            places = [place(row) for row in piece]
+            places = [(x_of(x), _TOP + inner_h * (1 - (y - low) / (high - low))) for x, y in piece]
             if one.marks or len(places) == 1:
                 parts += [_diamond(x, y, colour) for x, y in places]
             else:
                 parts.append(_line(places, colour, dash))
-        for x, y in one.rows:
-            if not math.isfinite(y):
-                at = _LEFT + inner_w * (x - begin) / span
-                parts.append(_text(at, _TOP + 10, "×", "middle", "#c00000"))
+        parts += [
+            _text(x_of(x), _TOP + 10, "×", "middle", "#c00000")
+            for x, y in one.rows
+            if y is not None and not math.isfinite(y)
+        ]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -158,8 +257,8 @@ def _number(value: float, unit: str) -> str:
     return f"{value:.4g}{f' {unit}' if unit else ''}"
 
 
-def _range(ys: Sequence[float]) -> tuple[float, float]:
-    values = [y for y in ys if math.isfinite(y)]
+def _range(ys: Values) -> tuple[float, float]:
+    values = _finite(ys)
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high > low:
         return low, high
@@ -167,12 +266,12 @@ def _range(ys: Sequence[float]) -> tuple[float, float]:
     return min(low, 0.0), max(high, 0.0) if high else 1.0
 
 
-def _pieces(rows: Sequence[Row]) -> list[list[Row]]:
-    """Runs of finite rows."""
-    pieces: list[list[Row]] = [[]]
-    for row in rows:
-        if math.isfinite(row[1]):
-            pieces[-1].append(row)
+def _pieces(rows: Sequence[Row]) -> list[list[tuple[float, float]]]:
+    """Stretches of rows that have a value."""
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for x, y in rows:
+        if y is not None and math.isfinite(y):
+            pieces[-1].append((x, y))
         elif pieces[-1]:
             pieces.append([])
     return [piece for piece in pieces if piece]

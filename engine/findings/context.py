@@ -1,35 +1,65 @@
-"""What is captured beside a run: what it ran with, on what, and how it ended.
+"""What is captured beside a run: what it ran with, on what, where its code comes from, and how it ended.
 
 From the run itself, as it stood then: settings and their hash, versions, device facts, decisions, the
 end, receipt, stacks, what it printed. From here and now, and said to be so: environment, packages,
 the state of the project's checkout, the kernel's log over the time of the run.
+
+A checkout is named by its commit and, when files differ from it, by one hash over the difference and
+over the files that git does not know. The difference itself is not kept. Of the environment only
+variables that change how a run computes are taken, by name; all of it goes through `redact`.
+
+Each answer says what is not known and why: `{"commit": null, "why": "not a git checkout"}`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.metadata
 import os
+import platform
 import re
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+import engine
 from engine.errors import EngineError, RunLogError
 from engine.files import open_plain
 from engine.findings.capture import Blob, file_blob, json_blob, text_blob
-from engine.findings.form import now_utc
-from engine.findings.redact import Redactor
-from engine.findings.source import allowed_environment, checkout_state, package_versions
+from engine.findings.finding import now_utc
+from engine.findings.redact import Redactor, is_secret_name
 from engine.log.events import LogOpened, name_of_non_finite
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.log.view import RunView
 from engine.log.write import read_boot_id
+from engine.machine.surroundings import PACKAGES
 from engine.spec import settings_sha256
+from engine.version import VERSION
 
+ALLOWED = frozenset(
+    {
+        *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG"),
+        *("NVIDIA_TF32_OVERRIDE", "MANAGED_MEMORY", "PYTHONHASHSEED", "PYTHONPATH"),
+        *("LD_LIBRARY_PATH", "LD_PRELOAD", "CC", "CXX", "LANG", "LC_ALL", "TZ"),
+        *("HF_HOME", "HF_HUB_OFFLINE", "SLURM_JOB_ID", "SLURM_NODELIST", "KUBERNETES_SERVICE_HOST"),
+        *("TOKENIZERS_PARALLELISM", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    }
+)
+"""Variables that are taken, and those that begin with a prefix in ALLOWED_PREFIXES."""
+ALLOWED_PREFIXES = (
+    *("APR_DISTILL_", "CUDA_", "CUDNN_", "NCCL_", "OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_"),
+    *("MALLOC_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
+)
+_GIT_LIMIT_S = 20.0
+_UNKNOWN_FILES_HASHED = 2000
+_LARGEST_HASHED_BYTES = 8 << 20
 STACKS_KEPT = 8
 STDERR_BYTES = 64 << 10
 KERNEL_LINES = 200
@@ -41,11 +71,10 @@ _TELLING = re.compile(
 def run_blobs(run: RunFolder, redactor: Redactor, project: Path | None = None) -> list[Blob]:
     """Everything that is captured when a run is linked. `project` is the user's folder, else where the
     process is."""
-    blobs = [
-        file_blob(path, f"{path.name} of {run.name}", redactor)
-        for path in (run.effective, run.spec, run.receipt)
-        if path.is_file()
+    files = [
+        (path, f"{path.name} of {run.name}") for path in (run.effective, run.spec, run.receipt)
     ]
+    blobs = [file_blob(path, what, redactor) for path, what in files if path.is_file()]
     view = view_of(run)
     value = {
         "run": run.name,
@@ -58,12 +87,9 @@ def run_blobs(run: RunFolder, redactor: Redactor, project: Path | None = None) -
         },
     }
     blobs.append(json_blob(value, "context.json", f"surroundings of {run.name}", redactor))
-    stacks = sorted((run.path / "stacks").glob("*")) if (run.path / "stacks").is_dir() else []
-    blobs += [
-        file_blob(path, f"stacks of {run.name}", redactor)
-        for path in stacks[-STACKS_KEPT:]
-        if path.is_file()
-    ]
+    stacks = sorted((run.path / "stacks").glob("*"))[-STACKS_KEPT:]
+    what = f"stacks of {run.name}"
+    blobs += [file_blob(path, what, redactor) for path in stacks if path.is_file()]
     if run.stderr.is_file() and (tail := _tail(run.stderr)):
         blobs.append(text_blob(tail, "stderr.txt", f"what {run.name} printed last", redactor))
     return blobs
@@ -72,10 +98,9 @@ def run_blobs(run: RunFolder, redactor: Redactor, project: Path | None = None) -
 def view_of(run: RunFolder) -> RunView:
     """The run as far as its logs can be read."""
     follower = Follower(run)
-    try:
+    # Of a log with a fault, the lines before it.
+    with contextlib.suppress(RunLogError):
         follower.read_all()
-    except RunLogError:
-        return follower.view  # what stands in front of the fault
     return follower.view
 
 
@@ -112,16 +137,10 @@ def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
     reader, out = LogReader(run.events), []
     try:
         while events := reader.poll():
-            out += [
-                {
-                    "opened": now_utc(e.unix_s),
-                    "unix_s": e.unix_s,
-                    "boot_id": e.boot_id,
-                    "pid": e.pid,
-                }
-                for e in events
-                if isinstance(e, LogOpened)
-            ]
+            for e in events:
+                if isinstance(e, LogOpened):
+                    kept = {"unix_s": e.unix_s, "boot_id": e.boot_id, "pid": e.pid}
+                    out.append({"opened": now_utc(e.unix_s), **kept})
     except RunLogError as error:
         out.append({"why": f"the log cannot be read further: {error.message}"})
     return out
@@ -172,3 +191,127 @@ def _tail(path: Path) -> bytes:
     with open_plain(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - STDERR_BYTES))
         return file.read().decode("utf-8", "replace").encode()
+
+
+# Environment, packages and checkout
+
+
+def allowed_environment(
+    environ: Mapping[str, str] | None = None, redactor: Redactor | None = None
+) -> dict[str, Any]:
+    """Variables on the list, by name, and how many secrets were found in them."""
+    environ = os.environ if environ is None else environ
+    redactor = redactor or Redactor(environ)
+    variables: dict[str, str] = {}
+    redacted: dict[str, int] = {}
+    for name in sorted(environ):
+        allowed = name in ALLOWED or name.startswith(ALLOWED_PREFIXES)
+        if not allowed or is_secret_name(name):
+            continue
+        done = redactor.text(environ[name])
+        variables[name] = done.text
+        redacted |= {sort: redacted.get(sort, 0) + n for sort, n in done.found.items()}
+    return {"variables": variables, "redacted": redacted}
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions by package metadata, None for one that is not installed; nothing is imported."""
+    found: dict[str, str | None] = {"engine": VERSION, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def checkout_state(
+    folder: Path, *, only: str = "", redactor: Redactor | None = None
+) -> dict[str, Any]:
+    """The git checkout that `folder` is in; with `only`, as far as that path below `folder` goes.
+
+    `dirty_sha256` is None for a clean checkout.
+    """
+    state: dict[str, Any] = {"commit": None, "dirty_sha256": None, "dirty_files": 0}
+    path = ["--", only or "."]
+    try:
+        commit = _git(folder, "rev-parse", "--verify", "HEAD").decode().strip()
+        if only and not _git(folder, "ls-files", *path):
+            # A checkout that merely surrounds the folder, as that of a project around its .venv.
+            return state | {"why": "its files are in no git checkout"}
+        changed = _git(folder, "diff", "HEAD", "--name-only", "-z", *path).split(b"\0")[:-1]
+        unknown = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", *path)
+        names = sorted(unknown.split(b"\0")[:-1])
+        state |= {"commit": commit, "dirty_files": len(changed) + len(names)}
+        if changed or names:
+            difference = _git(
+                folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", *path
+            )
+            state["dirty_sha256"] = _hash_difference(folder, difference, names)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
+        return {"commit": None, "dirty_sha256": None, "dirty_files": 0, "why": _why(error)}
+    try:
+        url = _git(folder, "config", "--get", "remote.origin.url").decode("utf-8", "replace")
+        remote = (redactor or Redactor()).text(url.strip())
+        state |= {"remote": remote.text, "redacted": remote.found}
+    except (OSError, subprocess.SubprocessError):
+        state["remote"] = None
+    return state
+
+
+def engine_source(since_unix_s: float | None = None) -> dict[str, Any]:
+    """The tool itself: version, and the checkout it runs from, if it does. With `since_unix_s`, whether
+    a file of it was changed after that: then the state is not what the process has loaded."""
+    package = Path(engine.__file__).resolve().parent
+    state: dict[str, Any] = {"version": VERSION}
+    state |= checkout_state(package.parent, only=package.name)
+    if since_unix_s is not None:
+        state["changed_since_start"] = sorted(
+            str(file.relative_to(package.parent))
+            for file in package.rglob("*.py")
+            if file.stat().st_mtime > since_unix_s
+        )[:20]
+    return state
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    # Locks are left alone, and no program that the repository's configuration names is run.
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        check=True,
+        timeout=_GIT_LIMIT_S,
+        stdin=subprocess.DEVNULL,
+        env=environment,
+    ).stdout
+
+
+def _hash_difference(folder: Path, difference: bytes, names: list[bytes]) -> str:
+    """Over the difference, then name and content of each file that git does not know; of a big file,
+    and of those after the first thousands, the size is hashed instead of the content."""
+    digest = hashlib.sha256(difference)
+    for number, name in enumerate(names):
+        file = folder / os.fsdecode(name)
+        digest.update(b"\0" + name + b"\0")
+        if not file.is_file() or file.is_symlink():
+            continue
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        if number < _UNKNOWN_FILES_HASHED and size <= _LARGEST_HASHED_BYTES:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "git is not installed"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"git did not answer within {_GIT_LIMIT_S:.0f} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        text = error.stderr.decode("utf-8", "replace").strip().splitlines()
+        if text and "not a git repository" in text[0]:
+            return "not a git checkout"
+        return text[0] if text else f"git gave exit status {error.returncode}"
+    return str(error)

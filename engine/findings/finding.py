@@ -7,18 +7,28 @@
 A node says what it is a why of (`why_of`), so that findings are chains or DAGs, never lists that end
 with the first answer. Evidence is an artifact, known by the sha256 of its bytes, and a locator: which
 part of it is meant and what it says there. Everything is immutable; `engine.findings.whys` makes new
-values.
+values. `finding.schema.json` is the JSON schema of these classes.
 
-`finding.schema.json` is the JSON schema of these classes. `engine.findings.form` reads and writes them.
+finding.json is the root of its bundle. It lists the hash of every other file, it is written in one form
+only (sorted keys, one space of indent), and its `seal` is the sha256 of that form with an empty seal.
+So any byte that is not as the tool wrote it is found. The seal is not a signature: whoever rewrites
+the whole bundle with this tool gets a sound one, with another seal. LOG.md beside the bundle holds the
+seal too, and so may anything else that should notice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal, TypeAlias
+import calendar
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from engine.errors import BadInput
 
@@ -242,6 +252,11 @@ class Node(Record, frozen=True, kw_only=True):
     withdrawn: Withdrawn | UnsetType = UNSET
 
 
+def is_active(entry: Node | Alternative | Evidence) -> bool:
+    """Whether it was not withdrawn."""
+    return entry.withdrawn is UNSET
+
+
 class Closed(Record, frozen=True, kw_only=True):
     outcome: Literal["root-cause", "unresolved"]
     text: str
@@ -275,14 +290,122 @@ class Finding(Record, frozen=True, kw_only=True):
     def artifact(self, sha256: str) -> Artifact:
         return next(a for a in self.artifacts if a.sha256 == sha256)
 
+    @property
+    def files(self) -> list[str]:
+        """The files of its bundle beside finding.json, by name."""
+        return [*self.derived, *(a.path for a in self.artifacts if a.kept)]
+
     def whys_of(self, id_: str) -> tuple[Node, ...]:
         """The nodes that answer why `id_`, withdrawn ones too."""
         return tuple(node for node in self.nodes if id_ in node.why_of)
 
-    def standing_whys_of(self, id_: str) -> tuple[Node, ...]:
-        return tuple(node for node in self.whys_of(id_) if node.withdrawn is UNSET)
+    def active_whys_of(self, id_: str) -> tuple[Node, ...]:
+        return tuple(node for node in self.whys_of(id_) if is_active(node))
 
     def evidence(self) -> Iterable[tuple[Node, Evidence]]:
         for node in self.nodes:
             for evidence in node.evidence:
                 yield node, evidence
+
+
+Read = Callable[[str], bytes | None]
+"""The bytes of an artifact by its hash; None for one that was not copied."""
+
+# finding.json as bytes
+
+_DERIVED = re.compile(r"README\.md|plots/e[0-9]+\.svg")
+
+
+def now_utc(unix_s: float | None = None) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))
+
+
+def unix_of(utc: str) -> float:
+    """Seconds since 1970 of a time as findings have it."""
+    return float(calendar.timegm(time.strptime(utc, "%Y-%m-%dT%H:%M:%SZ")))
+
+
+def to_bytes(finding: Finding) -> bytes:
+    """The one form in which a finding is written."""
+    return canonical(msgspec.to_builtins(finding))
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def canonical(value: Any) -> bytes:
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def sealed(finding: Finding) -> Finding:
+    """The finding as it will be read again, with the seal that its content has. Raises BadInput for a
+    value that the schema does not allow."""
+    try:
+        checked = msgspec.convert(msgspec.to_builtins(finding), Finding)
+    except msgspec.ValidationError as error:
+        raise BadInput.expected(
+            "finding", finding.slug, "what its schema allows", str(error)
+        ) from None
+    bare = replace(checked, seal="")
+    return replace(bare, seal=digest(to_bytes(bare)))
+
+
+def load(raw: bytes, where: object) -> Finding:
+    """The finding in `raw`. Raises BadInput for one that is not exactly as the tool writes it."""
+    try:
+        finding = msgspec.json.decode(raw, type=Finding)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadInput.expected(
+            "finding", where, "a finding (apr-workbench/finding/1)", str(error)
+        ) from None
+    check_form(finding, where)
+    if sealed(finding).seal != finding.seal:
+        raise BadInput.expected("finding", where, "the content that was sealed", "other content")
+    if to_bytes(finding) != raw:
+        raise BadInput.expected("finding", where, "the form the tool writes", "another form")
+    return finding
+
+
+def check_form(finding: Finding, where: object) -> None:
+    """What the schema cannot say. Raises BadInput."""
+
+    def refuse(expected: str, found: str) -> BadInput:
+        return BadInput.expected("finding", where, expected, found)
+
+    ids = [node.id for node in finding.nodes]
+    ids += [a.id for node in finding.nodes for a in node.alternatives]
+    ids += [evidence.id for _, evidence in finding.evidence()]
+    if twice := sorted({id_ for id_ in ids if ids.count(id_) > 1}):
+        raise refuse("each id once", f"{', '.join(twice)} twice")
+    hashes = [artifact.sha256 for artifact in finding.artifacts]
+    if hashes != sorted(set(hashes)):
+        raise refuse("artifacts in the order of their hashes", "another order, or one twice")
+    if odd := [name for name in finding.derived if not _DERIVED.fullmatch(name)]:
+        raise refuse("README.md and plots alone to be made from it", odd[0])
+    seen: set[str] = set()
+    for node in finding.nodes:
+        # A node names only nodes before it, so there is no circle.
+        if unknown := [id_ for id_ in node.why_of if id_ not in seen]:
+            raise refuse(f"{node.id} to be a why of nodes before it", ", ".join(unknown))
+        seen.add(node.id)
+        own = {evidence.id for evidence in node.evidence}
+        for other in node.alternatives:
+            if other.answer is not None and other.answer.evidence not in own:
+                raise refuse(f"evidence of {node.id} to answer {other.id}", other.answer.evidence)
+    if not finding.nodes or finding.nodes[0].why_of:
+        raise refuse("a first node that is a why of nothing", "none")
+    for _, evidence in finding.evidence():
+        wanted = [evidence.artifact, *evidence.attached]
+        if isinstance(evidence.locator, FlipResult):
+            wanted += [evidence.locator.plan, evidence.locator.pairs]
+        if isinstance(evidence.locator, CommandRun) and evidence.locator.started is not UNSET:
+            wanted.append(evidence.locator.started.log)
+        if lost := [sha for sha in wanted if sha not in hashes]:
+            raise refuse(f"the artifacts of {evidence.id} in the list", f"no {lost[0][:12]}")
+
+
+def schema() -> bytes:
+    """The JSON schema, as it is published in finding.schema.json."""
+    return canonical(msgspec.json.schema(Finding))

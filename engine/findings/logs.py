@@ -1,4 +1,4 @@
-"""Parts of a run's logs as they stand there: lines by number, and the numbers of one metric.
+"""Parts of a run's logs: lines by number, and the numbers of one metric.
 
 A slice is the lines themselves, so that it can be read again by whatever reads logs. Capturing and
 verifying use the same functions: first on the run's own log, later on the slice in the bundle.
@@ -13,17 +13,16 @@ Metrics are named as the views name them:
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput, RunLogError
 from engine.files import open_plain
-from engine.findings.finding import LogName
+from engine.findings.finding import LogName, digest
 from engine.log.events import (
     AnyEvent,
     Evaluated,
@@ -36,8 +35,10 @@ from engine.log.folder import RunFolder
 from engine.log.read import decode_line
 
 LARGEST_SLICE_BYTES = 8 << 20
-QUOTES_KEPT = 8
-QUOTE_CHARACTERS = 300
+FIRST_LINE_BYTES = 1 << 16
+
+Point = tuple[float, float | None]
+"""Unix seconds, and the value there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,30 +49,9 @@ class Line:
     event: AnyEvent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    unix_s: float
-    value: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """What a metric window says."""
-
-    from_unix_s: float
-    to_unix_s: float
-    count: int
-    absent: int
-    non_finite: int
-    first: float | None
-    last: float | None
-    least: float | None
-    greatest: float | None
-    mean: float | None
-
-
 def log_of(run: RunFolder, name: LogName) -> Path:
-    return {"events": run.events, "device": run.device, "watch": run.watch}[name]
+    log: Path = getattr(run, name)
+    return log
 
 
 def run_id(run: RunFolder) -> str:
@@ -79,12 +59,22 @@ def run_id(run: RunFolder) -> str:
     for path in (run.watch, run.events):
         try:
             with open_plain(path) as file:
-                first = file.readline(1 << 16)
+                first = file.readline(FIRST_LINE_BYTES)
         except OSError:
             continue
         if first.endswith(b"\n"):
-            return hashlib.sha256(first).hexdigest()[:16]
+            return id_of(first)
     raise RunLogError.expected("run folder", run.path, "a log with a line in it", "none")
+
+
+def id_of(first_line: bytes) -> str:
+    return digest(first_line)[:16]
+
+
+def begun_of(first_line: bytes) -> float | None:
+    """The time that the first line of a log says it was opened; None where it says none."""
+    event = decode_line(first_line.rstrip(b"\n"), "the first line")
+    return event.unix_s if isinstance(event, LogOpened) else None
 
 
 def read_lines(lines: Iterable[bytes], where: object) -> Iterator[Line]:
@@ -100,20 +90,23 @@ def read_lines(lines: Iterable[bytes], where: object) -> Iterator[Line]:
         yield Line(raw=raw[:-1], unix_s=origin_s + event.t_s, event=event)
 
 
+def lines_of(data: bytes, where: object) -> list[Line]:
+    """The lines of a slice."""
+    return list(read_lines(data.splitlines(keepends=True), where))
+
+
 def read_log(path: Path) -> Iterator[Line]:
     """The lines of a log file, numbers checked. Raises RunLogError."""
     try:
         with path.open("rb") as file:
             for expected, line in enumerate(read_lines(file, path)):
                 if line.event.seq != expected:
-                    raise RunLogError.expected(
-                        "run log", path, f"line number {expected}", str(line.event.seq)
-                    )
+                    found = str(line.event.seq)
+                    raise RunLogError.expected("run log", path, f"line number {expected}", found)
                 yield line
     except OSError as error:
-        raise RunLogError.expected(
-            "run log", path, "to read it", error.strerror or str(error)
-        ) from error
+        found = error.strerror or str(error)
+        raise RunLogError.expected("run log", path, "to read it", found) from error
 
 
 def take_range(path: Path, first_seq: int, last_seq: int) -> list[Line]:
@@ -125,61 +118,54 @@ def take_range(path: Path, first_seq: int, last_seq: int) -> list[Line]:
         if line.event.seq >= first_seq:
             found.append(line)
     if not found or found[-1].event.seq != last_seq:
-        held = f"its last line is {line.event.seq}" if found else "none of them"
+        held = f"its last line is {found[-1].event.seq}" if found else "none of them"
         raise RunLogError.expected("run log", path, f"lines {first_seq} to {last_seq}", held)
     return found
 
 
 def slice_bytes(lines: Iterable[Line], where: object) -> bytes:
-    """The lines as they stand in the log. Raises BadInput for more than a bundle should hold."""
+    """The lines as the log has them. Raises BadInput for more than a bundle should hold."""
     data = b"".join(line.raw + b"\n" for line in lines)
     if len(data) > LARGEST_SLICE_BYTES:
-        raise BadInput.expected(
-            "slice",
-            where,
+        expected, hint = (
             f"at most {LARGEST_SLICE_BYTES} bytes",
-            str(len(data)),
-            hint="take fewer lines, or a shorter time",
+            "take fewer lines, or a shorter time",
         )
+        raise BadInput.expected("slice", where, expected, str(len(data)), hint=hint)
     return data
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
-    """Where a metric stands and how it is read."""
+    """Where a metric is read: a field of one kind of event, of those whose `key` is `subject`."""
 
-    name: str
     log: LogName
-    value: Callable[[AnyEvent], tuple[bool, float | None]]
-    """Whether an event speaks of it, and the number."""
+    kind: type[Any]
+    field: str
+    key: str = ""
+    subject: object = None
+
+    def speaks(self, event: AnyEvent) -> bool:
+        """Whether an event speaks of it."""
+        return isinstance(event, self.kind) and (
+            not self.key or getattr(event, self.key) == self.subject
+        )
+
+    def points(self, lines: Iterable[Line]) -> list[Point]:
+        return [(x.unix_s, getattr(x.event, self.field)) for x in lines if self.speaks(x.event)]
 
 
 def metric(name: str) -> Metric:
     """The metric of that name. Raises BadInput for one that no log has."""
     if match := re.fullmatch(r"eval\.([a-z_]+)", name):
-        subject = match[1]
-        return Metric(
-            name=name,
-            log="events",
-            value=lambda e: (
-                isinstance(e, Evaluated) and e.subject == subject,
-                getattr(e, "loss", None),
-            ),
-        )
-    if match := re.fullmatch(r"gpu([0-9]+)\.([a-z0-9_]+)", name):
-        index, field = int(match[1]), match[2]
-        if field == "slowed" or field in _numeric(GpuSample):
-            return Metric(
-                name=name,
-                log="device",
-                value=lambda e: (
-                    isinstance(e, GpuSample) and e.index == index,
-                    getattr(e, field, None),
-                ),
-            )
-    for kind, log in ((StepDone, "events"), (HostSample, "device")):
-        if name in _numeric(kind):
-            return _field(name, kind, log)  # type: ignore[arg-type]
+        return Metric("events", Evaluated, "loss", "subject", match[1])
+    match = re.fullmatch(r"gpu([0-9]+)\.([a-z0-9_]+)", name)
+    if match and match[2] in _numeric(GpuSample) | {"slowed"}:
+        return Metric("device", GpuSample, match[2], "index", int(match[1]))
+    if name in _numeric(StepDone):
+        return Metric("events", StepDone, name)
+    if name in _numeric(HostSample):
+        return Metric("device", HostSample, name)
     raise BadInput.expected(
         "metric",
         name,
@@ -187,10 +173,6 @@ def metric(name: str) -> Metric:
         "another name",
         hint=f"steps have {', '.join(sorted(_numeric(StepDone)))}",
     )
-
-
-def _field(name: str, kind: type[Any], log: LogName) -> Metric:
-    return Metric(name=name, log=log, value=lambda e: (isinstance(e, kind), getattr(e, name, None)))
 
 
 def _numeric(kind: type[Any]) -> frozenset[str]:
@@ -213,8 +195,7 @@ def take_window(
     for line in lines:
         if isinstance(line.event, LogOpened):
             opened = line
-        speaks, _ = wanted.value(line.event)
-        if not speaks or not from_unix_s <= line.unix_s <= to_unix_s:
+        if not wanted.speaks(line.event) or not from_unix_s <= line.unix_s <= to_unix_s:
             continue
         step = getattr(line.event, "step", None)
         if step is not None and (step < first_step or (last_step is not None and step > last_step)):
@@ -226,30 +207,21 @@ def take_window(
     return found
 
 
-def points_of(lines: Iterable[Line], wanted: Metric) -> list[Point]:
-    out = []
-    for line in lines:
-        speaks, value = wanted.value(line.event)
-        if speaks:
-            out.append(Point(unix_s=line.unix_s, value=value))
-    return out
-
-
-def numbers_of(points: list[Point]) -> Numbers | None:
-    """What the points say; None when there is none."""
+def numbers_of(points: list[Point]) -> dict[str, Any]:
+    """What the points of a metric window say, by the names of its fields; nothing when there is none."""
     if not points:
-        return None
-    values = [p.value for p in points if p.value is not None and math.isfinite(p.value)]
-    absent = sum(p.value is None for p in points)
-    return Numbers(
-        from_unix_s=points[0].unix_s,
-        to_unix_s=points[-1].unix_s,
-        count=len(values),
-        absent=absent,
-        non_finite=len(points) - len(values) - absent,
-        first=values[0] if values else None,
-        last=values[-1] if values else None,
-        least=min(values, default=None),
-        greatest=max(values, default=None),
-        mean=math.fsum(values) / len(values) if values else None,
-    )
+        return {}
+    values = [value for _, value in points if value is not None and math.isfinite(value)]
+    absent = sum(value is None for _, value in points)
+    return {
+        "from_unix_s": points[0][0],
+        "to_unix_s": points[-1][0],
+        "count": len(values),
+        "absent": absent,
+        "non_finite": len(points) - len(values) - absent,
+        "first": values[0] if values else None,
+        "last": values[-1] if values else None,
+        "least": min(values, default=None),
+        "greatest": max(values, default=None),
+        "mean": math.fsum(values) / len(values) if values else None,
+    }

@@ -15,25 +15,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from engine import limits
 from engine.errors import BadInput
 from engine.files import read_json
 from engine.findings.capture import Blob, capture_file
-from engine.findings.finding import Finding
-from engine.findings.form import now_utc
+from engine.findings.finding import Finding, Kind, Node, now_utc
 from engine.findings.redact import Redactor
-from engine.findings.whys import add_node, blobs_of, link, new_finding
+from engine.findings.whys import add_node, link, new_finding
 
 _FINDINGS = frozenset(
-    {
+    (
         *("ticket", "title", "date", "host", "trigger", "background", "evidence", "five_whys"),
         "root_cause_summary",
-    }
+    )
 )
 _TEST = ("command", "result", "error", "logfile", "interpretation")
 _EVERY_DISPATCH = ("teacher", "student_init", "steps", "batch_size")
@@ -61,68 +61,58 @@ _DISPATCH_MISSING = (
 def read_prior(path: Path, slug: str = "") -> tuple[Finding, list[Blob]]:
     """The finding in a findings.json, or the observation that a dispatch.json is. Raises BadInput."""
     value = read_json(path, "prior record", limits.FINDING)
-    if isinstance(value, dict) and isinstance(value.get("five_whys"), list):
-        finding = _findings(value, slug or _slug(value.get("title") or path.stem))
-    elif isinstance(value, dict) and all(name in value for name in _EVERY_DISPATCH):
-        finding = _dispatch(value, slug or _slug(value.get("run_name") or path.stem))
+    record = value if isinstance(value, dict) else {}
+    if isinstance(record.get("five_whys"), list):
+        finding = _findings(record, slug or _slug(record.get("title") or path.stem))
+    elif all(name in record for name in _EVERY_DISPATCH):
+        finding = _dispatch(record, slug or _slug(record.get("run_name") or path.stem))
     else:
         expected = "findings.json (five_whys) or dispatch.json (teacher, student_init, steps, ...)"
         raise BadInput.expected("prior record", path, expected, "another JSON value")
     capture = capture_file(path, Redactor())
-    root = finding.nodes[0].id
     # It neither supports nor contradicts: it is where the words come from.
-    return link(finding, root, capture, says="source"), blobs_of(capture)
+    return link(finding, finding.nodes[0].id, capture, says="source"), capture.blobs
 
 
 def _findings(value: dict[str, Any], slug: str) -> Finding:
-    at, author = _date(value.get("date")), _words(value.get("ticket")) or "not known"
-    seen = _words(value.get("trigger")) or _words(value.get("background"))
+    signed: dict[str, Any] = {
+        "author": _words(value.get("ticket")) or "not known",
+        "at": _date(value.get("date")),
+    }
     title = _words(value.get("title")) or slug
-    finding = new_finding(slug, seen or title, title=title, author=author, at=at)
-    unread = sorted(set(value) - _FINDINGS)
+    seen = _words(value.get("trigger")) or _words(value.get("background")) or title
+    finding = new_finding(slug, seen, title=title, **signed)
+
+    def add(claim: str, parent: Node, missing: Iterable[str], kind: Kind) -> Node:
+        nonlocal finding
+        parents = [parent.id]
+        finding = add_node(finding, claim, why_of=parents, kind=kind, missing=missing, **signed)
+        return finding.nodes[-1]
+
+    unread = ", ".join(sorted(set(value) - _FINDINGS))
     missing = ["a log or a number that shows it"]
-    missing += [f"read, without a place here: {', '.join(unread)}"] if unread else []
+    missing += [f"read, without a place here: {unread}"] if unread else []
     finding = _root_missing(finding, missing, _words(value.get("host")))
-    parent = finding.nodes[0].id
+    parent = finding.nodes[0]
     for entry in value["five_whys"]:
         entry = entry if isinstance(entry, dict) else {"answer": entry}
+        named = {"asked": "question", "its evidence was these words": "evidence"}
+        said = [f"{how}: {w}" for how, key in named.items() if (w := _words(entry.get(key)))]
         claim = _words(entry.get("answer")) or "no answer was given"
-        asked = [f"asked: {q}"] if (q := _words(entry.get("question"))) else []
-        said = (
-            [f"its evidence was these words: {e}"] if (e := _words(entry.get("evidence"))) else []
-        )
-        missing = [*asked, *said, *_WHY_MISSING]
-        finding = add_node(finding, claim, why_of=[parent], author=author, at=at, missing=missing)
-        parent = finding.nodes[-1].id
+        parent = add(claim, parent, (*said, *_WHY_MISSING), "hypothesis")
     if summary := _words(value.get("root_cause_summary")):
-        finding = add_node(
-            finding,
-            summary,
-            why_of=[parent],
-            kind="mechanism",
-            author=author,
-            at=at,
-            missing=_WHY_MISSING,
-        )
+        add(summary, parent, _WHY_MISSING, "mechanism")
     tests = value.get("evidence")
     for name, test in tests.items() if isinstance(tests, dict) else ():
         fields = test if isinstance(test, dict) else {"result": test}
         said = [f"{part}: {text}" for part in _TEST if (text := _words(fields.get(part)))]
         absent = [f"{part} of the test" for part in _TEST if part not in fields]
-        finding = add_node(
-            finding,
-            f"{name}: {_words(fields.get('result')) or 'no result'}",
-            why_of=[finding.nodes[0].id],
-            kind="observation",
-            author=author,
-            at=at,
-            missing=[*said, *absent, *_TEST_MISSING],
-        )
+        claim = f"{name}: {_words(fields.get('result')) or 'no result'}"
+        add(claim, finding.nodes[0], (*said, *absent, *_TEST_MISSING), "observation")
     return finding
 
 
 def _dispatch(value: dict[str, Any], slug: str) -> Finding:
-    at = _date(value.get("dispatched_at"))
     name = _words(value.get("run_name")) or slug
     asked = ", ".join(f"{key} {_words(value[key])}" for key in sorted(value))
     finding = new_finding(
@@ -130,15 +120,14 @@ def _dispatch(value: dict[str, Any], slug: str) -> Finding:
         f"{name} was asked for with {asked}",
         title=f"dispatch of {name}",
         author=_words(value.get("ticket")) or "not known",
-        at=at,
+        at=_date(value.get("dispatched_at")),
     )
     return _root_missing(finding, _DISPATCH_MISSING, _words(value.get("host")))
 
 
-def _root_missing(finding: Finding, missing: Any, host: str) -> Finding:
-    root = msgspec.structs.replace(finding.nodes[0], missing=tuple(missing))
-    nodes = (root, *finding.nodes[1:])
-    return msgspec.structs.replace(finding, nodes=nodes, host=host or "not known")
+def _root_missing(finding: Finding, missing: Iterable[str], host: str) -> Finding:
+    root = replace(finding.nodes[0], missing=tuple(missing))
+    return replace(finding, nodes=(root, *finding.nodes[1:]), host=host or "not known")
 
 
 def _words(value: Any) -> str:

@@ -6,34 +6,54 @@ came. `check_receipt` compares a receipt with what lies beside it.
 
 Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome.
 Then what was done: decisions, rows, lineage of checkpoints, and `differences`: every setting whose
-effective value is not the one asked for, with the reason. Nothing is echoed from the request where the
-log says what was done.
+effective value is not the one asked for, with the reason. Asked for is spec.toml with the command line's
+settings over it; effective is what the settings became, what was decided where they say `auto`, and what
+the log says was built and done. Nothing is echoed from the request where the log says what was done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from engine.errors import RunLogError
+from engine.errors import BadInput, RunLogError, SpecError
 from engine.files import open_plain
 from engine.findings.context import plain, sessions_of, spec_hash
-from engine.findings.differences import differences, effective_of, rows_of
-from engine.findings.form import now_utc
+from engine.findings.finding import now_utc
 from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
 from engine.log.events import CheckpointSaved, Event, RunStarted
 from engine.log.folder import RunFolder
 from engine.log.read import BrokenLog, LogReader
 from engine.log.view import RunView
+from engine.spec import parse_set, read_spec
 from engine.terminal import clipped
 from engine.verdict import Level, Verdict
 
 _READ_BYTES = 1 << 20
+_AGREEING = (
+    *(
+        "config",
+        "seeds",
+        "data",
+        "weights",
+        "device",
+        "decisions",
+        "rows",
+        "lineage",
+        "differences",
+    ),
+)
+"""Facts that a receipt has to say as the logs do."""
 _FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
 
 
@@ -97,7 +117,7 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
         "decisions": [_fields(decision) for decision in view.decisions],
         "rows": rows_of(view),
         "lineage": lineage_of(run),
-        "differences": [d.as_fields() for d in differences(run, view)],
+        "differences": [asdict(d) for d in differences(run, view)],
         "logs": {path.name: digest_of_log(path) for path in (run.events, run.device, run.watch)},
     }
 
@@ -120,23 +140,16 @@ def device_of(view: RunView) -> dict[str, Any]:
         value = facts.get(name)
         return value if value is not None else {"absent": facts.get(f"{name}_absent")}
 
-    gpus = sorted(
-        {name.split("_")[0] for name in facts if name.startswith("cuda") and name[4:5].isdigit()}
-    )
-    gpus = gpus or sorted(
-        {n.split("_")[0] for n in facts if n.startswith("gpu") and n[3:4].isdigit()}
-    )
+    names = {name.split("_")[0] for name in facts}
+    gpus = sorted(name for name in names if re.match("cuda[0-9]", name))
+    gpus = gpus or sorted(name for name in names if re.match("gpu[0-9]", name))
     return {
         "driver": reading("driver"),
         "cuda_driver": reading("cuda_driver"),
         "machine": facts.get("machine"),
         "kernel": facts.get("kernel"),
         "gpus": {
-            gpu: {
-                name: reading(f"{gpu}_{name}")
-                for name in _FACTS_OF_A_GPU
-                if f"{gpu}_{name}" in facts
-            }
+            gpu: {f: reading(f"{gpu}_{f}") for f in _FACTS_OF_A_GPU if f"{gpu}_{f}" in facts}
             for gpu in gpus
         },
     }
@@ -156,14 +169,10 @@ def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
                     start = event.resumed_from
                     parent = by_step.get(start) if start else None
                 elif isinstance(event, CheckpointSaved):
-                    out.append(
-                        {
-                            "step": event.step,
-                            "manifest_sha256": event.manifest_sha256,
-                            "parent_manifest_sha256": parent,
-                        }
-                    )
-                    parent = by_step[event.step] = event.manifest_sha256
+                    sha256 = event.manifest_sha256
+                    saved = {"step": event.step, "manifest_sha256": sha256}
+                    out.append(saved | {"parent_manifest_sha256": parent})
+                    parent = by_step[event.step] = sha256
     except BrokenLog as error:
         out.append({"why": f"the log cannot be read further: {error.message}"})
     return out
@@ -197,6 +206,135 @@ def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | N
     except OSError:
         return None
     return digest.hexdigest() if not left else None
+
+
+# Asked for and done
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting that is not what was asked for."""
+
+    key: str
+    requested: Any
+    effective: Any
+    why: str
+
+
+def differences(run: RunFolder, view: RunView) -> list[Difference]:
+    """Settings whose effective value is not the one asked for, in the order of the settings."""
+    effective = effective_of(run)
+    spec = _flat(effective.get("spec") or {})
+    found = list(_settled(_requested(run, effective), spec))
+    for decision in view.decisions:
+        asked = spec.get(decision.knob)
+        if asked is not None and str(asked) != decision.choice:
+            found.append(Difference(decision.knob, asked, decision.choice, decision.reason))
+    return found + list(_done_otherwise(spec, view))
+
+
+def _settled(requested: dict[str, Any], spec: dict[str, Any]) -> Iterator[Difference]:
+    for key, value in requested.items():
+        if key not in spec or spec[key] == value:
+            continue
+        took = spec[key]
+        if isinstance(value, str) and isinstance(took, str) and took.endswith(Path(value).name):
+            why = "a path is kept whole"
+        elif key.startswith("run."):
+            why = "where the run is kept"
+        else:
+            why = "settings are kept in their own type"
+        yield Difference(key, value, took, why)
+
+
+def _done_otherwise(spec: dict[str, Any], view: RunView) -> Iterator[Difference]:
+    """What the built objects say, where it is not what the settings ask."""
+    trains, started = any(key.startswith("train.") for key in spec), view.started
+    if started is not None and trains:
+        gpus = spec.get("compute.gpus", 1)
+        factors = (spec.get("train.rows"), spec.get("train.accumulation"), gpus)
+        rows = math.prod(factors) if all(isinstance(one, int) for one in factors) else None
+        built = {
+            "train.steps": started.steps,
+            "train.lr": started.peak_lr,
+            "loss.alpha": started.alpha,
+            "loss.temperature": started.temperature,
+            "data.seq_len": started.seq_len,
+            "rows per step": started.rows_per_step,
+        }
+        for key, took in built.items():
+            asked = (spec | {"rows per step": rows}).get(key)
+            if asked != took:
+                yield Difference(key, asked, took, "the objects that were built say so")
+    steps = spec.get("train.steps")
+    if trains and view.last_step != steps:
+        ended = view.finished.reason if view.finished else "the run has not said how it ended"
+        yield Difference("steps done", steps, view.last_step, ended)
+    done = rows_of(view)
+    if done["rows_seen"] != done["rows_trained"]:
+        why = f"{done['steps_not_applied']} steps had a number that was not finite"
+        yield Difference("rows trained", done["rows_seen"], done["rows_trained"], why)
+    if (cut := view.vocabulary_cut) is not None:
+        why = "the teacher's columns beyond the student's ids were cut"
+        yield Difference("vocabulary", cut.teacher_ids, cut.student_ids, why)
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Settings by `section.key`."""
+    found: dict[str, Any] = {}
+    for section, settings in tree.items():
+        if isinstance(settings, dict):
+            found |= {f"{section}.{name}": value for name, value in settings.items()}
+        else:
+            found[section] = settings
+    return found
+
+
+def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
+    """Each setting of spec.toml with the command line's over it."""
+    asked: dict[str, Any] = {}
+    with contextlib.suppress(BadInput):
+        asked = _flat(read_spec(run.spec)[0])
+    for argument in effective.get("sets") or []:
+        with contextlib.suppress(SpecError):
+            key, value = parse_set(argument)
+            asked[key] = value
+    return asked
+
+
+def effective_of(run: RunFolder) -> dict[str, Any]:
+    """What effective.json holds: the settings of a run by section, and more; nothing where it cannot be read."""
+    try:
+        found = run.read_effective()
+    except RunLogError:
+        return {}
+    sets = found.get("sets")
+    return found | {
+        "sets": [one for one in sets if isinstance(one, str)] if isinstance(sets, list) else None
+    }
+
+
+def rows_of(view: RunView) -> dict[str, Any]:
+    """Rows that went through the model, and rows whose gradient changed it: a step with a number that is
+    not finite is not applied."""
+    steps = view.steps.values("step")
+    rows = view.steps.values("rows")
+    bad = {
+        event.step
+        for event in view.non_finite
+        if event.field not in ("heldout_loss", "weight_norm")
+    }
+    seen = sum(n or 0 for n in rows)
+    trained = sum(n or 0 for step, n in zip(steps, rows, strict=True) if step not in bad)
+    return {
+        "rows_seen": int(seen),
+        "rows_trained": int(trained),
+        "steps_not_applied": len(bad),
+        "labelled_tokens": int(sum(n or 0 for n in view.steps.values("labelled"))),
+    }
+
+
+# A receipt against what lies beside it
 
 
 def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
@@ -233,26 +371,20 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
     models = {key: view.models[role].sha256 for role, key in hashes.items() if role in view.models}
     if view.student is not None:
         models["student"] = view.student.sha256
-    evaluated = {e.subject: e.loss for e in view.evals if e.loss is not None}
-    pairs: list[tuple[str, Any, Any]] = [
-        ("model_sha256", receipt.get("model_sha256"), models),
-        ("heldout_loss_nats", receipt.get("heldout_loss_nats"), evaluated),
-        ("steps", receipt.get("steps"), view.last_step),
-        ("rows_trained", receipt.get("rows_trained"), facts["rows"]["rows_trained"]),
-    ]
-    pairs += [
-        (name, receipt.get("device_facts" if name == "device" else name), facts[name])
-        for name in ("config", "seeds", "data", "weights", "device", "decisions", "rows")
-    ]
-    pairs += [(name, receipt.get(name), facts[name]) for name in ("lineage", "differences")]
+    found: dict[str, Any] = {
+        "model_sha256": models,
+        "heldout_loss_nats": {e.subject: e.loss for e in view.evals if e.loss is not None},
+        "steps": view.last_step,
+        "rows_trained": facts["rows"]["rows_trained"],
+    } | {name: facts[name] for name in _AGREEING}
     cleaned = bool(receipt.get("redacted"))
     out = {}
-    for name, recorded, found in pairs:
-        found = json.loads(json.dumps(found))
-        if isinstance(recorded, dict) and isinstance(found, dict):
+    for name, value in json.loads(json.dumps(found)).items():
+        recorded = receipt.get("device_facts" if name == "device" else name)
+        if isinstance(recorded, dict) and isinstance(value, dict):
             # A receipt may say more: what the logs do not.
-            recorded = {key: recorded.get(key) for key in found}
-        said = _equal(f"{name}, as the logs say", recorded, found)
+            recorded = {key: recorded.get(key) for key in value}
+        said = _equal(f"{name}, as the logs say", recorded, value)
         if cleaned and said.level == Level.FAIL:
             said = Verdict(Level.UNKNOWN, f"{name}: not compared, secrets were taken out")
         out[name] = said
@@ -267,10 +399,8 @@ def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
     for step, entry in newest.items():
         manifest = run.checkpoints / f"step-{step:08d}" / "MANIFEST.json"
         if manifest.is_file():
-            text = f"manifest of step {step}"
-            out[f"checkpoint {step}"] = _equal(
-                text, entry["manifest_sha256"], _sha256(manifest, MANIFEST)
-            )
+            found, text = _sha256(manifest, MANIFEST), f"manifest of step {step}"
+            out[f"checkpoint {step}"] = _equal(text, entry["manifest_sha256"], found)
     return out
 
 

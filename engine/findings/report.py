@@ -1,311 +1,159 @@
-"""A finding for people: a tree in text, and the README.md of its bundle with plots.
+"""A run, a flip or a finding as one HTML file: what `engine report` writes.
 
-Made from the finding and its artifacts alone, so the same bundle gives the same bytes; what a person
-wrote is escaped, so a claim cannot become markup.
+Text, tables and SVG in one file without a script, a font or a link to anything, so it opens offline and can
+be mailed. The figures are those of the notebook. Whatever a person or a log wrote is escaped. Made from the
+folder alone: the same folder gives the same bytes, once the run has ended.
 """
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping
+import html
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from msgspec import UNSET, UnsetType
-
-from engine.errors import EngineError
-from engine.findings import logs, redact
-from engine.findings.finding import (
-    Alternative,
-    Artifact,
-    CommandRun,
-    EventRange,
-    Evidence,
-    ExitRecord,
-    FileRange,
-    Finding,
-    FlipResult,
-    Locator,
-    MetricWindow,
-    Node,
-    Statement,
-    Withdrawn,
-)
-from engine.findings.locate import Read
-from engine.findings.plot import line_plot, sparkline
-from engine.findings.rules import effective_status, judge, observations
-from engine.log.read import decode_line
-from engine.log.text import event_text, one_line
-from engine.units import format_bytes, format_seconds
-
-README = "README.md"
-_EVENTS_SHOWN = 8
-_ESCAPES = str.maketrans(
-    {**{sign: f"\\{sign}" for sign in "\\`*_[]|#~"}, "<": "&lt;", ">": "&gt;", "&": "&amp;"}
+from engine.errors import BadInput, RunLogError
+from engine.findings.bundle import Bundle, is_bundle
+from engine.findings.capture import is_flip
+from engine.findings.chart import flip_figure, run_figures
+from engine.findings.finding import EventRange, MetricWindow
+from engine.findings.kinds import words_of
+from engine.findings.text import derive, event_lines, state_words, struck, tree_lines
+from engine.findings.verify import check_bundle
+from engine.flips.judge import interval_of
+from engine.flips.record import read_pairs, read_plan_of, read_verdict
+from engine.flips.text import pair_heading, pair_line, plan_lines, verdict_lines
+from engine.log.folder import RunFolder, is_run
+from engine.log.follow import Follower
+from engine.log.text import (
+    alert_lines,
+    check_lines,
+    decision_lines,
+    device_lines,
+    kernel_lines,
+    result_lines,
+    speed_lines,
+    status_text,
 )
 
-
-def state_words(finding: Finding) -> str:
-    if finding.closed is None:
-        return "open"
-    what = "root cause" if finding.closed.outcome == "root-cause" else "closed unresolved"
-    return f"{what}: {one_line(finding.closed.text)} ({finding.closed.at}, {finding.closed.author})"
-
-
-def tree_lines(finding: Finding, broken: Mapping[str, str] | None = None) -> list[str]:
-    """The whys as a tree; a node that answers two is drawn once and named again."""
-    out = [f"{one_line(finding.title)}  [{state_words(finding)}]"]
-    drawn: set[str] = set()
-
-    def draw(node: Node, indent: str) -> None:
-        status, why = effective_status(finding, node, broken)
-        if node.id in drawn:
-            out.append(f"{indent}{node.id}  see above")
-            return
-        drawn.add(node.id)
-        deeper = f"{indent}    "
-        if node.withdrawn is not UNSET:
-            words = f"{node.id}  {node.kind}: {one_line(node.claim)}"
-            out.append(f"{indent}{struck(words, node.withdrawn)}")
-        else:
-            out.append(
-                f"{indent}{node.id}  {status}  {node.kind}: {one_line(node.claim)}{_count(node)}"
-            )
-        if node.withdrawn is UNSET and status != node.status:
-            out.append(f"{deeper}said to be {node.status}; {why}")
-        if node.reason and node.status == "refuted":
-            out.append(f"{deeper}refuted: {one_line(node.reason)}")
-        out.extend(
-            deeper + struck(f"{e.id}  {e.says}: {locator_words(e.locator)}{_by(e)}", e.withdrawn)
-            for e in node.evidence
-        )
-        out.extend(
-            deeper + struck(f"{a.id}  or: {alternative_words(a)}", a.withdrawn)
-            for a in node.alternatives
-        )
-        out.extend(f"{deeper}missing: {one_line(text)}" for text in node.missing)
-        for inner in finding.whys_of(node.id):
-            draw(inner, f"{deeper}")
-
-    for node in finding.nodes:
-        if not node.why_of:
-            draw(node, "")
-    problems = judge(finding, broken)
-    out += [f"{'warning' if p.level == 'warning' else 'open'}: {p}" for p in problems]
-    return out
+_STYLE = (
+    "body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222;background:#fff}"
+    "pre{white-space:pre-wrap;background:#f5f5f5;padding:.6em;overflow-x:auto}"
+    "svg{max-width:100%;height:auto}"
+    ".figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(28em,1fr));gap:.6em 1em}"
+    "h1{font-size:1.3em}h2{font-size:1.05em;margin:1.2em 0 .3em}"
+)
 
 
-def struck(words: str, withdrawn: Withdrawn | UnsetType) -> str:
-    """An entry, with a line through it when it was taken back, and why."""
-    if withdrawn is UNSET:
-        return words
-    return f"~~{words}~~  {withdrawn_words(withdrawn)}"
+_STRUCK = re.compile(r"~~([a-z][0-9a-z-]* .*)~~  (withdrawn [^~]*)")
+"""An entry that was taken back, as `struck` writes it."""
 
 
-def withdrawn_words(withdrawn: Withdrawn | UnsetType) -> str:
-    """Why, when and by whom an entry was taken back; empty for one that stands."""
-    if withdrawn is UNSET:
-        return ""
-    return one_line(f"withdrawn {withdrawn.at} by {withdrawn.author}: {withdrawn.reason}")
+def report(path: Path) -> str:
+    """The page of a run folder, a flip folder or a bundle. Raises BadInput for anything else, RunLogError
+    for a flip that cannot be read; a log of a run that breaks off is said in its page."""
+    if is_bundle(path):
+        return _finding_page(Bundle(path))
+    if is_flip(path):
+        return _flip_page(path)
+    if is_run(path):
+        return _run_page(RunFolder(path))
+    found = "another folder" if path.is_dir() else "a file" if path.exists() else "nothing there"
+    raise BadInput.expected("report", path, "a run, a flip or a finding", found)
 
 
-def _count(node: Node) -> str:
-    count = observations(node)
-    return f"  (n = {count})" if count else ""
+def _run_page(run: RunFolder) -> str:
+    follower, broken = Follower(run), ""
+    try:
+        follower.read_all()
+    except RunLogError as fault:
+        broken = str(fault)
+    view = follower.view
+    alerts = [line for alert in view.alerts.values() for line in alert_lines(alert)]
+    decisions = [line for decision in view.decisions for line in decision_lines(decision)]
+    parts = [_lines([status_text(view, follower.alive), *([broken] if broken else [])])]
+    parts += [
+        _section("Result", result_lines(view) or ["no held-out loss was measured"]),
+        *[_section("Speed", speed_lines(view))] * bool(speed_lines(view)),
+        _section("Active alerts", alerts or ["none"]),
+        f'<h2>Figures</h2>\n<div class="figures">{"".join(run_figures(view))}</div>',
+        _section("First-minute checks", check_lines(view)),
+        _section("Decisions", decisions or ["none was logged"]),
+        _section("Kernels", kernel_lines(view)),
+        _section("Device, newest readings", device_lines(view)),
+    ]
+    return _page(f"run {run.name}", parts)
 
 
-def _by(evidence: Evidence) -> str:
-    return "" if evidence.captured_by == "tool" else "  [by a person]"
+def _flip_page(path: Path) -> str:
+    plan, pairs, verdict = read_plan_of(path), read_pairs(path), read_verdict(path)
+    table = [pair_heading(plan)]
+    for count, pair in enumerate(pairs, start=1):
+        table.append(pair_line(plan, pair, interval_of(plan, pairs[:count])))
+    try:
+        said = ["no verdict: it goes on, or it died"] if verdict is None else verdict_lines(verdict)
+    except (KeyError, TypeError) as error:
+        raise RunLogError.expected("verdict", path, "the fields of one", repr(error)) from error
+    parts = [
+        _section("Verdict", said),
+        flip_figure(plan, pairs),
+        _section("Plan, registered before the first run", plan_lines(plan)),
+        _section("Pairs", table),
+    ]
+    return _page(f"flip {path.resolve().name}", parts)
 
 
-def alternative_words(alternative: Alternative) -> str:
-    answer = alternative.answer
-    if answer is None:
-        result = f"untested, {alternative.cost_minutes:g} minutes"
-    else:
-        result = f"{answer.outcome} by {answer.evidence}: {one_line(answer.text)}"
-    return f"{one_line(alternative.claim)} [{result}; test: {one_line(alternative.test)}]"
+def _finding_page(bundle: Bundle) -> str:
+    checked = check_bundle(bundle)
+    finding = bundle.load()
+    readable = {a.sha256: a for a in finding.artifacts if a.sha256 not in checked.broken}
 
+    def read(sha256: str) -> bytes | None:
+        return bundle.read_artifact(readable[sha256]) if sha256 in readable else None
 
-def locator_words(locator: Locator) -> str:
-    """What evidence says, in one line."""
-    return one_line(_locator_words(locator))
-
-
-def _locator_words(locator: Locator) -> str:
-    match locator:
-        case EventRange():
-            first, last = locator.first_seq, locator.last_seq
-            lines = f"line {first}" if first == last else f"lines {first} to {last}"
-            return f"{locator.run}/{locator.log}.jsonl, {lines}"
-        case ExitRecord():
-            return (
-                f"exit of {locator.run}: {locator.state}, {locator.certainty}. {locator.sentence}"
-            )
-        case MetricWindow():
-            seconds = format_seconds(locator.to_unix_s - locator.from_unix_s)
-            lost = f", {locator.absent} absent" if locator.absent else ""
-            lost += f", {locator.non_finite} not finite" if locator.non_finite else ""
-            return (
-                f"{locator.metric} of {locator.run} over {seconds}: {_number(locator.first)} to "
-                f"{_number(locator.last)}, least {_number(locator.least)}, greatest "
-                f"{_number(locator.greatest)}, mean {_number(locator.mean)}, n = {locator.count}{lost}"
-            )
-        case FileRange():
-            lines = (
-                f", lines {locator.first_line} to {locator.last_line}" if locator.first_line else ""
-            )
-            return f"{locator.path}{lines} ({format_bytes(locator.file_bytes)})"
-        case FlipResult():
-            if locator.effect is None:
-                effect = ""
-            else:
-                ends = f"[{_number(locator.low)}, {_number(locator.high)}]"
-                effect = f", B/A {locator.effect:.4g} {ends} in {locator.metric}"
-            changes = "; ".join(locator.changes)
-            return (
-                f"flip {locator.flip} ({changes}): {locator.verdict}, {locator.grade}"
-                f"{effect}, {locator.n_pairs} complete pairs"
-            )
-        case CommandRun():
-            status = "out of time" if locator.exit_status is None else f"exit {locator.exit_status}"
-            shown = {True: ", as expected", False: ", NOT as expected", None: ""}
-            return f"`{shlex.join(locator.argv)}`: {status}{shown[locator.as_expected]}"
-        case Statement():
-            return f"“{locator.text}”"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
-
-
-def derive(finding: Finding, read: Read) -> dict[str, str]:
-    """The files made for people: README.md and a plot for each metric window, by their names."""
-    files: dict[str, str] = {}
-    for _, evidence in finding.evidence():
+    plots = derive(finding, read)
+    parts = [
+        _lines([state_words(finding), f"verified: {checked.verdict}"]),
+        f"<h2>Whys</h2>\n{hanging(tree_lines(finding, checked.broken))}",
+        *[_section("Changed since it was taken", map(str, checked.faults))] * bool(checked.faults),
+        "<h2>Evidence</h2>",
+    ]
+    for node, evidence in finding.evidence():
+        words = f"{evidence.id} {evidence.says} {node.id}: {words_of(evidence.locator)}"
+        words = struck(words, evidence.withdrawn)
+        found = isinstance(evidence.locator, EventRange)
+        parts.append(hanging([words, *(event_lines(evidence, read) if found else ())]))
         if isinstance(evidence.locator, MetricWindow):
-            points = _points(evidence, evidence.locator, read)
-            title = f"{evidence.locator.metric} of {evidence.locator.run}"
-            files[f"plots/{evidence.id}.svg"] = line_plot(points, title)
-    files[README] = "\n".join(_readme(finding, read)) + "\n"
-    return files
+            parts.append(plots[f"plots/{evidence.id}.svg"])
+    return _page(finding.title, parts)
 
 
-def _points(evidence: Evidence, locator: MetricWindow, read: Read) -> list[logs.Point]:
-    data = read(evidence.artifact) or b""
-    lines = logs.read_lines(data.splitlines(keepends=True), evidence.id)
-    return logs.points_of(lines, logs.metric(locator.metric))
+def _page(title: str, parts: Sequence[str]) -> str:
+    name = html.escape(title)
+    body = "\n".join(parts)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{name}</h1>\n{body}\n</body></html>\n"
+    )
 
 
-def _readme(finding: Finding, read: Read) -> Iterator[str]:
-    yield f"# {_escape(finding.title)}"
-    yield ""
-    by = f"By {_escape(finding.author)} on {_escape(finding.host)}, {finding.at}."
-    yield f"`{finding.slug}`, {_escape(state_words(finding))}. {by}"
-    yield ""
-    yield "```"
-    yield from (line.replace("```", "'''") for line in tree_lines(finding))
-    yield "```"
-    for node in finding.nodes:
-        yield ""
-        yield from _node_lines(node, finding, read)
-    if finding.artifacts:
-        yield ""
-        yield "## Files"
-        yield ""
-        yield "| file | what | bytes | sha256 | |"
-        yield "|---|---|---|---|---|"
-        for artifact in sorted(finding.artifacts, key=lambda a: (a.what, a.sha256)):
-            notes = [] if artifact.kept else ["not copied"]
-            notes += [redact.words(artifact.redacted)] if artifact.redacted else []
-            cells = [_place(artifact), _escape(artifact.what), str(artifact.size)]
-            cells += [f"`{artifact.sha256[:16]}`", _escape(", ".join(notes))]
-            yield f"| {' | '.join(cells)} |"
-    yield ""
-    yield "Checked with `engine evidence verify`; made from `finding.json`, do not edit."
+def _section(title: str, lines: Iterable[str]) -> str:
+    return f"<h2>{html.escape(title)}</h2>\n{_lines(lines)}"
 
 
-def _node_lines(node: Node, finding: Finding, read: Read) -> Iterator[str]:
-    status, why = effective_status(finding, node)
-    gone = node.withdrawn is not UNSET
-    yield f"## {_struck(f'{node.id}: {_escape(node.claim)}', gone)}"
-    yield ""
-    parents = f", why of {', '.join(node.why_of)}" if node.why_of else ""
-    yield f"**{status}**, {node.kind}{parents}{_count(node)}. {_escape(node.author)}, {node.at}."
-    for text in (
-        withdrawn_words(node.withdrawn),
-        f"Said to be {node.status}; {why}" if why else "",
-        node.reason,
-    ):
-        if text:
-            yield ""
-            yield _escape(text)
-    if node.missing:
-        yield ""
-        yield "Missing in the record it was taken from:"
-        yield ""
-        yield from (f"- {_escape(text)}" for text in node.missing)
-    for evidence in node.evidence:
-        yield ""
-        place = _place(finding.artifact(evidence.artifact))
-        words = f"{_escape(locator_words(evidence.locator))} {place}"
-        by = f"captured by {evidence.captured_by}, {evidence.at}"
-        said = _struck(
-            f"**{evidence.id}** {evidence.says}: {words}, {by}", evidence.withdrawn is not UNSET
-        )
-        yield f"- {said} {_escape(withdrawn_words(evidence.withdrawn))}".rstrip()
-        yield from _detail(evidence, read)
-    if node.alternatives:
-        yield ""
-        yield "| alternative | test | if true | if false | minutes | result |"
-        yield "|---|---|---|---|---|---|"
-        for a in node.alternatives:
-            result = (
-                "untested"
-                if a.answer is None
-                else f"{a.answer.outcome} ({a.answer.evidence}): {a.answer.text}"
-            )
-            gone = a.withdrawn is not UNSET
-            texts = (f"{a.id}: {a.claim}", a.test, a.expected_if_true, a.expected_if_false)
-            cells = [*map(_escape, texts), f"{a.cost_minutes:g}", _escape(result)]
-            shown = [_struck(cell, gone) for cell in cells]
-            if a.withdrawn is not UNSET:
-                shown[-1] += f" {_escape(withdrawn_words(a.withdrawn))}"
-            yield f"| {' | '.join(shown)} |"
+def _lines(lines: Iterable[str]) -> str:
+    return f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 
 
-def _struck(text: str, gone: bool) -> str:
-    return f"~~{text}~~" if gone else text
-
-
-def _place(artifact: Artifact) -> str:
-    name = _escape(artifact.name)
-    return f"[{name}]({artifact.path})" if artifact.kept else name
-
-
-def _detail(evidence: Evidence, read: Read) -> Iterator[str]:
-    """The plot of a metric window, the lines of an event range."""
-    locator = evidence.locator
-    if isinstance(locator, MetricWindow):
-        yield ""
-        yield f"  ![{_escape(locator.metric)}](plots/{evidence.id}.svg)"
-        yield ""
-        yield f"      {sparkline(_points(evidence, locator, read))}"
-    elif isinstance(locator, EventRange):
-        yield ""
-        yield from (f"      {line}" for line in event_lines(evidence, read))
-
-
-def event_lines(evidence: Evidence, read: Read) -> Iterator[str]:
-    """The first lines of an event range in words, and how many more there are."""
-    lines = (read(evidence.artifact) or b"").splitlines()
-    for raw in lines[:_EVENTS_SHOWN]:
-        try:
-            yield event_text(decode_line(raw, evidence.id))
-        except EngineError as error:
-            yield one_line(str(error))
-    if len(lines) > _EVENTS_SHOWN:
-        yield f"and {len(lines) - _EVENTS_SHOWN} more"
-
-
-def _escape(text: str) -> str:
-    """Text that Markdown leaves as it is, on one line."""
-    return one_line(text).translate(_ESCAPES)
+def hanging(lines: Iterable[str]) -> str:
+    """Lines of a tree: where one is wider than the page, its rest stays right of where it began."""
+    drawn = []
+    for line in lines:
+        text = line.lstrip(" ")
+        entry = _STRUCK.fullmatch(text)
+        words = html.escape(text)
+        if entry is not None:
+            words = f"<s>{html.escape(entry[1])}</s>  {html.escape(entry[2])}"
+        style = f"margin-left:{len(line) - len(text) + 4}ch;text-indent:-4ch"
+        drawn.append(f'<div style="{style}">{words}</div>')
+    return f'<pre style="white-space:pre-wrap;word-break:normal">{"".join(drawn)}</pre>'

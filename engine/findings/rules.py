@@ -1,19 +1,21 @@
-"""What may be said on which evidence.
+"""What may be said on which evidence. One row of `RULES` each, and E-WHY-005 over the whole finding.
 
     E-WHY-001  observed needs evidence; supported and refuted need evidence that a tool captured and
                whose hash verifies, for the one side and the other
     E-WHY-002  a cause (hypothesis, mechanism) is supported by a flip or a reproduction, or it is
                printed "unverified"; a flip has the runs of its arms, a reproduction started a run after
                the finding began
-    E-WHY-003  "OOM" in a claim that stands needs the record of an exit whose cause says so
+    E-WHY-003  "OOM" in a claim that is observed or supported needs the record of an exit whose cause says so
     E-WHY-004  no root cause while an alternative that costs less than 30 minutes is untested, or none
                was ever thought of, or one holds, or one is excluded by anything but the test it names
     E-WHY-005  one observation supports one claim once
     W-WHY-006  the chain ends at a person: ask what let it happen
 
-An exit of usage (64), bad input (65), our mistake (70), a program not found or not executable (127, 126), a
-signal from outside or the end of its time says nothing for or against anything, and neither does an entry
-that was withdrawn (`engine.findings.support`).
+Evidence says nothing for or against anything when its command ended by an exit of usage (64), bad input
+(65), our mistake (70), a program not found or not executable (127, 126), a signal from outside or the end
+of its time, and when it was withdrawn. A reproduction starts a run of its own: the tool found its log,
+begun while the command ran. The test of an alternative is the one that was named: the same command, a flip
+of the same setting, a run of the same spec, or the recorded thing that the test speaks of.
 
 A problem is an `error` (nothing may be closed with it, `verify` fails), `open` (not a root cause yet) or
 a `warning`. A process node says how it could happen, not what made it happen, and needs no flip.
@@ -24,13 +26,18 @@ exit too, one that says something else.
 
 W-WHY-006 goes by words ("forgot", "human error", an author's name): it will miss some and mistake
 others, so it only warns.
+
+All of it is judged from the finding alone; what its locators say is held against the artifacts by
+`engine.findings.verify`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Literal
 
 import msgspec
@@ -39,27 +46,45 @@ from msgspec import UNSET
 from engine.findings.finding import (
     Alternative,
     CommandRun,
+    EventRange,
     Evidence,
     ExitRecord,
+    FileRange,
     Finding,
     FlipResult,
+    MetricWindow,
     Node,
     Status,
-)
-from engine.findings.form import canonical
-from engine.findings.support import (
-    NOTHING_SAID,
-    lacking_arms,
-    no_reproduction,
-    not_the_test,
-    silence,
-    unix_s,
+    canonical,
+    is_active,
+    unix_of,
 )
 
 CHEAP_MINUTES = 30.0
 OUT_OF_MEMORY = frozenset({"OOM_MEMCG", "OOM_GLOBAL", "ALLOC_FAILED"})
 DECIDED_WITHOUT_CONTROLS = frozenset({"A_DID_NOT_COMPLETE", "B_DID_NOT_COMPLETE"})
+NOTHING_SAID = frozenset({"INCONCLUSIVE", "INVALID", "PARITY_FAIL"})
+"""Verdicts of a flip that decide nothing."""
+ARMS_KEPT = 16
+"""Runs of a flip of which settings, receipt and logs are copied: the first ones."""
+NO_ANSWER_EXITS: dict[int | None, str] = {
+    None: "it ran out of its time and was ended",
+    64: "exit 64, a command line that was wrong",
+    65: "exit 65, an input that was wrong",
+    70: "exit 70, a mistake of the tool",
+    126: "exit 126, a program that cannot be run",
+    127: "exit 127, a program that was not found",
+    129: "exit 129, ended by SIGHUP from outside",
+    130: "exit 130, ended by SIGINT from outside",
+    131: "exit 131, ended by SIGQUIT from outside",
+    137: "exit 137, ended by SIGKILL from outside",
+    143: "exit 143, ended by SIGTERM from outside",
+}
+"""Exits that say that the command was not given its chance, and so nothing about any claim."""
 
+_STARTING = frozenset({"distill", "flip", "drill", "bench", "prepare", "eval", "smoke"})
+_PROGRAMS = frozenset({"engine", "apr-workbench"})
+_ARM_LOG = re.compile(r"events\.jsonl of (arms/[0-9]+-([ab])(?:\.[0-9]+)?)")
 _OOM = re.compile(
     r"(?i)\booms?\b|\boom[-_ ]?kill\w*|\bout[- ]of[- ]memory\b|\b(?:ran|running|run) out of memory\b"
     r"|\bmemory (?:was |is )?exhaust\w*|\bexhaust\w* (?:of )?(?:the )?memory\b"
@@ -74,6 +99,9 @@ _PERSON = re.compile(
     r"|was careless|were careless|should have|looked)\b"
 )
 
+Broken = Mapping[str, str]
+"""Artifacts that do not verify, by sha256, and why."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -85,39 +113,70 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.rule} {self.node}: {self.text}"
 
+    def as_fields(self) -> dict[str, str]:
+        return {"rule": self.rule, "level": self.level, "node": self.node, "text": self.text}
 
-def judge(finding: Finding, broken: Mapping[str, str] | None = None) -> tuple[Problem, ...]:
-    """Everything that the rules have against a finding. `broken` says which artifacts do not verify,
-    by sha256, and why."""
-    broken = broken or {}
-    found: list[Problem] = []
-    for node in finding.nodes:
-        if node.withdrawn is not UNSET:
-            continue
-        found += _evidence_problems(finding, node, broken)
-        found += _cause_problems(finding, node, broken)
-        found += _shape_problems(finding, node)
-        found += _memory_problems(node, broken)
-        found += _alternative_problems(finding, node)
-        found += _person_problems(finding, node)
-    found += _double_problems(finding)
-    return tuple(found)
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    id: str
+    level: Literal["error", "open", "warning"]
+    broken_by: Callable[[Finding, Node, Broken], Iterator[str]]
+    """What is against a node that was not withdrawn, in words."""
+    of_status: bool = False
+    """Whether what breaks it leaves the node unverified."""
+
+    def problems(self, finding: Finding, node: Node, broken: Broken) -> Iterator[Problem]:
+        for text in self.broken_by(finding, node, broken):
+            yield Problem(rule=self.id, level=self.level, node=node.id, text=text)
+
+
+def judge(finding: Finding, broken: Broken | None = None) -> tuple[Problem, ...]:
+    """Everything that the rules have against a finding."""
+    standing = [node for node in finding.nodes if is_active(node)]
+    found = [
+        problem
+        for node in standing
+        for rule in RULES
+        for problem in rule.problems(finding, node, broken or {})
+    ]
+    return (*found, *_double_problems(finding))
 
 
 def effective_status(
-    finding: Finding, node: Node, broken: Mapping[str, str] | None = None
+    finding: Finding, node: Node, broken: Broken | None = None
 ) -> tuple[Status, str]:
     """The status that the evidence allows, and why it is not the one that was given."""
     if node.withdrawn is not UNSET:
         return "unverified", f"withdrawn: {node.withdrawn.reason}"
-    for problem in (
-        *_evidence_problems(finding, node, broken or {}),
-        *_cause_problems(finding, node, broken or {}),
-        *_memory_problems(node, broken or {}),
-    ):
-        if node.status != "unverified":
-            return "unverified", str(problem)
+    if node.status != "unverified":
+        for rule in RULES:
+            if rule.of_status:
+                for problem in rule.problems(finding, node, broken or {}):
+                    return "unverified", str(problem)
     return node.status, ""
+
+
+# What evidence is good for
+
+
+def silence(evidence: Evidence) -> str:
+    """Why evidence says nothing at all, whatever it is linked for; empty where it does say something."""
+    if not is_active(evidence):
+        return "it was withdrawn"
+    if isinstance(evidence.locator, CommandRun):
+        return NO_ANSWER_EXITS.get(evidence.locator.exit_status, "")
+    return ""
+
+
+def carries_nothing(evidence: Evidence) -> str:
+    """What a command that was just linked does not do, and why; empty where it may count."""
+    locator = evidence.locator
+    if mute := silence(evidence):
+        return f"says nothing: {mute}"
+    meant = isinstance(locator, CommandRun) and locator.reproduces and evidence.says != "answers"
+    why = no_reproduction(locator) if meant and isinstance(locator, CommandRun) else ""
+    return f"reproduces nothing: {why}" if why else ""
 
 
 def observations(node: Node) -> int:
@@ -134,54 +193,98 @@ def source_of(evidence: Evidence) -> str:
     return f"run {run_id}" if run_id else f"artifact {evidence.artifact}"
 
 
+def starts_a_run(argv: Sequence[str]) -> bool:
+    """Whether a command line can start a run. One of `engine` that only looks at what is there cannot;
+    what other programs do, their runs show."""
+    called = list(_engine_actions(argv))
+    return not called or any(action in _STARTING for action in called)
+
+
+def _engine_actions(argv: Sequence[str]) -> Iterator[str]:
+    """The actions of every call of `engine` in a command line, those within `sh -c '...'` too."""
+    words = list(argv)
+    for word in argv:
+        if re.search(r"\s", word):
+            words += re.split(r"[\s;&|()'\"`]+", word)
+    for i, word in enumerate(words):
+        named = PurePath(word).name in _PROGRAMS
+        if named and (i == 0 or words[i - 1] not in ("--out", "--evidence", "cd")):
+            yield next((w for w in words[i + 1 :] if not w.startswith("-")), "")
+
+
+def no_reproduction(locator: CommandRun) -> str:
+    """Why a command reproduces nothing; empty where it does."""
+    if not starts_a_run(locator.argv):
+        return "the command reads what is there and starts no run"
+    if locator.started is UNSET:
+        return "the command started no run: no log of one began while it ran"
+    return ""
+
+
+def lacking_arms(finding: Finding, evidence: Evidence) -> str:
+    """Which runs of a flip's arms are not there; empty where they are."""
+    locator = evidence.locator
+    assert isinstance(locator, FlipResult)
+    runs = {name for name, _ in arm_logs(finding, evidence)}
+    arms = {name.rpartition("-")[2][:1] for name in runs}
+    wanted = min(ARMS_KEPT, 2 * max(1, locator.n_pairs))
+    if len(runs) < wanted or arms != {"a", "b"}:
+        return f"the runs of the flip's arms are not there ({len(runs)} of {wanted} logs)"
+    return ""
+
+
+def arm_logs(finding: Finding, evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """The runs of a flip whose log is kept, with its hash."""
+    known = {artifact.sha256: artifact for artifact in finding.artifacts}
+    for sha in evidence.attached:
+        if sha in known and (match := _ARM_LOG.fullmatch(known[sha].what)):
+            yield match[1], sha
+
+
 def is_test_of_cause(finding: Finding, evidence: Evidence) -> tuple[bool, str]:
     """Whether evidence is a flip or a reproduction that says what it is linked for; why not."""
     locator = evidence.locator
     if mute := silence(evidence):
         return False, f"{evidence.id} says nothing: {mute}"
     if isinstance(locator, FlipResult):
-        if locator.verdict in NOTHING_SAID:
-            return False, f"the flip says {locator.verdict}"
-        if locator.grade == "exploratory":
-            return False, "the flip is exploratory"
-        if len(locator.changes) != 1:
-            return (
-                False,
-                f"the flip changed {len(locator.changes)} settings: it names no single cause",
-            )
-        if (
-            evidence.says == "supports"
-            and locator.grade == "screen"
-            and locator.verdict not in DECIDED_WITHOUT_CONTROLS
-        ):
-            return False, "the flip is a screen: it may refute, not support"
-        lacking = lacking_arms(finding, evidence)
-        return not lacking, lacking
+        why = _no_test_flip(locator, evidence.says) or lacking_arms(finding, evidence)
+        return not why, why
     if isinstance(locator, CommandRun) and locator.reproduces:
         if none := no_reproduction(locator):
             return False, none
         assert locator.started is not UNSET, "no_reproduction looked"
-        if locator.started.begun_unix_s < unix_s(finding.at):
+        if locator.started.begun_unix_s < unix_of(finding.at):
             return False, "the run of the reproduction began before the finding"
         shown = locator.as_expected is True
         if shown == (evidence.says != "contradicts"):
             return True, ""
-        return (
-            False,
-            "the reproduction did not show what it was to show" if not shown else "it did show it",
-        )
+        no = "the reproduction did not show what it was to show"
+        return False, "it did show it" if shown else no
     return False, ""
+
+
+def _no_test_flip(locator: FlipResult, says: str) -> str:
+    """Why a flip tests no cause by itself; empty where it does."""
+    if locator.verdict in NOTHING_SAID:
+        return f"the flip says {locator.verdict}"
+    if locator.grade == "exploratory":
+        return "the flip is exploratory"
+    if len(locator.changes) != 1:
+        return f"the flip changed {len(locator.changes)} settings: it names no single cause"
+    decided = locator.grade != "screen" or locator.verdict in DECIDED_WITHOUT_CONTROLS
+    return (
+        "" if decided or says != "supports" else "the flip is a screen: it may refute, not support"
+    )
 
 
 def _decides(finding: Finding, evidence: Evidence) -> bool:
     """Whether evidence against a claim says anything; a flip without a verdict does not."""
-    tested = isinstance(evidence.locator, FlipResult) or getattr(
-        evidence.locator, "reproduces", False
-    )
+    locator = evidence.locator
+    tested = isinstance(locator, FlipResult) or getattr(locator, "reproduces", False)
     return evidence.says != "contradicts" or not tested or is_test_of_cause(finding, evidence)[0]
 
 
-def _good(node: Node, says: str, broken: Mapping[str, str]) -> list[Evidence]:
+def _good(node: Node, says: str, broken: Broken) -> list[Evidence]:
     """Evidence that says anything."""
     sound = [e for e in node.evidence if e.says == says and e.artifact not in broken]
     return [e for e in sound if not silence(e)]
@@ -189,60 +292,46 @@ def _good(node: Node, says: str, broken: Mapping[str, str]) -> list[Evidence]:
 
 def _mute(node: Node, says: str) -> str:
     """Why evidence that was linked for it does not count, where there is such."""
-    said = [
-        f"{e.id} says nothing: {why}"
-        for e in node.evidence
-        if e.says == says and (why := silence(e))
-    ]
-    return f" ({'; '.join(said)})" if said else ""
+    linked = [(e.id, silence(e)) for e in node.evidence if e.says == says]
+    said = "; ".join(f"{id_} says nothing: {why}" for id_, why in linked if why)
+    return f" ({said})" if said else ""
 
 
-def _evidence_problems(
-    finding: Finding, node: Node, broken: Mapping[str, str]
-) -> Iterator[Problem]:
-    def problem(text: str) -> Problem:
-        return Problem(rule="E-WHY-001", level="error", node=node.id, text=text)
+# The rules
 
+
+def _lacks_evidence(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
     for evidence in node.evidence:
         for sha in (evidence.artifact, *evidence.attached):
             if sha in broken:
-                yield problem(f"{evidence.id}: {broken[sha]}")
+                yield f"{evidence.id}: {broken[sha]}"
     if node.status == "observed" and not _good(node, "supports", broken):
-        yield problem(f"observed, and no evidence shows it{_mute(node, 'supports')}")
+        yield f"observed, and no evidence shows it{_mute(node, 'supports')}"
     for status, says in (("supported", "supports"), ("refuted", "contradicts")):
-        if node.status != status:
-            continue
-        good = _good(node, says, broken)
-        if not any(e.captured_by == "tool" and _decides(finding, e) for e in good):
-            yield problem(
-                f"{status}, and nothing that a tool captured {says} it{_mute(node, says)}"
-            )
+        if node.status == status:
+            good = _good(node, says, broken)
+            if not any(e.captured_by == "tool" and _decides(finding, e) for e in good):
+                yield f"{status}, and nothing that a tool captured {says} it{_mute(node, says)}"
 
 
-def _cause_problems(finding: Finding, node: Node, broken: Mapping[str, str]) -> Iterator[Problem]:
-    def problem(text: str) -> Problem:
-        return Problem(rule="E-WHY-002", level="open", node=node.id, text=text)
-
+def _cause_without_a_test(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
     if node.status == "unverified":
-        yield problem("unverified: link evidence, or refute it")
+        yield "unverified: link evidence, or refute it"
     elif node.status == "supported" and node.kind in ("hypothesis", "mechanism"):
         tried = [is_test_of_cause(finding, e) for e in _good(node, "supports", broken)]
         if not any(good for good, _ in tried):
             why = next((why for _, why in tried if why), "no flip and no reproduction")
-            yield problem(f"unverified: a cause without a test ({why})")
+            yield f"unverified: a cause without a test ({why})"
 
 
-def _shape_problems(finding: Finding, node: Node) -> Iterator[Problem]:
-    def problem(text: str) -> Problem:
-        return Problem(rule="E-WHY-002", level="open", node=node.id, text=text)
-
+def _asks_no_why(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
     if node is finding.nodes[0] and node.kind != "observation":
-        yield problem("the first node is not an observation: nothing was seen that asks for a why")
-    if not finding.standing_whys_of(node.id) and node.kind == "observation":
-        yield problem("no why was given")
+        yield "the first node is not an observation: nothing was seen that asks for a why"
+    if not finding.active_whys_of(node.id) and node.kind == "observation":
+        yield "no why was given"
 
 
-def _memory_problems(node: Node, broken: Mapping[str, str]) -> Iterator[Problem]:
+def _memory_without_an_exit(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
     if node.status not in ("observed", "supported"):
         return
     # Negation is looked for within the sentence in front of the word.
@@ -254,48 +343,61 @@ def _memory_problems(node: Node, broken: Mapping[str, str]) -> Iterator[Problem]
         for e in node.evidence
         if isinstance(e.locator, ExitRecord) and e.artifact not in broken and not silence(e)
     ]
-    says_so = any(state in OUT_OF_MEMORY for state in states)
     denies = all(words)
-    if denies and any(state not in OUT_OF_MEMORY | {"UNKNOWN"} for state in states):
+    if denies:
+        shown = any(state not in OUT_OF_MEMORY | {"UNKNOWN"} for state in states)
+    else:
+        shown = any(state in OUT_OF_MEMORY for state in states)
+    if shown:
         return
-    if not denies and says_so:
-        return
+    said = f" (it says {', '.join(states)})" if states else ""
     wanted = "another cause" if denies else "so"
-    text = f"speaks of memory, and no record of an exit says {wanted}"
-    if states:
-        text += f" (it says {', '.join(states)})"
-    yield Problem(rule="E-WHY-003", level="error", node=node.id, text=text)
+    yield f"speaks of memory, and no record of an exit says {wanted}{said}"
 
 
-def _alternative_problems(finding: Finding, node: Node) -> Iterator[Problem]:
+def _alternative_untested(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
     if node.kind == "observation" or node.status == "refuted":
         return
-
-    def problem(text: str) -> Problem:
-        return Problem(rule="E-WHY-004", level="open", node=node.id, text=text)
-
-    standing = [a for a in node.alternatives if a.withdrawn is UNSET]
+    standing = [a for a in node.alternatives if is_active(a)]
     if not standing:
-        yield problem("no alternative was thought of")
+        yield "no alternative was thought of"
     untested = [a for a in standing if a.answer is None or a.answer.outcome == "undecided"]
-    cheapest: Alternative | None = min(untested, key=lambda a: a.cost_minutes, default=None)
+    cheapest = min(untested, key=lambda a: a.cost_minutes, default=None)
     if cheapest is not None and cheapest.cost_minutes < CHEAP_MINUTES:
-        yield problem(
-            f"{cheapest.id} is untested and costs {cheapest.cost_minutes:g} minutes: {cheapest.test}"
-        )
+        minutes = f"{cheapest.cost_minutes:g} minutes"
+        yield f"{cheapest.id} is untested and costs {minutes}: {cheapest.test}"
     for alternative in standing:
-        if alternative.answer is None or alternative.answer.outcome == "undecided":
+        if alternative in untested:
             continue
-        if alternative.answer.outcome == "holds":
-            yield problem(f"{alternative.id} holds: {alternative.claim}")
+        if alternative.answer is not None and alternative.answer.outcome == "holds":
+            yield f"{alternative.id} holds: {alternative.claim}"
         elif why := not_the_test(finding, node, alternative):
-            yield problem(f"{alternative.id} is not excluded by the test it names: {why}")
+            yield f"{alternative.id} is not excluded by the test it names: {why}"
+
+
+def _ends_at_a_person(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
+    if finding.active_whys_of(node.id) or node.status == "refuted" or node is finding.nodes[0]:
+        return
+    authors = {re.escape(n.author) for n in finding.nodes if len(n.author) > 2}
+    named = bool(authors) and re.search(rf"(?i)\b(?:{'|'.join(authors)})\b", node.claim) is not None
+    if named or _PERSON.search(node.claim):
+        yield "the chain ends at a person: ask what made it easy to do and hard to notice"
+
+
+RULES = (
+    Rule("E-WHY-001", "error", _lacks_evidence, of_status=True),
+    Rule("E-WHY-002", "open", _cause_without_a_test, of_status=True),
+    Rule("E-WHY-002", "open", _asks_no_why),
+    Rule("E-WHY-003", "error", _memory_without_an_exit, of_status=True),
+    Rule("E-WHY-004", "open", _alternative_untested),
+    Rule("W-WHY-006", "warning", _ends_at_a_person),
+)
 
 
 def _double_problems(finding: Finding) -> Iterator[Problem]:
     seen: dict[bytes, str] = {}
     for node, evidence in finding.evidence():
-        if evidence.says != "supports" or evidence.withdrawn is not UNSET:
+        if evidence.says != "supports" or not is_active(evidence):
             continue
         key = evidence.artifact.encode() + canonical(msgspec.to_builtins(evidence.locator))
         if key in seen:
@@ -304,11 +406,99 @@ def _double_problems(finding: Finding) -> Iterator[Problem]:
         seen.setdefault(key, evidence.id)
 
 
-def _person_problems(finding: Finding, node: Node) -> Iterator[Problem]:
-    if finding.standing_whys_of(node.id) or node.status == "refuted" or node is finding.nodes[0]:
-        return
-    authors = {re.escape(n.author) for n in finding.nodes if len(n.author) > 2}
-    named = bool(authors) and re.search(rf"(?i)\b(?:{'|'.join(authors)})\b", node.claim) is not None
-    if named or _PERSON.search(node.claim):
-        text = "the chain ends at a person: ask what made it easy to do and hard to notice"
-        yield Problem(rule="W-WHY-006", level="warning", node=node.id, text=text)
+# Tests of alternatives
+
+
+def not_the_test(finding: Finding, node: Node, alternative: Alternative) -> str:
+    """Why the answer of an alternative is not that of the test it names; empty where it is."""
+    answer, test = alternative.answer, alternative.test
+    assert answer is not None
+    evidence = next((e for e in node.evidence if e.id == answer.evidence), None)
+    if evidence is None:
+        return "its evidence is not there"
+    if mute := silence(evidence):
+        return f"{evidence.id} says nothing: {mute}"
+    id_, locator = evidence.id, evidence.locator
+    if names_a_run(test) and getattr(locator, "run_id", "") in _seen_runs(finding):
+        return f"{id_} is of the run that was observed, no run of the test"
+    match locator:
+        case CommandRun():
+            return _not_that_command(id_, locator, test)
+        case FlipResult():
+            return lacking_arms(finding, evidence) or _not_that_flip(id_, locator, test)
+        case MetricWindow():
+            return _not_named(id_, test, locator.metric)
+        case ExitRecord():
+            return _not_named(id_, test, "exit")
+        case EventRange():
+            kinds = [m[1] for q in locator.quotes if (m := re.search(r'"kind":"(\w+)"', q.text))]
+            return _not_named(id_, test, *kinds)
+        case FileRange():
+            if what := _captured_as(finding, evidence):
+                return _not_named(id_, test, what)
+            return f"{id_} is a file that a person offers, no record of the test"
+    return f"{id_} is what a person says: no test ran"
+
+
+def _seen_runs(finding: Finding) -> set[str]:
+    """The runs in which something was observed, which is what asks for a why."""
+    return {
+        evidence.locator.run_id
+        for node, evidence in finding.evidence()
+        if node.kind == "observation" and evidence.says == "supports" and not silence(evidence)
+        if isinstance(evidence.locator, EventRange | ExitRecord | MetricWindow)
+    }
+
+
+def names_a_run(test: str) -> str:
+    """The spec or folder of a run that a test says to start; empty where it does not."""
+    match = re.match(r"`?(?:\S*/)?(?:engine|apr-workbench) distill (\S+)", test.strip())
+    return match[1].strip("`") if match else ""
+
+
+def _not_that_command(id_: str, locator: CommandRun, test: str) -> str:
+    named = re.search(r"`([^`]+)`", test)
+    try:
+        words = shlex.split(named[1] if named else test)
+    except ValueError:
+        words = []
+    if words != list(locator.argv):
+        return f"{id_} ran `{shlex.join(locator.argv)}`, which is not the test"
+    if not locator.reproduces:
+        return f"{id_} was run without saying before what it must show"
+    return "" if locator.as_expected else f"{id_} did not show what was said before"
+
+
+def _not_that_flip(id_: str, locator: FlipResult, test: str) -> str:
+    if locator.verdict in NOTHING_SAID or locator.grade == "exploratory":
+        return f"{id_} decided nothing ({locator.verdict}, {locator.grade})"
+    for change in locator.changes:
+        key, _, values = change.partition(": ")
+        asked = re.search(rf"(?<![\w.]){re.escape(key)}(?:=(\S+))?(?![\w.])", test)
+        if asked is None:
+            return f"{id_} is a flip of {key}, which the test does not name"
+        if asked[1] and asked[1].strip("`'\",;") not in values.split(" -> "):
+            return f"{id_} is a flip of {change}, and the test names {key}={asked[1]}"
+    return ""
+
+
+def _not_named(id_: str, test: str, *names: str) -> str:
+    """A run that was started as the test says is held against its settings, by `engine.findings.verify`."""
+    if names_a_run(test):
+        return ""
+    if any(re.search(rf"(?i)(?<![\w.]){re.escape(name)}(?![\w.])", test) for name in names):
+        return ""
+    return f"{id_} shows {' and '.join(names) or 'nothing'}, which the test does not name"
+
+
+def _captured_as(finding: Finding, evidence: Evidence) -> str:
+    """What the tool captured the same bytes as, beside a run: `stacks`; empty where it did not."""
+    by_tool = {
+        sha
+        for _, other in finding.evidence()
+        if other.captured_by == "tool" and is_active(other)
+        for sha in (other.artifact, *other.attached)
+    }
+    if evidence.artifact not in by_tool:
+        return ""
+    return finding.artifact(evidence.artifact).what.partition(" of ")[0]

@@ -8,6 +8,10 @@
 A finding.json that is a folder, a FIFO or a file that cannot be read could not be checked at all: that is
 unknown too, never passed over.
 
+The artifact must say what its locator says. Where the run or the flip it came from is still in its place,
+that must say it too: logs only grow, so a difference is a change. A file of a project may go on changing,
+which is a note and no fault; so is a source that is gone.
+
 A fault names the file or the evidence. Found are changes by anything but this tool: bit rot, editors,
 hands. Someone who rewrites a bundle with the tool's own code is found by the seal in LOG.md, if that
 was not rewritten too.
@@ -15,19 +19,29 @@ was not rewritten too.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine import limits
-from engine.errors import BadInput
-from engine.files import read_bytes
+from engine.errors import BadInput, EngineError
+from engine.files import parse_json, read_bytes
 from engine.findings.bundle import FINDING, LOG, Bundle, logged_seal
-from engine.findings.finding import Finding
-from engine.findings.form import load
-from engine.findings.locate import check_locator, check_source, tested_problems
-from engine.findings.rules import Problem, judge
+from engine.findings.finding import (
+    EventRange,
+    Evidence,
+    ExitRecord,
+    FileRange,
+    Finding,
+    MetricWindow,
+    Read,
+    digest,
+    is_active,
+    load,
+)
+from engine.findings.kinds import KINDS, Piece
+from engine.findings.rules import Problem, judge, names_a_run
 from engine.verdict import Level, Verdict
 
 
@@ -44,11 +58,11 @@ class Fault:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     bundle: Bundle
-    finding: Finding | None
+    finding: Finding | None = None
     """None where it is damaged, or could not be read."""
-    faults: tuple[Fault, ...]
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
+    faults: tuple[Fault, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
     unread: str = ""
     """Why nothing of it could be checked: finding.json is no file that can be read."""
 
@@ -66,10 +80,9 @@ class Checked:
         if self.unread:
             return Verdict(Level.UNKNOWN, f"could not be checked: {self.unread}")
         if self.faults:
-            more = f" and {len(self.faults) - 1} more" if len(self.faults) > 1 else ""
-            return Verdict(Level.FAIL, f"{self.faults[0]}{more}")
+            return Verdict(Level.FAIL, _and_more(self.faults))
         assert self.finding is not None
-        files = sum(a.kept for a in self.finding.artifacts) + len(self.finding.derived) + 1
+        files = len(self.finding.files) + 1
         return Verdict(Level.PASS, f"{files} files and {_count(self.finding)} as they were")
 
     @property
@@ -79,32 +92,32 @@ class Checked:
         closed = self.finding.closed if self.finding is not None else None
         if self.integrity.level is not Level.PASS or closed is None:
             return self.integrity
-        levels = ("error",) if closed.outcome == "unresolved" else ("error", "open")
+        unresolved = closed.outcome == "unresolved"
+        levels = ("error",) if unresolved else ("error", "open")
         against = [p for p in self.problems if p.level in levels]
         if not against:
             return self.integrity
-        more = f" and {len(against) - 1} more" if len(against) > 1 else ""
-        what = "closed" if closed.outcome == "unresolved" else "closed as root cause"
-        return Verdict(Level.FAIL, f"{what} against {against[0]}{more}")
+        what = "closed" if unresolved else "closed as root cause"
+        return Verdict(Level.FAIL, f"{what} against {_and_more(against)}")
 
     @property
     def verdict(self) -> Verdict:
         if self.standing.level is not Level.PASS:
             return self.standing
         assert self.finding is not None
-        for level, what in (("error", Level.FAIL), ("open", Level.UNKNOWN)):
-            found = [p for p in self.problems if p.level == level]
-            unresolved = (
-                self.finding.closed is not None and self.finding.closed.outcome == "unresolved"
-            )
-            if found and not (level == "open" and unresolved):
-                more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-                return Verdict(what, f"{found[0]}{more}")
-        if self.finding.closed is None:
+        closed = self.finding.closed
+        if closed is None:
+            for level, what in (("error", Level.FAIL), ("open", Level.UNKNOWN)):
+                if found := [p for p in self.problems if p.level == level]:
+                    return Verdict(what, _and_more(found))
             return Verdict(Level.UNKNOWN, "sound, and not closed")
-        if self.finding.closed.outcome == "unresolved":
-            return Verdict(Level.UNKNOWN, f"closed unresolved: {self.finding.closed.text}")
+        if closed.outcome == "unresolved":
+            return Verdict(Level.UNKNOWN, f"closed unresolved: {closed.text}")
         return Verdict(Level.PASS, f"root cause, {_count(self.finding)} checked")
+
+
+def _and_more(found: Sequence[object]) -> str:
+    return f"{found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}"
 
 
 def _count(finding: Finding) -> str:
@@ -117,50 +130,113 @@ def check_bundle(bundle: Bundle) -> Checked:
     try:
         raw = bundle.read_finding()
     except BadInput as error:
-        return Checked(
-            bundle=bundle, finding=None, faults=(), problems=(), notes=(), unread=error.message
-        )
+        return Checked(bundle=bundle, unread=error.message)
     try:
         finding = load(raw, bundle.path / FINDING)
     except BadInput as error:
-        fault = Fault(where=FINDING, text=error.message)
-        return Checked(bundle=bundle, finding=None, faults=(fault,), problems=(), notes=())
+        return Checked(bundle=bundle, faults=(Fault(where=FINDING, text=error.message),))
     faults, kept = list(_file_faults(bundle, finding)), dict[str, bytes | None]()
+    notes: list[str] = []
     for artifact in finding.artifacts:
         try:
             kept[artifact.sha256] = bundle.read_artifact(artifact)
         except BadInput as error:
             faults.append(Fault(where=artifact.path, text=error.message))
-    notes: list[str] = []
     for _, evidence in finding.evidence():
+        found: list[str] = []
         if evidence.artifact in kept:
-            faults += [
-                Fault(where=evidence.id, text=text)
-                for text in check_locator(finding, evidence, kept.get)
-            ]
-        said = check_source(finding, evidence, bundle.path)
-        faults += [Fault(where=evidence.id, text=text) for text in said.faults]
-        notes += said.notes
+            found += _differences(Piece(finding, evidence, kept.get))
+        fault, note = _source_difference(finding, evidence, bundle.path)
+        found += [fault] if fault else []
+        notes += [f"{evidence.id}: {evidence.source}: {note}"] if note else []
+        faults += [Fault(where=evidence.id, text=text) for text in found]
     notes += [
         f"{a.name} ({a.sha256[:12]}, {a.size} bytes) was not copied: known by hash and size"
         for a in finding.artifacts
         if not a.kept
     ]
-    checked = Checked(
-        bundle=bundle, finding=finding, faults=tuple(faults), problems=(), notes=tuple(notes)
-    )
-    return Checked(
-        bundle=bundle,
-        finding=finding,
-        faults=tuple(faults),
-        problems=(*judge(finding, checked.broken), *tested_problems(finding, kept.get)),
-        notes=tuple(notes),
-    )
+    checked = Checked(bundle=bundle, finding=finding, faults=tuple(faults), notes=tuple(notes))
+    tested = _tested_problems(finding, kept.get)
+    return replace(checked, problems=(*judge(finding, checked.broken), *tested))
+
+
+def _differences(piece: Piece) -> list[str]:
+    """What a locator says that its artifact does not."""
+    if piece.read(piece.evidence.artifact) is None:
+        return []  # known by hash and size alone
+    locator = piece.evidence.locator
+    try:
+        return list(KINDS[type(locator)].differences(locator, piece))
+    except (EngineError, ValueError, KeyError, TypeError) as error:
+        return [f"it cannot be read as it was: {error}"]
+
+
+def _source_difference(finding: Finding, evidence: Evidence, folder: Path) -> tuple[str, str]:
+    """A fault, and a note, from comparing evidence with what it was taken from; `folder` is the bundle's."""
+    again_of = KINDS[type(evidence.locator)].again
+    if not evidence.source:
+        return "", ""
+    if finding.artifact(evidence.artifact).redacted or "[redacted" in evidence.source:
+        return "", "not compared, secrets were taken out"
+    path = folder / evidence.source
+    if not path.exists():
+        return "", "is not here, not compared"
+    try:
+        again = None if again_of is None else again_of(evidence.locator, path)
+    except (EngineError, OSError) as error:
+        return f"{evidence.source}: cannot be read any more: {error}", ""
+    if again is None:
+        return "", "something else lies there now, not compared"
+    if again.blob.artifact.redacted:
+        return "", "not compared, secrets are taken out of it by now"
+    if again.blob.artifact.sha256 == evidence.artifact and again.locator == evidence.locator:
+        return "", ""
+    if isinstance(evidence.locator, FileRange):
+        return "", "the file was changed since"
+    return f"{evidence.source}: does not say any more what was taken from it", ""
+
+
+def _tested_problems(finding: Finding, read: Read) -> Iterator[Problem]:
+    """Alternatives that were excluded by another run than the one whose start their test names: its
+    settings, which were captured with it, say which spec it was started with."""
+    for node in finding.nodes:
+        for alternative in node.alternatives:
+            answer, wanted = alternative.answer, names_a_run(alternative.test)
+            if answer is None or answer.outcome != "excluded" or not wanted:
+                continue
+            if not is_active(node) or not is_active(alternative):
+                continue
+            evidence = next(e for e in node.evidence if e.id == answer.evidence)
+            if not isinstance(evidence.locator, EventRange | ExitRecord | MetricWindow):
+                continue
+            if why := _another_run(finding, evidence, wanted, alternative.test, read):
+                text = f"{alternative.id} is not excluded by the test it names: {evidence.id} {why}"
+                yield Problem(rule="E-WHY-004", level="open", node=node.id, text=text)
+
+
+def _another_run(finding: Finding, evidence: Evidence, spec: str, test: str, read: Read) -> str:
+    """Why the run of evidence was not started with `spec` and the settings of the test; empty where it
+    was."""
+    names = {a.sha256: a.name for a in finding.artifacts}
+    kept = [sha for sha in evidence.attached if names.get(sha) == "effective.json"]
+    raw = read(kept[0]) if kept else None
+    try:
+        effective = parse_json(raw or b"", "effective.json", "settings")
+        file, sets, tree = effective["spec_file"], effective["sets"], effective["spec"]
+        if Path(str(file)).name != Path(spec).name:
+            return f"is of a run of {Path(str(file)).name}, the test names {spec}"
+        for key, value in re.findall(r"--set[ =](\S+?)=(\S+)", test):
+            section, _, name = key.partition(".")
+            if f"{key}={value}" not in sets and str(tree[section].get(name)) != value:
+                return f"is of a run without {key}={value}"
+    except (BadInput, KeyError, TypeError, AttributeError):
+        return "is of a run of which it is not recorded how it was started"
+    return ""
 
 
 def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
     """Files that should not be there, files made for people that are not as they were, and the log."""
-    wanted = {FINDING, *finding.derived, *(a.path for a in finding.artifacts if a.kept)}
+    wanted = {FINDING, *finding.files}
     folders = {str(Path(name).parent) for name in wanted}
     for path in sorted(bundle.path.rglob("*")):
         name = str(path.relative_to(bundle.path))
@@ -169,16 +245,16 @@ def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
                 yield Fault(where=name, text="a folder that the finding does not name")
         elif name not in wanted:
             yield Fault(where=name, text="a file that the finding does not name")
-    for name, digest in finding.derived.items():
+    for name, sha256 in finding.derived.items():
         path = bundle.path / name
         try:
             data = read_bytes(path, "file", limits.ARTIFACT)
         except BadInput as error:
             yield Fault(where=name, text=f"cannot be read: {error.message}")
             continue
-        found = hashlib.sha256(data).hexdigest()
-        if path.is_symlink() or found != digest:
-            yield Fault(where=name, text=f"expected sha256 {digest[:16]}, found {found[:16]}")
+        found = digest(data)
+        if path.is_symlink() or found != sha256:
+            yield Fault(where=name, text=f"expected sha256 {sha256[:16]}, found {found[:16]}")
     seal = logged_seal(bundle.path.parent / LOG, bundle.path.name)
     if seal is not None and seal != finding.seal:
         text = f"has the seal {seal[:16]}, the finding {finding.seal[:16]}: export it again if you changed it"

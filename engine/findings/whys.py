@@ -1,12 +1,13 @@
-"""What can be done with a finding. Each function returns a new one; `engine.findings.bundle` keeps it.
+"""What can be done with a finding. Each function returns a new one; `engine.findings.changes` does it on
+disk, for every surface.
 
-    finding, blobs = new_finding("hang", "no step in 90 minutes"), []
+    finding = new_finding("hang", "no step in 90 minutes")
     capture = capture_metric(run, "host_available_bytes", Redactor())
     finding = link(finding, "n1", capture)
     finding = add_node(finding, "the attention ran on the CPU", why_of=["n1"], kind="mechanism")
     finding = add_alternative(finding, "n2", "the disk was slow", test="engine flip ...",
                               if_true="...", if_false="...", minutes=5)
-    Bundle.create(Path("evidence"), finding).save(finding, blobs_of(capture))
+    Bundle.create(Path("evidence"), finding, capture.blobs)
 
 A change of a closed finding opens it again. What may not be said is `engine.findings.rules`'s business;
 here only what makes no sense is refused.
@@ -20,17 +21,16 @@ import platform
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, get_args
 
-import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from engine.errors import EXIT_FAIL, BadInput, EngineError
 from engine.findings.capture import Blob, Capture
 from engine.findings.finding import (
     Alternative,
     Answer,
-    Artifact,
     Closed,
     Evidence,
     Finding,
@@ -39,11 +39,13 @@ from engine.findings.finding import (
     Says,
     Status,
     Withdrawn,
+    is_active,
+    now_utc,
 )
-from engine.findings.form import now_utc
 from engine.findings.redact import Redactor
-from engine.findings.rules import Problem, judge
-from engine.findings.support import silence
+from engine.findings.rules import Problem, judge, silence
+
+OUTCOMES = ("excluded", "holds", "undecided")
 
 
 class CannotClose(EngineError):
@@ -65,29 +67,33 @@ def new_finding(
     claim: str,
     *,
     title: str = "",
-    kind: Kind = "observation",
     author: str = "",
     at: str = "",
 ) -> Finding:
     """A finding that begins with what was seen. Raises BadInput for a name that is no slug."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", slug):
         raise BadInput.expected("finding", slug, "a name of a-z, 0-9 and -", repr(slug))
-    author, at = author or current_user(), at or now_utc()
-    root = Node(
-        id="n1",
-        claim=_clean(claim, "claim"),
-        kind=cast(Kind, _one_of(kind, get_args(Kind), "kind")),
-        status="unverified",
-        author=author,
-        at=at,
-    )
+    root = _new_node("n1", claim, "observation", author, at)
     return Finding(
         slug=slug,
         title=_clean(title or claim, "title"),
         host=platform.node(),
-        author=author,
-        at=at,
+        author=root.author,
+        at=root.at,
         nodes=(root,),
+    )
+
+
+def _new_node(
+    id_: str, claim: str, kind: Kind, author: str, at: str, *, missing: Iterable[str] = ()
+) -> Node:
+    return Node(
+        id=id_,
+        claim=_clean(claim, "claim"),
+        kind=_one_of(kind, get_args(Kind), "kind"),
+        status="unverified",
+        missing=tuple(missing),
+        **_signed(author, at),
     )
 
 
@@ -103,25 +109,15 @@ def add_node(
     missing: Iterable[str] = (),
 ) -> Finding:
     """Add an answer to why `why_of` is so, unverified. Raises BadInput."""
-    parents = tuple(finding.node(parent).id for parent in why_of)
-    for parent in parents:
-        _standing(finding, parent)
+    parents = tuple(_standing(finding, parent).id for parent in why_of)
     if not parents:
         raise BadInput.expected("node", finding.slug, "a node that it is a why of", "none")
-    id_ = id_ or _next_id("n", [node.id for node in finding.nodes])
-    if id_ in {node.id for node in finding.nodes}:
+    taken = [node.id for node in finding.nodes]
+    id_ = id_ or _next_id("n", taken)
+    if id_ in taken:
         raise BadInput.expected("node", finding.slug, "a new id", f"{id_}, which is taken")
-    node = Node(
-        id=id_,
-        claim=_clean(claim, "claim"),
-        kind=cast(Kind, _one_of(kind, get_args(Kind), "kind")),
-        status="unverified",
-        why_of=parents,
-        missing=tuple(missing),
-        author=author or current_user(),
-        at=at or now_utc(),
-    )
-    return _opened(finding, nodes=(*finding.nodes, node))
+    node = replace(_new_node(id_, claim, kind, author, at, missing=missing), why_of=parents)
+    return replace(finding, closed=None, nodes=(*finding.nodes, node))
 
 
 def link(
@@ -138,12 +134,11 @@ def link(
     BadInput for support of a node that was refuted."""
     node = _standing(finding, node_id)
     if says == "supports" and node.status == "refuted":
-        raise BadInput.expected(
-            "node", node_id, "one that stands", "one that was refuted", hint="add another node"
-        )
+        found, hint = "one that was refuted", "add another node"
+        raise BadInput.expected("node", node_id, "one that stands", found, hint=hint)
     evidence = Evidence(
         id=_next_id("e", [evidence.id for _, evidence in finding.evidence()]),
-        says=cast(Says, _one_of(says, get_args(Says), "what the evidence says")),
+        says=_one_of(says, get_args(Says), "what the evidence says"),
         locator=capture.locator,
         artifact=capture.blob.artifact.sha256,
         captured_by="human" if capture.captured_by == "human" else "tool",
@@ -151,31 +146,25 @@ def link(
         at=at or now_utc(),
         attached=tuple(dict.fromkeys(blob.artifact.sha256 for blob in capture.attached)),
     )
-    status: Status = node.status
+    status = node.status
     if says == "supports" and not silence(evidence):
         status = _supported(node, evidence) or status
-    changed = msgspec.structs.replace(node, status=status, evidence=(*node.evidence, evidence))
     known = {artifact.sha256: artifact for artifact in finding.artifacts}
-    for blob in blobs_of(capture):
+    for blob in capture.blobs:
         known.setdefault(blob.artifact.sha256, blob.artifact)
-    artifacts: tuple[Artifact, ...] = tuple(known[sha] for sha in sorted(known))
-    return _with_node(finding, changed, artifacts=artifacts)
+    finding = replace(finding, artifacts=tuple(known[sha] for sha in sorted(known)))
+    return _with(finding, replace(node, status=status, evidence=(*node.evidence, evidence)))
 
 
 def blobs_of(*captures: Capture) -> list[Blob]:
     """Everything that a bundle needs for these captures."""
-    return [
-        blob for capture in captures for blob in (capture.blob, *capture.needed, *capture.attached)
-    ]
+    return [blob for capture in captures for blob in capture.blobs]
 
 
 def refute(finding: Finding, node_id: str, reason: str) -> Finding:
     """Say that a claim is wrong, and why; its evidence stays."""
     node = _standing(finding, node_id)
-    return _with_node(
-        finding,
-        msgspec.structs.replace(node, status="refuted", reason=_clean(reason, "reason")),
-    )
+    return _with(finding, replace(node, status="refuted", reason=_clean(reason, "reason")))
 
 
 def add_alternative(
@@ -192,19 +181,15 @@ def add_alternative(
     node = _standing(finding, node_id)
     if not 0 <= minutes < float("inf"):
         raise BadInput.expected("alternative", node_id, "a cost in minutes", f"{minutes:g}")
-    taken = [a.id for other in finding.nodes for a in other.alternatives]
     alternative = Alternative(
-        id=_next_id("a", taken),
+        id=_next_id("a", [a.id for other in finding.nodes for a in other.alternatives]),
         claim=_clean(claim, "claim"),
         test=_clean(test, "test"),
         expected_if_true=_clean(if_true, "what is expected if it is true"),
         expected_if_false=_clean(if_false, "what is expected if it is false"),
         cost_minutes=float(minutes),
     )
-    return _with_node(
-        finding,
-        msgspec.structs.replace(node, alternatives=(*node.alternatives, alternative)),
-    )
+    return _with(finding, replace(node, alternatives=(*node.alternatives, alternative)))
 
 
 def answer(
@@ -212,71 +197,58 @@ def answer(
 ) -> Finding:
     """What the test of an alternative showed: `excluded`, `holds` or `undecided`, by evidence that is
     linked to its node. Raises BadInput."""
-    for node in finding.nodes:
-        for index, alternative in enumerate(node.alternatives):
-            if alternative.id != alternative_id:
-                continue
-            own = [e.id for e in node.evidence if e.withdrawn is UNSET]
-            if alternative.withdrawn is not UNSET:
-                raise BadInput.expected(
-                    "alternative", alternative_id, "one that stands", "one that was withdrawn"
-                )
-            if evidence not in own:
-                expected = f"evidence of {node.id} ({', '.join(own) or 'it has none'})"
-                raise BadInput.expected("answer", alternative_id, expected, evidence or "none")
-            if outcome not in ("excluded", "holds", "undecided"):
-                raise BadInput.expected(
-                    "answer", alternative_id, "excluded, holds or undecided", repr(outcome)
-                )
-            done = Answer(
-                outcome=outcome,  # type: ignore[arg-type]
-                text=_clean(text, "result"),
-                evidence=evidence,
-                at=at or now_utc(),
-            )
-            changed = list(node.alternatives)
-            changed[index] = msgspec.structs.replace(alternative, answer=done)
-            return _with_node(finding, msgspec.structs.replace(node, alternatives=tuple(changed)))
-    raise BadInput.expected("alternative", finding.slug, "one that was named", repr(alternative_id))
+    node, alternative = _entry(finding, alternative_id)
+    if not isinstance(alternative, Alternative):
+        expected, found = "one that was named", repr(alternative_id)
+        raise BadInput.expected("alternative", finding.slug, expected, found)
+    if not is_active(alternative):
+        found = "one that was withdrawn"
+        raise BadInput.expected("alternative", alternative_id, "one that stands", found)
+    own = [e.id for e in node.evidence if is_active(e)]
+    if evidence not in own:
+        expected = f"evidence of {node.id} ({', '.join(own) or 'it has none'})"
+        raise BadInput.expected("answer", alternative_id, expected, evidence or "none")
+    if outcome not in OUTCOMES:
+        expected = "excluded, holds or undecided"
+        raise BadInput.expected("answer", alternative_id, expected, repr(outcome))
+    done = Answer(
+        outcome=outcome,  # type: ignore[arg-type]
+        text=_clean(text, "result"),
+        evidence=evidence,
+        at=at or now_utc(),
+    )
+    return _with(finding, _with_alternative(node, replace(alternative, answer=done)))
 
 
 def withdraw(finding: Finding, id_: str, reason: str, *, author: str = "", at: str = "") -> Finding:
     """Take back a node, an alternative or a piece of evidence: it is kept, struck out, and carries
     nothing any more. Raises BadInput for the first node, one that others are a why of, an alternative
     that holds, and what was withdrawn before."""
-    taken = Withdrawn(
-        reason=_clean(reason, "reason"), author=author or current_user(), at=at or now_utc()
-    )
-    for node in finding.nodes:
-        if node.id == id_:
-            _standing(finding, id_)
-            if node is finding.nodes[0] or finding.standing_whys_of(id_):
-                found = "the first one" if node is finding.nodes[0] else "one that has answers"
-                raise BadInput.expected("withdraw", id_, "a node that nothing hangs on", found)
-            return _with_node(finding, msgspec.structs.replace(node, withdrawn=taken))
-        for one in node.evidence:
-            if one.id == id_:
-                _not_twice(id_, one)
-                return _with_node(finding, _without(node, one, taken))
-        for other in node.alternatives:
-            if other.id == id_:
-                _not_twice(id_, other)
-                if other.answer is not None and other.answer.outcome == "holds":
-                    raise BadInput.expected(
-                        *("withdraw", id_, "an alternative that does not hold", "one that holds"),
-                        hint=f"withdraw {other.answer.evidence} where its test was wrong",
-                    )
-                gone = msgspec.structs.replace(other, withdrawn=taken)
-                kept = tuple(gone if a is other else a for a in node.alternatives)
-                return _with_node(finding, msgspec.structs.replace(node, alternatives=kept))
-    raise BadInput.expected("withdraw", finding.slug, "a node, evidence or alternative", repr(id_))
+    taken = Withdrawn(reason=_clean(reason, "reason"), **_signed(author, at))
+    node, entry = _entry(finding, id_)
+    if entry is None:
+        expected = "a node, evidence or alternative"
+        raise BadInput.expected("withdraw", finding.slug, expected, repr(id_))
+    _refuse_withdrawn(entry)
+    gone = replace(entry, withdrawn=taken)
+    if isinstance(gone, Evidence):
+        return _with(finding, _without(node, gone))
+    if isinstance(gone, Alternative):
+        if gone.answer is not None and gone.answer.outcome == "holds":
+            hint = f"withdraw {gone.answer.evidence} where its test was wrong"
+            expected = "an alternative that does not hold"
+            raise BadInput.expected("withdraw", id_, expected, "one that holds", hint=hint)
+        return _with(finding, _with_alternative(node, gone))
+    if node is finding.nodes[0] or finding.active_whys_of(id_):
+        found = "the first one" if node is finding.nodes[0] else "one that has answers"
+        raise BadInput.expected("withdraw", id_, "a node that nothing hangs on", found)
+    return _with(finding, gone)
 
 
-def _without(node: Node, evidence: Evidence, taken: Withdrawn) -> Node:
+def _without(node: Node, gone: Evidence) -> Node:
     """The node with that evidence struck out, its status as what is left allows, and what the evidence
     answered untested again."""
-    gone = msgspec.structs.replace(evidence, withdrawn=taken)
-    kept = tuple(gone if e is evidence else e for e in node.evidence)
+    kept = tuple(gone if e.id == gone.id else e for e in node.evidence)
     says = "contradicts" if node.status == "refuted" else "supports"
     left = [e for e in kept if e.says == says and not silence(e)]
     status = node.status
@@ -284,13 +256,12 @@ def _without(node: Node, evidence: Evidence, taken: Withdrawn) -> Node:
         status = "refuted" if left else "unverified"
     elif node.status != "unverified":
         status = next((s for e in left if (s := _supported(node, e))), "unverified")
-    others = tuple(
-        msgspec.structs.replace(a, answer=msgspec.structs.replace(a.answer, outcome="undecided"))
-        if a.answer is not None and a.answer.evidence == evidence.id
-        else a
-        for a in node.alternatives
-    )
-    return msgspec.structs.replace(node, status=status, evidence=kept, alternatives=others)
+    node = replace(node, status=status, evidence=kept)
+    for a in node.alternatives:
+        if a.answer is not None and a.answer.evidence == gone.id:
+            undecided = replace(a, answer=replace(a.answer, outcome="undecided"))
+            node = _with_alternative(node, undecided)
+    return node
 
 
 def _supported(node: Node, evidence: Evidence) -> Status | None:
@@ -298,19 +269,6 @@ def _supported(node: Node, evidence: Evidence) -> Status | None:
     if node.kind == "observation":
         return "observed"
     return "supported" if evidence.captured_by == "tool" else None
-
-
-def _standing(finding: Finding, id_: str) -> Node:
-    """A node that was not withdrawn. Raises BadInput."""
-    node = finding.node(id_)
-    _not_twice(id_, node)
-    return node
-
-
-def _not_twice(id_: str, entry: Node | Evidence | Alternative) -> None:
-    if entry.withdrawn is not UNSET:
-        found = f"one that was withdrawn: {entry.withdrawn.reason}"
-        raise BadInput.expected("entry", id_, "one that stands", found)
 
 
 def close(
@@ -325,19 +283,16 @@ def close(
     """Close as root cause, or with `unresolved` saying why not. Raises CannotClose with what the rules
     have against it. Check the bundle first: rules take hashes for granted, and what the check found by
     reading artifacts is `known`."""
+    levels = ("error",) if unresolved else ("error", "open")
     everything = dict.fromkeys([*judge(finding), *known])
-    problems = [
-        p for p in everything if p.level == "error" or (p.level == "open" and not unresolved)
-    ]
-    if problems:
+    if problems := [p for p in everything if p.level in levels]:
         raise CannotClose(finding, problems)
     closed = Closed(
         outcome="unresolved" if unresolved else "root-cause",
         text=_clean(unresolved or text or "root cause", "text"),
-        author=author or current_user(),
-        at=at or now_utc(),
+        **_signed(author, at),
     )
-    return msgspec.structs.replace(finding, closed=closed)
+    return replace(finding, closed=closed)
 
 
 def current_user() -> str:
@@ -347,13 +302,42 @@ def current_user() -> str:
         return "unknown"
 
 
-def _opened(finding: Finding, **changes: object) -> Finding:
-    return msgspec.structs.replace(finding, closed=None, **changes)
+def _signed(author: str, at: str) -> dict[str, Any]:
+    return {"author": author or current_user(), "at": at or now_utc()}
 
 
-def _with_node(finding: Finding, changed: Node, **changes: object) -> Finding:
+def _entry(finding: Finding, id_: str) -> tuple[Node, Node | Evidence | Alternative | None]:
+    """The node, evidence or alternative of an id, with the node that it belongs to; None for another id."""
+    for node in finding.nodes:
+        entries: list[Node | Evidence | Alternative] = [node, *node.evidence, *node.alternatives]
+        for entry in entries:
+            if entry.id == id_:
+                return node, entry
+    return finding.nodes[0], None
+
+
+def _standing(finding: Finding, id_: str) -> Node:
+    """A node that was not withdrawn. Raises BadInput."""
+    node = finding.node(id_)
+    _refuse_withdrawn(node)
+    return node
+
+
+def _refuse_withdrawn(entry: Node | Evidence | Alternative) -> None:
+    if entry.withdrawn is not UNSET:
+        found = f"one that was withdrawn: {entry.withdrawn.reason}"
+        raise BadInput.expected("entry", entry.id, "one that stands", found)
+
+
+def _with(finding: Finding, changed: Node) -> Finding:
+    """The finding with that node in the place of the one of its id, open."""
     nodes = tuple(changed if node.id == changed.id else node for node in finding.nodes)
-    return _opened(finding, nodes=nodes, **changes)
+    return replace(finding, closed=None, nodes=nodes)
+
+
+def _with_alternative(node: Node, changed: Alternative) -> Node:
+    others = tuple(changed if a.id == changed.id else a for a in node.alternatives)
+    return replace(node, alternatives=others)
 
 
 def _next_id(letter: str, taken: Sequence[str]) -> str:
@@ -368,7 +352,7 @@ def _clean(text: str, what: str) -> str:
     return kept
 
 
-def _one_of(value: str, allowed: Sequence[str], what: str) -> str:
+def _one_of(value: str, allowed: Sequence[str], what: str) -> Any:
     if value not in allowed:
         raise BadInput.expected(what, "of the finding", f"one of {', '.join(allowed)}", repr(value))
     return value

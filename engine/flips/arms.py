@@ -1,36 +1,274 @@
-"""One run of an arm: an ordinary run, started, and watched to its end or its limit.
+"""One run of an arm: an ordinary run, started, watched to its end or its limit, and summed up.
 
 The run is a process of its own that knows nothing of the experiment; all that is known about it is
 what its logs say. One that takes too long is asked to stop, and killed when it does not answer: a
 process that hangs in a system call or is stopped by a signal answers nothing. What it had done
 stays in its folder.
+
+Times are medians over the steps after the warm-up. A run that did not complete has no metric, never
+a made-up one; how it ended is said in the words of the exit attribution.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.errors import RunLogError
-from engine.flips.outcome import Outcome, sum_up
 from engine.flips.plan import Plan
 from engine.log.folder import create_run
 from engine.log.follow import Follower
 from engine.log.text import has_ended
-from engine.log.view import RunView
+from engine.log.view import RunView, Table
 from engine.spec import RunSpec, spec_to_toml
 from engine.version import VERSION
 from engine.watch.launch import Launched, launch
+from engine.watch.machine_guard import SUSPENDED
 
+OVER_THE_LIMIT = "over the limit"
+FROM_OUTSIDE = frozenset(
+    {"killed_external", "terminated", "interrupted", "host_lost", "unknown", "stopped", "vanished"}
+)
+"""States that say nothing about the arm: something else ended it, or nobody knows what."""
+_STEPS_COMPARED = 3
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
 
-Watch = Callable[[RunView], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one run of an arm showed."""
+
+    arm: str
+    run: str
+    """Its folder, relative to that of the flip."""
+    state: str
+    """`completed`, `over the limit` for one that was ended for taking too long, else the word of the
+    exit attribution: crashed, alloc_failed, oom_memcg, killed_external, ..."""
+    reason: str
+    steps: int
+    seconds: float
+    """Wall time of the process, its start and loading included."""
+    value: float | None
+    """The plan's metric; None when it has none."""
+    no_value: str = ""
+    """Why there is none."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    losses: list[float | None] = field(default_factory=list)
+    """Of the first steps; None for one that is NaN or infinite."""
+    teacher_loss: float | None = None
+    """Held-out loss of the teacher before the first step: its output, in one number."""
+    choices: dict[str, str] = field(default_factory=dict)
+    """Every decision that was taken."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What it said of itself: `proof.FACTS`."""
+    kernels: dict[str, int] | None = None
+    """Launches of each kernel; None where the run counted none."""
+    slowed: float | None = None
+    """Share of the measured time in which heat or a power brake held the clocks down."""
+    readings: int = 0
+    """Looks at the machine while it ran."""
+    late_compiles: int = 0
+    """Kernels that a step had to wait for after the warm-up."""
+    alerts: list[str] = field(default_factory=list)
+    """Those that stood at its end."""
+    gpu_used_before_bytes: float | None = None
+    """Memory of the first GPU that others held when the run began; None without a GPU."""
+    neighbour_load: float | None = None
+    """Processes that ran or waited for a CPU beside the trainer's, a mean."""
+    suspended: bool = False
+    """Whether the machine slept while it ran."""
+
+    @property
+    def completed(self) -> bool:
+        return self.state == "completed"
+
+    @property
+    def ended_from_outside(self) -> bool:
+        return self.state in FROM_OUTSIDE
+
+    def in_words(self) -> str:
+        """`over the limit after 0 steps: ...`"""
+        steps = f"{self.steps} step{'s' if self.steps != 1 else ''}"
+        return f"{self.state} after {steps}{f': {self.reason}' if self.reason else ''}"
+
+
+def sum_up(
+    plan: Plan, arm: str, run: str, view: RunView, state: str, seconds: float, *, over: bool
+) -> Outcome:
+    """The outcome of a run whose processes have ended. `state` is the view's; `over` says that it was
+    ended for taking longer than the plan allows."""
+    state, reason = _ending(plan, view, state, over=over)
+    metrics = metrics_of(view, plan.warm_up_steps)
+    value = metrics.get(plan.metric) if state == "completed" else None
+    no_value = ""
+    if value is None:
+        no_value = "it did not complete" if state != "completed" else _why_none(plan.metric, view)
+    teacher = view.eval_of("teacher")
+    window = _window(view, plan.warm_up_steps)
+    return Outcome(
+        arm=arm,
+        run=run,
+        state=state,
+        reason=reason,
+        steps=view.last_step,
+        seconds=seconds,
+        value=value,
+        no_value=no_value,
+        metrics=metrics,
+        losses=[
+            x if x is not None and math.isfinite(x) else None
+            for x in view.steps.values("loss", 0, plan.warm_up_steps)
+        ],
+        teacher_loss=_finite(teacher.loss) if teacher is not None else None,
+        choices={decision.knob: decision.choice for decision in view.decisions},
+        facts=_facts(view),
+        kernels=_launches(view),
+        slowed=_mean(_first_gpu(view), "slowed", window),
+        readings=len(view.hosts),
+        late_compiles=sum(event.after_warm_up for event in view.compiles),
+        alerts=sorted(view.alerts),
+        gpu_used_before_bytes=(view.facts or {}).get("gpu0_memory_used_bytes"),
+        neighbour_load=_neighbours(view, window),
+        suspended=any(note.text.startswith(SUSPENDED) for note in view.notes),
+    )
+
+
+def _made_its_steps(plan: Plan, view: RunView) -> bool:
+    """Whether a run ended by itself after the steps of the plan, which are fewer than it has."""
+    done = view.finished
+    return done is not None and done.exit_code == 0 and view.last_step >= plan.steps
+
+
+def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, str]:
+    if over:
+        phase = view.phase.name if view.phase is not None else "starting"
+        text = f"{view.last_step} steps in {plan.run_limit_s:.0f} s, the last phase was {phase}"
+        if view.stack_dump is not None:
+            text += f"; {view.stack_dump.summary}"
+        return OVER_THE_LIMIT, text
+    done = view.finished
+    if done is not None and (done.state == "completed" or _made_its_steps(plan, view)):
+        return "completed", done.reason
+    own = view.finished.reason if view.finished is not None else ""
+    if view.exit is None:
+        return state, own
+    word = view.exit.state.lower()
+    # A run that says in its own log that it stopped was asked to; its exit code says no more.
+    if view.finished is not None and view.finished.state == "stopped":
+        word = "stopped"
+    return word, own or view.exit.sentence
+
+
+def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
+    """Every metric that the logs of a run allow, over the steps after the warm-up."""
+    out: dict[str, float] = {}
+    seconds = [s for s in view.steps.values("step_s", warm_up_steps) if s is not None and s > 0]
+    tokens = [n for n in view.steps.values("tokens", warm_up_steps) if n is not None]
+    if seconds:
+        out["step_s"] = statistics.median(seconds)
+        out["tokens_per_s"] = sum(tokens) / sum(seconds)
+    losses = [x for x in view.steps.values("loss", warm_up_steps) if x is not None]
+    if losses and all(map(math.isfinite, losses)):
+        out["final_loss"] = statistics.fmean(losses[-max(1, len(losses) // 4) :])
+    if view.memory_peak is not None and view.memory_peak.measured_bytes:
+        out["peak_memory_bytes"] = view.memory_peak.measured_bytes
+    window = _window(view, warm_up_steps)
+    for table, names in (
+        (_first_gpu(view), ("gpu_util_pct", "tensor_util_pct", "sm_util_pct", "gpu_power_w")),
+        (view.hosts, ("trainer_cpu_pct", "trainer_rss_bytes")),
+    ):
+        for name in names:
+            if (value := _mean(table, name, window)) is not None:
+                out[name] = value
+    if window is not None and (power := out.get("gpu_power_w")) and tokens[1:]:
+        # The window begins when the first measured step is done, so its tokens are outside.
+        out["energy_per_token_j"] = power * (window[1] - window[0]) / sum(tokens[1:])
+    return out
+
+
+def _why_none(metric: str, view: RunView) -> str:
+    if metric == "peak_memory_bytes" and view.memory_peak is not None:
+        return view.memory_peak.source
+    if metric == "energy_per_token_j":
+        return (
+            view.absent.get("gpu0.gpu_power_w") or view.absent.get("gpu") or "no reading of power"
+        )
+    return "the log has no number for it"
+
+
+def _window(view: RunView, warm_up_steps: int) -> tuple[float, float] | None:
+    """Wall times of the first and the last measured step."""
+    times = [t for t in view.steps.values("unix_s", warm_up_steps) if t is not None]
+    return (times[0], times[-1]) if len(times) >= 2 else None
+
+
+def _first_gpu(view: RunView) -> Table | None:
+    return view.gpu_tables[min(view.gpu_tables)] if view.gpu_tables else None
+
+
+def _mean(table: Table | None, name: str, window: tuple[float, float] | None) -> float | None:
+    if table is None or window is None:
+        return None
+    values = [
+        value
+        for row, t in enumerate(table.values("unix_s"))
+        if t is not None
+        and window[0] <= t <= window[1]
+        and (value := table.value(name, row)) is not None
+    ]
+    return statistics.fmean(values) if values else None
+
+
+def _neighbours(view: RunView, window: tuple[float, float] | None) -> float | None:
+    load = _mean(view.hosts, "load1", window)
+    own_pct = _mean(view.hosts, "trainer_cpu_pct", window)
+    return None if load is None or own_pct is None else max(0.0, load - own_pct / 100)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _launches(view: RunView) -> dict[str, int] | None:
+    if view.kernel_counts is None:
+        return None
+    return {name: hits + misses for name, (hits, misses) in view.kernel_counts.by_kernel.items()}
+
+
+def _facts(view: RunView) -> dict[str, Any]:
+    """Those of `proof.FACTS` that the run has said by now; one that hangs says few."""
+    started, data = view.started, view.data
+    student, teacher = view.models.get("student"), view.models.get("teacher")
+    found: dict[str, Any] = {}
+    if started is not None:
+        found |= {
+            "device": started.device,
+            "rows per step": started.rows_per_step,
+            "seq_len": started.seq_len,
+            "trainable parameters": started.trainable_parameters,
+            "engine": started.engine,
+            "torch": started.torch,
+        }
+    if data is not None:
+        found["training tokens"] = data.train_sha256
+        found["held-out tokens"] = data.heldout_sha256
+    if student is not None:
+        found["student precision"] = student.precision
+    if teacher is not None:
+        found["teacher precision"] = teacher.precision
+        found["teacher"] = teacher.sha256
+    if len(view.steps):
+        found["tokens per step"] = view.steps.values("tokens", 0, _STEPS_COMPARED)
+    return found
 
 
 class Stopped(Exception):
@@ -38,7 +276,13 @@ class Stopped(Exception):
 
 
 def run_arm(
-    plan: Plan, *, b: bool, pair: int, folder: Path, watch: Watch, stop: Callable[[], bool]
+    plan: Plan,
+    *,
+    b: bool,
+    pair: int,
+    folder: Path,
+    watch: Callable[[RunView], object],
+    stop: Callable[[], bool],
 ) -> Outcome:
     """Run one arm to its end in the new run folder `folder`.
 

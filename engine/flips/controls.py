@@ -53,7 +53,7 @@ class Control:
     pairs: int
     folder: str
     plan_sha256: str
-    spec: dict[str, dict[str, Any]]
+    spec: Mapping[str, Mapping[str, Any]]
 
     def answer(self) -> Verdict:
         level = Level.PASS if self.verdict == EXPECTED[self.kind] else Level.FAIL

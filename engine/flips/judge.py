@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.flips.outcome import OVER_THE_LIMIT, Outcome
+from engine.flips.arms import OVER_THE_LIMIT, Outcome
 from engine.flips.plan import Plan
 from engine.flips.statistics import (
     Finding,
@@ -64,6 +64,11 @@ class Pair:
     """By the names in PROOFS; None where it is not asked."""
 
     @property
+    def outcomes(self) -> dict[str, Outcome]:
+        """By arm."""
+        return {"A": self.a, "B": self.b}
+
+    @property
     def complete(self) -> bool:
         return self.a.completed and self.b.completed
 
@@ -98,7 +103,7 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
     if (said := _did_not_complete(plan, pairs, interval, ended)) is not None:
         return said
     for pair in pairs:
-        for outcome in (pair.a, pair.b):
+        for outcome in pair.outcomes.values():
             if outcome.completed and not (outcome.value and outcome.value > 0):
                 reason = outcome.no_value or f"{outcome.value:g} is no amount"
                 text = f"no {plan.metric} of arm {outcome.arm}: {reason}"
@@ -172,21 +177,23 @@ def _proof_that_failed(pairs: Sequence[Pair]) -> Judgement | None:
 def _did_not_complete(
     plan: Plan, pairs: Sequence[Pair], interval: Interval | None, ended: str
 ) -> Judgement | None:
-    failed = {arm: [p for p in pairs if _failed(p, arm)] for arm in "AB"}
-    both = [p for p in pairs if not p.a.completed and not p.b.completed]
     by_itself = [
-        o for p in pairs for o in (p.a, p.b) if not o.completed and not o.ended_from_outside
+        outcome
+        for pair in pairs
+        for outcome in pair.outcomes.values()
+        if not outcome.completed and not outcome.ended_from_outside
     ]
+    both = [p for p in pairs if not p.a.completed and not p.b.completed]
     if both and by_itself:
         how = f"A {both[0].a.in_words()}, B {both[0].b.in_words()}"
         text = f"neither arm completed in pair {both[0].number}: {how}"
         return Judgement(verdict=INVALID, reason=text, interval=interval)
-    for arm, mine in failed.items():
-        if mine and len(mine) == len(pairs):
-            said = _always_failed(plan, arm, mine)
-            hang = _outcome(mine[0], arm).state == OVER_THE_LIMIT
-            enough = sign_bound(len(mine)) <= plan.alpha
-            return said if hang or enough or (ended and by_itself) else None
+    for arm, other in ("AB", "BA"):
+        sides = [(pair.outcomes[arm], pair.outcomes[other]) for pair in pairs]
+        if sides and all(not mine.completed and its.completed for mine, its in sides):
+            hang = sides[0][0].state == OVER_THE_LIMIT
+            enough = sign_bound(len(sides)) <= plan.alpha
+            return _always_failed(plan, sides) if hang or enough or (ended and by_itself) else None
     if by_itself:
         arm = by_itself[0].arm
         count = sum(o.arm == arm for o in by_itself)
@@ -196,37 +203,27 @@ def _did_not_complete(
     return None
 
 
-def _outcome(pair: Pair, arm: str) -> Outcome:
-    return pair.a if arm == "A" else pair.b
-
-
-def _failed(pair: Pair, arm: str) -> bool:
-    """Whether `arm` did not complete in a pair in which the other did."""
-    other = "B" if arm == "A" else "A"
-    return not _outcome(pair, arm).completed and _outcome(pair, other).completed
-
-
-def _always_failed(plan: Plan, arm: str, pairs: Sequence[Pair]) -> Judgement:
-    n = len(pairs)
-    first = pairs[0]
-    mine, other = (first.a, first.b) if arm == "A" else (first.b, first.a)
+def _always_failed(plan: Plan, sides: Sequence[tuple[Outcome, Outcome]]) -> Judgement:
+    """Of an arm that completed in no pair: its outcome in each, beside that of the other arm."""
+    n = len(sides)
+    mine, other = sides[0]
     bound = None
-    if all(_outcome(p, arm).state == OVER_THE_LIMIT for p in pairs):
-        others = [_outcome(p, other.arm).seconds for p in pairs]
-        bound = math.log(max(others) / plan.run_limit_s) * (1 if arm == "A" else -1)
+    if all(failed.state == OVER_THE_LIMIT for failed, _ in sides):
+        longest_s = max(its.seconds for _, its in sides)
+        bound = math.log(longest_s / plan.run_limit_s) * (1 if mine.arm == "A" else -1)
     how = f"made {mine.reason}" if mine.state == OVER_THE_LIMIT else mine.in_words()
-    text = f"{arm} {how}; {other.arm} made {other.steps} in {other.seconds:.0f} s"
+    text = f"{mine.arm} {how}; {other.arm} made {other.steps} in {other.seconds:.0f} s"
     if bound is not None:
-        text += f": {arm} takes at least {math.exp(abs(bound)):.1f} times as long"
+        text += f": {mine.arm} takes at least {math.exp(abs(bound)):.1f} times as long"
     p = sign_bound(n)
     return Judgement(
-        verdict=DID_NOT_COMPLETE[arm],
+        verdict=DID_NOT_COMPLETE[mine.arm],
         reason=f"{text} ({n}/{n} pairs, p <= {p:.3g})",
         censored={
-            "arm": arm,
+            "arm": mine.arm,
             "pairs": n,
-            "states": sorted({_outcome(pair, arm).state for pair in pairs}),
-            "steps": [_outcome(pair, arm).steps for pair in pairs],
+            "states": sorted({failed.state for failed, _ in sides}),
+            "steps": [failed.steps for failed, _ in sides],
             "bound_ln_b_over_a": bound,
             "p": p,
         },

@@ -17,12 +17,13 @@ import dataclasses
 import hashlib
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import BadInput, SpecError
+from engine.errors import BadInput, SpecError, UsageError
 from engine.files import parse_json
 from engine.flips.statistics import ALPHA, LEVEL, PRIOR_WEIGHT
 from engine.log.folder import RunFolder
@@ -276,3 +277,21 @@ def _shortened(spec: RunSpec, steps: int) -> dict[str, dict[str, Any]]:
 def _default_hypothesis(changes: Sequence[Change], metric: str, margin: float) -> str:
     what = " and ".join(str(change) for change in changes) or "nothing"
     return f"{what} changes {metric} by more than {100 * margin:g} %"
+
+
+def parse_time(what: str, text: str) -> float:
+    """Seconds in `90s`, `5m`, `1h30m` or `90`. Raises UsageError."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", text)
+    if parts is None or not any(parts.groups()):
+        raise UsageError(f"{what}: expected a time as 90s, 5m or 1h30m, found {text!r}")
+    return sum(float(n) * unit for n, unit in zip(parts.groups(), (3600, 60, 1), strict=True) if n)
+
+
+def parse_share(what: str, text: str) -> float:
+    """The share in `5%` or `0.05`. Raises UsageError for a number that could mean either."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text)
+    if match is None or (not match[2] and float(match[1]) >= 1):
+        raise UsageError(f"{what}: expected a share as 5% or 0.05, found {text!r}")
+    return float(match[1]) / (100 if match[2] else 1)

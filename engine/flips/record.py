@@ -12,80 +12,27 @@ that was going on and nothing else. One process writes: it holds the lock of pai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine import limits
 from engine.errors import BadInput, RunLogError, write_error
 from engine.files import parse_json, read_bytes, read_json, read_text
-from engine.flips.judge import DECIDED, PARITY_FAIL, PROOFS, Pair
-from engine.flips.outcome import Outcome
+from engine.flips.arms import Outcome
+from engine.flips.judge import PROOFS, Pair
 from engine.flips.plan import Plan, read_plan
 from engine.flips.surroundings import Surroundings
 from engine.log.folder import write_whole
 from engine.log.write import sync_folder, write_fully
 from engine.verdict import Level, Verdict
-
-MEASURED, SCREEN, EXPLORATORY = "measured", "screen", "exploratory"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlipVerdict:
-    """What verdict.json holds. Ratios are B over A; an interval with an open end has None there."""
-
-    prereg_sha: str
-    grade: str
-    """`class` in the file: measured, screen or exploratory."""
-    why_grade: list[str]
-    """What keeps it from being measured; empty when nothing does."""
-    verdict: str
-    reason: str
-    interrupted: bool
-    hypothesis: str
-    changes: list[str]
-    metric: str
-    margin: float
-    effect: float | None
-    interval: list[float | None]
-    level: float
-    method: str
-    n_pairs: int
-    """Pairs in which both arms completed."""
-    pairs_run: int
-    pairs_needed: int | None
-    order_seed: int
-    raw_runs: list[dict[str, Any]]
-    censored: dict[str, Any]
-    diagnostics: dict[str, Any]
-    controls: dict[str, Any]
-    """AA, positive, manipulation, equal, parity: each with its level and reason."""
-    guards: dict[str, Any]
-    """The other metrics, asked together (Holm)."""
-    host: dict[str, Any]
-    cost_s: float
-    receipts: list[str]
-    next: list[str] = field(default_factory=list)
-    """What to do with it."""
-
-    @property
-    def answer(self) -> Verdict:
-        """PASS where it decided, FAIL where the arms compute different things, else UNKNOWN."""
-        if self.verdict in DECIDED:
-            return Verdict(Level.PASS, self.reason)
-        return Verdict(Level.FAIL if self.verdict == PARITY_FAIL else Level.UNKNOWN, self.reason)
-
-    def to_json(self) -> str:
-        fields = dataclasses.asdict(self)
-        fields["class"] = fields.pop("grade")
-        return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 class FlipFolder:
@@ -118,8 +65,9 @@ class FlipFolder:
         tries = [name, *(f"{name}.{n}" for n in range(2, 100))]
         return next(p for t in tries if not (p := self.path / "arms" / t).exists())
 
-    def write(self, verdict: FlipVerdict) -> None:
-        write_whole(self.path / "verdict.json", verdict.to_json())
+    def write(self, verdict: str) -> None:
+        """Keep a verdict, as JSON."""
+        write_whole(self.path / "verdict.json", verdict)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -167,32 +115,43 @@ def open_flip(path: Path) -> tuple[FlipFolder, Plan]:
     fd = _open_locked(log, create=False)
     try:
         plan = read_plan_of(path)
-        header, pairs, whole = _read(log)
-        os.ftruncate(fd, whole)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        os.close(fd)
-        raise RunLogError.expected("flip folder", path, "a header and pairs", str(error)) from error
-    except RunLogError:
+        with _expecting(path, "a header and pairs"):
+            header, pairs, whole = _read(log)
+            os.ftruncate(fd, whole)
+    except BaseException:
         os.close(fd)
         raise
     return FlipFolder(path, fd, header, pairs), plan
 
 
+_BROKEN: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+)
+
+
+@contextlib.contextmanager
+def _expecting(path: Path, what: str, *also: type[Exception]) -> Iterator[None]:
+    """Whatever another program's or a torn file makes of reading it is a RunLogError."""
+    try:
+        yield
+    except _BROKEN + also as error:
+        raise RunLogError.expected("flip folder", path, what, str(error)) from error
+
+
 def read_plan_of(path: Path) -> Plan:
     """The plan of a flip as it stands now. Raises RunLogError."""
-    try:
-        text = read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError)
-        return read_plan(text)
-    except (BadInput, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunLogError.expected("flip folder", path, "a plan", str(error)) from error
+    with _expecting(path, "a plan", BadInput):
+        return read_plan(read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError))
 
 
 def read_pairs(path: Path) -> list[Pair]:
     """The pairs of a flip, as a viewer reads them: while it goes on, too. Raises RunLogError."""
-    try:
+    with _expecting(path, "a header and pairs"):
         return _read(path / "pairs.jsonl")[1]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunLogError.expected("flip folder", path, "a header and pairs", str(error)) from error
 
 
 def find_flips(folder: Path) -> list[Path]:
@@ -278,13 +237,3 @@ def _append(fd: int, path: Path, fields: Mapping[str, Any]) -> None:
         sync_folder(path)
     except OSError as error:
         raise write_error("flip", path / "pairs.jsonl", "to write a line", error) from error
-
-
-def raw_runs(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Each run in the order it was made."""
-    return [
-        {"pair": pair.number, "arm": o.arm, "run": o.run}
-        | {"state": o.state, "value": o.value, "seconds": o.seconds}
-        for pair in pairs
-        for o in ((pair.b, pair.a) if pair.b_first else (pair.a, pair.b))
-    ]

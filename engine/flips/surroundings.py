@@ -1,29 +1,43 @@
-"""Where an experiment runs: the machine, the device its arms compute on, the engine; and the lock that
-keeps a second experiment off that device.
+"""Where a flip runs and what it takes: the machine, the device its arms compute on, the engine; the lock that
+keeps a second experiment off that device; and the guard that refuses what cannot end well.
 
 Two experiments at once measure each other. The lock is a file of the user's state folder, held for
 as long as the experiment lives, so a killed one leaves none behind. Not covered: other users, and
 work that is no experiment; of that a GPU's readings in the runs' own logs speak.
+
+What a flip will take is shown before it starts. The numbers come from the source where that is a run: its
+median step, its start, its predicted peak. Where it is a spec nothing is known of its times before the first
+pair, and the plan says so; the limit of a run bounds them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.errors import BadInput, RunLogError
+from engine.errors import BadInput, DiskFull, RunLogError
+from engine.flips.arms import metrics_of
 from engine.flips.plan import Plan
+from engine.log.folder import RunFolder, is_run
+from engine.log.follow import Follower
 from engine.machine.cuda_driver import ask_in_child
 from engine.machine.host import Host
+from engine.units import format_bytes, format_seconds
 from engine.version import VERSION
 
 CPU = "cpu"
+RUN_BYTES = 1 << 20
+"""Logs of one short run, without a checkpoint."""
+RESERVE_BYTES = 64 << 20
+SLACK = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,3 +116,112 @@ def device_lock(device: str, holder: str, *, share: bool = False) -> Iterator[No
         yield
     finally:
         os.close(fd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    run_s: float | None
+    """One run of an arm, from the source; None when that tells nothing."""
+    run_source: str
+    peak_bytes: float | None
+    disk_bytes: int
+    disk_free_bytes: int
+    memory_available_bytes: float | None
+    surroundings: Surroundings
+
+
+def find_resources(plan: Plan, folder: Path, surroundings: Surroundings) -> Resources:
+    """What the flip will take; reads the source's logs."""
+    run_s, peak, source = None, None, "the source is a spec, not a run"
+    path = Path(plan.source)
+    if is_run(path):
+        run_s, peak, source = _from_run(path, plan)
+    above = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    available = Host().memory().available_bytes.number if surroundings.device == CPU else None
+    return Resources(
+        run_s=run_s,
+        run_source=source,
+        peak_bytes=peak,
+        disk_bytes=2 * plan.pairs_max * RUN_BYTES,
+        disk_free_bytes=shutil.disk_usage(above).free,
+        memory_available_bytes=available,
+        surroundings=surroundings,
+    )
+
+
+def _from_run(path: Path, plan: Plan) -> tuple[float | None, float | None, str]:
+    follower = Follower(RunFolder(path))
+    try:
+        view = follower.read_all()
+    except RunLogError as error:
+        return None, None, f"the log of the source cannot be read: {error.message}"
+    peak = view.memory_plan.predicted_bytes if view.memory_plan is not None else None
+    step_s = metrics_of(view, plan.warm_up_steps).get("step_s")
+    begun, first = view.trainer_started_unix_s, view.first_step_unix_s
+    if step_s is None or begun is None or first is None:
+        return None, peak, f"{path.name} has made too few steps to tell"
+    text = f"{path.name}: start {format_seconds(first - begun)}, step {format_seconds(step_s)}"
+    return first - begun + plan.steps * step_s, peak, text
+
+
+def with_room(plan: Plan, resources: Resources) -> Plan:
+    """`plan` with a limit that leaves a run three times what it took at the source, where the budget
+    allows: one that is merely slow to load must not count as a hang."""
+    wanted_s = SLACK * (resources.run_s or 0.0)
+    limit_s = min(max(plan.run_limit_s, wanted_s), plan.budget_s / 2)
+    return dataclasses.replace(plan, run_limit_s=max(plan.run_limit_s, limit_s))
+
+
+def check_resources(plan: Plan, resources: Resources) -> None:
+    """Refuse what cannot fit. Raises BadInput or DiskFull.
+
+    Memory is not refused here: each arm checks its own before it uploads anything, and an arm that
+    does not fit is an outcome of the flip.
+    """
+    needed = resources.disk_bytes + RESERVE_BYTES
+    if resources.disk_free_bytes < needed:
+        raise DiskFull.expected(
+            "disk",
+            "of the flip folder",
+            format_bytes(needed),
+            format_bytes(resources.disk_free_bytes),
+        )
+    if resources.run_s is None:
+        return
+    if 2 * resources.run_s > plan.budget_s:
+        raise BadInput.expected(
+            "budget",
+            format_seconds(plan.budget_s),
+            f"at least one pair, {format_seconds(2 * resources.run_s)} ({resources.run_source})",
+            "less",
+            hint="give a larger --budget, or fewer --steps",
+        )
+
+
+def resource_lines(plan: Plan, resources: Resources, controls: int) -> list[str]:
+    """The resource plan for a person; `controls` is how many of them will be run first."""
+    time_text = f"not known before the first pair ({resources.run_source})"
+    if resources.run_s is not None:
+        pair_s = 2 * resources.run_s
+        low, high = pair_s * plan.pairs_min, pair_s * min(2 * plan.pairs_min, plan.pairs_max)
+        time_text = f"about {format_seconds(pair_s)} a pair ({resources.run_source}), "
+        time_text += (
+            f"{format_seconds(low)} to {format_seconds(high)} for {plan.pairs_min} pairs and more"
+        )
+    text = (
+        f"at most {format_seconds(plan.budget_s)}, a run at most {format_seconds(plan.run_limit_s)}"
+    )
+    if controls:
+        text += f"; before that {controls} controls of the same length"
+    memory = "not predicted by the source"
+    if resources.peak_bytes is not None:
+        memory = f"{format_bytes(resources.peak_bytes)} predicted by the source"
+    if resources.memory_available_bytes is not None:
+        memory += f", {format_bytes(resources.memory_available_bytes)} available"
+    return [
+        f"device: {resources.surroundings.device_name}, kept from other experiments",
+        f"time: {time_text}",
+        f"limits: {text}",
+        f"memory of one run: {memory}; each arm checks its own",
+        f"disk: {format_bytes(resources.disk_bytes)} at most of {format_bytes(resources.disk_free_bytes)} free",
+    ]

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
+from engine.flips.arms import Outcome
 from engine.flips.judge import Pair, count_of
-from engine.flips.outcome import Outcome
 from engine.flips.plan import METRICS, Plan
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import CPU
@@ -20,6 +20,15 @@ BUSY = 0.5
 """Others beside the run that ran or waited for a CPU, a mean over a run."""
 UNICODE, ASCII = "┊│─●├┤", ":|-o[]"
 """Ends of the margin, zero, the interval, its middle, its ends."""
+
+
+def characters(stream: TextIO) -> str:
+    """What to draw bars with where `stream` goes."""
+    try:
+        UNICODE.encode(stream.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return ASCII
+    return UNICODE
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -136,10 +145,10 @@ def verdict_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> li
     return out
 
 
-def one_line(name: str, fields: Mapping[str, Any]) -> str:
-    """A flip in a list."""
+def verdict_line(fields: Mapping[str, Any]) -> str:
+    """A flip in a list, what was decided first: of a long line the end is cut off."""
     effect = "" if fields["effect"] is None else f"  B/A {fields['effect']:.3f}"
+    broken = ", interrupted" if fields["interrupted"] else ""
+    changes = "; ".join(fields["changes"])
     pairs = count_of(fields["n_pairs"])
-    changes = ", ".join(fields["changes"])
-    broken = " (interrupted)" if fields["interrupted"] else ""
-    return f"{name}  {fields['verdict']}{broken}  {fields['class']}{effect}  {pairs}  {changes}"
+    return f"{fields['verdict']} ({fields['class']}{broken}){effect}  {changes}  {pairs}"

@@ -1,6 +1,6 @@
 """Weights in an .apr file (APR v2), opened, checked and read.
 
-Opening reads header, metadata and index (`engine.formats.apr_header` draws the layout) and no data.
+Opening reads header, metadata and index, and no data.
 `get` reads one tensor into memory of its own. Before the first one is handed out the footer's CRC is compared
 with the whole file, so that a damaged file is refused and not half-used. A file without a footer has a
 warning instead.
@@ -20,6 +20,47 @@ What `get` answers, by the dtype in the index:
 
 Tensors under `__training__.` are optimizer state: checked like the others, and left out of
 `tensors`. A file that was replaced or written to since it was opened is refused by the next `get`.
+
+**The layout**, checked before anything trusts it:
+
+    header, 64 bytes | metadata, JSON | tensor index | tensor data | CRC-32 of all before it
+
+    byte 0    4    magic "APR\\0"             byte 24   u64  byte where the index starts
+    byte 4    2    version 2, 0              byte 32   u64  byte where the data starts
+    byte 6    u16  flags                     byte 40   u32  CRC-32 of bytes 0..40 and 44..64
+    byte 8    u32  number of tensors         byte 44   20   zero
+    byte 12   u64  byte where metadata starts, 64
+    byte 20   u32  bytes of metadata, without padding
+
+All little-endian. Sections and tensors start at multiples of 64 bytes, with zeros between. The
+footer's CRC is left out by some writers.
+
+    AP01  shorter than a header       AP06  dtype 8 or 9: two meanings    AP11  flag not supported
+    AP02  another kind of file        AP07  shape and size disagree       AP12  it is safetensors
+    AP03  another version             AP08  bytes outside the file        AP13  name is not UTF-8
+    AP04  a CRC is wrong              AP09  metadata
+    AP05  unknown dtype               AP10  index out of order
+
+AP09 is the metadata's (`engine.formats.apr_metadata`).
+
+**The index**: names, dtypes, shapes and places, checked entry by entry.
+
+    u16 bytes of name | name | u8 dtype | u8 dims | u64 each dim | u64 offset | u64 size
+
+Entries are sorted by the bytes of their names, and no two are equal. Offsets count from the start
+of the data and are multiples of 64; sizes are exact. Shapes are row-major, (out, in), as torch has
+them.
+
+The dtypes are GGML's ids where both have the type, and others where they do not: 3, 6 and 7 are
+F64, I8 and U8 here and Q4_1, Q5_0 and Q5_1 there. 8 and 9 were once the format's own Q4 and Q8 and
+are Q8_0 and Q8_1 of GGML: such a file is refused until its user says which, and the sizes agree.
+
+Sizes, for n values in rows of m:
+
+    F32, F16, ...   n times the width
+    Q4_K, Q6_K      rows x ceil(m / 256) x 144 or 210: a row is filled up to whole blocks
+    APR_Q4          ceil(n / 32) x 18: blocks run on from row to row
+    APR_Q8          4 + n: one scale for the whole tensor; 0 for no values
 """
 
 # Shapes: N blocks, B bytes of a block, E values of all blocks
@@ -29,87 +70,130 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from engine.errors import WeightsError
-from engine.formats.apr_header import CUT_SHORT, FOOTER_BYTES, check_extent, check_header, refuse
-from engine.formats.apr_index import APR_Q4_BLOCK, ROW_BLOCKS, index_limit_bytes, read_index
-from engine.formats.apr_metadata import read_config, read_metadata
-from engine.formats.apr_tokenizer import extract, unsupported
-from engine.formats.kinds import START_BYTES
-from engine.formats.open_file import OpenFile, Scratch
-from engine.formats.safetensors_header import TensorInfo, identity_of, open_regular
-from engine.quant.blocks import BLOCK_TYPES
+from engine.formats.apr_metadata import (
+    METADATA_LIMIT_BYTES,
+    extract,
+    read_config,
+    read_metadata,
+    refuse,
+    unsupported,
+)
+from engine.formats.kinds import START_BYTES, Kind, kind_of, other_kind
+from engine.formats.safetensors import DTYPES, TENSORS_LIMIT
+from engine.formats.weights import (
+    CUT_SHORT,
+    OpenFile,
+    Scratch,
+    TensorInfo,
+    WeightFile,
+    identity_of,
+    open_regular,
+)
+from engine.quant.blocks import BLOCK_TYPES, GGML_NAMES
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from engine.quant.tensor import QuantTensor
 
-TRAINING_PREFIX = "__training__."
-_TORCH_DTYPES = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F64": "float64",
-    "I32": "int32",
-    "I64": "int64",
-    "I8": "int8",
-    "U8": "uint8",
+MAGIC = b"APR\0"
+HEADER_BYTES = 64
+ALIGNMENT = 64
+FOOTER_BYTES = 4
+HEADER = struct.Struct("<4sBBHIQIQQI20s")
+QUANTIZED, HAS_VOCAB, ROW_MAJOR = 0x020, 0x200, 0x400
+_UNSUPPORTED = {
+    0x001: "LZ4 (compressed data)",
+    0x002: "ZSTD (compressed data)",
+    0x004: "ENCRYPTED (AES-256-GCM)",
+    0x008: "SIGNED (a signature that cannot be checked here)",
+    0x010: "SHARDED (a part of a model)",
+    0x800: "LAYOUT_COLUMN_MAJOR (a wrong conversion)",
 }
+_KNOWN = 0xFFF
+
+NAME_LIMIT_BYTES = 256
+DIMS_LIMIT = 8
+_HEAD = struct.Struct("<H")
+_MIDDLE = struct.Struct("<BB")
+_TAIL = struct.Struct("<QQ")
+_ENTRY_LIMIT_BYTES = _HEAD.size + NAME_LIMIT_BYTES + _MIDDLE.size + 8 * DIMS_LIMIT + _TAIL.size
+
+PLAIN = ("F32", "F16", "BF16", "F64", "I32", "I64", "I8", "U8")
+"""Dtypes of which a value is a value."""
+DTYPE_IDS = {
+    **{name: kind.ggml_id for name, kind in BLOCK_TYPES.items() if kind.in_apr},
+    **{"F64": 3, "I32": 4, "I64": 5, "I8": 6, "U8": 7, "APR_Q4": 128, "APR_Q8": 129},
+}
+AMBIGUOUS = {8: ("APR_Q4", "Q8_0"), 9: ("APR_Q8", "Q8_1")}
+"""Legacy ids: the format's own meaning, and GGML's."""
+# Values and bytes of a block, for types whose blocks run along a row.
+ROW_BLOCKS = {
+    **{
+        name: (kind.block_size, kind.block_bytes)
+        for name, kind in BLOCK_TYPES.items()
+        if kind.layout
+    },
+    **{"Q4_1": (32, 20), "Q8_1": (32, 36)},
+}
+APR_Q4_BLOCK = (32, 18)
+_NAMES = {number: name for name, number in DTYPE_IDS.items()}
+_GGML_SHADOWED = {"F64": "Q4_1", "I8": "Q5_0", "U8": "Q5_1"}
+
+TRAINING_PREFIX = "__training__."
 _ZERO_NIBBLE = 8
 _DENSITY_VALUES = 1024
 _READ_BYTES = 1 << 22
 
 
-class AprFile:
-    """A `WeightFile` of one .apr file.
+class AprFile(WeightFile):
+    """One .apr file.
 
     `dtypes` settles the two dtype numbers that have two meanings (AP06): {8: "APR_Q4"} or
     {8: "Q8_0"}, {9: "APR_Q8"}.
     """
 
-    format: Literal["apr"] = "apr"
-    convention: Literal["apr"] = "apr"
+    format = "apr"
+    convention = "apr"
 
     def __init__(self, path: str | Path, *, dtypes: Mapping[int, str] | None = None) -> None:
         self.path = path = Path(path)
         with open_regular(path, "apr") as file:
-            self._open = OpenFile(path, "apr", "AP08", identity_of(file.fileno()), Scratch())
+            self._identity = identity_of(file.fileno())
+            self._files = {path: OpenFile(path, "apr", "AP08", self._identity, Scratch())}
             self._file_bytes = os.fstat(file.fileno()).st_size
             header = check_header(path, file.read(START_BYTES), self._file_bytes)
             file.seek(header.metadata_start)
             raw_metadata = file.read(header.metadata_bytes)
             file.seek(header.index_start)
             raw_index = file.read(index_limit_bytes(header))
-        self.metadata: Mapping[str, Any]
         self.metadata, odd = read_metadata(path, raw_metadata, header.metadata_start)
         every = read_index(path, header, raw_index, dtypes or {})
         self._data_end, unclaimed = check_extent(path, header, every)
-        self.tensors: Mapping[str, TensorInfo] = {
+        self.tensors = {
             name: info for name, info in every.items() if not name.startswith(TRAINING_PREFIX)
         }
-        self._warnings = [*header.warnings, *odd, *unsupported(self.metadata, path)]
+        said = [*header.warnings, *odd, *unsupported(self.metadata, path)]
         if unclaimed:
-            self._warnings.append(f"{path}: {unclaimed:,} bytes of the data belong to no tensor")
+            said.append(f"{path}: {unclaimed:,} bytes of the data belong to no tensor")
         if len(every) > len(self.tensors):
             left_out = len(every) - len(self.tensors)
-            self._warnings.append(f"{path}: {left_out} tensors of optimizer state left out")
+            said.append(f"{path}: {left_out} tensors of optimizer state left out")
         for name, info in self.tensors.items():
             if not info.bytes:
-                self._warnings.append(f"{path}, tensor {json.dumps(name)}: no values")
+                said.append(f"{path}, tensor {json.dumps(name)}: no values")
         if self._data_end == self._file_bytes:
-            self._warnings.append(f"{path}: no footer, so damaged data would not be seen")
+            said.append(f"{path}: no footer, so damaged data would not be seen")
+        self.warnings = tuple(said)
         self._verified = False
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return tuple(self._warnings)
 
     def get(self, name: str) -> Tensor | QuantTensor:
         """The tensor on the CPU; in memory of its own. `WeightsError`."""
@@ -119,10 +203,12 @@ class AprFile:
         if info is None:
             found = f"{len(self.tensors)} tensors without it"
             raise WeightsError.expected("apr", self.path, f"tensor {json.dumps(name)}", found)
-        dtype = getattr(torch, _TORCH_DTYPES.get(info.dtype, "uint8"))
-        flat = self._flat(info, dtype)
-        if info.dtype in _TORCH_DTYPES:
-            return flat.view(info.shape)
+        if not self._verified:
+            self.verify()
+            self._verified = True
+        if info.dtype in PLAIN:
+            return self.read(info, getattr(torch, DTYPES[info.dtype][1] or "")).view(info.shape)
+        flat = self.read(info, torch.uint8)
         if info.dtype in ROW_BLOCKS:
             return _blocks(flat, info)
         values_E = self._apr_q4(flat, info) if info.dtype == "APR_Q4" else self._apr_q8(flat, info)
@@ -158,31 +244,9 @@ class AprFile:
             hint = "the file is damaged: compare its digest with the source, fetch it again"
             refuse("AP04", where, expected, f"0x{stored:08x} in the footer", hint)
 
-    def close(self) -> None:
-        """Lets go of the file; tensors of `get` live on."""
-        self._open.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _flat(self, info: TensorInfo, dtype: torch.dtype) -> Tensor:
-        """The bytes of a tensor as one row of `dtype`."""
-        if not self._verified:
-            self.verify()
-            self._verified = True
-        return self._open.read(info.start, info.bytes, dtype)
-
     def _reopened(self) -> BinaryIO:
         file = open_regular(self.path, "apr")
-        if identity_of(file.fileno()) != self._open.identity:
+        if identity_of(file.fileno()) != self._identity:
             file.close()
             found = "another, or one that was written to since"
             refuse("AP08", self.path, "the file that was opened", found, "open it again")
@@ -216,8 +280,8 @@ class AprFile:
         if len(codes_E) >= _DENSITY_VALUES and zeros > 0.995:
             where = f"{self.path}, tensor {json.dumps(info.name)}"
             said = f"ST14 {where}: {zeros:.2%} of APR_Q8 are zero"
-            if said not in self._warnings:
-                self._warnings.append(said)
+            if said not in self.warnings:
+                self.warnings += (said,)
         return codes_E.float() * scale
 
 
@@ -236,3 +300,293 @@ def _blocks(flat: Tensor, info: TensorInfo) -> Tensor | QuantTensor:
     if found.shape == info.shape:
         return found
     return found.dequantize()[..., :row_values].contiguous()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AprHeader:
+    """A header whose sections lie inside the file in order."""
+
+    flags: int
+    tensor_count: int
+    metadata_start: int
+    metadata_bytes: int
+    index_start: int
+    data_start: int
+    file_bytes: int
+    warnings: tuple[str, ...]
+
+
+def align(count: int) -> int:
+    """`count` rounded up to the next multiple of 64."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def header_crc(raw: bytes) -> int:
+    """The CRC-32 of a header, which leaves out its own four bytes."""
+    return zlib.crc32(raw[44:64], zlib.crc32(raw[:40]))
+
+
+def check_header(path: Path, start: bytes, file_bytes: int) -> AprHeader:
+    """The checked header of a file that begins with `start`. Raises `WeightsError`."""
+    kind = kind_of(start)
+    if kind is Kind.SAFETENSORS:
+        found = f"a safetensors file named {path.name}"
+        refuse("AP12", path, Kind.APR.value, found, "open it as one: the name does not matter")
+    if kind is Kind.APR_V1:
+        raise other_kind("apr", path, "version 2", kind, start, "AP03")
+    if kind not in (Kind.APR, Kind.EMPTY, Kind.UNKNOWN):
+        raise other_kind("apr", path, Kind.APR.value, kind, start, "AP02")
+    if file_bytes < HEADER_BYTES:
+        refuse("AP01", path, "a header of 64 bytes", f"a file of {file_bytes} bytes", CUT_SHORT)
+    if kind is Kind.UNKNOWN:
+        raise other_kind("apr", path, Kind.APR.value, kind, start, "AP02")
+    fields = HEADER.unpack(start[:HEADER_BYTES])
+    magic, major, minor, flags, tensor_count, metadata_start, metadata_bytes = fields[:7]
+    index_start, data_start, crc, reserved = fields[7:]
+    if magic != MAGIC or major != 2:
+        found = f"{magic!r} and version {major}.{minor}"
+        refuse("AP03", f"{path} @0", f"{MAGIC!r} and version 2", found)
+    computed = header_crc(start[:HEADER_BYTES])
+    if crc != computed:
+        found = f"0x{crc:08x} in the header"
+        refuse("AP04", f"{path} @40", f"the header's CRC-32 to be 0x{computed:08x}", found)
+    _check_flags(path, flags)
+    header = AprHeader(
+        flags=flags,
+        tensor_count=tensor_count,
+        metadata_start=metadata_start,
+        metadata_bytes=metadata_bytes,
+        index_start=index_start,
+        data_start=data_start,
+        file_bytes=file_bytes,
+        warnings=tuple(_header_oddities(path, minor, flags, reserved)),
+    )
+    _check_sections(path, header)
+    return header
+
+
+def check_extent(
+    path: Path, header: AprHeader, tensors: Mapping[str, TensorInfo]
+) -> tuple[int, int]:
+    """The byte after the padded data, where the footer is or the file ends; and the number of bytes
+    before it that belong to no tensor.
+
+    Raises `WeightsError` for overlapping tensors, a cut file and bytes after the footer.
+    """
+    end, before, unclaimed = header.data_start, "the index", 0
+    for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
+        name = f"tensor {json.dumps(info.name)}"
+        if info.bytes and info.start < end:
+            refuse("AP08", path, f"{name} after {before}", f"it overlaps at byte {info.start:,}")
+        if info.bytes:
+            unclaimed += info.start - end
+            end, before = info.start + align(info.bytes), name
+    rest = header.file_bytes - end
+    if rest < 0:
+        expected = f"{end:,} bytes of padded data"
+        refuse("AP08", path, expected, f"a file of {header.file_bytes:,}", CUT_SHORT)
+    if rest not in (0, FOOTER_BYTES):
+        expected = f"{end:,} bytes, or {end + FOOTER_BYTES:,} with a footer"
+        hint = "another file may be hidden behind the weights"
+        refuse("AP08", path, expected, f"{header.file_bytes:,}", hint)
+    return end, unclaimed
+
+
+def _check_flags(path: Path, flags: int) -> None:
+    named = [text for bit, text in _UNSUPPORTED.items() if flags & bit]
+    if flags & ~_KNOWN:
+        named.append(f"unknown bits 0x{flags & ~_KNOWN:04x}")
+    if named:
+        hint = "write the file again without, with the `apr` that wrote it"
+        refuse("AP11", f"{path} @6", "flags that are supported", ", ".join(named), hint)
+
+
+def _header_oddities(path: Path, minor: int, flags: int, reserved: bytes) -> Iterator[str]:
+    if minor:
+        yield f"{path}: version 2.{minor}, read as 2.0"
+    if not flags & ROW_MAJOR:
+        yield f"{path}: no layout flag, taken as row-major"
+    if any(reserved):
+        yield f"{path}: reserved bytes at byte 44 are not zero"
+
+
+def _check_sections(path: Path, header: AprHeader) -> None:
+    """Header, metadata, index and data follow each other inside the file, each aligned."""
+    end = header.file_bytes
+    if header.metadata_bytes > METADATA_LIMIT_BYTES:
+        expected = f"at most {METADATA_LIMIT_BYTES:,} bytes of metadata"
+        refuse("AP09", f"{path} @20", expected, f"{header.metadata_bytes:,}")
+    sections = (
+        (12, "metadata", HEADER_BYTES, header.metadata_start),
+        (24, "the index", header.metadata_start + header.metadata_bytes, header.index_start),
+        (32, "the data", header.index_start, header.data_start),
+    )
+    for field, what, after, start in sections:
+        where = f"{path} @{field}"
+        if start < after or start > end:
+            expected = f"{what} to start between bytes {after:,} and {end:,}, the end of the file"
+            refuse("AP08", where, expected, f"{start:,}", CUT_SHORT if start > end else None)
+        if start % ALIGNMENT:
+            refuse("AP08", where, f"{what} to start at a multiple of 64", f"{start:,}")
+    if header.tensor_count > TENSORS_LIMIT:
+        expected = f"at most {TENSORS_LIMIT:,} tensors"
+        refuse("AP10", f"{path} @8", expected, f"{header.tensor_count:,}")
+
+
+def read_index(
+    path: Path, header: AprHeader, raw: bytes, dtypes: Mapping[int, str]
+) -> dict[str, TensorInfo]:
+    """The tensors in the bytes of an index, checked against the file's size.
+
+    `dtypes` says what the ambiguous ids mean: {8: "APR_Q4"} or {8: "Q8_0"}. Raises `WeightsError`.
+    """
+    tensors: dict[str, TensorInfo] = {}
+    cursor = _Cursor(path=path, raw=raw, first_byte=header.index_start)
+    before = b""
+    for number in range(header.tensor_count):
+        where = f"{path} @{cursor.byte}, tensor {number}"
+        (name_bytes,) = cursor.take(_HEAD, where)
+        if not 0 < name_bytes <= NAME_LIMIT_BYTES:
+            refuse("AP10", where, "a name of 1 to 256 bytes", f"{name_bytes:,} bytes")
+        (raw_name,) = cursor.take(struct.Struct(f"{name_bytes}s"), where)
+        name = _name(where, raw_name)
+        if raw_name <= before:
+            found = "it a second time" if raw_name == before else f"it after {_quoted(before)}"
+            refuse("AP10", where, f"{_quoted(raw_name)} in sorted order", found)
+        before = raw_name
+        where = f"{where}, {json.dumps(name)}"
+        dtype_id, dims = cursor.take(_MIDDLE, where)
+        if dims > DIMS_LIMIT:
+            refuse("AP07", where, f"at most {DIMS_LIMIT} dimensions", f"{dims}")
+        shape = cursor.take(struct.Struct(f"<{dims}Q"), where)
+        if math.prod(dim for dim in shape if dim) >= 2**63:
+            refuse("AP07", where, "a shape below 2^63", f"{list(shape)}")
+        offset, size = cursor.take(_TAIL, where)
+        dtype = _dtype(where, dtype_id, shape, size, dtypes)
+        _check_size(where, dtype, shape, size)
+        data_bytes = header.file_bytes - header.data_start
+        if offset > data_bytes or size > data_bytes - offset:
+            found = f"bytes {header.data_start + offset:,} to {header.data_start + offset + size:,}"
+            refuse("AP08", where, f"data within {header.file_bytes:,} bytes", found, CUT_SHORT)
+        if offset % ALIGNMENT:
+            refuse("AP08", where, "an offset that 64 divides", f"{offset:,}")
+        tensors[name] = TensorInfo(
+            name=name,
+            dtype=dtype,
+            shape=shape,
+            file=path,
+            start=header.data_start + offset,
+            bytes=size,
+        )
+    if raw[cursor.at :].strip(b"\0"):
+        found = f"more after byte {cursor.byte}"
+        refuse("AP10", f"{path} @8", f"{header.tensor_count} tensors in the index", found)
+    return tensors
+
+
+def index_limit_bytes(header: AprHeader) -> int:
+    """How much to read for the index: its section, but no more than its entries can fill."""
+    return min(
+        header.data_start - header.index_start, header.tensor_count * _ENTRY_LIMIT_BYTES + 64
+    )
+
+
+def index_entry(name: bytes, dtype: str, shape: tuple[int, ...], offset: int, size: int) -> bytes:
+    """One tensor as the index holds it; the reverse of `read_index`."""
+    head = _HEAD.pack(len(name)) + name + _MIDDLE.pack(DTYPE_IDS[dtype], len(shape))
+    return head + struct.pack(f"<{len(shape)}Q", *shape) + _TAIL.pack(offset, size)
+
+
+def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor. Blocks run along a row and fill it up; those of APR_Q4 run through all."""
+    count = math.prod(shape)
+    if dtype in PLAIN:
+        return count * DTYPES[dtype][0] // 8
+    if dtype == "APR_Q8":
+        return 4 + count if count else 0
+    if dtype == "APR_Q4":
+        return -(-count // APR_Q4_BLOCK[0]) * APR_Q4_BLOCK[1]
+    values, block_bytes = ROW_BLOCKS[dtype]
+    return math.prod(shape[:-1]) * -(-shape[-1] // values) * block_bytes if shape else -1
+
+
+@dataclass(slots=True, kw_only=True)
+class _Cursor:
+    path: Path
+    raw: bytes
+    first_byte: int
+    at: int = 0
+
+    @property
+    def byte(self) -> int:
+        """Where in the file it stands."""
+        return self.first_byte + self.at
+
+    def take(self, form: struct.Struct, where: str) -> tuple[Any, ...]:
+        """The next fields, if all of their bytes are there."""
+        if form.size > len(self.raw) - self.at:
+            end = self.first_byte + len(self.raw)
+            refuse(
+                "AP08", where, f"{form.size} more bytes", f"the index to end at {end}", CUT_SHORT
+            )
+        self.at += form.size
+        return form.unpack_from(self.raw, self.at - form.size)
+
+
+def _name(where: str, raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        found = f"{_quoted(raw)}, with another byte at {error.start}"
+        refuse("AP13", where, "a name in UTF-8", found)
+
+
+def _quoted(raw: bytes) -> str:
+    return json.dumps(raw.decode(errors="backslashreplace"))
+
+
+def _dtype(
+    where: str, number: int, shape: tuple[int, ...], size: int, dtypes: Mapping[int, str]
+) -> str:
+    """The name of a dtype's number. An ambiguous one needs the user's word and the right size."""
+    if number in _NAMES:
+        return _NAMES[number]
+    if number not in AMBIGUOUS:
+        ggml = f", which is {GGML_NAMES[number]} in GGUF" if number in GGML_NAMES else ""
+        known = ", ".join(f"{i} {name}" for name, i in sorted(DTYPE_IDS.items(), key=_second))
+        refuse("AP05", where, f"one of the dtypes {known}", f"unknown dtype byte {number}{ggml}")
+    ours, ggml = AMBIGUOUS[number]
+    fits = [name for name in (ours, ggml) if size_of(name, shape) == size]
+    said = dtypes.get(number)
+    if said not in fits or said == "Q8_1":
+        fitting = " and ".join(fits) or "neither"
+        found = f"{said or 'neither said'}, and {size:,} bytes that fit {fitting}"
+        refuse(
+            "AP06",
+            where,
+            f"ambiguous dtype {number} to be {ours}, as old writers meant, or {ggml}, as GGUF does",
+            found,
+            f"open it with apr_dtypes={{{number}: {fits[0]!r}}}" if fits and not said else None,
+        )
+    return said
+
+
+def _second(item: tuple[str, int]) -> int:
+    return item[1]
+
+
+def _check_size(where: str, dtype: str, shape: tuple[int, ...], size: int) -> None:
+    if dtype in ROW_BLOCKS and not shape:
+        refuse("AP07", where, f"at least one dimension of {dtype}", "none")
+    expected = size_of(dtype, shape)
+    if size == expected:
+        return
+    hint = None
+    other = _GGML_SHADOWED.get(dtype)
+    if other is not None and shape and size == size_of(other, shape):
+        hint = f"that is the size of {other}, which has the same number in GGUF"
+    elif dtype in ROW_BLOCKS and size == size_of(dtype, shape[::-1]):
+        hint = "that is the size with rows and columns swapped"
+    elif dtype in ROW_BLOCKS and size == size_of(dtype, (math.prod(shape),)):
+        hint = "that is the size of blocks that run on from row to row"
+    refuse("AP07", where, f"{expected:,} bytes for {dtype}{list(shape)}", f"{size:,} bytes", hint)

@@ -7,52 +7,122 @@ the part that its name says, is refused by name (GG19).
 
 `get` answers float types as torch tensors, block types as `QuantTensor`, in memory of their own. A file that is
 cut short, replaced or written to after its header was read is refused (GG16).
+
+**The header** is read and checked before anything trusts it:
+
+    byte 0      4 bytes   "GGUF"
+    byte 4      u32       version, 2 or 3 (3 allows big-endian files, which are refused here)
+    byte 8      u64       number of tensors
+    byte 16     u64       number of key/value pairs
+    byte 24     pairs     key string, u32 value type, value
+    then        tensors   name string, u32 n_dims, u64 ne[n_dims], u32 type, u64 offset
+    then        data      from the next multiple of `general.alignment` (32 when absent); offsets
+                          count from here, and each is a multiple of the alignment
+
+All little-endian. A string is a u64 length and UTF-8 without a NUL; an array is a u32 element type,
+a u64 count and the elements. ne[0] is the contiguous dimension, so a shape in torch order is `ne`
+reversed.
+
+Every length is compared with the bytes that are left, as `length <= size - at`, before a step is
+taken or anything is allocated. What can be wrong has a code:
+
+    GG01 not a GGUF file        GG07 string longer than file    GG13 dimension of zero
+    GG02 header cut short       GG08 array: length, type        GG14 tensor name
+    GG03 version                GG09 array in an array          GG15 tensor size
+    GG04 big-endian             GG10 unknown type, bad bool     GG16 place of a tensor's data
+    GG05 counts                 GG11 alignment                  GG17 architecture  (gguf_metadata)
+    GG06 key                    GG12 number of dimensions       GG18 vocabulary    (gguf_metadata)
+    GG19 parts of a split file
+
+A file with 152 thousand tokens opens in a fraction of a second because arrays stay bytes until they
+are asked for. Not covered: values of tensors.
+
+A tensor in the header, and whether its data is in the file:
+
+    name      u64 length, UTF-8; 1 to 63 bytes
+    n_dims    u32, 1 to 4
+    ne        u64 for each dimension, ne[0] being the contiguous one
+    type      u32, the id of a block type
+    offset    u64, from the start of the data, a multiple of the alignment
+
+Sizes are computed with Python's integers, which cannot overflow, and refused where those of another
+reader would: above 2^63 - 1. A tensor lies in the file if `offset <= room` and `bytes <= room -
+offset`; the sum `offset + bytes` is never formed from unchecked numbers.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
-from collections.abc import Mapping
+import struct
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any
 
-from engine.formats.gguf_header import GgufHeader, read_gguf_header
-from engine.formats.gguf_meta import read_config
+from engine.errors import WeightsError
+from engine.formats.gguf_metadata import check_vocabulary, read_config
 from engine.formats.gguf_tokenizer import build_tokenizer_json, unsupported_tokenizer
-from engine.formats.gguf_values import quoted, refuse
-from engine.formats.gguf_vocabulary import check_vocabulary
-from engine.formats.open_file import OpenFile, Scratch
-from engine.formats.safetensors_header import TensorInfo
-from engine.quant.blocks import BLOCK_TYPES, row_bytes
+from engine.formats.gguf_values import (
+    Cursor,
+    Entry,
+    GgufMetadata,
+    ValueType,
+    quoted,
+    read_entry,
+    refuse,
+)
+from engine.formats.kinds import START_BYTES, kind_of, other_kind
+from engine.formats.weights import (
+    CUT_SHORT,
+    OpenFile,
+    Scratch,
+    TensorInfo,
+    WeightFile,
+    identity_of,
+    open_regular,
+)
+from engine.quant.blocks import BLOCK_TYPES, GGML_NAMES, BlockType, row_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from engine.quant.tensor import QuantTensor
 
-__all__ = ["GgufFile", "open_gguf"]
+ALIGNMENT_KEY = "general.alignment"
+DEFAULT_ALIGNMENT = 32
+SMALLEST_ALIGNMENT = 8
+"""Smaller powers of two are not allowed by the specification; with it, floats lie aligned."""
+MAX_TENSORS = 65_536
+MAX_PAIRS = 65_536
 
-_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_HEADER_BYTES = 24
+# The smallest pair: a key of one byte and a value of one byte. The smallest tensor: one of each.
+_PAIR_BYTES = 8 + 1 + 4 + 1
+_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
+MAX_DIMS = 4
+MAX_NAME_BYTES = 63
+LARGEST = 2**63 - 1
+"""Of counts and sizes: what a signed 64-bit integer of torch or of the system can hold."""
+
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
-class GgufFile:
-    """A `WeightFile` with the names of llama.cpp (`blk.0.attn_q.weight`). Made by `open_gguf`."""
+class GgufFile(WeightFile):
+    """A model with the names of llama.cpp (`blk.0.attn_q.weight`). Made by `open_gguf`."""
+
+    format = "gguf"
+    convention = "gguf"
+    metadata: GgufMetadata
+    """Every key/value pair of the (first) file; the chat template is under `tokenizer.chat_template`."""
 
     def __init__(self, path: Path, headers: list[GgufHeader]) -> None:
         self.path = path
-        self.format: Literal["gguf"] = "gguf"
-        self.convention: Literal["gguf"] = "gguf"
-        self.tensors: Mapping[str, TensorInfo] = _merged(headers)
-        self._metadata = headers[0].metadata
-        self.metadata: Mapping[str, Any] = self._metadata
-        """Every key/value pair of the (first) file; the chat template is under
-        `tokenizer.chat_template`."""
+        self.tensors = _merged(headers)
+        self.metadata = headers[0].metadata
         odd = [_unclaimed(header) for header in headers if header.unclaimed_bytes]
-        odd += check_vocabulary(self._metadata, self.tensors)
-        odd += unsupported_tokenizer(self._metadata)
-        self.warnings: tuple[str, ...] = tuple(odd)
+        odd += check_vocabulary(self.metadata, self.tensors)
+        self.warnings = (*odd, *unsupported_tokenizer(self.metadata))
         scratch = Scratch()
         self._files = {
             one.path: OpenFile(one.path, "gguf", "GG16", one.identity, scratch) for one in headers
@@ -70,13 +140,12 @@ class GgufFile:
             refuse(
                 "GG14", where, "a tensor of this name", f"{len(self.tensors)} tensors without it"
             )
-        file = self._files[info.file]
-        if info.dtype in _TORCH_DTYPES:
-            dtype = getattr(torch, _TORCH_DTYPES[info.dtype])
-            return file.read(info.start, info.bytes, dtype).view(info.shape)
         kind = BLOCK_TYPES[info.dtype]
-        flat = file.read(info.start, info.bytes, torch.uint8)
-        blocks = flat.view(*info.shape[:-1], row_bytes(kind, info.shape[-1]))
+        if kind.float_dtype is not None:
+            return self.read(info, getattr(torch, kind.float_dtype)).view(info.shape)
+        blocks = self.read(info, torch.uint8).view(
+            *info.shape[:-1], row_bytes(kind, info.shape[-1])
+        )
         return QuantTensor(blocks=blocks, type=kind, shape=info.shape)
 
     def config_dict(self) -> dict[str, Any]:
@@ -85,28 +154,12 @@ class GgufFile:
         The scaled rotary positions of Llama 3.1 are not in it: they are the tensor
         `rope_freqs.weight`.
         """
-        return read_config(self._metadata, self.tensors)
+        return read_config(self.metadata, self.tensors)
 
     def tokenizer_json(self) -> bytes | None:
         """A `tokenizer.json` that gives the ids of this file; None, with the reason in `warnings`,
         for a kind of tokenizer that is not supported."""
-        return build_tokenizer_json(self._metadata)
-
-    def close(self) -> None:
-        """Lets go of the files; tensors of `get` live on."""
-        for file in self._files.values():
-            file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        return build_tokenizer_json(self.metadata)
 
 
 def open_gguf(path: str | Path) -> GgufFile:
@@ -121,7 +174,7 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 def _open_parts(path: Path, opened: GgufHeader, count: int) -> list[GgufHeader]:
     """The headers of all parts, in order."""
-    match = _PART.fullmatch(path.name)
+    match = PART.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         expected = f"a name that ends in -00001-of-{count:05}.gguf, part {count} being the last"
         refuse("GG19", path, expected, quoted(path.name), "give the parts their names back")
@@ -173,3 +226,196 @@ def _merged(headers: list[GgufHeader]) -> dict[str, TensorInfo]:
 
 def _unclaimed(header: GgufHeader) -> str:
     return f"{header.path}: {header.unclaimed_bytes:,} bytes of the data belong to no tensor"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """A checked header: the data of every tensor lies within the file, and no two overlap."""
+
+    path: Path
+    version: int
+    metadata: GgufMetadata
+    tensors: dict[str, TensorInfo]
+    alignment: int
+    data_start: int
+    file_bytes: int
+    identity: tuple[int, ...] = ()
+    """Of the file that was read, as `engine.formats.weights` compares it."""
+    unclaimed_bytes: int
+    """Bytes of the data section that no tensor holds and alignment does not explain."""
+
+
+def read_gguf_header(path: str | Path) -> GgufHeader:
+    """Reads and checks the header of one file; no tensor data is read. Raises `WeightsError`."""
+    path = Path(path)
+    with open_regular(path, "gguf") as file:
+        identity = identity_of(file.fileno())
+        start = file.read(START_BYTES)
+        if not start.startswith(b"GGUF"):
+            where, kind = f"{path} @0", kind_of(start)
+            raise other_kind("gguf", where, "a GGUF file", kind, start, "GG01")
+        try:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise WeightsError.expected(
+                "gguf", path, "a file that can be mapped", str(error.strerror)
+            ) from error
+        with data:
+            return replace(parse_header(data, path), identity=identity)
+
+
+def parse_header(data: bytes | mmap.mmap, path: Path) -> GgufHeader:
+    """The header of a file with the content `data`; nothing of `data` is kept."""
+    size = len(data)
+    if data[:4] != b"GGUF":
+        refuse("GG01", f"{path} @0", "the magic GGUF", f"{data[:4]!r}")
+    if size >= 8:
+        _check_version(path, int.from_bytes(data[4:8], "little"))
+    if size < _HEADER_BYTES:
+        found = f"a truncated header ({size} of {_HEADER_BYTES} bytes)"
+        refuse("GG02", f"{path} @{size}", f"{_HEADER_BYTES} bytes", found, CUT_SHORT)
+    version, n_tensors, n_pairs = struct.unpack_from("<IQQ", data, 4)
+    room = size - _HEADER_BYTES
+    _check_count(path, 8, "tensors", n_tensors, room // _TENSOR_BYTES, MAX_TENSORS)
+    room -= n_tensors * _TENSOR_BYTES
+    _check_count(path, 16, "key/value pairs", n_pairs, room // _PAIR_BYTES, MAX_PAIRS)
+    cursor = Cursor(data=data, size=size, at=_HEADER_BYTES, path=path)
+    entries: dict[str, Entry] = {}
+    for _ in range(n_pairs):
+        key, entry = read_entry(cursor)
+        if key in entries:
+            found = f"{quoted(key)}, which is also at byte {entries[key].key_at:,}"
+            refuse("GG06", f"{path} @{entry.key_at}", "each key once", found)
+        entries[key] = entry
+    raw = [read_tensor(cursor) for _ in range(n_tensors)]
+    metadata = GgufMetadata(path, bytes(data[: cursor.at]), entries)
+    alignment = _alignment(metadata)
+    data_start = padded(cursor.at, alignment)
+    tensors: dict[str, TensorInfo] = {}
+    for at, info in raw:
+        if info.name in tensors:
+            refuse("GG14", f"{path} @{at}", "each tensor once", f"{quoted(info.name)} twice")
+        tensors[info.name] = placed(info, data_start, alignment, size)
+    return GgufHeader(
+        path=path,
+        version=version,
+        metadata=metadata,
+        tensors=tensors,
+        alignment=alignment,
+        data_start=data_start,
+        file_bytes=size,
+        unclaimed_bytes=unclaimed_bytes(path, tensors, data_start, alignment, size),
+    )
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version in (2, 3):
+        return
+    if version and version & 0xFFFF == 0:
+        refuse(
+            "GG04",
+            f"{path} @4",
+            "a little-endian file",
+            "a big-endian one, which is not supported here",
+            "convert it with gguf-py's gguf_convert_endian",
+        )
+    refuse("GG03", f"{path} @4", "version 2 or 3", f"version {version}")
+
+
+def _check_count(path: Path, at: int, what: str, count: int, room: int, limit: int) -> None:
+    if count > room:
+        expected = f"at most {room:,} {what}, for which the file has room"
+        refuse("GG05", f"{path} @{at}", expected, f"{count:,}", CUT_SHORT)
+    if count > limit:
+        refuse("GG05", f"{path} @{at}", f"at most {limit:,} {what}", f"{count:,}")
+
+
+def _alignment(metadata: GgufMetadata) -> int:
+    entry = metadata.entry(ALIGNMENT_KEY)
+    if entry is None:
+        return DEFAULT_ALIGNMENT
+    found = metadata[ALIGNMENT_KEY] if entry.type is ValueType.UINT32 else entry.type.name
+    if isinstance(found, int) and found >= SMALLEST_ALIGNMENT and found & (found - 1) == 0:
+        return found
+    refuse(
+        "GG11",
+        f"{metadata.path} @{entry.start}",
+        f"{ALIGNMENT_KEY} as a UINT32, a power of two from {SMALLEST_ALIGNMENT}",
+        str(found),
+    )
+
+
+def read_tensor(cursor: Cursor) -> tuple[int, TensorInfo]:
+    """Where one entry of the tensor table is, and the tensor, `start` still being its offset."""
+    at, path = cursor.at, cursor.path
+    length = cursor.u64("GG14", "the length of a tensor's name")
+    if not 1 <= length <= MAX_NAME_BYTES:
+        expected = f"a tensor name of 1 to {MAX_NAME_BYTES} bytes"
+        refuse("GG14", f"{path} @{at}", expected, f"{length:,} bytes")
+    name = cursor.text(length, "GG14", "a tensor's name")
+    where = f"{path} @{at}, tensor {quoted(name)}"
+    n_dims = cursor.u32("GG12", "a number of dimensions")
+    if not 1 <= n_dims <= MAX_DIMS:
+        refuse("GG12", where, f"1 to {MAX_DIMS} dimensions", f"{n_dims:,}")
+    ne = [cursor.u64("GG12", "a dimension") for _ in range(n_dims)]
+    if 0 in ne:
+        refuse("GG13", where, "no dimension of zero", f"{ne}")
+    ggml_id = cursor.u32("GG10", "a tensor's type")
+    offset = cursor.u64("GG16", "a tensor's offset")
+    kind = _block_type(ggml_id, where)
+    if math.prod(ne) > LARGEST:
+        refuse("GG15", where, "at most 2^63 - 1 elements", f"{ne}: {math.prod(ne):.3g} elements")
+    if ne[0] % kind.block_size:
+        expected = f"rows of a multiple of {kind.block_size} for {kind.name}"
+        refuse("GG15", where, expected, f"rows of {ne[0]:,}")
+    data_bytes = math.prod(ne[1:]) * row_bytes(kind, ne[0])
+    # So that rounding it up to the alignment cannot leave 63 bits either.
+    if data_bytes > LARGEST - 2**32:
+        refuse("GG15", where, "fewer than 2^63 bytes", f"{ne} of {kind.name}: {data_bytes:.3g}")
+    return at, TensorInfo(
+        name=name,
+        dtype=kind.name,
+        shape=tuple(reversed(ne)),
+        file=path,
+        start=offset,
+        bytes=data_bytes,
+    )
+
+
+def placed(info: TensorInfo, data_start: int, alignment: int, size: int) -> TensorInfo:
+    """The tensor with its offset as a position in the file."""
+    where = f"{info.file}, tensor {quoted(info.name)}"
+    if info.start % alignment:
+        refuse("GG16", where, f"an offset that is a multiple of {alignment}", f"{info.start:,}")
+    room = max(size - data_start, 0)
+    if info.start > room or info.bytes > room - info.start:
+        expected = f"{info.bytes:,} bytes at {info.start:,} of the data"
+        found = f"data from byte {data_start:,}, and a file that ends at byte {size:,}"
+        refuse("GG16", where, expected, found, CUT_SHORT)
+    return replace(info, start=data_start + info.start)
+
+
+def unclaimed_bytes(
+    path: Path, tensors: dict[str, TensorInfo], data_start: int, alignment: int, size: int
+) -> int:
+    """Refuses a byte in two tensors; answers how many, padding apart, are in none."""
+    end, before, unclaimed = data_start, "the header", 0
+    for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
+        if info.start < end:
+            where = f"{path} @{info.start}, tensor {quoted(info.name)}"
+            refuse("GG16", where, f"it after {before}", f"it overlapping {before}")
+        unclaimed += info.start - padded(end, alignment)
+        end, before = info.start + info.bytes, f"tensor {quoted(info.name)}"
+    return unclaimed + max(size - padded(end, alignment), 0)
+
+
+def padded(count: int, alignment: int) -> int:
+    return -(-count // alignment) * alignment
+
+
+def _block_type(ggml_id: int, where: str) -> BlockType:
+    kind = BLOCK_TYPES.get(GGML_NAMES.get(ggml_id, ""))
+    if kind is None:
+        name = f" ({GGML_NAMES[ggml_id]})" if ggml_id in GGML_NAMES else ""
+        refuse("GG10", where, f"one of {', '.join(BLOCK_TYPES)}", f"type {ggml_id:,}{name}")
+    return kind

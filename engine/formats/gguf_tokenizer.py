@@ -2,7 +2,7 @@
 
 Both hold the tokens and the merges. How text is cut before bytes are merged is a list of regular
 expressions in a `tokenizer.json` and a name in GGUF, `tokenizer.ggml.pre`; the names known here are
-the rows of `PRE_TOKENIZERS`. Each expression cuts the parts that the one before it made.
+the rows of `engine.formats.tokenizer.PRE_TOKENIZERS`. Each expression cuts the parts that the one before it made.
 
     tokenizer.json                               GGUF
     model.vocab, added_tokens[].content          tokenizer.ggml.tokens
@@ -21,56 +21,32 @@ of the `tokenizer.json`, where it was not either. Every other token stands in `m
 added ones too: the library would number them anew otherwise.
 
 A file with another kind of tokenizer gives none, and a warning: ids that are nearly right are worse
-than none. Writing is in `engine.formats.gguf_tokenizer_write`.
+than none.
+
+Written (`tokenizer_metadata`), what GGUF has no way to say is refused with a `TokenizerError`, since the
+file would give other ids: a way of cutting text that has no name, a normalizer but NFC, an added token
+that takes the white space beside it, a template that adds more than a first and a last token.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.formats.gguf_header import GgufMetadata
-from engine.formats.gguf_values import quoted, refuse
-from engine.formats.gguf_vocabulary import MERGES, TOKEN_TYPES, TOKENS, TokenType, token_id
+from engine.errors import TokenizerError
+from engine.formats.gguf_metadata import MERGES, TOKEN_TYPES, TOKENS, TokenType, token_id
+from engine.formats.gguf_values import GgufMetadata, GgufValue, ValueType, quoted, refuse
+from engine.formats.tokenizer import PRE_TOKENIZERS, PreTokenizer, make_inner
 
 MODEL_KEY = "tokenizer.ggml.model"
 PRE_KEY = "tokenizer.ggml.pre"
 ADD_KEY = "tokenizer.ggml.add_{}_token"
 NORMALIZER_KEY = "apr_workbench.tokenizer.normalizer"
 """`none` or `NFC`; only where it is not that of the row of `PRE_TOKENIZERS`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreTokenizer:
-    splits: tuple[str, ...]
-    normalizer: str = "none"
-    ignore_merges: bool = False
-    """A part of the text that is a token as a whole is that token, whatever merges would give."""
-    add_bos: bool = False
-    """Where the file does not say."""
-
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "qwen2": PreTokenizer(splits=(_WORDS.replace("DIGITS", ""),), normalizer="NFC"),
-    "llama-bpe": PreTokenizer(
-        splits=(_WORDS.replace("DIGITS", "{1,3}"),), ignore_merges=True, add_bos=True
-    ),
-    "gpt-2": PreTokenizer(splits=(_GPT2 + r"|\s+",)),
-    # What a file without a name means.
-    "default": PreTokenizer(
-        splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
-    ),
-}
-
-
 _KINDS = frozenset(TokenType)
 
 
@@ -106,7 +82,7 @@ def build_tokenizer_json(metadata: GgufMetadata) -> bytes | None:
         "padding": None,
         "added_tokens": added,
         "normalizer": None if normalizer == "none" else {"type": normalizer},
-        "pre_tokenizer": _pre_tokenizer(pre.splits),
+        "pre_tokenizer": pre_tokenizer(pre.splits, trim_offsets=True),
         "post_processor": _post_processor(metadata, pre),
         "decoder": {
             "type": "ByteLevel",
@@ -150,7 +126,7 @@ def _read_tokens(metadata: GgufMetadata) -> tuple[dict[str, int], list[dict[str,
             wrong("a text of its own", f"that of {vocab[text]}, {quoted(text)}" if text else "none")
         vocab[text] = number
         if kind in (TokenType.CONTROL, TokenType.USER_DEFINED):
-            added.append(_added_token(text, number, special=kind == TokenType.CONTROL))
+            added.append(added_token(text, number, special=kind == TokenType.CONTROL))
     return vocab, added
 
 
@@ -167,12 +143,14 @@ def _read_merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[list[
     return merges
 
 
-def _added_token(text: str, number: int, *, special: bool) -> dict[str, Any]:
+def added_token(text: str, number: int, *, special: bool) -> dict[str, Any]:
+    """A token that is looked for in text before it is cut, as a tokenizer.json has it."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **flags, "special": special}
 
 
-def _pre_tokenizer(splits: tuple[str, ...]) -> dict[str, Any]:
+def pre_tokenizer(splits: tuple[str, ...], *, trim_offsets: bool) -> dict[str, Any]:
+    """Cuts text by each expression in turn, and then spells bytes, as a tokenizer.json has it."""
     cuts: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
         for split in splits
@@ -180,7 +158,7 @@ def _pre_tokenizer(splits: tuple[str, ...]) -> dict[str, Any]:
     spell = {
         "type": "ByteLevel",
         "add_prefix_space": False,
-        "trim_offsets": True,
+        "trim_offsets": trim_offsets,
         "use_regex": False,
     }
     return {"type": "Sequence", "pretokenizers": [*cuts, spell]}
@@ -219,3 +197,157 @@ def _flag(metadata: GgufMetadata, name: str, absent: bool) -> bool:
     if type(found) is not bool:
         refuse("GG08", f"{metadata.path}, key {quoted(key)}", "a BOOL", f"{found!r:.40}")
     return found
+
+
+def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufValue]:
+    """The metadata of the tokenizer in `raw`, filled up to the `rows` of the embedding.
+
+    `where` names it in errors. Raises `TokenizerError`.
+    """
+    record = _parsed(raw, where)
+    name, normalizer = _pre_tokenizer_name(record, where)
+    texts: list[str] = [f"[PAD{number}]" for number in range(rows)]
+    kinds = [int(TokenType.UNUSED)] * rows
+    added = {token["content"]: token for token in record["added_tokens"]}
+    ids = record["model"]["vocab"] | {text: token["id"] for text, token in added.items()}
+    for text, number in ids.items():
+        if number >= rows:
+            _refuse_tokenizer(
+                where, f"ids below {rows:,}, the rows of the embedding", f"{text!r} at {number:,}"
+            )
+        if kinds[number] != TokenType.UNUSED:
+            _refuse_tokenizer(
+                where, f"one token at id {number:,}", f"{texts[number]!r} and {text!r}"
+            )
+        texts[number] = text
+        kinds[number] = _token_type(added.get(text), where)
+    merges = [f"{left} {right}" for left, right in record["model"]["merges"]]
+    values = {
+        MODEL_KEY: GgufValue(type=ValueType.STRING, value="gpt2"),
+        PRE_KEY: GgufValue(type=ValueType.STRING, value=name),
+        TOKENS: GgufValue(type=ValueType.ARRAY, element=ValueType.STRING, value=texts),
+        TOKEN_TYPES: GgufValue(type=ValueType.ARRAY, element=ValueType.INT32, value=kinds),
+        MERGES: GgufValue(type=ValueType.ARRAY, element=ValueType.STRING, value=merges),
+    }
+    if normalizer != PRE_TOKENIZERS[name].normalizer:
+        values[NORMALIZER_KEY] = GgufValue(type=ValueType.STRING, value=normalizer)
+    for role, text in zip(
+        ("bos", "eos"), _added_around(record["post_processor"], where), strict=True
+    ):
+        values[ADD_KEY.format(role)] = GgufValue(type=ValueType.BOOL, value=text is not None)
+        if text is not None:
+            key = f"tokenizer.ggml.{role}_token_id"
+            values[key] = GgufValue(type=ValueType.UINT32, value=ids[text])
+    return values
+
+
+def _parsed(raw: bytes, where: object) -> dict[str, Any]:
+    """The tokenizer as the library writes it, which has one spelling for everything."""
+    try:
+        inner, _ = make_inner(raw, Path(str(where)), hashlib.sha256(raw).hexdigest())
+    except TokenizerError as error:
+        _refuse_tokenizer(where, "a tokenizer of the tokenizers library", error.message)
+    record: dict[str, Any] = json.loads(inner.to_str())
+    model = record["model"]
+    for key, allowed in {
+        "type": ("BPE",),
+        "unk_token": (None, ""),
+        "continuing_subword_prefix": (None, ""),
+        "end_of_word_suffix": (None, ""),
+        "byte_fallback": (False,),
+    }.items():
+        if model.get(key, allowed[0]) not in allowed:
+            _refuse_tokenizer(
+                where, f"a byte-level BPE with {key} {allowed[0]!r}", f"{model[key]!r:.80}"
+            )
+    for token in json.loads(raw).get("added_tokens", ()):
+        if (given := inner.token_to_id(token["content"])) != token["id"]:
+            # It renumbers an added token whose id is taken or leaves a gap, and says nothing.
+            expected = f"{token['content']!r} at id {token['id']:,}, as the file says"
+            _refuse_tokenizer(where, expected, f"id {given} given by the tokenizers library")
+    return record
+
+
+def _pre_tokenizer_name(record: dict[str, Any], where: object) -> tuple[str, str]:
+    """The name in GGUF of the way that text is cut, and the normalizer."""
+    splits = _splits(record["pre_tokenizer"], where)
+    named = [name for name, pre in PRE_TOKENIZERS.items() if pre.splits == splits]
+    if not named:
+        known = ", ".join(PRE_TOKENIZERS)
+        _refuse_tokenizer(
+            where, f"text cut as one of {known} cuts it", f"the expressions {splits!r:.200}"
+        )
+    ignore_merges = record["model"].get("ignore_merges", False)
+    if ignore_merges != PRE_TOKENIZERS[named[0]].ignore_merges:
+        _refuse_tokenizer(
+            where, f"ignore_merges {not ignore_merges}, as for {named[0]}", f"{ignore_merges}"
+        )
+    normalizer = record["normalizer"]
+    if normalizer not in (None, {"type": "NFC"}):
+        _refuse_tokenizer(where, "the normalizer NFC or none", f"{normalizer!r:.80}")
+    return named[0], "none" if normalizer is None else "NFC"
+
+
+def _splits(cutter: dict[str, Any] | None, where: object) -> tuple[str, ...]:
+    """The regular expressions that cut text, before it is spelt in bytes."""
+    steps = [cutter] if cutter is not None else []
+    if cutter is not None and cutter["type"] == "Sequence":
+        steps = cutter["pretokenizers"]
+    if not steps or steps[-1]["type"] != "ByteLevel" or steps[-1]["add_prefix_space"]:
+        _refuse_tokenizer(
+            where, "a ByteLevel pre-tokenizer without prefix space at the end", f"{steps!r:.200}"
+        )
+    found = []
+    for step in steps[:-1]:
+        plain = step["type"] == "Split" and (step["behavior"], step["invert"]) == (
+            "Isolated",
+            False,
+        )
+        if not plain or "Regex" not in step["pattern"]:
+            _refuse_tokenizer(where, "text cut by isolating a regular expression", f"{step!r:.200}")
+        found.append(step["pattern"]["Regex"])
+    if steps[-1]["use_regex"]:
+        found.extend(PRE_TOKENIZERS["gpt-2"].splits)
+    return tuple(found)
+
+
+def _token_type(added: dict[str, Any] | None, where: object) -> TokenType:
+    if added is None:
+        return TokenType.NORMAL
+    for flag in ("lstrip", "rstrip", "single_word"):
+        if added[flag]:
+            _refuse_tokenizer(
+                where, f"added tokens without {flag}", f"{added['content']!r} with it"
+            )
+    return TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+
+
+def _added_around(post: dict[str, Any] | None, where: object) -> tuple[str | None, str | None]:
+    """The tokens that are put before and after each text."""
+    steps = [] if post is None else post.get("processors", [post])
+    # ByteLevel moves offsets and no ids.
+    steps = [step for step in steps if step["type"] != "ByteLevel"]
+    if not steps:
+        return None, None
+    kinds = [step["type"] for step in steps]
+    if kinds != ["TemplateProcessing"]:
+        _refuse_tokenizer(where, "a TemplateProcessing post-processor at most", ", ".join(kinds))
+    parts = steps[0]["single"]
+    sequence = [number for number, part in enumerate(parts) if "Sequence" in part]
+    if len(sequence) != 1 or sequence[0] > 1 or len(parts) - sequence[0] > 2:
+        _refuse_tokenizer(where, "at most one token before and after a text", f"{parts!r:.200}")
+    before, after = parts[: sequence[0]], parts[sequence[0] + 1 :]
+    return _single(steps[0], before, where), _single(steps[0], after, where)
+
+
+def _single(template: dict[str, Any], parts: list[dict[str, Any]], where: object) -> str | None:
+    if not parts:
+        return None
+    tokens = template["special_tokens"][parts[0]["SpecialToken"]["id"]]["tokens"]
+    if len(tokens) != 1:
+        _refuse_tokenizer(where, "one token for each place of the template", f"{tokens!r:.80}")
+    return str(tokens[0])
+
+
+def _refuse_tokenizer(where: object, expected: str, found: str) -> NoReturn:
+    raise TokenizerError.expected("tokenizer for GGUF", where, expected, found)

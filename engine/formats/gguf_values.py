@@ -1,4 +1,5 @@
-"""Key/value pairs of a GGUF file: found and measured when a file is opened, decoded when asked for.
+"""Key/value pairs of a GGUF file: found and measured when a file is opened, decoded when asked for; and
+values as they are written.
 
     key      u64 length, UTF-8; 1 to 65,535 bytes
     type     u32, a `ValueType`
@@ -7,19 +8,25 @@
 A tokenizer is two arrays of 150 thousand strings. Opening walks over their lengths only, and
 `decode` makes the texts; numbers are unpacked as one block. Bad UTF-8 within an array is therefore
 met when the array is decoded, every other fault when the file is opened.
+
+Other readers insist on types: a count is UINT32, a list of ids INT32, a real FLOAT32. Those are
+chosen where they hold the value exactly, and the next wider one where they do not. No torch.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import WeightsError
+from engine.formats.weights import CUT_SHORT
 
 
 class ValueType(IntEnum):
@@ -57,7 +64,8 @@ MAX_KEY_BYTES = 65_535
 MAX_STRINGS = 1 << 22
 """In one array; the largest vocabularies have 2^18 tokens and twice as many merges."""
 
-CUT_SHORT = "the file may be cut short; compare its size with the source"
+LARGEST_REAL = 1e38
+"""Rounded up in any digit, a smaller number is still an fp32 number."""
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -256,3 +264,106 @@ def _check_bools(cursor: Cursor, key: str, start: int) -> None:
     if others:
         at = start + values.index(others[:1])
         raise cursor.error("GG10", at, f"0 or 1 for a BOOL of {quoted(key)}", f"{others[0]}")
+
+
+class GgufMetadata(Mapping[str, Any]):
+    """The key/value pairs of a file; a value is decoded each time it is asked for."""
+
+    def __init__(self, path: Path, head: bytes, entries: dict[str, Entry]) -> None:
+        self.path = path
+        self._head = head
+        self._entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return decode(self._head, self._entries[key], self.path, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def entry(self, key: str) -> Entry | None:
+        """Type and length of a value, without decoding it."""
+        return self._entries.get(key)
+
+
+def encode_value(value: GgufValue) -> bytes:
+    """A value as it stands in a file, after its type."""
+    head = struct.pack("<I", value.type)
+    if value.type is ValueType.STRING:
+        return head + encode_string(value.value)
+    if value.type is not ValueType.ARRAY:
+        return head + struct.pack(f"<{NUMBER_FORMATS[value.type]}", value.value)
+    assert value.element is not None
+    head += struct.pack("<IQ", value.element, len(value.value))
+    if value.element is ValueType.STRING:
+        return head + b"".join(map(encode_string, value.value))
+    return head + struct.pack(f"<{len(value.value)}{NUMBER_FORMATS[value.element]}", *value.value)
+
+
+def typed(value: object, key: str, where: object) -> GgufValue:
+    """A value in the smallest usual type that holds it; a list is of one kind. `WeightsError`."""
+    if isinstance(value, list | tuple):
+        kinds = {type(one) for one in value}
+        if kinds <= {int} and (element := _integer_type(value, ValueType.INT32)):
+            return GgufValue(type=ValueType.ARRAY, element=element, value=list(value))
+        if kinds == {float}:
+            element = max(map(_real_type, value))
+            return GgufValue(type=ValueType.ARRAY, element=element, value=list(value))
+        if kinds in ({bool}, {str}):
+            element = ValueType.BOOL if kinds == {bool} else ValueType.STRING
+            for text in value if element is ValueType.STRING else ():
+                encode_text(text, key, where)
+            return GgufValue(type=ValueType.ARRAY, element=element, value=list(value))
+    elif isinstance(value, bool):
+        return GgufValue(type=ValueType.BOOL, value=value)
+    elif isinstance(value, int) and (kind := _integer_type([value], ValueType.UINT32)):
+        return GgufValue(type=kind, value=value)
+    elif isinstance(value, float):
+        return GgufValue(type=_real_type(value), value=value)
+    elif isinstance(value, str):
+        encode_text(value, key, where)
+        return GgufValue(type=ValueType.STRING, value=value)
+    expected = "a number of at most 64 bits, a text, true, false, or a list of one of them"
+    refuse_key(where, key, expected, f"{value!r:.80}")
+
+
+def _integer_type(values: Sequence[int], usual: ValueType) -> ValueType | None:
+    low, high = min(values, default=0), max(values, default=0)
+    for kind in (usual, ValueType.UINT32, ValueType.INT32, ValueType.INT64, ValueType.UINT64):
+        bits = 8 * struct.calcsize(NUMBER_FORMATS[kind])
+        signed = NUMBER_FORMATS[kind].islower()
+        least, most = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if signed else (0, 2**bits)
+        if least <= low and high < most:
+            return kind
+    return None
+
+
+def _real_type(value: float) -> ValueType:
+    """FLOAT32, which readers expect, where nothing is lost by it."""
+    if not math.isfinite(value):
+        return ValueType.FLOAT32
+    fits = abs(value) < LARGEST_REAL and struct.unpack("<f", struct.pack("<f", value))[0] == value
+    return ValueType.FLOAT32 if fits else ValueType.FLOAT64
+
+
+def encode_text(text: str, key: str, where: object) -> bytes:
+    """UTF-8; `key` names the text in the `WeightsError` for a lone surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        refuse_key(where, key, "text of Unicode characters", f"a lone surrogate at {error.start}")
+
+
+def encode_string(text: str) -> bytes:
+    """A text as it stands in a file, after its length."""
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def refuse_key(where: object, key: str, expected: str, found: str) -> NoReturn:
+    raise WeightsError.expected("GGUF metadata", f"{where}, key {quoted(key)}", expected, found)

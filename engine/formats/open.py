@@ -15,12 +15,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from engine.formats.apr import AprFile
-from engine.formats.gguf import open_gguf
+from engine.formats.gguf import PART, open_gguf
 from engine.formats.kinds import START_BYTES, Kind, kind_of, other_kind
 from engine.formats.safetensors import (
     INDEX_FILE,
@@ -28,14 +27,14 @@ from engine.formats.safetensors import (
     SafetensorsFolder,
     escapes,
     open_index,
+    read_header,
+    refuse,
 )
-from engine.formats.safetensors_header import open_regular, read_header, refuse
-from engine.formats.weights import WeightFile
+from engine.formats.weights import WeightFile, open_regular
 
 _EXPECTED = "a safetensors, GGUF or .apr file"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".distcp")
 _PICKLE_REASON = "a pickle can run code: convert it to safetensors in a sandbox"
-_GGUF_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 _HASH_BYTES = 1 << 22
 
 
@@ -94,9 +93,10 @@ def _in_folder(folder: Path) -> Path:
         if name in (SINGLE_FILE, INDEX_FILE):
             found[name] = folder / name
         elif name.lower().endswith((".gguf", ".apr")) and not name.startswith("."):
-            part = _GGUF_PART.fullmatch(name)
+            part = PART.fullmatch(name)
             # Any part of a split file stands for all of them.
-            found.setdefault(f"{part[1]}-*-of-{part[2]}.gguf" if part else name, folder / name)
+            every = f"{part['stem']}-*-of-{part['count']}.gguf" if part else name
+            found.setdefault(every, folder / name)
     ours = {name: file for name, file in found.items() if name in (SINGLE_FILE, INDEX_FILE)}
     if ours and "config.json" in names:
         found = ours

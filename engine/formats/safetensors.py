@@ -1,94 +1,131 @@
-"""Weights in safetensors files: one file, or a model folder, opened, read and written.
+"""Weights in safetensors files: one file, or a model folder, opened, checked, read and written.
 
 A model is one file, or a folder with `model.safetensors`, or a folder with
 `model.safetensors.index.json` that says which shard holds which tensor. Which of the three is never
-guessed: a folder with both is refused. Every header is checked by
-`engine.formats.safetensors_header` before any data is touched. Opening a model costs no memory: a tensor
-is read when it is asked for (`engine.formats.open_file`).
+guessed: a folder with both is refused. Every header is checked before any data is touched. Opening a
+model costs no memory: a tensor is read when it is asked for. The files say nothing of the model but its
+tensors: configuration and tokenizer are in the `config.json` and `tokenizer.json` beside them.
 
-The files say nothing of the model but its tensors: configuration and tokenizer are in the
-`config.json` and `tokenizer.json` beside them. ST13 is a set of shards that does not fit its index,
-ST18 an index that names a file outside its folder, by a path or a link; the other codes are the header's.
+    byte 0      8 bytes   N, the length of the header, unsigned little-endian
+    byte 8      N bytes   JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...},
+                          and text under "__metadata__"
+    byte 8+N    the rest  the data; offsets count from here, and tensors fill it without holes,
+                          overlaps or a tail
 
-Importing this module does not load torch; `get`, `write_safetensors` and
-`tensors_sha256` do.
+The `safetensors` library checks this layout too, but its reader maps the file, so that one which is cut
+short while it is read ends the process; it takes duplicate keys, names neither tensor nor byte in its
+messages, and sees a download that went wrong (a Git-LFS pointer, an HTML page) as a bad number. It has
+no parser for a header alone. Here nothing is allocated from an unchecked length, and a file is refused
+with a code and the byte or the tensor that is wrong:
+
+    ST01  shorter than a header      ST07  a key twice               ST12  unknown dtype
+    ST02  another kind of file       ST08  data cut short            ST13  shards do not fit the index
+    ST03  header longer than file    ST09  trailing bytes            ST17  too many tensors
+    ST04  header over the limit      ST10  overlap, hole, reversed   ST18  an index names a file outside
+    ST05  not UTF-8, not JSON        ST11  shape and bytes disagree        its folder, by a path or a link
+
+ST06, a header that does not start with its brace, is a warning, and so is a field nobody knows.
+
+Importing this module does not load torch; `get`, `write_safetensors` and `tensors_sha256` do. Not
+covered: values (`engine.formats.values`).
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from engine import files, limits
-from engine.errors import BadInput, DiskFull, WeightsError
-from engine.formats.open_file import OpenFile, Scratch
-from engine.formats.safetensors_header import (
-    DTYPES,
-    Header,
+from engine.errors import WeightsError
+from engine.formats.kinds import HEADER_LIMIT_BYTES, START_BYTES, Kind, kind_of, other_kind
+from engine.formats.weights import (
+    CUT_SHORT,
+    OpenFile,
+    Scratch,
     TensorInfo,
-    read_header,
+    WeightFile,
+    identity_of,
+    open_regular,
+    parse_object,
     read_json_object,
-    refuse,
 )
+from engine.formats.writing import fsync_folder, tensor_bytes, unwritable
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "SafetensorsFolder",
-    "TensorInfo",
-    "fsync_folder",
-    "open_safetensors",
-    "read_header",
-    "tensor_bytes",
-    "tensors_sha256",
-    "unwritable",
-    "write_safetensors",
-]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
+TENSORS_LIMIT = limits.TENSORS.most
+"""A 70B model has under a thousand; a header of a million empty tensors only costs time."""
 
-class SafetensorsFolder:
-    """The tensors of one file or of all shards of a folder; data is read when asked for.
+# Name in a file -> bits of one value, name in torch where it has one.
+DTYPES: dict[str, tuple[int, str | None]] = {
+    "F64": (64, "float64"),
+    "F32": (32, "float32"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "F4": (4, None),
+    "I64": (64, "int64"),
+    "I32": (32, "int32"),
+    "I16": (16, "int16"),
+    "I8": (8, "int8"),
+    "U64": (64, "uint64"),
+    "U32": (32, "uint32"),
+    "U16": (16, "uint16"),
+    "U8": (8, "uint8"),
+    "BOOL": (8, "bool"),
+    "C64": (64, "complex64"),
+}
 
-    A `WeightFile` with Hugging Face names.
-    """
+_GGUF_TYPE = re.compile(r"(Q\d|IQ\d|TQ\d|MXFP)\w*", re.IGNORECASE)
 
-    format: Literal["safetensors"] = "safetensors"
-    convention: Literal["hf"] = "hf"
+
+class SafetensorsFolder(WeightFile):
+    """The tensors of one file or of all shards of a folder, with Hugging Face names."""
+
+    format = "safetensors"
+    convention = "hf"
 
     def __init__(self, path: Path, headers: list[Header]) -> None:
         self.path = path
-        self.tensors: dict[str, TensorInfo] = {}
-        self.metadata: dict[str, str] = {}
-        """The text under `__metadata__`; of several shards, the last that has a key."""
+        tensors: dict[str, TensorInfo] = {}
+        metadata: dict[str, str] = {}
         named_apr = [
             f"AP12 {header.path}: a safetensors file named .apr, read as what it is"
             for header in headers
             if header.path.suffix.lower() == ".apr"
         ]
-        self.warnings: tuple[str, ...] = (*named_apr, *(w for h in headers for w in h.warnings))
+        self.warnings = (*named_apr, *(w for h in headers for w in h.warnings))
         for header in headers:
-            self.metadata |= header.metadata
+            metadata |= header.metadata  # of several shards, the last that has a key
             for name, info in header.tensors.items():
-                if name in self.tensors:
+                if name in tensors:
                     refuse(
                         path,
                         f'tensor "{name}" in one shard',
-                        f"it in {self.tensors[name].file.name} and {info.file.name}",
+                        f"it in {tensors[name].file.name} and {info.file.name}",
                         code="ST13",
                     )
-                self.tensors[name] = info
+                tensors[name] = info
+        self.tensors, self.metadata = tensors, metadata
         scratch = Scratch()
         self._files = {
             one.path: OpenFile(one.path, "weights", "", one.identity, scratch) for one in headers
@@ -105,7 +142,7 @@ class SafetensorsFolder:
         if dtype is None:
             where = f'{info.file}, tensor "{name}"'
             refuse(where, "a dtype that torch has", info.dtype, code="ST12")
-        return self._files[info.file].read(info.start, info.bytes, dtype).view(info.shape)
+        return self.read(info, dtype).view(info.shape)
 
     @property
     def folder(self) -> Path:
@@ -124,49 +161,6 @@ class SafetensorsFolder:
         if not os.path.lexists(path):
             return None
         return files.read_bytes(path, "tokenizer", limits.TOKENIZER_FILE, error=WeightsError)
-
-    def close(self) -> None:
-        """Lets go of the files; tensors of `get` live on."""
-        for file in self._files.values():
-            file.close()
-
-    def __enter__(self) -> SafetensorsFolder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def open_safetensors(path: str | Path) -> SafetensorsFolder:
-    """Opens a file, an index, or a model folder, and checks every header. Raises `WeightsError`."""
-    path = Path(path)
-    if not os.path.isdir(path):
-        if path.name.endswith(".index.json"):
-            return open_index(path)
-        return SafetensorsFolder(path, [read_header(path)])
-    single, index = path / SINGLE_FILE, path / INDEX_FILE
-    if os.path.exists(single) and os.path.exists(index):
-        refuse(path, f"{SINGLE_FILE} or {INDEX_FILE}", "both", "name one of the two files instead")
-    if os.path.exists(index):
-        return SafetensorsFolder(path, _read_shards(index))
-    if os.path.lexists(single):
-        return SafetensorsFolder(path, [read_header(single)])
-    try:
-        names = sorted(os.listdir(path))
-    except OSError as error:
-        refuse(path, "a readable folder", str(error.strerror))
-    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
-    refuse(
-        path,
-        f"{SINGLE_FILE} or {INDEX_FILE}",
-        ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") if names else "an empty folder",
-        f"convert {pickled[0]} to safetensors first" if pickled else None,
-    )
 
 
 def open_index(path: Path) -> SafetensorsFolder:
@@ -220,25 +214,6 @@ def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def unwritable(path: Path, error: OSError) -> BadInput:
-    """The error to raise for a write that the system refused: `DiskFull` or `WeightsError`."""
-    reason = str(error.strerror)
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull.expected("weights to write", path, "room for them", reason)
-    if isinstance(error, FileExistsError):
-        return WeightsError.expected("weights to write", path, "nothing at that path", "something")
-    return WeightsError.expected("weights to write", path, "a path that can be written", reason)
-
-
-def fsync_folder(path: Path) -> None:
-    """Makes a new or renamed entry of a folder survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _layout(
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str] | None,
@@ -259,14 +234,6 @@ def _layout(
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return text + b" " * (-len(text) % 8), order
-
-
-def tensor_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> memoryview:
-    """The bytes of a tensor in row-major order, in host memory, cast to `dtype` if given."""
-    import torch
-
-    flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
 
 
 def _code(dtype: torch.dtype) -> str:
@@ -337,3 +304,185 @@ def _read_shards(index: Path) -> list[Header]:
             found = f"it in {others[0]}" if others else "it in no shard"
             refuse(index, f"tensor {json.dumps(name)} in {shard}", found, code="ST13")
     return headers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """A checked header: its tensors fill the rest of the file exactly."""
+
+    path: Path
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    file_bytes: int
+    identity: tuple[int, ...] = ()
+    """Of the file that was read, as `engine.formats.weights` compares it."""
+    warnings: tuple[str, ...] = ()
+    """What the format does not foresee and this reader took, one line each."""
+
+
+def read_header(path: str | Path) -> Header:
+    """Reads and checks the header of one file; no tensor data is read. Raises `WeightsError`."""
+    path = Path(path)
+    with open_regular(path, "safetensors file") as file:
+        identity = identity_of(file.fileno())
+        file_bytes = os.fstat(file.fileno()).st_size
+        start = file.read(START_BYTES)
+        kind = kind_of(start)
+        if kind not in (Kind.SAFETENSORS, Kind.EMPTY, Kind.UNKNOWN):
+            raise other_kind("weights", path, Kind.SAFETENSORS.value, kind, start, "ST02")
+        if file_bytes < 8:
+            refuse(
+                path,
+                "8 bytes of header length",
+                f"a file of {file_bytes} bytes",
+                CUT_SHORT,
+                code="ST01",
+            )
+        header_bytes = int.from_bytes(start[:8], "little")
+        if header_bytes > HEADER_LIMIT_BYTES:
+            refuse(
+                path,
+                f"a header of at most {HEADER_LIMIT_BYTES:,} bytes",
+                f"a length of {header_bytes:,} (the file starts with {start[:8]!r})",
+                "this may be no safetensors file at all",
+                code="ST04",
+            )
+        if 8 + header_bytes > file_bytes:
+            refuse(
+                path,
+                f"a header of {header_bytes:,} bytes",
+                f"a truncated file of {file_bytes:,} bytes",
+                CUT_SHORT,
+                code="ST03",
+            )
+        file.seek(8)
+        text = file.read(header_bytes)
+    raw = parse_object(
+        text,
+        "safetensors header",
+        path,
+        first_byte=8,
+        code="ST05",
+        twice_code="ST07",
+        no_minus_zero=True,
+    )
+    metadata = raw.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        refuse(path, "__metadata__ of text to text", f"{metadata!r:.80}", code="ST05")
+    if len(raw) > TENSORS_LIMIT:
+        refuse(path, f"at most {TENSORS_LIMIT:,} tensors", f"{len(raw):,}", code="ST17")
+    data_start = 8 + header_bytes
+    tensors = {name: _tensor_info(path, name, raw[name], data_start) for name in raw}
+    _check_layout(path, tensors, data_start, file_bytes)
+    return Header(
+        path=path,
+        tensors=tensors,
+        metadata=metadata,
+        file_bytes=file_bytes,
+        identity=identity,
+        warnings=tuple(_oddities(path, text, raw)),
+    )
+
+
+def refuse(
+    where: object, expected: str, found: str, hint: str | None = None, *, code: str = ""
+) -> NoReturn:
+    """Raises the `WeightsError` for a weight file; `code` names the case, as ST08 does."""
+    raise WeightsError.expected(f"{code} weights".lstrip(), where, expected, found, hint=hint)
+
+
+def _oddities(path: Path, text: bytes, raw: dict[str, Any]) -> Iterator[str]:
+    spaces = len(text) - len(text.lstrip())
+    if spaces:
+        yield f"ST06 {path}: non-canonical header start, {spaces} bytes of white space at byte 8"
+    for name, entry in raw.items():
+        for field in entry.keys() - {"dtype", "shape", "data_offsets"}:
+            yield f"{path}, tensor {json.dumps(name)}: unknown field {json.dumps(field)} ignored"
+
+
+def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorInfo:
+    where = f"{path}, tensor {json.dumps(name)}"
+    entry = raw if isinstance(raw, dict) else {}
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        gguf = ", a GGUF type" if isinstance(dtype, str) and _GGUF_TYPE.fullmatch(dtype) else ""
+        refuse(
+            where,
+            f"one of the dtypes {', '.join(DTYPES)}",
+            f"{dtype!r:.80}{gguf}",
+            "quantized blocks are kept in .gguf and .apr files" if gguf else None,
+            code="ST12",
+        )
+    if not counts(shape):
+        refuse(where, "a shape of integers from 0", f"{shape!r:.80}", code="ST11")
+    if not counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        refuse(where, "data_offsets of [begin, end]", f"{offsets!r:.80}", code="ST10")
+    begin, end = offsets
+    bits = math.prod(shape) * DTYPES[dtype][0]
+    if bits != (end - begin) * 8:
+        refuse(
+            where,
+            f"{bits / 8:,g} bytes for {dtype}{shape!r:.80}",
+            f"{end - begin:,} bytes",
+            code="ST11",
+        )
+    if math.prod(size for size in shape if size) >= 2**63:
+        # Only beside a zero, which fits in no bytes; torch cannot make such a tensor.
+        refuse(where, "a shape below 2^63", f"{shape!r:.80}", code="ST11")
+    return TensorInfo(
+        name=name,
+        dtype=dtype,
+        shape=tuple(shape),
+        file=path,
+        start=data_start + begin,
+        bytes=end - begin,
+    )
+
+
+def counts(found: object) -> TypeGuard[list[int]]:
+    """A short list of integers from 0 to 2^63 - 1, so that products stay small."""
+    return (
+        isinstance(found, list)
+        and len(found) <= 64
+        and all(type(count) is int and 0 <= count < 2**63 for count in found)
+    )
+
+
+def _check_layout(
+    path: Path, tensors: dict[str, TensorInfo], data_start: int, file_bytes: int
+) -> None:
+    """Each byte after the header belongs to exactly one tensor."""
+    end, before = data_start, "the header"
+    for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
+        name = f"tensor {json.dumps(info.name)}"
+        if info.start < end:
+            refuse(
+                path,
+                f"{name} after {before}",
+                f"it overlaps {before} at byte {info.start:,}",
+                code="ST10",
+            )
+        if info.start > end:
+            refuse(
+                path,
+                f"{name} at byte {end:,}",
+                f"a hole of {info.start - end:,} bytes before it",
+                code="ST10",
+            )
+        end, before = info.start + info.bytes, name
+    if end > file_bytes:
+        refuse(
+            path,
+            f"{end:,} bytes",
+            f"a truncated file of {file_bytes:,}: {end - file_bytes:,} bytes are missing",
+            CUT_SHORT,
+            code="ST08",
+        )
+    if end < file_bytes:
+        refuse(
+            path,
+            f"{end:,} bytes",
+            f"{file_bytes - end:,} trailing bytes of no tensor",
+            "another file may be hidden behind the weights",
+            code="ST09",
+        )

@@ -12,9 +12,7 @@ Figures belong to one version of Triton and are compared only with figures of th
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 import re
 import subprocess
 import sys
@@ -23,15 +21,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 import triton
 from triton import knobs
-from triton.runtime.jit import JITFunction
 
-import engine.kernels
 from engine.errors import InternalError
 from engine.kernels import (
     adamw,
@@ -54,7 +48,7 @@ FUSED_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 SHAPES = ((512, 3584), (18944, 3584))
 """Rows and columns of the narrowest and the widest matrix of a layer of Qwen2.5-7B."""
 ROW_COUNTS = (1, 8, 64)
-"""Rows of activations: one, the most that become whole numbers, the most that fused kernels take."""
+"""Rows of activations: one, the most that become integers, the most that fused kernels take."""
 LOSS_IDS = 151936
 MARGIN_REGISTERS = 8
 """How many more registers are no regression: a GPU hands them out in eights."""
@@ -76,25 +70,6 @@ class AotFigure:
     @property
     def kept(self) -> list[int]:
         return [self.registers, self.stack_bytes, self.shared_bytes]
-
-
-def modules() -> list[ModuleType]:
-    """The modules of this package, imported; but for this one, which also runs as a program."""
-    names = (info.name for info in pkgutil.iter_modules(engine.kernels.__path__))
-    return [
-        importlib.import_module(f"{engine.kernels.__name__}.{name}")
-        for name in names
-        if name != "aot"
-    ]
-
-
-def functions_of(module: ModuleType) -> list[JITFunction]:
-    """The `@triton.jit` functions that a module defines, kernels and what they call."""
-    return [
-        value
-        for value in vars(module).values()
-        if isinstance(value, JITFunction) and value.__module__ == module.__name__
-    ]
 
 
 def all_variants(arch: int) -> tuple[Variant, ...]:
@@ -138,32 +113,6 @@ def _loss_variants() -> tuple[Variant, ...]:
         *sparse_loss.variants(bf16, temperature=1.5),
         *sparse_loss.variants(temperature=2),
     )
-
-
-def some_variants(arch: int) -> tuple[Variant, ...]:
-    """One of each function, writing bf16 where one of its variants does: what a quick look compiles."""
-    found: dict[Any, Variant] = {}
-    for variant in all_variants(arch):
-        kept = found.setdefault(variant.function, variant)
-        if "*bf16" in variant.types and "*bf16" not in kept.types:
-            found[variant.function] = variant
-    return tuple(found.values())
-
-
-def idle_functions() -> list[str]:
-    """The `@triton.jit` functions of this package that no variant is of and none of it calls."""
-    functions = [function for module in modules() for function in functions_of(module)]
-    listed = {variant.function for arch in ARCHITECTURES for variant in all_variants(arch)}
-    return [
-        f"{function.__module__}.{function.__name__}"
-        for function in functions
-        if function not in listed
-        and not any(
-            re.search(rf"\b{function.__name__}\(", other.src)
-            for other in functions
-            if other is not function
-        )
-    ]
 
 
 def compile_all(

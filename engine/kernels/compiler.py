@@ -1,18 +1,48 @@
-"""From a `Variant` to machine code, through Triton and its cache on disk. Needs no GPU.
+"""From a `Variant` to machine code, through Triton and its cache on disk, and every body held to the key it
+was asked for under. Needs no GPU.
 
-Triton keeps a body in a folder named by its own hash. Two things are added to that here, both so
-that a body can be held to its key (`bodies.py`):
+Triton keeps a body in a folder named by its own hash. Two things are added to that here, both so that a
+body can be held to its key:
 
 - the compiled function is named by the digest of our key, and the name goes into Triton's hash too.
   So a folder belongs to one key, and the machine code says which;
 - the first stage of a compilation can be run alone: some milliseconds from the kernel's source to
-  the text in which its constants stand as numbers.
+  the text in which its constants stand as numbers. Triton has no public way to that: `ir` is private
+  to it, and is used here alone.
+
+A cache finds bodies by key. If a body compiled with epsilon 1e-5 lies under the key of 1e-6, every
+lookup, count and warm-up is right and every result is wrong. So a body that comes from disk is not
+believed but examined, in ways of which one suffices to refuse it:
+
+    its manifest      the file `manifest-1.json` that was laid beside it: the whole key, and a hash of
+                      every file. Names the fields that differ
+    its metadata      the name, target, warps and arithmetic that Triton compiled it for
+    its machine code  must define the function that is named by the digest of the key
+    its first stage   the text in which the constants are numbers must equal the one that the kernel's
+                      source gives now, whatever anybody wrote about the body
+
+The first three take 2 ms. The last takes the front end of the compiler, 15 to 100 ms, and says
+nothing more about a body that the same code of ours has examined so before: the manifest names that
+code by a hash. Bodies left by any other version of it are examined in full.
+
+A body that fails is neither used nor silently replaced: that something writes wrong bodies is worth
+knowing. A body without manifest belongs to a process that was killed while compiling it; it is
+compiled again, and counted as compiled.
+
+Not covered: machine code that was altered together with the hash of it in the manifest.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -23,7 +53,6 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from engine.errors import InternalError
-from engine.kernels import bodies
 from engine.kernels.key import KernelKey, Variant
 from engine.parsing import PARSING
 
@@ -32,6 +61,10 @@ WARP_THREADS = 32
 ARCHITECTURES = (80, 89, 90, 100, 120, 121)
 """Compute capabilities that every kernel compiles for: A100, L4 and 4090, H100 and H200, B200, 5090,
 GB10."""
+MANIFEST = "manifest-1.json"
+"""With the version of its form: a body that another form vouched for has no manifest here, and is
+compiled again."""
+OWN_FILES = ("key.py", "compiler.py")
 
 
 def key_for(variant: Variant, arch: int) -> KernelKey:
@@ -52,14 +85,14 @@ def compile_for(variant: Variant, arch: int) -> tuple[Any, bool]:
     """
     key = key_for(variant, arch)
     body, disk_hit = _compile(variant, arch, key)
-    if disk_hit and not bodies.has_manifest(body):
+    if disk_hit and not _has_manifest(body):
         # Whoever compiled it was killed before it said what it had compiled.
-        bodies.forget(body)
+        _forget(body)
         body, disk_hit = _compile(variant, arch, key)
     if disk_hit:
-        bodies.verify(body, key, lambda: first_stage(variant, arch, key))
+        verify(body, key, lambda: first_stage(variant, arch, key))
     else:
-        bodies.vouch(body, key, first_stage(variant, arch, key))
+        _vouch(body, key, first_stage(variant, arch, key))
     return body, disk_hit
 
 
@@ -68,11 +101,8 @@ def first_stage(variant: Variant, arch: int, key: KernelKey) -> str:
     and nothing of the target but what the source asks for. Without line numbers."""
     source = _Source(variant, key.symbol)
     target = _target(arch)
-    backend = make_backend(target)
+    backend, context = _front_end(target)
     options = backend.parse_options(_options(variant))
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     module = source.make_ir(
@@ -83,6 +113,14 @@ def first_stage(variant: Variant, arch: int, key: KernelKey) -> str:
         context,
     )
     return str(stages["ttir"](module, {}).str_nodebug())
+
+
+def _front_end(target: GPUTarget) -> tuple[Any, Any]:
+    """Triton's backend for a target, and a context in which its language can be made and read."""
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    return backend, context
 
 
 class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
@@ -153,3 +191,155 @@ def _assembler(arch: int) -> str:
     """Version of the program that turns PTX into machine code; Blackwell has one of its own."""
     tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
     return str(tool.version)
+
+
+def _has_manifest(body: Any) -> bool:
+    return (_folder(body) / MANIFEST).exists()
+
+
+def _forget(body: Any) -> None:
+    """Takes a body out of Triton's index, so that it is compiled again."""
+    name = _path(body, ".json").name
+    (_folder(body) / f"__grp__{name}").unlink(missing_ok=True)
+
+
+def _vouch(body: Any, key: KernelKey, first_stage: str) -> None:
+    """Writes the manifest of a body, once it has been found to be one of `key`.
+
+    `first_stage` is what the kernel's source gives now.
+    """
+    _refuse(
+        body,
+        key,
+        [*_metadata(body, key), *_content(body, key), *_first_stage(body, key, first_stage)],
+    )
+    manifest = {"key": key.fields(), "sha256": _hashes(body), "examined_by": _own_code()}
+    target = _folder(body) / MANIFEST
+    partial = target.with_name(f"{MANIFEST}.{os.getpid()}-{id(body):x}")
+    partial.write_text(json.dumps(manifest, indent=1))
+    partial.replace(target)
+
+
+# contract: kernel-keys-v1
+def verify(body: Any, key: KernelKey, first_stage: Callable[[], str]) -> None:
+    """Raises InternalError, naming each field and file, unless `body` is a body of `key`.
+
+    `first_stage` gives what the kernel's source gives now; it is called if it has to be.
+    """
+    try:
+        manifest = json.loads((_folder(body) / MANIFEST).read_text())
+        fields, hashes = dict(manifest["key"]), dict(manifest["sha256"])
+        examined_by = manifest["examined_by"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _refuse(body, key, [f"{MANIFEST}: expected a key and hashes, found {error!r}"])
+        return
+    _refuse(
+        body,
+        key,
+        [*_written(body, key, fields, hashes), *_metadata(body, key), *_content(body, key)],
+    )
+    if examined_by != _own_code():
+        _vouch(body, key, first_stage())
+
+
+def _refuse(body: Any, key: KernelKey, problems: list[str]) -> None:
+    if problems:
+        raise InternalError(
+            f"kernel {key.kernel}: {_folder(body)} — expected a body of {key}, found another: "
+            + "; ".join(problems),
+            hint=f"delete {_folder(body)}; the kernel is then compiled again",
+        )
+
+
+def _written(
+    body: Any, key: KernelKey, fields: dict[str, str], hashes: dict[str, str]
+) -> Iterator[str]:
+    for name, expected in key.fields().items():
+        if fields.get(name) != expected:
+            yield f"{name}: expected {expected}, found {fields.get(name, 'none')}"
+    for name, found in _hashes(body).items():
+        if hashes.get(name) != found:
+            yield (
+                f"{name}: expected the file with SHA-256 {str(hashes.get(name, 'none'))[:12]}, "
+                f"found {found[:12]}"
+            )
+
+
+def _metadata(body: Any, key: KernelKey) -> Iterator[str]:
+    found = body.metadata
+    compiler = key.compiler.split()[1]
+    for name, expected, actual in (
+        ("name", key.symbol, found.name),
+        ("target", key.target, f"sm_{found.target.arch}"),
+        ("warps", key.warps, found.num_warps),
+        ("stages", key.stages, found.num_stages),
+        ("fp_fusion", key.fp_fusion, found.enable_fp_fusion),
+        ("early", key.early, found.launch_pdl),
+        ("compiler", compiler, found.triton_version),
+    ):
+        if actual != expected:
+            yield f"{name} in its metadata: expected {expected}, found {actual}"
+
+
+def _content(body: Any, key: KernelKey) -> Iterator[str]:
+    # The symbol table of an ELF file holds names as plain bytes.
+    if key.symbol.encode() not in body.asm["cubin"]:
+        yield f"machine code: expected the function {key.symbol}, found none of that name"
+
+
+def _first_stage(body: Any, key: KernelKey, expected: str) -> Iterator[str]:
+    found = _without_locations(_path(body, ".ttir"), body.metadata.target)
+    named = re.search(r"tt\.func public @(\w+)", found)
+    if named is not None and named[1] != key.symbol:
+        yield f"name in its first stage: expected {key.symbol}, found {named[1]}"
+        found = found.replace(named[1], key.symbol)
+    if found != expected:
+        wanted, got = _first_difference(expected, found)
+        yield f"first stage: expected `{wanted}`, found `{got}`"
+
+
+def _without_locations(path: Path, target: GPUTarget) -> str:
+    """The first stage as stored, less the names and line numbers of the file it came from: the same
+    source may lie in another folder today."""
+    _, context = _front_end(target)
+    try:
+        module = ir.parse_mlir_module(str(path), context)
+    except RuntimeError as error:
+        return str(error)
+    return str(module.str_nodebug())
+
+
+def _first_difference(expected: str, found: str) -> tuple[str, str]:
+    """The first line in which two texts differ, of each."""
+    lines = zip_longest(expected.splitlines(), found.splitlines(), fillvalue="its end")
+    differing = ((a.strip(), b.strip()) for a, b in lines if a != b)
+    return next(differing, ("its end", "its end"))
+
+
+def _hashes(body: Any) -> dict[str, str]:
+    """SHA-256 of every file of a body by its name."""
+    return {
+        name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for name, path in sorted(body.metadata_group.items())
+    }
+
+
+def _path(body: Any, suffix: str) -> Path:
+    for name, path in body.metadata_group.items():
+        if name.endswith(suffix):
+            return Path(path)
+    raise InternalError(
+        f"Triton's cache: {_folder(body)} — expected a file {suffix}, found {sorted(body.metadata_group)}",
+        hint="unset TRITON_STORE_BINARY_ONLY: what is not stored cannot be examined",
+    )
+
+
+def _folder(body: Any) -> Path:
+    return Path(next(iter(body.metadata_group.values()))).parent
+
+
+@functools.cache
+def _own_code() -> str:
+    """Hash of the code that makes keys and bodies and examines them."""
+    text = b"".join((Path(__file__).parent / name).read_bytes() for name in OWN_FILES)
+    return hashlib.sha256(text).hexdigest()

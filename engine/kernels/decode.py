@@ -9,7 +9,7 @@
 At one row nothing here is work: a layer of a 7B model reads 130 MB of weights, and these kernels a few
 kB. What counts is how many there are, how often each waits for memory, and that none asks the host:
 positions and tokens are on the device, and lengths of loops are read there. Each is written so that its
-results become the next product's inputs, as floats or as whole numbers (`small_m_inputs.py`), without a
+results become the next product's inputs, as floats or as integers (`small_m_inputs.py`), without a
 kernel for that.
 
 Every program knows of no row but its own: a row's bits do not depend on what is run beside it.
@@ -42,7 +42,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.early import wait_for_inputs
+from engine.kernels.dependent_launch import wait_for_inputs
 from engine.kernels.small_m_inputs import write_codes
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"

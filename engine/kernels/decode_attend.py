@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.decode import _write, over_norm, rest_of, summed
-from engine.kernels.early import wait_for_inputs
+from engine.kernels.dependent_launch import wait_for_inputs
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 

@@ -2,7 +2,7 @@
 
     Parts       what a product gave, in parts to be added
     Undivided   what is left of an RMS norm for whoever reads a product (`decode.py`)
-    Out         where the inputs of the next product go: whole numbers, or floats
+    Out         where the inputs of the next product go: integers, or floats
     Heads       what attention of one layer has besides queries, keys and values
     Scratch     what attention leaves of each chunk (`decode_attend.py`)
 

@@ -6,7 +6,7 @@
 
 All take the rows of a step, contiguous, in one float dtype. Pointers, rows, slots and factors are
 arguments; widths, strides and numbers of parts are constants: a model has few of them. With `early` they may
-begin before the kernel ahead has ended (`early.py`).
+begin before the kernel ahead has ended (`dependent_launch.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.kernels.decode_buffers import (
     Undivided,
     parts_of,
 )
-from engine.kernels.early import EARLY_ARCH
+from engine.kernels.dependent_launch import EARLY_ARCH
 from engine.kernels.key import Constant, Variant
 from engine.kernels.registry import launch, pointer_type
 from engine.kernels.small_m_inputs import BLOCK

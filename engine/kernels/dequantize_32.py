@@ -1,7 +1,7 @@
 """Dequantisation kernels of the types in blocks of 32 values: Q8_0, Q4_0, Q5_0 and Q5_1.
 
 How they work, and their common arguments, are in `dequantize_triton.py`; which bits lie where is in
-`engine/quant/layout.py`.
+`engine/quant/reference.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dequantisation kernels of the types in blocks of 256 values: Q4_K, Q5_K and Q6_K.
 
-How they work is in `dequantize_triton.py`; which bits lie where is in `engine/quant/layout.py`. `first` and
+How they work is in `dequantize_triton.py`; which bits lie where is in `engine/quant/reference.py`. `first` and
 `count`, i32, are rows here, of `row_blocks` blocks each: a program takes its blocks as they lie in the planes,
 in groups of rows, and writes each to its row.
 """

@@ -1,9 +1,8 @@
 """What torch.compile compiled, read from torch's own counters. Needs no triton.
 
     watch = CompileWatch()
-    mark = watch.mark()
     ...                              steps
-    watch.since(mark)                counts of this stretch, as Readings
+    watch.counts()                   graphs, breaks and hits of the cache on disk since then
     watch.drain()                    a record of each compilation, of one type with our kernels'
 
 A compilation is one frame of Python, forward and backward apart. What happens on the way to it:
@@ -19,31 +18,25 @@ that, so that none is lost between two calls of `drain`. Nothing of torch's comp
 here: as long as nobody else did, nothing was compiled.
 
 torch keeps its counts in a table that answers 0 to any name. A count that it does not keep must not
-pass for 0: where frames were compiled and none of a cache's counts moved, they are absent.
+pass for 0: where graphs were compiled and none of the cache's counts moved, its hits are None.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
-import torch
+from engine.kernels.compile_record import CompileRecord
 
-from engine.kernels.record import CompileRecord
-from engine.machine.reading import Reading, absent, measured
 
-Mark: TypeAlias = Mapping[str, float]
-"""The counts at one moment."""
+class CompileCounts(NamedTuple):
+    """Each None where torch does not keep it."""
 
-_SOURCE = "torch._dynamo.utils.counters"
-_CACHES = {
-    "fxgraph": ("inductor", "fxgraph_cache"),
-    "autograd": ("aot_autograd", "autograd_cache"),
-}
-"""Each cache with torch's group of counters and the stem of their names."""
-_OUTCOMES = ("hit", "miss", "bypass")
+    graphs: int | None
+    graph_breaks: int | None
+    disk_hits: int | None
+    """Graphs that Inductor's cache on disk had."""
 
 
 class CompileWatch:
@@ -54,9 +47,10 @@ class CompileWatch:
         self._last: Any = None
         self._names: dict[str, str] = {}
         self._records: list[CompileRecord] = []
-        self._seconds = 0.0
         self._sealed = False
         self._attached: Any = None
+        self._begun = _torch_counts()
+        self._collect()
 
     def seal(self) -> None:
         """Says that warm-up is over."""
@@ -70,45 +64,16 @@ class CompileWatch:
             records, self._records = self._records, []
         return records
 
-    def mark(self) -> Mark:
-        """The counts of this process now."""
+    def counts(self) -> CompileCounts:
+        """What torch counted since this watch was made."""
         self._collect()
-        utils = _utils()
-        counters = getattr(utils, "counters", None)
-        if counters is None:
-            return {}
-        found: dict[str, float] = {
-            "frames": counters["frames"]["total"],
-            "graphs": counters["stats"]["unique_graphs"],
-            "graph_breaks": sum(counters["graph_break"].values()),
-            "seconds": self._seconds,
-        }
-        for cache, (group, stem) in _CACHES.items():
-            for outcome in _OUTCOMES:
-                found[f"{cache}_{outcome}"] = counters[group][f"{stem}_{outcome}"]
-        return found
-
-    def since(self, mark: Mark) -> dict[str, Reading]:
-        """What was counted since `mark`: frames, graphs, graph_breaks, seconds, and for the caches
-        fxgraph and autograd `_hit`, `_miss` and `_bypass` (a graph that cannot be kept)."""
-        lookups = (f"{cache}_{outcome}" for cache in _CACHES for outcome in _OUTCOMES)
-        names = ("frames", "graphs", "graph_breaks", "seconds", *lookups)
-        if _utils() is None:
-            return {name: measured(0, "torch._dynamo is not loaded") for name in names}
-        now = self.mark()
-        if not now:
-            return {
-                name: absent(f"torch {torch.__version__} has no such table", _SOURCE)
-                for name in names
-            }
-        counts = {name: now[name] - mark.get(name, 0) for name in names}
-        readings = {name: measured(count, _SOURCE) for name, count in counts.items()}
-        for cache in _CACHES:
-            mine = [f"{cache}_{outcome}" for outcome in _OUTCOMES]
-            if counts["graphs"] and not any(counts[name] for name in mine):
-                reason = f"torch {torch.__version__} counted no use of this cache"
-                readings |= {name: absent(reason, _SOURCE) for name in mine}
-        return readings
+        now = _torch_counts()
+        if now is None or self._begun is None:
+            return CompileCounts(None, None, None)
+        graphs, breaks, hits, lookups = (
+            new - old for new, old in zip(now, self._begun, strict=True)
+        )
+        return CompileCounts(graphs, breaks, None if graphs and not lookups else hits)
 
     def close(self) -> None:
         with self._lock:
@@ -132,9 +97,7 @@ class CompileWatch:
         with self._lock:
             places = [place for place, metrics in enumerate(found) if metrics is self._last]
             for metrics in found[places[-1] + 1 if places else 0 :]:
-                record = self._record(metrics)
-                self._seconds += record.seconds
-                self._records.append(record)
+                self._records.append(self._record(metrics))
             self._last = found[-1] if found else None
 
     def _attach(self) -> None:
@@ -185,3 +148,16 @@ class CompileWatch:
 def _utils() -> Any:
     """torch._dynamo.utils, if anybody has loaded it."""
     return sys.modules.get("torch._dynamo.utils")
+
+
+def _torch_counts() -> tuple[int, int, int, int] | None:
+    """Graphs, breaks, and hits and all uses of the FX graph cache, in this process."""
+    utils = _utils()
+    if utils is None:
+        return 0, 0, 0, 0
+    counters = getattr(utils, "counters", None)
+    if counters is None:
+        return None
+    cache = [counters["inductor"][f"fxgraph_cache_{how}"] for how in ("hit", "miss", "bypass")]
+    breaks = sum(counters["graph_break"].values())
+    return counters["stats"]["unique_graphs"], breaks, cache[0], sum(cache)

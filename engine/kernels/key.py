@@ -85,31 +85,20 @@ class KernelKey:
 
     def __str__(self) -> str:
         types = tuple(type_ for _, type_ in self.types)
-        shown = _shown(
-            self.kernel,
-            types,
-            self.constants,
-            self.warps,
-            self.stages,
-            self.fp_fusion,
-            self.early,
-        )
-        return f"{shown}, {self.target}"
+        return f"{_shown(self, self.kernel, types, self.constants)}, {self.target}"
 
 
 def _shown(
-    kernel: str,
+    of: KernelKey | Variant,
+    name: str,
     types: tuple[str, ...],
     constants: tuple[tuple[str, str], ...],
-    warps: int,
-    stages: int,
-    fp_fusion: bool,
-    early: bool,
 ) -> str:
     inside = ", ".join(f"{name}={value}" for name, value in constants)
-    begins = ", begins early" if early else ""
-    fused = "" if fp_fusion else ", no fused multiply-add"
-    return f"{kernel}({', '.join(types)})[{inside}] {warps} warps, {stages} stages{fused}{begins}"
+    fused = "" if of.fp_fusion else ", no fused multiply-add"
+    begins = ", begins early" if of.early else ""
+    head = f"{name}({', '.join(types)})[{inside}]"
+    return f"{head} {of.warps} warps, {of.stages} stages{fused}{begins}"
 
 
 # contract: kernel-keys-v1
@@ -128,7 +117,7 @@ class Variant:
     stages: int = 3
     fp_fusion: bool = True
     early: bool = False
-    """It then waits, before it reads what the one ahead writes and before it writes (`early.py`)."""
+    """It then waits, before it reads what the one ahead writes and before it writes (`dependent_launch.py`)."""
     name: str = field(init=False, repr=False)
     """The function's, without underscores before it."""
     _identity: tuple[Any, ...] = field(init=False, repr=False)
@@ -164,15 +153,7 @@ class Variant:
         return self._hash
 
     def __str__(self) -> str:
-        return _shown(
-            self.name,
-            self.types,
-            self._spelled(),
-            self.warps,
-            self.stages,
-            self.fp_fusion,
-            self.early,
-        )
+        return _shown(self, self.name, self.types, self._spelled())
 
     def key(self, target: str, compiler: str) -> KernelKey:
         names = self.function.arg_names

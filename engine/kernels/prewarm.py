@@ -1,18 +1,21 @@
-"""Every kernel that a model with packed weights will launch, known before it runs.
+"""Warm-up: every kernel that a model with packed weights will launch is known before it runs, and compiled.
 
 A run compiles at its first step what it has not compiled before it, beside everything else that
-happens there; so it is all compiled first (`warm.py`). What is needed follows from the matrices, the
+happens there; so it is all compiled first, several kernels at a time. What is needed follows from the matrices, the
 dtype of the activations and how many rows they have, by the same functions that choose at a launch.
 So the set holds at least what is launched: tests run forward passes and compare.
 
     matrix in blocks      any number of rows          dequantisation: its type and dtype
                           few rows, one of M          the fused kernels of each such M
     anything else         is torch's business         nothing
+
+Most of a compilation is Triton's and the assembler's own code, which lets other Python threads run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +23,11 @@ from torch import nn
 
 from engine.kernels import dequantize_triton, small_m
 from engine.kernels.key import Variant
+from engine.kernels.registry import REGISTRY, KernelRegistry
 from engine.quant.blocks import BlockType
 from engine.quant.planes import PackedMatrix
+
+WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +85,34 @@ def _of(
     yield from small_m.variants(
         matrix.type, matrix.rows, matrix.columns, dtype, matrix.bias, arch=arch, m=few
     )
+
+
+def warm_up(
+    variants: Iterable[Variant],
+    *,
+    registry: KernelRegistry = REGISTRY,
+    workers: int = WORKERS,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> None:
+    """Compiles and loads each variant for the current device; the registry keeps the records.
+
+    `progress` is called with how many are done, of how many. The first error is raised, and no
+    further compilation is begun.
+    """
+    wanted = list(dict.fromkeys(variants))
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def warm(variant: Variant) -> None:
+        # A thread begins on device 0.
+        if device is not None:
+            torch.cuda.set_device(device)
+        registry.warm(variant)
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="kernel") as pool:
+        started = [pool.submit(warm, variant) for variant in wanted]
+        try:
+            for done, finished in enumerate(as_completed(started), start=1):
+                finished.result()
+                progress(done, len(wanted))
+        finally:
+            pool.shutdown(cancel_futures=True)

@@ -8,7 +8,7 @@
 
 A miss is a variant that this process had not compiled for the device; the record says how long it
 took, whether Triton's cache on disk had it, and after warm-up how it differs from what was warmed.
-Every other launch is a hit. A body from disk is examined before it is used (`bodies.py`).
+Every other launch is a hit. A body from disk is examined before it is used (`compiler.py`).
 
 Launching goes through the compiled body that belongs to the key, not through Triton's own
 just-in-time path: that one specialises on the values of integers and on the alignment of pointers,
@@ -35,10 +35,10 @@ from triton import knobs
 from triton.runtime import driver
 
 from engine.errors import InternalError
+from engine.kernels.compile_record import CompileRecord, KernelCounts
 from engine.kernels.compiler import ALIGNMENT_BYTES, key_for
 from engine.kernels.compiler import compile_for as compile_for
 from engine.kernels.key import KernelKey, Variant
-from engine.kernels.record import CompileRecord, KernelCounts
 
 _POINTERS = {
     torch.uint8: "*u8",

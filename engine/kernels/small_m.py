@@ -3,7 +3,7 @@
 With one row of x the time is that of reading W, and packed W has 3.6 (Q4_K) or 2.4 (Q6_K) times
 fewer bytes than bf16. Two families of kernels, both for any number of rows of W:
 
-    codes     1 to 8 rows of x    x as whole numbers, exact sums of a block (`small_m_codes.py`)
+    codes     1 to 8 rows of x    x as integers, exact sums of a block (`small_m_codes.py`)
     tiles     9 to 64, and all    weights scaled in float32, rounded once to the type of x
               in float32          (`small_m_k45.py`, `small_m_q6k.py`)
 
@@ -12,7 +12,7 @@ parts are then added by a second kernel, in a fixed order. Results are the same 
 with `codes` those of a row of x are the same whatever the number of rows.
 
     fused_linear    runs it
-    products        what it multiplies, for whoever has x as whole numbers and adds the parts himself
+    products        what it multiplies, for whoever has x as integers and adds the parts himself
     takes           whether it can run
     crossover_rows  up to how many rows of x it is faster than dequantising and a matrix product
     config_for      how it is launched, from `small_m_table.py`
@@ -37,7 +37,7 @@ from engine.kernels import small_m_inputs
 from engine.kernels.key import Constant, Variant
 from engine.kernels.registry import current_arch, launch, pointer_type
 from engine.kernels.small_m_codes import _products
-from engine.kernels.small_m_inputs import Inputs, whole_numbers
+from engine.kernels.small_m_inputs import Inputs, as_integers
 from engine.kernels.small_m_k45 import _tiles_k45
 from engine.kernels.small_m_parts import _add_splits
 from engine.kernels.small_m_q6k import _tiles_q6_k
@@ -101,7 +101,7 @@ def fused_linear(
         y = torch.empty(splits, m, weight.rows, dtype=torch.float32, device=x_MK.device)
     bias = x_MK if bias_N is None else bias_N
     if config.family == "codes":
-        products(whole_numbers(x_MK), [weight], y, config, bias_N)
+        products(as_integers(x_MK), [weight], y, config, bias_N)
     else:
         planes = weight.planes()
         launch(
@@ -134,7 +134,7 @@ def products(
 ) -> None:
     """Writes x W^T of 1 to 3 matrices of one width, side by side, into y of shape (splits, M, all
     rows); the first two of three are of one type. The bias is added where `config` splits no sums.
-    `early`: see `engine.kernels.early`.
+    `early`: see `engine.kernels.dependent_launch`.
     """
     m = len(x.scales_MB)
     blocks = weights[0].row_blocks

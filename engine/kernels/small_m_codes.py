@@ -1,6 +1,6 @@
-"""Up to 8 rows of x times K-quant blocks in whole numbers: what generating text waits for.
+"""Up to 8 rows of x times K-quant blocks in integers: what generating text waits for.
 
-Codes of weights have 4 to 6 bits, and rows of x come as 13-bit whole numbers in two bytes
+Codes of weights have 4 to 6 bits, and rows of x come as 13-bit integers in two bytes
 (`small_m_inputs.py`), so that a matrix unit for bytes multiplies them, four times as many at once as
 floats, and nothing has to become a float before it does. Of some sub-blocks j of a block:
 

@@ -1,4 +1,4 @@
-"""Codes of Q4_K and Q5_K times rows of x in whole numbers: what `small_m_codes.py` does with their blocks.
+"""Codes of Q4_K and Q5_K times rows of x in integers: what `small_m_codes.py` does with their blocks.
 
 A block has 8 sub-blocks of 32 values: chunk c of 64 has sub-blocks 2 c in its low nibbles and 2 c + 1 in its high
 ones, each with a scale sc and a minimum mn of 6 bits.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.early import wait_for_inputs
+from engine.kernels.dependent_launch import wait_for_inputs
 from engine.kernels.small_m_parts import (
     GROUP,
     both_bytes,

@@ -1,4 +1,4 @@
-"""Codes of Q6_K times rows of x in whole numbers: what `small_m_codes.py` does with their blocks.
+"""Codes of Q6_K times rows of x in integers: what `small_m_codes.py` does with their blocks.
 
 A block has 16 scales, of 16 values each. A product is of values whose two upper bits lie in the same place.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from engine.kernels.early import wait_for_inputs
+from engine.kernels.dependent_launch import wait_for_inputs
 from engine.kernels.small_m_parts import (
     GROUP,
     both_bytes,

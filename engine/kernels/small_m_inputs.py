@@ -1,4 +1,4 @@
-"""Rows of x as 13-bit whole numbers, for products with codes (`small_m_codes.py`).
+"""Activations quantised to 13-bit integers, for products with codes (`small_m_codes.py`).
 
 Of each 256 values, the block of a K-quant, the largest becomes 4095:
 
@@ -30,7 +30,7 @@ LARGEST = 4095
 
 
 class Inputs(NamedTuple):
-    """Rows of x as whole numbers."""
+    """Rows of x as integers."""
 
     codes_MB2E: Tensor
     """int8: the upper bytes of a block's numbers, then the lower ones."""
@@ -51,7 +51,7 @@ def empty_inputs(m: int, columns: int, device: torch.device) -> Inputs:
 
 @triton.jit
 def write_codes(x_BE, codes_ptr, scales_ptr, sums_ptr, block_B, there_B):
-    """Writes blocks of values, float32 of (B, 256), as whole numbers at the blocks numbered."""
+    """Writes blocks of values, float32 of (B, 256), as integers at the blocks numbered."""
     B: tl.constexpr = x_BE.shape[0]
     # 0 times NaN or infinity is NaN, and a maximum does not see a NaN.
     largest_B = tl.max(tl.abs(x_BE), axis=1) + tl.sum(x_BE * 0.0, axis=1)
@@ -96,8 +96,8 @@ def variant(dtype: torch.dtype) -> Variant:
     )
 
 
-def whole_numbers(x_MK: Tensor) -> Inputs:
-    """Contiguous rows of any float type as whole numbers."""
+def as_integers(x_MK: Tensor) -> Inputs:
+    """Contiguous rows of any float type as integers."""
     m, columns = x_MK.shape
     found = empty_inputs(m, columns, x_MK.device)
     launch(variant(x_MK.dtype), (m * (columns // BLOCK),), x_MK, *found)

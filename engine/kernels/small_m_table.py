@@ -19,7 +19,7 @@ from engine.quant.blocks import BlockType
 MAX_ROWS = 64
 """Of x."""
 CODES_ROWS = 8
-"""Of x, up to which it becomes whole numbers."""
+"""Of x, up to which it becomes integers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""What a run says about itself: one record per line of a log, with the envelope `v, seq, t_s, kind`
-and flat fields.
+"""What a run says about itself: one record per line of a log, with the envelope `v, seq, t_s, kind` and flat fields.
 
 A run has three logs, each with one writer:
 
@@ -11,52 +10,485 @@ A run has three logs, each with one writer:
 time that was, so durations never see a clock step and yet three files and several sessions (a
 resumed run) share one axis.
 
-Numbers are floats or absent, never a placeholder; what is not finite is in `engine.log.envelope`, which
-is what all lines have. The kinds are in `engine.log.trainer_events` and `engine.log.supervisor_events`, and
-everybody takes them from here.
+Numbers are floats or absent, never a placeholder. JSON has no NaN, so a non-finite value is written
+as null with its name under `nf`: `{"loss": null, "nf": {"loss": "nan"}}`. Missing and NaN can
+therefore be told apart, and every parser can read the line. A value inside a field is named by its
+path, as in a JSON pointer without the first slash: `facts/gpu0_power_w`, with `~1` for a slash in a
+name and `~0` for a tilde. Reading puts the values back and empties `nf`: it belongs to the line,
+not to the event.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias, get_args
+import math
+from typing import Annotated, Any, TypeAlias, get_args
 
-from engine.log.envelope import NON_FINITE as NON_FINITE
-from engine.log.envelope import VERSION as VERSION
-from engine.log.envelope import Event as Event
-from engine.log.envelope import LogOpened as LogOpened
-from engine.log.envelope import Unrecognised as Unrecognised
-from engine.log.envelope import name_of_non_finite as name_of_non_finite
-from engine.log.supervisor_events import SLOWED as SLOWED
-from engine.log.supervisor_events import AlertCleared as AlertCleared
-from engine.log.supervisor_events import AlertRaised as AlertRaised
-from engine.log.supervisor_events import FactsRead as FactsRead
-from engine.log.supervisor_events import GpuSample as GpuSample
-from engine.log.supervisor_events import HostSample as HostSample
-from engine.log.supervisor_events import LauncherGone as LauncherGone
-from engine.log.supervisor_events import StackDump as StackDump
-from engine.log.supervisor_events import StopForwarded as StopForwarded
-from engine.log.supervisor_events import TrainerExited as TrainerExited
-from engine.log.supervisor_events import TrainerStarted as TrainerStarted
-from engine.log.trainer_events import TRAINING as TRAINING
-from engine.log.trainer_events import Checked as Checked
-from engine.log.trainer_events import CheckpointSaved as CheckpointSaved
-from engine.log.trainer_events import Compiled as Compiled
-from engine.log.trainer_events import DataReady as DataReady
-from engine.log.trainer_events import DecisionMade as DecisionMade
-from engine.log.trainer_events import Evaluated as Evaluated
-from engine.log.trainer_events import KernelCounts as KernelCounts
-from engine.log.trainer_events import MemoryMeasured as MemoryMeasured
-from engine.log.trainer_events import MemoryPlanned as MemoryPlanned
-from engine.log.trainer_events import ModelReady as ModelReady
-from engine.log.trainer_events import NonFinite as NonFinite
-from engine.log.trainer_events import Note as Note
-from engine.log.trainer_events import Phase as Phase
-from engine.log.trainer_events import RunFinished as RunFinished
-from engine.log.trainer_events import RunStarted as RunStarted
-from engine.log.trainer_events import StepDone as StepDone
-from engine.log.trainer_events import StopRequested as StopRequested
-from engine.log.trainer_events import StudentSaved as StudentSaved
-from engine.log.trainer_events import VocabularyCut as VocabularyCut
+import msgspec
+from msgspec import Meta
+
+from engine.limits import LOG_COUNT, LOG_ELAPSED, LOG_GPU, LOG_NUMBER, LOG_PID, LOG_UNIX
+
+VERSION = 1
+
+# Numbers of records have ranges, checked where a line is decoded: whatever is read has a date, fits a
+# column and can be subtracted and squared. A line with another number is a broken line.
+_MOST = float(LOG_NUMBER.most)
+Number = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
+"""What was measured. A writer names one beyond the range as it names an infinite one."""
+Count = Annotated[int, Meta(ge=0, le=LOG_COUNT.most)]
+Whole = Annotated[int, Meta(ge=-LOG_COUNT.most, le=LOG_COUNT.most)]
+Elapsed = Annotated[float, Meta(ge=0, le=LOG_ELAPSED.most)]
+"""Seconds on the monotonic clock since the log was opened."""
+UnixTime = Annotated[float, Meta(ge=0, le=LOG_UNIX.most)]
+"""Seconds since 1970; with any `Elapsed` added it still has a date."""
+Pid = Annotated[int, Meta(ge=1, le=LOG_PID.most)]
+"""Of one process: a signal to 0 or less goes to groups of them."""
+GpuIndex = Annotated[int, Meta(ge=0, le=LOG_GPU.most)]
+
+NON_FINITE = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}
+
+
+def is_written(value: float) -> bool:
+    """Whether a line can hold a float as a number: not one that is NaN, infinite or beyond `Number`."""
+    return abs(value) <= _MOST
+
+
+def name_of_non_finite(value: float) -> str:
+    """The name a float has in a log that no line can hold: 'nan', '+inf' or '-inf'."""
+    if math.isnan(value):
+        return "nan"
+    return "+inf" if value > 0 else "-inf"
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=str.lower):
+    """The envelope. A writer fills `seq` and `t_s`; `seq` counts lines of one file from 0, across
+    resumes."""
+
+    v: Count = VERSION
+    seq: Count = -1
+    t_s: Elapsed = -1.0
+    nf: dict[str, str] | None = None
+
+
+class LogOpened(Event, frozen=True, kw_only=True, tag="log_opened"):
+    """First line of each session of a writer: ties its monotonic `t_s` to the wall clock."""
+
+    unix_s: UnixTime
+    boot_id: str
+    pid: Pid
+    writer: str
+    torn_bytes_dropped: Count = 0
+    """Bytes of an unfinished last line, left by a killed writer and removed on reopening."""
+
+
+class Unrecognised(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a kind this version does not know: kept and shown, never an error."""
+
+    kind: str
+    v: Count = VERSION
+    seq: Count = -1
+    t_s: Elapsed = -1.0
+    fields: dict[str, Any] = {}
+
+
+# The trainer, in events.jsonl: what was decided and built, each step, what was measured, how it ended.
+
+
+class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
+    """What this session will do, read back from the built objects, not echoed from the request."""
+
+    name: str
+    device: str
+    steps: Count
+    resumed_from: Count | None
+    alpha: Number
+    temperature: Number
+    peak_lr: Number
+    rows_per_step: Count
+    seq_len: Count
+    trainable_parameters: Count
+    spec_sha256: str
+    engine: str
+    python: str
+    torch: str
+    flops_per_token: Number | None = None
+    """Operations that one token of a step needs: its arithmetic, by shapes alone."""
+    peak_flops_per_s: Number | None = None
+    """What the device's datasheet says it does in a second, dense bf16."""
+    peak_source: str = ""
+    """Where that comes from, or why there is none."""
+
+
+TRAINING = "training"
+"""The phase that begins with the first step: before it a run has nothing to save."""
+
+
+class Phase(Event, frozen=True, kw_only=True, tag="phase"):
+    """What the trainer is doing now, written before it begins: the last one names what a silent run
+    is stuck in."""
+
+    name: str
+    detail: str = ""
+
+
+class DecisionMade(Event, frozen=True, kw_only=True, tag="decision"):
+    knob: str
+    choice: str
+    reason: str
+    rejected: list[tuple[str, str]] = []
+    override: str = ""
+    overridden: bool = False
+
+
+class DataReady(Event, frozen=True, kw_only=True, tag="data"):
+    source: str
+    train_files: Count
+    train_tokens: Count
+    train_sha256: str
+    heldout_files: Count
+    heldout_tokens: Count
+    heldout_sha256: str
+    skipped_files: Count
+    epoch_rows: Count
+
+
+class ModelReady(Event, frozen=True, kw_only=True, tag="model"):
+    role: str
+    """`teacher` or `student`."""
+    source: str
+    parameters: Count
+    layers: Count
+    hidden_size: Count
+    vocab_size: Count
+    precision: str
+    sha256: str
+
+
+class MemoryPlanned(Event, frozen=True, kw_only=True, tag="memory_plan"):
+    """What the run is predicted to hold at its peak, before anything is uploaded."""
+
+    predicted_bytes: Number
+    available_bytes: Number | None
+    available_source: str
+    """Where the number comes from, or why there is none."""
+    peak_phase: str
+    items: list[tuple[str, Number, str]] = []
+    """Each item with its bytes and the arithmetic behind them."""
+
+
+class MemoryMeasured(Event, frozen=True, kw_only=True, tag="memory_peak"):
+    """The peak that the allocator saw, beside the prediction."""
+
+    step: Count
+    measured_bytes: Number | None
+    predicted_bytes: Number
+    source: str
+
+
+class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
+    """A kernel that this process had not compiled before."""
+
+    compiler: str
+    """`triton` for our own kernels, `inductor` for what torch.compile made."""
+    kernel: str
+    key: str
+    """Everything baked into its code, in words."""
+    digest: str
+    """A hash of the key; empty where the compiler gives none."""
+    compile_s: Number | None
+    disk_hit: bool | None
+    """Whether a cache on disk had the code; absent where the compiler does not say."""
+    after_warm_up: bool = False
+    """True when a step had to wait for it."""
+    differs: list[str] = []
+    """What sets it apart from the nearest kernel that was compiled before."""
+
+
+class KernelCounts(Event, frozen=True, kw_only=True, tag="kernel_counts"):
+    """Hits and misses of the kernel caches of this process so far."""
+
+    step: Count
+    hits: Count
+    misses: Count
+    disk_hits: Count
+    by_kernel: dict[str, tuple[Count, Count]] = {}
+    """Hits and misses of each kernel."""
+
+
+class VocabularyCut(Event, frozen=True, kw_only=True, tag="vocabulary_cut"):
+    """The teacher's columns beyond the student's ids are cut before the softmax; what that drops."""
+
+    teacher_ids: Count
+    student_ids: Count
+    dropped_mass_mean: Number | None
+    """Mean over tokens of the probability the teacher gives to the ids that are cut."""
+    dropped_mass_max: Number | None
+    tokens: Count
+    """Held-out tokens it was measured on."""
+
+
+class Checked(Event, frozen=True, kw_only=True, tag="check"):
+    """The answer of one first-minute check (`engine checks --list`)."""
+
+    id: str
+    level: str
+    """`pass`, `unknown` or `fail`."""
+    reason: str
+    numbers: dict[str, Number] = {}
+    """What the answer was read from."""
+    cost_s: Number | None
+    step: Count
+    """Optimizer steps done when it was asked."""
+
+
+class StepDone(Event, frozen=True, kw_only=True, tag="step"):
+    """One optimizer step. Losses are means over the step's labelled tokens, in nats."""
+
+    step: Count
+    loss: Number | None
+    ce: Number | None
+    kd: Number | None
+    """T^2 * KL(teacher || student); absent when there is no teacher in the objective."""
+    agreement: Number | None
+    """Share of labelled tokens where teacher and student have the same most likely token."""
+    lr: Number | None
+    grad_norm: Number | None
+    """Global norm before clipping."""
+    rows: Count
+    tokens: Count
+    labelled: Count
+    step_s: Number | None
+    data_s: Number | None
+    teacher_s: Number | None
+    """Seconds the host spent in the teacher's forward; on a GPU this is time to launch, not time to
+    run."""
+    position: Count
+    """Rows consumed since the start of training: where the data loader would resume."""
+    lowest_kl: Number | None = None
+    """The least divergence of a row from its teacher, nats; below 0 only by rounding."""
+    largest_dz_sum: Number | None = None
+    """The largest sum of the gradients of a row's logits, without sign; 0 but for rounding."""
+    phases: dict[str, Number] = {}
+    """Seconds of each phase by the device's own clock, and of `idle`, when it had nothing to do; empty
+    where nobody measured."""
+
+
+class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
+    """Cross entropy on the held-out documents, in nats per token."""
+
+    step: Count
+    subject: str
+    """`student`, `teacher` or `untrained` (the student before its first step)."""
+    loss: Number | None
+    labelled: Count
+    eval_s: Number | None
+
+
+class NonFinite(Event, frozen=True, kw_only=True, tag="non_finite"):
+    """A number of a step that is NaN or infinite: its own event, so that nothing can average it
+    away."""
+
+    step: Count
+    field: str
+    value: str
+
+
+class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint"):
+    step: Count
+    path: str
+    size_bytes: Count
+    save_s: Number | None
+    manifest_sha256: str
+    best: bool
+
+
+class StudentSaved(Event, frozen=True, kw_only=True, tag="student_saved"):
+    path: str
+    size_bytes: Count
+    sha256: str
+
+
+class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
+    reason: str
+    step: Count
+
+
+class Note(Event, frozen=True, kw_only=True, tag="note"):
+    """Something a person should read. `level` is `info`, `warning` or `error`."""
+
+    level: str
+    text: str
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
+    """Written by the run itself. Its absence from a dead run is what `vanished` means."""
+
+    state: str
+    """`completed`, `stopped` or `failed`."""
+    reason: str
+    exit_code: Whole
+    step: Count
+
+
+# The supervisor: readings of the machine in device.jsonl; the trainer process, alerts and stacks in watch.jsonl. Notes,
+# which both write, are with the trainer's.
+
+
+class FactsRead(Event, frozen=True, kw_only=True, tag="device_facts"):
+    facts: dict[str, Any]
+
+
+class HostSample(Event, frozen=True, kw_only=True, tag="host"):
+    host_available_bytes: Number | None = None
+    host_total_bytes: Number | None = None
+    swap_free_bytes: Number | None = None
+    load1: Number | None = None
+    psi_memory_some_avg10_pct: Number | None = None
+    psi_memory_full_avg10_pct: Number | None = None
+    psi_cpu_some_avg10_pct: Number | None = None
+    psi_io_full_avg10_pct: Number | None = None
+    major_faults_per_s: Number | None = None
+    """Pages that were read from a disk because a process touched them, of the whole machine."""
+    swap_in_pages_per_s: Number | None = None
+    swap_out_pages_per_s: Number | None = None
+    oom_kills: Number | None = None
+    """Processes the kernel has killed for memory since the machine started."""
+    cgroup_memory_bytes: Number | None = None
+    cgroup_memory_limit_bytes: Number | None = None
+    trainer_rss_bytes: Number | None = None
+    trainer_cpu_pct: Number | None = None
+    trainer_threads: Number | None = None
+    family_cpu_pct: Number | None = None
+    """Of the trainer and every process that it started; 100 is one core busy."""
+    family_io_bytes_per_s: Number | None = None
+    """What they read and wrote, by system calls and at disks."""
+    memory_held_bytes: Number | None = None
+    """What the trainer says it holds: bytes of tensors on a GPU, of the process on a CPU."""
+    memory_reserved_bytes: Number | None = None
+    """What torch's allocator keeps of the GPU for that."""
+    memory_peak_bytes: Number | None = None
+    """The most that was held in this session."""
+    memory_source: str | None = None
+    """Who counted these three."""
+    duty_s: Number | None = None
+    """What taking this sample cost."""
+    duty_pct: Number | None = None
+    """Share of the time that went into the last samples."""
+    tick_s: Number | None = None
+    """Seconds to the next sample."""
+    absent: dict[str, str] = {}
+
+
+class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
+    index: GpuIndex
+    gpu_util_pct: Number | None = None
+    """Share of the time in which any kernel ran, however small: not how much of the GPU worked."""
+    gpu_mem_util_pct: Number | None = None
+    gpu_mem_used_bytes: Number | None = None
+    gpu_mem_total_bytes: Number | None = None
+    gpu_power_w: Number | None = None
+    gpu_power_limit_w: Number | None = None
+    gpu_energy_j: Number | None = None
+    """Since the driver was loaded."""
+    gpu_temperature_c: Number | None = None
+    sm_clock_mhz: Number | None = None
+    sm_util_pct: Number | None = None
+    """Share of the multiprocessors that were busy."""
+    sm_occupancy_pct: Number | None = None
+    tensor_util_pct: Number | None = None
+    """Share of the time in which the tensor pipes worked, mean over all of them."""
+    dram_util_pct: Number | None = None
+    clock_event_reasons: str | None = None
+    absent: dict[str, str] = {}
+
+    @property
+    def slowed(self) -> float | None:
+        """1 when heat or a power brake holds the clocks down, 0 when not, None when not known."""
+        if self.clock_event_reasons is None:
+            return None
+        return float(not SLOWED.isdisjoint(self.clock_event_reasons.split(",")))
+
+
+SLOWED = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake"})
+"""Reasons for low clocks that a healthy machine does not have. A power cap is not among them: a card
+under full load runs at its limit."""
+
+
+class AlertRaised(Event, frozen=True, kw_only=True, tag="alert"):
+    """Something is wrong, by the rule `id`; it stands until an `alert_cleared` of the same id."""
+
+    id: str
+    severity: str
+    """`warning` or `error`."""
+    title: str
+    """What is seen, in one sentence with its most telling number."""
+    numbers: list[tuple[str, Number, str]] = []
+    """Each number with its unit in its name, its value, and what it is held against."""
+    first_step: Count = 0
+    last_step: Count = 0
+    from_unix_s: UnixTime = 0.0
+    to_unix_s: UnixTime = 0.0
+    """The steps and the time that the numbers were taken from."""
+    meaning: str = ""
+    flip: str = ""
+    """The argument that would test the suspicion: `--set knob=value`; empty where there is none."""
+    no_flip: str = ""
+    """Why there is none."""
+
+
+class AlertCleared(Event, frozen=True, kw_only=True, tag="alert_cleared"):
+    id: str
+    stood_s: Number
+
+
+class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
+    """What the threads of a silent trainer were doing; the whole of it is in the file."""
+
+    path: str
+    """Relative to the run folder."""
+    state: str
+    """`computing`, `waiting for a lock`, `stopped by a signal`, ... of the main thread."""
+    summary: str
+    python_frame: str
+    """Innermost Python line of the main thread: `file:line in function`; empty when not known."""
+    native_frame: str
+    """Innermost C function, or the system call, of the main thread; empty when not known."""
+    python_stack: list[str] = []
+    """The main thread, innermost first."""
+    busy_threads: Count | None = None
+    """Threads that computed when they were looked at, the main thread included."""
+    missing: list[str] = []
+    """What could not be had, each with the reason."""
+
+
+class TrainerStarted(Event, frozen=True, kw_only=True, tag="trainer_started"):
+    trainer_pid: Pid
+    supervisor_pid: Pid
+
+
+class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
+    """How the trainer process ended, as its parent saw it; `sentence` claims no more than was
+    proved."""
+
+    trainer_pid: Pid
+    returncode: Whole
+    state: str
+    signal: str | None
+    cause: str
+    certainty: str
+    sentence: str
+
+
+class LauncherGone(Event, frozen=True, kw_only=True, tag="launcher_gone"):
+    """Whoever started the run is no longer attached: `how` is `detached`, `hangup` or `killed`. The
+    run goes on."""
+
+    how: str
+
+
+class StopForwarded(Event, frozen=True, kw_only=True, tag="stop_forwarded"):
+    signal: str
+
 
 Known: TypeAlias = (
     LogOpened

@@ -159,14 +159,14 @@ def find_runs(folder: Path) -> list[RunFolder]:
     return [run for _, _, run in made]
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
     """Write a small file so that it is either there whole or not there: temporary name, fsync,
     rename, folder fsync.
 
     DiskFull when there is no room, RunLogError when it cannot be written for another reason.
     """
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    data = text.encode()
+    data = text.encode() if isinstance(text, str) else text
     try:
         with partial.open("wb") as file:
             file.write(data)
@@ -178,7 +178,7 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise write_error("write", path, f"to write {len(data)} bytes", error) from error
+            raise write_error(what, path, f"to write {len(data)} bytes", error) from error
         raise
 
 

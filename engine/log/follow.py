@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from engine.log.events import AnyEvent
 from engine.log.fold import fold
 from engine.log.folder import RunFolder
-from engine.log.gather import Gathered, Gatherer
 from engine.log.read import READ_BYTES, BrokenLog, Liveness, LogReader
 from engine.log.view import SOURCES, LogLine, RunView, Source
+
+if TYPE_CHECKING:
+    from engine.log.columns import Segment, SegmentReader
+
+LONG_BYTES = 4 << 20
+"""So much has to be unread for segments to be worth it."""
 
 
 class Follower:
     """Polls the logs of one run. `view` is the newest frozen RunView, `alive` which processes
     existed at the last poll."""
 
-    def __init__(
-        self, run: RunFolder, *, helpers: int = 0, files: bool = False, keep: bool = False
-    ) -> None:
-        """With `helpers` other processes a long log is read so many times as fast; with `files` what is kept
-        beside it is taken where that can be believed (`pack_files`); with `keep` that is added to."""
+    def __init__(self, run: RunFolder, *, files: bool = False, keep: bool = False) -> None:
+        """With `files` the segments beside a long log are taken where they can be believed
+        (`engine.log.columns`); with `keep` those that had to be made are added to them."""
         self.run = run
+        self._files, self._keep = files, keep
         self._readers: dict[Source, LogReader] = {
             "events": LogReader(run.events),
             "device": LogReader(run.device),
             "watch": LogReader(run.watch),
         }
-        self._gatherers = {
-            source: Gatherer(reader, helpers=helpers, files=files, keep=keep)
-            for source, reader in self._readers.items()
-        }
+        self._segments: dict[Source, SegmentReader] = {}
         self.view = RunView()
         self.alive = Liveness(trainer=False, supervisor=False)
         self._shown: dict[Source, int] = {}
@@ -75,15 +79,28 @@ class Follower:
         before = self.view
         fault: BrokenLog | None = None
         for source in SOURCES:
-            events: Gathered
+            events: Sequence[AnyEvent] | Sequence[Segment]
             try:
-                events = self._gatherers[source].read(max_bytes)
+                events = self._read(source, max_bytes)
             except BrokenLog as broken:
-                events, fault = list(broken.before), fault or broken
+                events, fault = broken.before, fault or broken
             self.view = fold(self.view, source, events)
         if fault is not None:
             raise fault
         return self.view is not before
+
+    def _read(self, source: Source, max_bytes: int) -> Sequence[AnyEvent] | Sequence[Segment]:
+        """What follows in one log: segments where it is long, its events elsewhere."""
+        reader = self._readers[source]
+        if source not in self._segments:
+            if _size(reader.path) - reader.read_bytes < LONG_BYTES:
+                return reader.poll(max_bytes)
+            # Here, because it imports numpy.
+            from engine.log.columns import SegmentReader
+
+            self._segments[source] = SegmentReader(reader, files=self._files, keep=self._keep)
+        segments, max_bytes = self._segments[source].read(max_bytes)
+        return segments or reader.poll(max_bytes)
 
     def read_all(self) -> RunView:
         """Read until there is nothing new now; BrokenLog leaves in `view` what could be read.

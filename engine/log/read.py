@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,15 +27,25 @@ import msgspec
 from engine.errors import RunLogError
 from engine.files import NotRegular, depth_of, open_plain
 from engine.limits import JSON_DEPTH, LOG_FILE, LOG_LINE, LOG_NUMBER
-from engine.log.events import KINDS, NON_FINITE, AnyEvent, LogOpened, Unrecognised
-from engine.log.skim import Skimmed, decode_block
+from engine.log.events import (
+    KINDS,
+    NON_FINITE,
+    AnyEvent,
+    FactsRead,
+    Known,
+    LogOpened,
+    Unrecognised,
+)
 from engine.terminal import clipped
 
 READ_BYTES = 16 << 20
 PART_BYTES = 128 << 10
 LONGEST_LINE_BYTES = LOG_LINE.most
+LINES_KEPT = 2000
+"""So many of the newest lines of a log are kept whole by whoever shows it."""
 
 _plain = msgspec.json.Decoder()
+_known = msgspec.json.Decoder(Known)
 FileId = tuple[int, int]
 """Device and inode of a file."""
 
@@ -91,6 +102,34 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
             f"run log: {where} — expected a {kind[:60]!r} record, found one that breaks its form: "
             f"{clipped(str(error), 200)}"
         ) from None
+
+
+def decode_lines(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
+    """Every event of whole lines at once, by a decoder of records.
+
+    Raises one of NOT_JSON when a line is not as expected, ValueError or LookupError when a number that is not
+    finite cannot be put back here: then each line wants a closer look.
+    """
+    events = decoder.decode_lines(lines)
+    if FactsRead in set(map(type, events)):
+        facts = (event.facts for event in events if type(event) is FactsRead)
+        # One less: the facts lie in a record.
+        if any(depth_of(one) >= JSON_DEPTH.most for one in facts):
+            raise ValueError("facts are nested too deep")
+    # Every kind has `nf`.
+    if any(map(attrgetter("nf"), events)):
+        events = [_put_back(event) if event.nf else event for event in events]
+    return events
+
+
+def _put_back(step: Any) -> Any:
+    """A step with the values named under `nf` in its fields; ValueError for what is nested or no step."""
+    if type(step).__struct_config__.tag != "step":
+        raise ValueError("only the numbers of steps are put back here")
+    values = {name: NON_FINITE[text] for name, text in step.nf.items()}
+    if any(getattr(step, name, 0.0) is not None for name in values):
+        raise ValueError("`nf` names what is not null")
+    return msgspec.structs.replace(step, nf=None, **values)
 
 
 Way: TypeAlias = tuple[str, ...]
@@ -158,13 +197,7 @@ class LogReader:
     def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
         """Events since the last call, at most about `max_bytes` of them (one line at least); an
         empty list when there is nothing new. Raises BrokenLog."""
-        lines = self._read_lines(max_bytes)
-        return self._decode(lines, skim=False)  # type: ignore[return-value]
-
-    def skim(self, max_bytes: int = READ_BYTES) -> list[Skimmed]:
-        """As `poll`, three times as fast on a long log: steps that many later lines of the same read
-        follow are given as their columns alone."""
-        return self._decode(self._read_lines(max_bytes), skim=True)
+        return self._decode(self._read_lines(max_bytes))
 
     @property
     def read_bytes(self) -> int:
@@ -217,14 +250,15 @@ class LogReader:
             )
         return block[:end]
 
-    def pass_over(self, places: Iterable[tuple[int, int, float]]) -> None:
-        """Go on behind lines that were read elsewhere and that open no session: to where, by how many lines,
-        their end in the file, and the time of the last of them; the last place is where to go on."""
+    def pass_over(self, file_id: FileId, places: Iterable[tuple[float, float, float]]) -> None:
+        """Go on behind lines that were read elsewhere in this file and that open no session: to where, by how
+        many lines, their end in the file, and the time of the last of them; the last place is where to go on."""
         number, _, opened_s, latest_s = self.points[-1]
+        self._file_id = file_id
         for lines, offset, last_s in places:
             latest_s = max(latest_s, opened_s + last_s)
-            self._offset, self._next_seq = offset, number + lines
-            self.points.append(Point(self._next_seq, offset, opened_s, latest_s))
+            self._offset, self._next_seq = int(offset), number + int(lines)
+            self.points.append(Point(self._next_seq, self._offset, opened_s, latest_s))
 
     @property
     def file_id(self) -> FileId | None:
@@ -236,26 +270,26 @@ class LogReader:
         """How many lines were returned so far."""
         return self._next_seq
 
-    def _decode(self, lines: bytes, *, skim: bool) -> list[Skimmed]:
-        events = self._decode_at_once(lines, skim=skim)
+    def _decode(self, lines: bytes) -> list[AnyEvent]:
+        events = self._decode_at_once(lines)
         if events is not None:
             return events
         # One line of a form of its own must not make a long block slow.
         events = []
         try:
             for part in _parts(lines):
-                found = self._decode_at_once(part, skim=False)
+                found = self._decode_at_once(part)
                 events += self._decode_each(part) if found is None else found
         except BrokenLog as broken:
             # Parts are decoded whole: every one of them is an event.
-            broken.before = (*events, *broken.before)  # type: ignore[arg-type]
+            broken.before = (*events, *broken.before)
             raise
         return events
 
-    def _decode_at_once(self, lines: bytes, *, skim: bool) -> list[Skimmed] | None:
+    def _decode_at_once(self, lines: bytes) -> list[AnyEvent] | None:
         """The events of many lines; None when a line needs a closer look."""
         try:
-            events = decode_block(lines, skim=skim)
+            events: list[AnyEvent] = decode_lines(_known, lines)
         except (*NOT_JSON, LookupError, ValueError):
             return None
         first = self._next_seq
@@ -273,7 +307,7 @@ class LogReader:
         self._advance(lines, events)
         return events
 
-    def _add_point(self, events: Sequence[Skimmed], offset: int) -> None:
+    def _add_point(self, events: Sequence[AnyEvent], offset: int) -> None:
         """Note where the lines after `events`, which follow the newest point, begin."""
         number, _, opened_s, latest_s = self.points[-1]
         if not events:
@@ -322,7 +356,7 @@ class LogReader:
         self._advance(lines, events)
         return events
 
-    def _advance(self, lines: bytes, events: Sequence[Skimmed]) -> None:
+    def _advance(self, lines: bytes, events: Sequence[AnyEvent]) -> None:
         rest = events[self.points[-1].number - self._next_seq :]
         self._offset += len(lines)
         self._next_seq += len(events)

@@ -1,25 +1,34 @@
 """Columns of numbers that grow for as long as a run lasts, shared by every snapshot of them.
 
-A column is an array of float64 and, beside it, one byte per row that says whether the number is
-absent: NaN is a number that was logged, absence is not a number. Rows are only ever added behind
-the last, so a snapshot is the storage and a length, costs nothing, and never changes. Cutting back,
-which a resumed run does, makes new storage.
+A column is float64. An entry that is absent is a NaN with bits of its own (ABSENT): NaN is a number that was
+logged, absence is not a number. Rows are only ever added behind the last, so a snapshot is the storage and a
+length, costs nothing, and never changes. Cutting back, which a resumed run does, makes new storage.
+
+numpy is imported where rows are touched: a screen without rows starts without it.
 """
 
 from __future__ import annotations
 
-import math
+import struct
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from engine.log.extremes import Extremes, Known, Range
+from engine.log.events import GpuSample
 
-Column = Sequence[float | None]
-Packed: TypeAlias = "tuple[Sequence[memoryview], Sequence[bytes]]"
-"""The bytes of the numbers of a column, float64, and a byte for each that is 1 where it is absent: both in
-pieces."""
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Numbers: TypeAlias = NDArray[np.float64]
+
+Column: TypeAlias = "Sequence[float | None] | Numbers"
+
+_ABSENT_BITS = 0x7FF8_0000_0000_07A2
+ABSENT: float = struct.unpack("<d", struct.pack("<Q", _ABSENT_BITS))[0]
+"""A quiet NaN with a payload, which copies keep and which no log can hold."""
 
 STEP_FIELDS = (
     "step",
@@ -72,22 +81,35 @@ GPU_FIELDS = (
     "dram_util_pct",
     "slowed",
 )
+NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
+"""Fields of a sample that nobody measured."""
+_DERIVED = {"unix_s", "clock_s", "tokens_per_s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What is in some rows of a column."""
+
+    low: float | None
+    """Of the finite values; None when there is none."""
+    high: float | None
+    non_finite: bool
+    """Whether one is NaN or infinite."""
 
 
 class Table:
     """Named columns of equal length: numbers, each of which may be absent."""
 
-    __slots__ = ("_absent", "_extremes", "_known", "columns", "length")
+    __slots__ = ("_storage", "length")
 
     def __init__(self, fields: Iterable[str]) -> None:
-        self.columns: dict[str, array[float]] = {name: array("d") for name in fields}
-        """The storage, which may be longer than this snapshot: read it with `value` and
-        `values`."""
-        self._absent: dict[str, bytearray] = {name: bytearray() for name in self.columns}
-        self._extremes: dict[str, Extremes] = {}
-        self._known: dict[str, list[Known]] = {name: [] for name in self.columns}
-        """Ranges that came with the rows."""
+        self._storage = _Storage(dict.fromkeys(fields, array("d")))
         self.length = 0
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The storage, which may be longer than this snapshot: read it with `value` and `values`."""
+        return self._storage.columns
 
     def extended(self, rows: Iterable[Mapping[str, float | None]]) -> Table:
         """This table and `rows` behind it; a column that a row does not name is absent in it."""
@@ -95,57 +117,45 @@ class Table:
         return self.extended_by({name: [row.get(name) for row in rows] for name in self.columns})
 
     def extended_by(self, columns: Mapping[str, Column]) -> Table:
-        """This table and as many rows as each of `columns` has entries; all columns are named.
+        """This table and as many rows as each of `columns` has entries; a column that is not named is absent in
+        them, and one that is new is absent in the rows before.
 
-        Storage is shared when this is the newest snapshot, else copied: one table can grow in two
-        ways.
+        Storage is shared when this is the newest snapshot, else copied: one table can grow in two ways.
         """
-        return self.extended_packed({name: pack(columns[name]) for name in self.columns})
+        import numpy as np
 
-    def extended_packed(
-        self, packed: Mapping[str, Packed], known: Mapping[str, Sequence[Known]] | None = None
-    ) -> Table:
-        """As `extended_by`, of columns that are packed already; `known` are ranges of some of the new rows,
-        which are counted from 0, by name."""
-        (rows,) = {sum(map(len, absent)) for _, absent in packed.values()}
-        table = self._snapshot() if self._is_newest() else self.cut(self.length)
-        for name, (numbers, absent) in packed.items():
-            column, gone = table.columns[name], table._absent[name]
-            for piece in numbers:
-                column.frombytes(piece)
-            for part in absent:
-                gone += part
-        for name, pieces in (known or {}).items():
-            table._known[name] += [(self.length + first, n, ranges) for first, n, ranges in pieces]
-        table.length += rows
-        return table
-
-    def _is_newest(self) -> bool:
-        return all(len(column) == self.length for column in self.columns.values())
-
-    def _snapshot(self) -> Table:
-        table = Table.__new__(Table)
-        table.columns, table._absent, table.length = self.columns, self._absent, self.length
-        table._extremes, table._known = self._extremes, self._known
+        new = {name: numbers(column) for name, column in columns.items()}
+        (rows,) = {len(column) for column in new.values()}
+        if not rows:
+            return self
+        is_newest = self._storage.rows == self.length and new.keys() <= self.columns.keys()
+        table = self.first(self.length) if is_newest else self.cut(self.length, adding=new)
+        stored, begin, end = table.columns, self.length, self.length + rows
+        for name, column in stored.items():
+            if len(column) < end:
+                # An older snapshot reads the same first rows, here or there.
+                stored[name] = np.empty(max(end, 2 * len(column)))
+                stored[name][:begin] = column[:begin]
+            stored[name][begin:end] = new.get(name, ABSENT)
+        table._storage.rows = table.length = end
         return table
 
     def first(self, length: int) -> Table:
         """The first `length` rows, of the same storage."""
-        table = self._snapshot()
-        table.length = min(length, self.length)
+        table = Table.__new__(Table)
+        table._storage, table.length = self._storage, min(length, self.length)
         return table
 
-    def cut(self, length: int) -> Table:
-        """A new table of the first `length` rows, with storage of its own."""
-        length = min(length, self.length)
-        table = Table(())
-        table.columns = {name: column[:length] for name, column in self.columns.items()}
-        table._absent = {name: absent[:length] for name, absent in self._absent.items()}
-        table._known = {
-            name: [piece for piece in pieces if piece[0] + piece[1] <= length]
-            for name, pieces in self._known.items()
-        }
-        table.length = length
+    def cut(self, length: int, *, adding: Iterable[str] = ()) -> Table:
+        """A new table of the first `length` rows, with storage of its own, and with more columns that are absent."""
+        import numpy as np
+
+        table = self.first(length)
+        length = table.length
+        columns = {name: np.array(column[:length]) for name, column in self.columns.items()}
+        for name in adding:
+            columns.setdefault(name, np.full(length, ABSENT))
+        table._storage = _Storage(columns, length)
         return table
 
     def __len__(self) -> int:
@@ -157,46 +167,113 @@ class Table:
         row = index + self.length if index < 0 else index
         if not 0 <= row < self.length:
             raise IndexError(f"row {index} of {self.length}")
-        return None if self._absent[name][row] else self.columns[name][row]
+        return self.values(name, row, row + 1)[0]
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> list[float | None]:
         """Entries [start, stop) of a column, as in a slice; None where absent."""
-        start, stop, _ = slice(start, stop).indices(self.length)
-        entries: list[float | None] = list(self.columns[name][start:stop])
-        absent = self._absent[name][start:stop]
-        if 1 not in absent:
-            return entries
-        return [None if gone else entry for entry, gone in zip(entries, absent, strict=True)]
+        part = self._rows(name, start, stop)
+        if not len(part):
+            return []
+        entries: list[float | None] = part.tolist()
+        for row in is_absent(part).nonzero()[0]:
+            entries[row] = None
+        return entries
 
     def range(self, name: str, start: int = 0, stop: int | None = None) -> Range:
-        """The lowest and highest finite value in rows [start, stop) of a column, in time that hardly
-        depends on how many rows they are."""
-        extremes = self._extremes.get(name)
-        if extremes is None:
-            # Two threads may both make one: each is right, and one of them is kept.
-            extremes = self._extremes[name] = Extremes(
-                self.columns[name], self._absent[name], self._known[name]
-            )
-        start, stop, _ = slice(start, stop).indices(self.length)
-        return extremes.of(start, stop, self.length)
+        """The lowest and highest finite value in rows [start, stop) of a column."""
+        import numpy as np
+
+        part = self._rows(name, start, stop)
+        finite = np.isfinite(part)
+        non_finite = False
+        if not finite.all():
+            non_finite = not (finite | is_absent(part)).all()
+            part = part[finite]
+        if not len(part):
+            return Range(None, None, non_finite)
+        return Range(float(part.min()), float(part.max()), non_finite)
 
     def find(self, name: str, value: float) -> int:
         """The first row of a column that never decreases whose entry is not under `value`."""
-        return bisect_left(self.columns[name], value, 0, self.length)
+        import numpy as np
+
+        return int(np.searchsorted(self._rows(name), value))
 
     def last(self, name: str) -> float | None:
         """The newest entry, None when there is none or it was absent."""
         return self.value(name, -1) if self.length else None
 
+    def _rows(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+        start, stop, _ = slice(start, stop).indices(self.length)
+        return self.columns[name][start:stop]
 
-def pack(column: Column) -> Packed:
-    """A column as a table holds it."""
+
+@dataclass(slots=True, eq=False)
+class _Storage:
+    """What the snapshots of a table share."""
+
+    columns: dict[str, Any]
+    rows: int = 0
+    """Those of the newest snapshot; the columns may have room for more."""
+
+
+def numbers(column: Column) -> Numbers:
+    """A column as a table holds it; TypeError for what is no number."""
+    import numpy as np
+
+    if isinstance(column, np.ndarray):
+        return column
     try:
-        return as_packed(array("d", column)), [bytes(len(column))]  # type: ignore[arg-type]
+        return np.frombuffer(array("d", column))  # type: ignore[type-var]
     except TypeError:
-        numbers = array("d", [math.nan if entry is None else entry for entry in column])
-        return as_packed(numbers), [bytes([entry is None for entry in column])]
+        return np.frombuffer(array("d", [ABSENT if entry is None else entry for entry in column]))
 
 
-def as_packed(numbers: array[float]) -> list[memoryview]:
-    return [memoryview(numbers).cast("B")]
+def is_absent(column: Numbers) -> NDArray[np.bool_]:
+    import numpy as np
+
+    absent: NDArray[np.bool_] = column.view(np.int64) == _ABSENT_BITS
+    return absent
+
+
+# Events as columns.
+
+
+def split(events: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
+    """Events that are rows of tables, by the name of their table: `step`, `host`, `gpu0`; and the others."""
+    groups: dict[str, list[Any]] = {}
+    kinds = list(map(type, events))
+    tags: dict[Any, Any] = {kind: kind.__struct_config__.tag for kind in set(kinds)}  # type: ignore[attr-defined]
+    for kind, tag in tags.items():
+        if tag not in ("step", "host", "gpu"):
+            continue
+        rows = [event for event, one in zip(events, kinds, strict=True) if one is kind]
+        if kind is not GpuSample:
+            groups[tag] = rows
+            continue
+        for index in sorted({row.index for row in rows}):
+            groups[f"gpu{index}"] = [row for row in rows if row.index == index]
+    is_other = {kind: tag not in ("step", "host", "gpu") for kind, tag in tags.items()}
+    return groups, [event for event, kind in zip(events, kinds, strict=True) if is_other[kind]]
+
+
+def fields_of(table: str) -> list[str]:
+    """What a line gives to the rows of a table by its name in `split`, with `t_s`."""
+    fields = {"step": STEP_FIELDS, "host": HOST_FIELDS}.get(table, GPU_FIELDS)
+    return ["t_s", *(name for name in fields if name not in _DERIVED)]
+
+
+def columns_of(table: str, rows: Sequence[Any]) -> dict[str, Numbers]:
+    """The rows of a table, as `split` gives them, column by column."""
+    import numpy as np
+
+    columns = {}
+    for name in fields_of(table):
+        entry = attrgetter(name)
+        column = np.fromiter(map(entry, rows), float, len(rows))
+        if (odd := np.isnan(column)).any():
+            # numpy makes NaN of None, too.
+            odd[odd] = [entry(rows[row]) is None for row in odd.nonzero()[0]]
+            column[odd] = ABSENT
+        columns[name] = column
+    return columns

@@ -1,28 +1,393 @@
-"""A RunView in words. Every surface prints these, so that a terminal, a pipe and a notebook say the
-same.
+"""A run in words: its events, its readings, and a RunView as a whole. Pure. Every surface prints these, so that a
+terminal, a pipe and a notebook say the same.
 
-What is not known reads "not measured" or gives its reason; a non-finite number reads `NaN` or
-`+inf`.
+What is not known reads "not measured" or gives its reason; a non-finite number reads `NaN` or `+inf`.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
+from typing import Any
 
-from engine.log.device_text import device_lines as device_lines
-from engine.log.event_text import alert_lines as alert_lines
-from engine.log.event_text import check_text as check_text
-from engine.log.event_text import decision_lines as decision_lines
-from engine.log.event_text import event_text as event_text
-from engine.log.event_text import sample_text as sample_text
-from engine.log.event_text import step_text as step_text
-from engine.log.events import Evaluated
-from engine.log.phrases import clock_text as clock_text
-from engine.log.phrases import nats_text
-from engine.log.phrases import one_line as one_line
+from engine.decision import Decision
+from engine.limits import PRINTED_LINE
+from engine.log.events import (
+    AlertCleared,
+    AlertRaised,
+    AnyEvent,
+    Checked,
+    CheckpointSaved,
+    Compiled,
+    DataReady,
+    DecisionMade,
+    Evaluated,
+    FactsRead,
+    GpuSample,
+    HostSample,
+    KernelCounts,
+    LauncherGone,
+    LogOpened,
+    MemoryMeasured,
+    MemoryPlanned,
+    ModelReady,
+    NonFinite,
+    Note,
+    Phase,
+    RunFinished,
+    RunStarted,
+    StackDump,
+    StepDone,
+    StopForwarded,
+    StopRequested,
+    StudentSaved,
+    TrainerExited,
+    TrainerStarted,
+    Unrecognised,
+    VocabularyCut,
+)
 from engine.log.read import Liveness
 from engine.log.view import GOING_ON, LogLine, RunView
-from engine.units import format_count, format_seconds, format_value
+from engine.terminal import clipped
+from engine.units import NOT_MEASURED, format_bytes, format_count, format_seconds, format_value
+
+
+def one_line(text: str) -> str:
+    """`text` on one line that a terminal prints as it stands: no line breaks, no control
+    characters, and cut where it is longer than any line that is printed."""
+    text = clipped(text, PRINTED_LINE.most)
+    if text.isprintable():
+        return text
+    spaced = " ".join(line.strip() for line in text.splitlines() if line.strip())
+    return "".join(c if c.isprintable() else " " if c.isspace() else ascii(c)[1:-1] for c in spaced)
+
+
+def number_text(value: float | None, spec: str) -> str:
+    """A number by a format of Python's own; absent and non-finite ones read as everywhere."""
+    if value is None or not math.isfinite(value):
+        return format_value(value)
+    return format(value, spec)
+
+
+def nats_text(loss: float | None) -> str:
+    """A loss with its unit."""
+    return NOT_MEASURED if loss is None else f"{format_value(loss)} nats/token"
+
+
+def clock_text(unix_s: float) -> str:
+    """Local wall time."""
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+# One event, on one line as in a log; decisions and alerts with all that they say.
+
+
+def decision_lines(decision: DecisionMade) -> list[str]:
+    """A decision as it stands in the log, in the words of `engine.decision`."""
+    lines = Decision(
+        knob=decision.knob,
+        choice=decision.choice,
+        reason=decision.reason,
+        rejected=tuple(decision.rejected),
+        overridden=decision.overridden,
+    ).lines()
+    if decision.override:
+        lines[-1] = f"  override: {decision.override}"
+    return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]
+
+
+def alert_lines(alert: AlertRaised) -> list[str]:
+    """An alert with its numbers, what it means, and what would test it."""
+    numbers = [
+        f"{name} {number_text(value, '.4g')} ({held})" for name, value, held in alert.numbers
+    ]
+    begin, end = clock_text(alert.from_unix_s), clock_text(alert.to_unix_s)
+    steps = f"steps {alert.first_step} to {alert.last_step}, " if alert.last_step else ""
+    lines = [
+        f"{alert.severity}: {alert.id}: {alert.title}",
+        *(f"  {text}" for text in numbers),
+        f"  seen in {steps}{begin} to {end}",
+        f"  means: {alert.meaning}",
+        f"  test it: {alert.flip}" if alert.flip else f"  no flip: {alert.no_flip}",
+    ]
+    return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]
+
+
+def event_text(event: AnyEvent) -> str:
+    """One event on one line."""
+    return one_line(_event_text(event))
+
+
+def _event_text(event: AnyEvent) -> str:
+    match event:
+        case LogOpened():
+            torn = event.torn_bytes_dropped
+            cut = f", {torn} bytes of an unfinished line dropped" if torn else ""
+            return f"{event.writer} (pid {event.pid}) opened its log{cut}"
+        case RunStarted():
+            return _started_text(event)
+        case Phase():
+            return f"{event.name}: {event.detail}" if event.detail else event.name
+        case DecisionMade():
+            # What was rejected and how to override it stands with the decisions, not in the log.
+            return ", ".join(line.strip() for line in decision_lines(event)[:2])
+        case DataReady():
+            return (
+                f"data {event.source}: {event.train_files} files, "
+                f"{format_count(event.train_tokens)} tokens to train on; "
+                f"{event.heldout_files} files, {format_count(event.heldout_tokens)} tokens held "
+                f"out; {event.skipped_files} skipped"
+            )
+        case ModelReady():
+            return (
+                f"{event.role}: {format_count(event.parameters)} parameters, "
+                f"{event.layers} layers x {event.hidden_size}, vocabulary {event.vocab_size}, "
+                f"{event.precision}, from {event.source} (sha256 {event.sha256[:12]})"
+            )
+        case MemoryPlanned():
+            return _plan_text(event)
+        case MemoryMeasured():
+            return _peak_text(event)
+        case Compiled():
+            return _compiled_text(event)
+        case KernelCounts():
+            return (
+                f"kernels by step {event.step}: {event.hits} hits, {event.misses} misses, "
+                f"{event.disk_hits} of them from the cache on disk"
+            )
+        case VocabularyCut():
+            return (
+                f"vocabulary: the teacher's {event.teacher_ids} ids are cut to {event.student_ids}; "
+                f"dropped mass {number_text(event.dropped_mass_mean, '.2e')} mean, "
+                f"{number_text(event.dropped_mass_max, '.2e')} at most over {event.tokens} tokens"
+            )
+        case Checked():
+            return check_text(event)
+        case StepDone():
+            return step_text(event)
+        case Evaluated():
+            return (
+                f"held-out loss of the {event.subject} at step {event.step}: {nats_text(event.loss)} "
+                f"({event.labelled} tokens, {format_seconds(event.eval_s)})"
+            )
+        case NonFinite():
+            return f"NON-FINITE: {event.field} is {event.value} at step {event.step}"
+        case CheckpointSaved():
+            return (
+                f"checkpoint {event.path}: {format_bytes(event.size_bytes)} "
+                f"in {format_seconds(event.save_s)}{', best so far' if event.best else ''}"
+            )
+        case StudentSaved():
+            size = format_bytes(event.size_bytes)
+            return f"student saved: {event.path} ({size}, sha256 {event.sha256[:12]})"
+        case StopRequested():
+            return f"stop requested ({event.reason}) at step {event.step}"
+        case Note():
+            return f"{event.level}: {event.text}"
+        case RunFinished():
+            return f"{event.state} at step {event.step}: {event.reason} (exit {event.exit_code})"
+        case FactsRead():
+            return "device: " + ", ".join(f"{k}={v}" for k, v in event.facts.items())
+        case TrainerStarted():
+            return (
+                f"trainer started (pid {event.trainer_pid}, supervisor pid {event.supervisor_pid})"
+            )
+        case TrainerExited():
+            return f"trainer exited: {event.sentence}"
+        case LauncherGone():
+            return f"launcher is gone ({event.how}); the run goes on by itself"
+        case StopForwarded():
+            return f"{event.signal} forwarded to the trainer"
+        case AlertRaised():
+            return f"ALERT {event.id}: {event.title}"
+        case AlertCleared():
+            return f"alert {event.id} is over; it stood for {format_seconds(event.stood_s)}"
+        case StackDump():
+            return f"stacks of the trainer in {event.path}: {event.summary}"
+        case HostSample() | GpuSample():
+            return sample_text(event)
+        case Unrecognised():
+            return f"{event.kind} (written by another version): {event.fields}"
+
+
+def _started_text(event: RunStarted) -> str:
+    again = f", resumed from step {event.resumed_from}" if event.resumed_from is not None else ""
+    return (
+        f"run {event.name}: {event.steps} steps of {event.rows_per_step} x {event.seq_len} tokens "
+        f"on {event.device}, alpha {number_text(event.alpha, 'g')} (weight of CE), "
+        f"T {number_text(event.temperature, 'g')}, peak lr {number_text(event.peak_lr, 'g')}, "
+        f"{format_count(event.trainable_parameters)} trainable{again}"
+    )
+
+
+def _plan_text(plan: MemoryPlanned) -> str:
+    room = f"available unknown: {plan.available_source}"
+    if plan.available_bytes is not None:
+        room = f"{format_bytes(plan.available_bytes)} available ({plan.available_source})"
+    return f"memory: {format_bytes(plan.predicted_bytes)} predicted at the peak, {plan.peak_phase}; {room}"
+
+
+def _peak_text(peak: MemoryMeasured) -> str:
+    if peak.measured_bytes is None:
+        return f"memory peak by step {peak.step}: {NOT_MEASURED} ({peak.source})"
+    text = f"memory peak by step {peak.step}: {format_bytes(peak.measured_bytes)} ({peak.source})"
+    if not peak.predicted_bytes:
+        return f"{text}, nothing was predicted"
+    return f"{text}, {number_text(peak.measured_bytes / peak.predicted_bytes, '.0%')} of the prediction"
+
+
+def _compiled_text(event: Compiled) -> str:
+    how = {True: "from the cache on disk", False: "compiled", None: "compiled or from a cache"}
+    text = (
+        f"{event.compiler}: {event.key} {how[event.disk_hit]} in {format_seconds(event.compile_s)}"
+    )
+    if not event.after_warm_up:
+        return text
+    differs = (
+        f"; differs from one that was warmed in {', '.join(event.differs)}" if event.differs else ""
+    )
+    return f"COMPILE AFTER WARM-UP: {text}{differs}"
+
+
+def check_text(check: Checked) -> str:
+    """A check's answer with what it cost: a failure stands out, what is unknown is never a pass."""
+    level = {"pass": "pass", "fail": "FAIL"}.get(check.level, "unknown")
+    return f"check {check.id}: {level}: {check.reason} ({format_seconds(check.cost_s)})"
+
+
+def step_text(step: StepDone) -> str:
+    """A step with every number that was logged; what needs a teacher is left out where there is
+    none, another number that is missing is said to be."""
+    parts = [f"step {step.step}", f"loss {format_value(step.loss)}", f"ce {format_value(step.ce)}"]
+    if step.kd is not None:
+        parts.append(f"kd {format_value(step.kd)}")
+    if step.agreement is not None:
+        parts.append(f"agree {number_text(step.agreement, '.1%')}")
+    parts += [
+        f"lr {number_text(step.lr, '.2e')}",
+        f"|g| {format_value(step.grad_norm, 3)}",
+        format_seconds(step.step_s) if step.step_s is not None else f"time {NOT_MEASURED}",
+    ]
+    return "  ".join(parts)
+
+
+def sample_text(sample: HostSample | GpuSample) -> str:
+    """The readings that a sample has, by name."""
+    subject = "host" if isinstance(sample, HostSample) else f"gpu {sample.index}"
+    readings = []
+    for name in sample.__struct_fields__:
+        value = getattr(sample, name)
+        if name in ("v", "seq", "t_s", "nf", "absent", "index") or value is None:
+            continue
+        if name.endswith("_bytes"):
+            readings.append(f"{name.removesuffix('_bytes')}={format_bytes(value)}")
+        else:
+            readings.append(
+                f"{name}={value if isinstance(value, str) else number_text(value, 'g')}"
+            )
+    return f"{subject}: {', '.join(readings) or NOT_MEASURED}"
+
+
+# Readings: GPU, host, and what the trainer says of its own memory.
+
+
+def device_lines(view: RunView) -> list[str]:
+    """GPU and host readings, each a value or the reason why there is none."""
+    lines = []
+    for index, gpu in sorted(view.gpus.items()):
+        cell = _cells(view, gpu, f"gpu{index}.")
+        used, total = cell("gpu_mem_used_bytes"), cell("gpu_mem_total_bytes")
+        # What the utilisation hides stands beside it: any kernel counts as use, however small.
+        beside = "" if gpu.tensor_util_pct is None else f", tensor cores {cell('tensor_util_pct')}"
+        limit = "" if gpu.gpu_power_limit_w is None else f" of {cell('gpu_power_limit_w')}"
+        held = f", held by {gpu.clock_event_reasons}" if gpu.clock_event_reasons else ""
+        lines += [
+            f"GPU {index}  util {cell('gpu_util_pct')}{beside}",
+            f"       power {cell('gpu_power_w')}{limit}  {cell('gpu_temperature_c')}"
+            f"  sm clock {cell('sm_clock_mhz')}{one_line(held)}",
+            f"       mem {used} / {total} (all processes, NVML)",
+        ]
+        counters = [
+            f"{words} {cell(name)}"
+            for words, name in _COUNTERS.items()
+            if getattr(gpu, name) is not None
+        ]
+        lines += [f"       {'  '.join(counters)}"] if counters else []
+    if view.memory_peak is not None and view.memory_peak.measured_bytes is not None:
+        lines.append(
+            f"       job {format_bytes(view.memory_peak.measured_bytes)} at its peak by step "
+            f"{view.memory_peak.step} ({view.memory_peak.source})"
+        )
+    # Beside the memory that it is of: the GPU's, or without one the host's.
+    of_trainer = _held_lines(view)
+    lines += of_trainer if view.gpus else []
+    if not view.gpus and view.facts is not None:
+        reason = view.absent.get("gpu_count") or view.facts.get("nvml_absent") or NOT_MEASURED
+        lines.append(f"GPU    {reason}")
+    if view.host is not None:
+        cell = _cells(view, view.host, "")
+        free, total = cell("host_available_bytes"), cell("host_total_bytes")
+        lines += [
+            f"host   available {free} / {total}{_pool(view)}  load {cell('load1')}",
+            f"       trainer rss {cell('trainer_rss_bytes')}  cpu {cell('trainer_cpu_pct')}",
+        ]
+    lines += [] if view.gpus else of_trainer
+    return lines or ["no reading yet"]
+
+
+def _held_lines(view: RunView) -> list[str]:
+    """What the trainer says of its own memory, beside what others count; nothing where it has not."""
+    host = view.host
+    if host is None or host.memory_held_bytes is None:
+        return []
+    cell = _cells(view, host, "")
+    kept = ""
+    if host.memory_reserved_bytes is not None:
+        kept = f", {cell('memory_reserved_bytes')} reserved"
+    return [
+        f"       job holds {cell('memory_held_bytes')}{kept}, {cell('memory_peak_bytes')} at its peak "
+        f"({host.memory_source or NOT_MEASURED})"
+    ]
+
+
+def _pool(view: RunView) -> str:
+    """That the host's memory is the GPU's, too, where it is."""
+    unified = (view.facts or {}).get("cuda0_integrated") == "yes"
+    return " (host pool, shared with the GPU)" if unified else ""
+
+
+# What the utilisation hides; only some GPUs have these counters, and `engine doctor` says why others do not.
+_COUNTERS = {
+    "SM busy": "sm_util_pct",
+    "occupancy": "sm_occupancy_pct",
+    "DRAM": "dram_util_pct",
+}
+
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "pct": lambda value: f"{number_text(value, '.0f')}%",
+    "w": lambda value: f"{number_text(value, '.0f')} W",
+    "mhz": lambda value: f"{number_text(value, '.0f')} MHz",
+    "c": lambda value: f"{number_text(value, '.0f')} C",
+    "load1": lambda value: number_text(value, ".1f"),
+}
+
+
+def _cells(view: RunView, sample: HostSample | GpuSample, prefix: str) -> Callable[[str], str]:
+    """The text of one reading of `sample` by its name, whose last word is its unit."""
+
+    def cell(name: str) -> str:
+        value: Any = getattr(sample, name)
+        if value is None:
+            return one_line(view.absent.get(prefix + name, NOT_MEASURED))
+        return _UNITS[name.rsplit("_", 1)[-1]](value)
+
+    return cell
+
+
+# A view.
 
 
 def has_ended(state: str) -> bool:
@@ -159,3 +524,63 @@ def speed_lines(view: RunView) -> list[str]:
     """How fast the last steps were, as a share of what the device could, and where the newest one went."""
     pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
     return [*pace, *filter(None, [ledger_line(view)])]
+
+
+# What was checked and what was compiled: longer summaries of a view.
+
+
+CHECK_SIGNS = {"fail": "x FAIL", "unknown": "? unknown", "pass": "+ pass"}
+
+
+def check_lines(view: RunView) -> list[str]:
+    """The first-minute checks: what failed, then what could not be told, then what holds."""
+    checks = view.checks
+    if not checks:
+        return ["no check was asked yet"]
+    order = list(CHECK_SIGNS)
+    levels = {
+        check.id: check.level if check.level in order else "unknown" for check in checks.values()
+    }
+    found = sorted(checks.values(), key=lambda check: order.index(levels[check.id]))
+    counts = ", ".join(
+        f"{sum(level == one for one in levels.values())} {level}" for level in reversed(order)
+    )
+    cost = sum(check.cost_s or 0.0 for check in found)
+    times, seconds = view.checked_again
+    again = f"; {times} answers again later took {format_seconds(seconds)}" if times else ""
+    return [
+        f"{counts}; they took {format_seconds(cost)}{again}",
+        *(
+            one_line(f"{CHECK_SIGNS[levels[check.id]]} {check.id}: {check.reason}")
+            for check in found
+        ),
+    ]
+
+
+def kernel_lines(view: RunView) -> list[str]:
+    """The kernel caches: hits, misses, and each compile, newest first, with what made it a new one."""
+    counts = view.kernel_counts
+    lines = []
+    if counts is not None:
+        lines.append(
+            f"by step {counts.step}: {counts.hits} hits, {counts.misses} misses, "
+            f"{counts.disk_hits} of them from the cache on disk"
+        )
+    late = sum(compiled.after_warm_up for compiled in view.compiles)
+    took = sum(compiled.compile_s or 0.0 for compiled in view.compiles)
+    if view.compiles:
+        lines.append(
+            f"{len(view.compiles)} compiled in {format_seconds(took)}, {late} after warm-up"
+        )
+    for compiled in reversed(view.compiles):
+        seconds = "" if compiled.compile_s is None else f" {format_seconds(compiled.compile_s)}"
+        where = " from disk" if compiled.disk_hit else ""
+        sign = "x LATE" if compiled.after_warm_up else "+"
+        lines.append(
+            one_line(
+                f"{sign} {compiled.compiler} {compiled.kernel}{seconds}{where}: {compiled.key}"
+            )
+        )
+        if compiled.differs:
+            lines.append("    " + one_line(f"differs in {', '.join(compiled.differs)}"))
+    return lines or ["nothing was compiled: this run has no kernels of its own, or none yet"]

@@ -10,50 +10,66 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.loss.divergences import SPARE, differentiate
-from engine.loss.types import Job, Tally, Teaching, Totals
-from engine.models.head import project
-from engine.models.product import multiply, sum_dtype
+from engine.loss.divergences import ARITHMETIC, Logits
+from engine.loss.types import Job, Teaching, Totals
+from engine.models.head import multiply, project, sum_dtype
+from engine.spec.divergences import DIVERGENCES
 
 # Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary, D student width
 
 
-class EagerChunks:
-    """Cross entropy, and a divergence where there is a teacher. Buffers are reused by every chunk."""
+class EagerForm:
+    """What the eager forms share: buffers that every chunk uses again, and dz of one chunk at a time."""
 
-    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
-        teacher = job.teacher
-        assert teacher is None or isinstance(teacher, Teaching)
-        self._job, self._teacher = job, teacher
+    held = 1
+
+    def __init__(self, job: Job, rows: int, w_VD: Tensor, buffers: int) -> None:
+        self._job = job
         self._buffers = [
             torch.empty(rows, len(w_VD), dtype=sum_dtype(w_VD.dtype), device=w_VD.device)
-            for _ in range(2 if teacher is None else 4 + SPARE[job.divergence])
+            for _ in range(buffers)
         ]
-        self._tally = Tally(w_VD.device)
+        self._totals = Totals.none(w_VD.device)
         self._narrow_CV: Tensor | None = None
-
-    @property
-    def held(self) -> int:
-        return 1
 
     def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
         self._narrow_CV = None  # or it would be beside this chunk's
         views = [buffer[: chunk.stop - chunk.start] for buffer in self._buffers]
         labels_C1 = self._job.labels_M[chunk].unsqueeze(1)
-        if self._teacher is None:
-            dz_CV = self._cross_entropy(views, h_CD, w_VD, labels_C1)
-        else:
-            dz_CV = self._distillation(views, h_CD, w_VD, self._teacher, chunk, labels_C1)
-        self._tally.see(dz_CV)
+        dz_CV = self._rows(views, h_CD, w_VD, chunk, labels_C1)
+        self._totals.add_gradient(dz_CV)
         self._narrow_CV = dz_CV.to(h_CD.dtype)
+
+    def _rows(
+        self, views: list[Tensor], h_CD: Tensor, w_VD: Tensor, chunk: slice, labels_C1: Tensor
+    ) -> Tensor:
+        """dz of a chunk, in one of `views`; what its rows sum to is added to the totals."""
+        raise NotImplementedError
 
     def gradient(self, group: slice) -> Tensor:
         assert self._narrow_CV is not None
         return self._narrow_CV
 
     def totals(self) -> Totals:
-        teaching = self._teacher is not None
-        return self._tally.totals(teaching=teaching, agreeing=teaching, lowest=teaching)
+        return self._totals
+
+
+class EagerChunks(EagerForm):
+    """Cross entropy, and a divergence where there is a teacher."""
+
+    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
+        teacher = job.teacher
+        assert teacher is None or isinstance(teacher, Teaching)
+        self._teacher = teacher
+        buffers = 2 if teacher is None else DIVERGENCES[job.divergence].buffers
+        super().__init__(job, rows, w_VD, buffers)
+
+    def _rows(
+        self, views: list[Tensor], h_CD: Tensor, w_VD: Tensor, chunk: slice, labels_C1: Tensor
+    ) -> Tensor:
+        if self._teacher is None:
+            return self._cross_entropy(views, h_CD, w_VD, labels_C1)
+        return self._distillation(views, h_CD, w_VD, self._teacher, chunk, labels_C1)
 
     def _cross_entropy(
         self, views: list[Tensor], h_CD: Tensor, w_VD: Tensor, labels_C1: Tensor
@@ -62,7 +78,7 @@ class EagerChunks:
         multiply(z_CV, h_CD, w_VD.t())
         torch.softmax(z_CV, dim=1, out=q_CV)
         ce_C1 = log_sum_exp(z_CV, q_CV) - z_CV.gather(1, labels_C1)
-        self._tally.add(ce_C1, None, None)
+        self._totals.add(ce_C1, None, None)
         return minus_label(q_CV, labels_C1, 1.0)
 
     def _distillation(
@@ -85,13 +101,12 @@ class EagerChunks:
         log_z_C1, log_t_C1 = log_sum_exp(z_CV, q_CV), log_sum_exp(t_CV, p_CV)
         first_C1 = t_CV.argmax(dim=1, keepdim=True)
         agree_C1 = z_CV.gather(1, first_C1) == z_CV.amax(dim=1, keepdim=True)
-        divergence_C, slope_CV = differentiate(
-            job.divergence, job.beta, z_CV, t_CV, q_CV, p_CV, log_z_C1, log_t_C1, spare
+        divergence_C, slope_CV = ARITHMETIC[job.divergence].differentiate(
+            Logits(z_CV, t_CV, q_CV, p_CV, log_z_C1, log_t_C1, spare), job.beta
         )
         ce_C1, soft_CV = cross_entropy_at_one(z_CV, q_CV, log_z_C1, labels_C1, T)
-        self._tally.add(ce_C1, divergence_C, agree_C1)
-        dz_CV = soft_CV.mul_(job.alpha).add_(slope_CV, alpha=(1 - job.alpha) * T)
-        return minus_label(dz_CV, labels_C1, job.alpha)
+        self._totals.add(ce_C1, divergence_C, agree_C1)
+        return total_gradient(job, soft_CV, slope_CV, labels_C1)
 
 
 def cross_entropy_at_one(
@@ -112,6 +127,12 @@ def log_sum_exp(x_CV: Tensor, softmax_CV: Tensor) -> Tensor:
     / sum, at least 1/V.
     """
     return x_CV.amax(dim=1, keepdim=True) - softmax_CV.amax(dim=1, keepdim=True).log()
+
+
+def total_gradient(job: Job, soft_CV: Tensor, slope_CV: Tensor, labels_C1: Tensor) -> Tensor:
+    """dz, written over `soft_CV`: softmax at temperature 1, and the divergence's gradient for z / T."""
+    dz_CV = soft_CV.mul_(job.alpha).add_(slope_CV, alpha=(1 - job.alpha) * job.temperature)
+    return minus_label(dz_CV, labels_C1, job.alpha)
 
 
 def minus_label(dz_CV: Tensor, labels_C1: Tensor, alpha: float) -> Tensor:

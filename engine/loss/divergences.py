@@ -1,4 +1,4 @@
-"""Divergences of rows of logits with the gradient of each, in plain torch and in place.
+"""Divergences of rows of logits: the arithmetic of each row of `engine/spec/divergences.py`.
 
 With q = softmax(z), p = softmax(t), z and t already divided by T, and m = (1 - b) q + b p:
 
@@ -12,60 +12,89 @@ no logarithm of a small probability is taken, and equal rows give exactly 0 on b
 
     log m - log q = log(1 - b + b e^d) = log1p(b (e^d - 1))
                   = d + log1p((1 - b) (e^-d - 1))        for d > 0, where e^d may be too large
+
+Each is written twice: in place in few buffers, with its gradient, for training; and straight from its
+definition in float64, as the reference that the first is held to. To add one: a row here, and one of the
+same name in the spec's table.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from engine.loss.types import Divergence
-
-# Shapes: C rows, V vocabulary
-
-SPARE = {"forward_kl": 0, "reverse_kl": 0, "jsd": 2}
-"""Buffers that each needs beside those of z, t, q and p."""
+# Shapes: C rows, M rows of the reference, V vocabulary
 
 
-def differentiate(
-    name: Divergence,
-    beta: float,
-    z_CV: Tensor,
-    t_CV: Tensor,
-    q_CV: Tensor,
-    p_CV: Tensor,
-    log_z_C1: Tensor,
-    log_t_C1: Tensor,
-    spare: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The divergence of each row (C) and its gradient with respect to z (C, V). `log_z_C1` and
-    `log_t_C1` are log sum e^z and log sum e^t. t, p and `spare` are overwritten, z and q are not.
-    """
-    gap_CV = t_CV.sub_(z_CV)
-    match name:
-        case "forward_kl":
-            # (a sum, not a dot product: that is a matrix product, and TF32 would round a small KL
-            # away)
-            kl_C = gap_CV.mul_(p_CV).sum(dim=1) + (log_z_C1 - log_t_C1).squeeze(1)
-            return kl_C, torch.sub(q_CV, p_CV, out=p_CV)
-        case "reverse_kl":
-            mean_C1 = torch.mul(gap_CV, q_CV, out=p_CV).sum(dim=1, keepdim=True)
-            kl_C = (log_t_C1 - log_z_C1 - mean_C1).squeeze(1)
-            # log q - log p - KL(q || p): the logarithms of the sums have cancelled
-            return kl_C, torch.sub(mean_C1, gap_CV, out=p_CV).mul_(q_CV)
-        case "jsd":
-            d_CV = gap_CV.add_(log_z_C1 - log_t_C1)
-            return _jsd(beta, d_CV, q_CV, p_CV, *spare)
+class Logits(NamedTuple):
+    """Both sides of C rows, divided by T, in buffers of the caller: all but z and q are overwritten."""
+
+    z_CV: Tensor
+    t_CV: Tensor
+    q_CV: Tensor
+    p_CV: Tensor
+    log_z_C1: Tensor
+    """log sum e^z"""
+    log_t_C1: Tensor
+    spare: list[Tensor]
+    """As many more [C, V] buffers as the spec's table says, beside those of z, t, q and p."""
 
 
-def _jsd(
-    beta: float, d_CV: Tensor, q_CV: Tensor, p_CV: Tensor, a_CV: Tensor, b_CV: Tensor
-) -> tuple[Tensor, Tensor]:
+class Arithmetic(NamedTuple):
+    differentiate: Callable[[Logits, float], tuple[Tensor, Tensor]]
+    """The divergence of each row (C) and its gradient with respect to z (C, V); the float is b."""
+    reference: Callable[[Tensor, Tensor, float], Tensor]
+    """The divergence from log p and log q (M, V), summed over rows and ids."""
+
+
+def _forward_kl(x: Logits, _beta: float) -> tuple[Tensor, Tensor]:
+    gap_CV = x.t_CV.sub_(x.z_CV)
+    # A sum, not a dot product: that is a matrix product, and TF32 would round a small KL away.
+    kl_C = gap_CV.mul_(x.p_CV).sum(dim=1) + (x.log_z_C1 - x.log_t_C1).squeeze(1)
+    return kl_C, torch.sub(x.q_CV, x.p_CV, out=x.p_CV)
+
+
+def _forward_kl_reference(log_p_MV: Tensor, log_q_MV: Tensor, _beta: float) -> Tensor:
+    return (log_p_MV.exp() * (log_p_MV - log_q_MV)).sum()
+
+
+def _reverse_kl(x: Logits, _beta: float) -> tuple[Tensor, Tensor]:
+    gap_CV = x.t_CV.sub_(x.z_CV)
+    mean_C1 = torch.mul(gap_CV, x.q_CV, out=x.p_CV).sum(dim=1, keepdim=True)
+    kl_C = (x.log_t_C1 - x.log_z_C1 - mean_C1).squeeze(1)
+    # log q - log p - KL(q || p): the logarithms of the sums have cancelled
+    return kl_C, torch.sub(mean_C1, gap_CV, out=x.p_CV).mul_(x.q_CV)
+
+
+def _reverse_kl_reference(log_p_MV: Tensor, log_q_MV: Tensor, _beta: float) -> Tensor:
+    return (log_q_MV.exp() * (log_q_MV - log_p_MV)).sum()
+
+
+def _jsd(x: Logits, beta: float) -> tuple[Tensor, Tensor]:
+    a_CV, b_CV = x.spare
+    d_CV = x.t_CV.sub_(x.z_CV).add_(x.log_z_C1 - x.log_t_C1)
     # beta where d <= 0, 1 - beta where d > 0
     weight_CV = torch.sign(d_CV, out=b_CV).clamp_(min=0).mul_(1 - 2 * beta).add_(beta)
     log_m_CV = torch.abs(d_CV, out=a_CV).neg_().expm1_().mul_(weight_CV).log1p_()
     log_m_CV.add_(torch.clamp(d_CV, min=0, out=b_CV))  # log m - log q
-    of_teacher_C = torch.sub(d_CV, log_m_CV, out=b_CV).mul_(p_CV).sum(dim=1)
-    of_student_C1 = torch.mul(q_CV, log_m_CV, out=b_CV).sum(dim=1, keepdim=True).neg()
+    of_teacher_C = torch.sub(d_CV, log_m_CV, out=b_CV).mul_(x.p_CV).sum(dim=1)
+    of_student_C1 = torch.mul(x.q_CV, log_m_CV, out=b_CV).sum(dim=1, keepdim=True).neg()
     jsd_C = beta * of_teacher_C + (1 - beta) * of_student_C1.squeeze(1)
-    return jsd_C, log_m_CV.add_(of_student_C1).mul_(q_CV).mul_(beta - 1)
+    return jsd_C, log_m_CV.add_(of_student_C1).mul_(x.q_CV).mul_(beta - 1)
+
+
+def _jsd_reference(log_p_MV: Tensor, log_q_MV: Tensor, beta: float) -> Tensor:
+    p_MV, q_MV = log_p_MV.exp(), log_q_MV.exp()
+    log_m_MV = ((1 - beta) * q_MV + beta * p_MV).log()
+    of_teacher = (p_MV * (log_p_MV - log_m_MV)).sum()
+    return beta * of_teacher + (1 - beta) * (q_MV * (log_q_MV - log_m_MV)).sum()
+
+
+ARITHMETIC = {
+    "forward_kl": Arithmetic(_forward_kl, _forward_kl_reference),
+    "reverse_kl": Arithmetic(_reverse_kl, _reverse_kl_reference),
+    "jsd": Arithmetic(_jsd, _jsd_reference),
+}

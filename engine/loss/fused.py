@@ -1,8 +1,13 @@
-"""The fused form of the loss: between the products of a chunk, one kernel (`engine.kernels.kd_loss`).
+"""The fused forms of the loss: one kernel between the matrix products of a chunk.
 
-Two [C, V] buffers of fp32 logits, reused by every chunk, and one of dz in the dtype of the products for
-`HELD` chunks, which in bf16 is as large as both: dH and dW are products of so many rows at once. Every
-row has a place of its own for its results, so nothing is added up between chunks.
+[C, V] buffers of fp32 logits, reused by every chunk, and one of dz in the dtype of the products for
+`HELD` chunks, which in bf16 is as large as two of those: dH and dW are products of so many rows at once.
+
+Against a teacher's hidden states (`engine.kernels.kd_loss`) every row has a place of its own for its
+results, so nothing is added up between chunks. Against some ids of each token
+(`engine.kernels.sparse_loss`; `sparse.py` has the formulas and is the oracle) the kernel does the rest of
+the vocabulary and torch the K ids of each row. Of `top_k`, the K logits are taken out of their row before
+its sums are made, so that q_R is summed over the ids it is made of.
 """
 
 from __future__ import annotations
@@ -11,44 +16,63 @@ import torch
 from torch import Tensor
 
 from engine.kernels.kd_loss import LossRows, row_buffer
-from engine.loss.types import Job, Teaching, Totals
-from engine.models.head import project
-from engine.models.product import multiply
+from engine.kernels.sparse_loss import differentiate_rest
+from engine.loss.types import Job, SparseTargets, Teaching, Totals
+from engine.models.head import multiply, project
 
 # Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
-# D student width
+# D student width, K ids of a token
 
 HELD = 4
 """Chunks whose dz is held: of 8192 rows in chunks of 2048, dW in one product takes 3.6 ms and in four 4.0."""
+NONE = -1e30
+"""Below every logit, of rows without ids of their own."""
 
 
-class FusedChunks:
-    """Cross entropy, and forward or reverse KL where there is a teacher."""
+class FusedForm:
+    """What the fused forms share: the student's logits, and dz of `HELD` chunks."""
+
+    held = HELD
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
-        teacher = job.teacher
-        assert teacher is None or isinstance(teacher, Teaching)
-        self._job, self._teacher = job, teacher
+        self._job = job
         vocabulary, device = len(w_VD), w_VD.device
         self._z_CV = row_buffer(rows, vocabulary, torch.float32, device)
-        self._t_CV = (
-            None if teacher is None else row_buffer(rows, vocabulary, torch.float32, device)
-        )
         held = min(rows * HELD, len(job.labels_M))
         self._dz_GV = row_buffer(held, vocabulary, w_VD.dtype, device)
         self._begun = 0
+
+    def _student_logits(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+        """A chunk's logits, and where its dz goes."""
+        count, place = chunk.stop - chunk.start, chunk.start - self._begun
+        z_CV, dz_CV = self._z_CV[:count], self._dz_GV[place : place + count]
+        multiply(z_CV, h_CD, w_VD.t())
+        return z_CV, dz_CV
+
+    def gradient(self, group: slice) -> Tensor:
+        self._begun = group.stop
+        return self._dz_GV[: group.stop - group.start]
+
+
+class FusedChunks(FusedForm):
+    """Cross entropy, and forward or reverse KL where there is a teacher."""
+
+    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
+        super().__init__(job, rows, w_VD)
+        teacher = job.teacher
+        assert teacher is None or isinstance(teacher, Teaching)
+        vocabulary, device = len(w_VD), w_VD.device
+        self._teacher = teacher
+        self._t_CV = (
+            None if teacher is None else row_buffer(rows, vocabulary, torch.float32, device)
+        )
         self._rows = LossRows.empty(len(job.labels_M), vocabulary, device)
 
-    @property
-    def held(self) -> int:
-        return HELD
-
     def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
-        count, place = chunk.stop - chunk.start, chunk.start - self._begun
-        z_CV, dz_CV, t_CV = self._z_CV[:count], self._dz_GV[place : place + count], None
-        multiply(z_CV, h_CD, w_VD.t())
+        z_CV, dz_CV = self._student_logits(h_CD, w_VD, chunk)
+        t_CV = None
         if self._teacher is not None and self._t_CV is not None:
-            t_CV = self._t_CV[:count]
+            t_CV = self._t_CV[: len(z_CV)]
             project(t_CV, self._teacher.hidden_ME[chunk], self._teacher.slices)
         self._rows.differentiate(
             z_CV,
@@ -61,10 +85,6 @@ class FusedChunks:
             divergence=self._job.divergence,
         )
 
-    def gradient(self, group: slice) -> Tensor:
-        self._begun = group.stop
-        return self._dz_GV[: group.stop - group.start]
-
     def totals(self) -> Totals:
         rows, teaching = self._rows, self._teacher is not None
         return Totals(
@@ -74,3 +94,63 @@ class FusedChunks:
             lowest=rows.divergence_M.amin() if teaching else None,
             largest_sum=rows.dz_sums_MS.sum(dim=1).abs().amax(),
         )
+
+
+class FusedSparseChunks(FusedForm):
+    """Cross entropy, and the divergence from `job.teacher`, whose rows are the M labelled ones."""
+
+    def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
+        super().__init__(job, rows, w_VD)
+        assert isinstance(job.teacher, SparseTargets)
+        self._targets = job.teacher
+        self._totals = Totals.none(w_VD.device)
+
+    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
+        z_CV, dz_CV = self._student_logits(h_CD, w_VD, chunk)
+        job, T = self._job, self._job.temperature
+        weight = (1 - job.alpha) * T
+        labels_C = job.labels_M[chunk]
+        ids_CK = self._targets.ids_NK[chunk].long()
+        z_CK, z_label_C1 = z_CV.gather(1, ids_CK), z_CV.gather(1, labels_C[:, None])
+        log_probs_NK = self._targets.log_probs_NK
+        kept_4C = torch.zeros(4, len(z_CV), device=z_CV.device)
+        if log_probs_NK is None:
+            kept_4C[0] = NONE
+            p_CK = (ids_CK[:, :, None] == ids_CK[:, None, :]).float().mean(2)
+        else:
+            log_p_CK = log_probs_NK[chunk].float()
+            p_CK = log_p_CK.exp()
+            tail_C = 1 - p_CK.sum(1)
+            # What rounding leaves of K numbers that sum to 1 is no tail.
+            tail_C = torch.where(tail_C <= p_CK.shape[1] * torch.finfo(p_CK.dtype).eps, 0, tail_C)
+            kept_4C[0] = z_CK.amax(1)
+            below_CK = z_CK - kept_4C[0][:, None]
+            kept_4C[1], kept_4C[2] = (below_CK / T).exp().sum(1), below_CK.exp().sum(1)
+            kept_4C[3] = tail_C
+            z_CV.scatter_(1, ids_CK, -torch.inf)
+        sums = differentiate_rest(
+            z_CV, dz_CV, job.labels_M, chunk.start, kept_4C, alpha=job.alpha, temperature=T
+        )
+        log_q_CK = z_CK / T - sums.log_sum_C[:, None]
+        hard_CK = job.alpha * (z_CK - sums.log_sum_one_C[:, None]).exp()
+        slope_CK = hard_CK + weight * (log_q_CK.exp() - p_CK)
+        agree_C = None
+        if log_probs_NK is None:
+            divergence_C = -log_q_CK.mean(1)
+            # The kernel has q of every id; each draw takes its 1/m.
+            dz_C = sums.dz_C - weight
+        else:
+            kept_CK = torch.where(p_CK == 0, 0, p_CK * (log_p_CK - log_q_CK))
+            log_tail_q_C = sums.log_rest_C - sums.log_sum_C
+            rest_C = torch.where(tail_C == 0, 0, tail_C * (tail_C.log() - log_tail_q_C))
+            divergence_C = kept_CK.sum(1) + rest_C
+            first_C1 = log_p_CK.argmax(dim=1, keepdim=True)
+            agree_C = z_CK.gather(1, first_C1).squeeze(1) == sums.largest_C
+            dz_C = sums.dz_C + slope_CK.sum(1)
+        self._totals.add(sums.log_sum_one_C - z_label_C1.squeeze(1), divergence_C, agree_C)
+        self._totals.add_gradient(dz_C[:, None])
+        slope_CK = torch.where(ids_CK == labels_C[:, None], slope_CK - job.alpha, slope_CK)
+        dz_CV.scatter_(1, ids_CK, slope_CK.to(dz_CV.dtype))
+
+    def totals(self) -> Totals:
+        return self._totals

@@ -13,8 +13,8 @@ cross entropy):
     q   = softmax(z / T)      p = softmax(t[:V] / T)               z, t: student and teacher logits
 
 KL may be another divergence instead (`divergences.py`), or be of some ids of each token only
-(`sparse_targets.py`). A teacher wider than the student is cut to the student's V columns and renormalised over them,
-because two checkpoints of one family pad the same tokenizer to different widths. What stands in the
+(`sparse.py`). A teacher wider than the student is cut to the student's V columns and renormalised over
+them, because two checkpoints of one family pad the same tokenizer to different widths. What stands in the
 cut columns has no effect.
 
 The gradient with respect to the student's logits is
@@ -24,7 +24,10 @@ The gradient with respect to the student's logits is
 and it needs nothing that the forward pass does not already hold. So `distillation_loss` works
 through chunks of rows, turns each chunk's logits into dz while they are in memory, multiplies dz at
 once into dH and dW, and forgets the chunk. No logits outlive their chunk, and backward is one
-multiplication by the upstream gradient.
+multiplication by the upstream gradient; a caller who promises that it is 1 has the gradients finished on
+the way. A form that holds dz of some chunks at a time has them multiplied together: dW, as large as the
+head, is then read and written so much less often. All chunks are as nearly of one size as their number
+allows.
 
 Two invariants are measured in every call and cost nothing to speak of, because their sums are there:
 the lowest divergence of a row, which is at least 0, and the largest |sum of a row of dz|, which is 0.
@@ -41,26 +44,29 @@ arithmetic; nothing is clamped, so a non-finite logit reaches the loss.
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from engine.loss.arguments import IGNORE_LABEL as IGNORE_LABEL
-from engine.loss.arguments import (
-    check_fused,
-    check_labels,
+from engine.loss.dense import EagerChunks
+from engine.loss.reference import reference_loss as reference_loss
+from engine.loss.sparse import SparseChunks
+from engine.loss.types import (
+    IGNORE_LABEL,
+    Chunks,
+    Job,
+    LossKernel,
+    LossTerms,
+    SparseTargets,
+    Teaching,
+    Totals,
     check_objective,
-    check_projection,
-    check_targets,
     check_widths,
 )
-from engine.loss.chunks import ChunkedLoss
-from engine.loss.reference import reference_loss as reference_loss
-from engine.loss.types import Divergence, Job, LossKernel, SparseTargets, Teaching
-from engine.loss.types import LossTerms as LossTerms
-from engine.models.head import DenseHead, Head
-from engine.models.product import operand_dtype
+from engine.models.head import DenseHead, Head, multiply, operand_dtype, sum_dtype
+from engine.spec.divergences import DIVERGENCES, sparse_divergences
 
 # One buffer of fp32 logits per chunk. On a CPU it should stay in the cache between the dozen passes
 # over it; on a GPU the chunk must be long enough (about a thousand rows at V = 152k) for the matrix
@@ -89,7 +95,7 @@ def distillation_loss(
     temperature: float,
     denominator: float | Tensor,
     chunk_rows: int | None = None,
-    divergence: Divergence = "forward_kl",
+    divergence: str = "forward_kl",
     beta: float = 0.5,
     kernel: LossKernel = "eager",
     targets: SparseTargets | None = None,
@@ -111,7 +117,7 @@ def distillation_loss(
     dW is summed over chunks in fp32. float64 stays float64.
 
     `kernel="fused"` has one kernel of ours do everything between the products, on a GPU
-    (`engine.plan.choose_loss`); it has no `jsd` and no float64. `targets` stand in the place of the
+    (`engine.plan.knobs`); it has no `jsd` and no float64. `targets` stand in the place of the
     teacher's hidden states and head, for `forward_kl`.
 
     `undivided` promises that backward begins at this call's `loss` itself, with a gradient of 1: no
@@ -125,9 +131,9 @@ def distillation_loss(
     check_objective(alpha, temperature, given, divergence, beta)
     if isinstance(denominator, float | int) and not (0 < denominator < math.inf):
         raise ValueError(f"denominator: expected a finite count above 0, found {denominator}")
-    check_projection("student", student_hidden_ND, student_head_VD)
+    _check_projection("student", student_hidden_ND, student_head_VD)
     vocabulary = student_head_VD.shape[0]
-    check_labels(labels_N, student_hidden_ND.shape[0], vocabulary)
+    _check_labels(labels_N, student_hidden_ND.shape[0], vocabulary)
 
     # The number of labelled rows shapes every tensor below. On a GPU this is the one sync, and host
     # labels avoid it.
@@ -142,7 +148,7 @@ def distillation_loss(
     if alpha != 1 and targets is not None:
         if teacher_hidden_NE is not None or teacher_head_WE is not None:
             raise ValueError("teacher: expected hidden states or targets, found both")
-        check_targets(targets, student_hidden_ND.shape[0], divergence)
+        _check_targets(targets, student_hidden_ND.shape[0], divergence)
         log_probs = targets.log_probs_NK
         teacher = SparseTargets(
             ids_NK=_take(targets.ids_NK, rows_M),
@@ -152,7 +158,7 @@ def distillation_loss(
     elif alpha != 1 and teacher_hidden_NE is not None:
         if teacher_head_WE is None:
             raise ValueError("teacher: expected a head with the hidden states, found none")
-        check_projection("teacher", teacher_hidden_NE, teacher_head_WE)
+        _check_projection("teacher", teacher_hidden_NE, teacher_head_WE)
         head = (
             DenseHead(teacher_head_WE) if isinstance(teacher_head_WE, Tensor) else teacher_head_WE
         )
@@ -170,7 +176,7 @@ def distillation_loss(
             )
 
     if kernel == "fused":
-        check_fused(divergence, operand_dtype(student_hidden_ND))
+        _check_fused(divergence, operand_dtype(student_hidden_ND))
     wants_gradient = torch.is_grad_enabled()
     # No labelled row means a sum of exactly 0, and the step's denominator may then be 0 too: 0 / 0
     # would be NaN.
@@ -192,7 +198,7 @@ def distillation_loss(
     )
     loss, ce, kd, agreeing, lowest, largest = cast(
         tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-        ChunkedLoss.apply(hidden_MD, student_head_VD, job),  # type: ignore[no-untyped-call]
+        _ChunkedLoss.apply(hidden_MD, student_head_VD, job),  # type: ignore[no-untyped-call]
     )
     return LossTerms(
         loss=loss,
@@ -224,3 +230,165 @@ def _to_device(index_M: Tensor, device: torch.device) -> Tensor:
 def _take(hidden_ND: Tensor, rows_M: Tensor) -> Tensor:
     """The labelled rows; no copy when every row is labelled."""
     return hidden_ND if rows_M.numel() == hidden_ND.shape[0] else hidden_ND.index_select(0, rows_M)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sums over rows of loss, CE, T^2 times the divergence and agreement, and the extremes of
+    `Totals`; the gradients of the loss are made in forward. The loss is divided by `job.divisor`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden_MD: Tensor, head_VD: Tensor, job: Job) -> Any:
+        device = hidden_MD.device
+        dtype = operand_dtype(hidden_MD)
+        h_MD, w_VD = hidden_MD.to(dtype), head_VD.to(dtype)
+        wide = sum_dtype(dtype)
+        rows = h_MD.shape[0]
+        # Without rows there is no product that would fill them.
+        make = torch.empty if rows else torch.zeros
+        dh_MD = make(h_MD.shape, dtype=wide, device=device) if job.wants_hidden else None
+        dw_VD = make(w_VD.shape, dtype=wide, device=device) if job.wants_head else None
+        totals = None
+        # The operands already have their dtype; autocast would narrow the fp32 products and sums
+        # below.
+        with torch.autocast(device.type, enabled=False):
+            if rows:
+                totals = _all_chunks(h_MD, w_VD, dh_MD, dw_VD, job)
+        if job.finished:
+            # Not saved but given away, so that nobody has to copy what it may keep.
+            ctx.gradients = (dh_MD, dw_VD)
+        else:
+            ctx.save_for_backward(dh_MD, dw_VD)
+        ctx.dtypes, ctx.job = (hidden_MD.dtype, head_VD.dtype), job
+        loss, *metrics = _terms(job, totals, device)
+        assert loss is not None
+        terms = [loss / job.divisor, *metrics]
+        # copy: an output must not share memory with another, or autograd would take both for one
+        terms = [None if term is None else term.to(wide, copy=True) for term in terms]
+        ctx.mark_non_differentiable(*(term for term in terms[1:] if term is not None))
+        return tuple(terms)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, *_metrics: Tensor | None) -> Any:
+        hidden_dtype, head_dtype = ctx.dtypes
+        if not ctx.job.finished:
+            dh_MD, dw_VD = ctx.saved_tensors
+            factor = upstream / ctx.job.divisor
+            return _scaled(dh_MD, factor, hidden_dtype), _scaled(dw_VD, factor, head_dtype), None
+        if ctx.gradients is None:
+            raise RuntimeError("undivided loss: expected one backward pass, found a second")
+        (dh_MD, dw_VD), ctx.gradients = ctx.gradients, None
+        # A promise that was broken must not go unseen: what goes through the hidden states is NaN then.
+        one = torch.where(upstream == 1, upstream, math.nan)
+        if dh_MD is None and dw_VD is not None:
+            dw_VD.mul_(one)
+        dw_VD = None if dw_VD is None else dw_VD.to(head_dtype)
+        return _scaled(dh_MD, one, hidden_dtype), dw_VD, None
+
+
+def _all_chunks(
+    h_MD: Tensor, w_VD: Tensor, dh_MD: Tensor | None, dw_VD: Tensor | None, job: Job
+) -> Totals:
+    rows = len(h_MD)
+    count = -(-rows // job.chunk_rows)
+    step = -(-rows // count)
+    chunks = _form(job, step, w_VD)
+    finished = job.finished and not isinstance(job.divisor, Tensor)
+    scale = 1 / float(job.divisor) if finished else 1.0
+    for begun in range(0, rows, step * chunks.held):
+        group = slice(begun, min(begun + step * chunks.held, rows))
+        for start in range(group.start, group.stop, step):
+            chunk = slice(start, min(start + step, rows))
+            chunks.differentiate(h_MD[chunk], w_VD, chunk)
+        dz_GV = chunks.gradient(group)
+        if dh_MD is not None:
+            multiply(dh_MD[group], dz_GV, w_VD, scale=scale)
+        if dw_VD is not None:
+            multiply(dw_VD, dz_GV.t(), h_MD[group], scale=scale, add=begun > 0)
+        del dz_GV  # or it would be beside the next group's
+    return chunks.totals()
+
+
+def _form(job: Job, rows: int, w_VD: Tensor) -> Chunks:
+    sparse = isinstance(job.teacher, SparseTargets)
+    if job.kernel == "fused":
+        # Here, so that a machine without Triton can run everything else.
+        from engine.loss.fused import FusedChunks, FusedSparseChunks
+
+        return FusedSparseChunks(job, rows, w_VD) if sparse else FusedChunks(job, rows, w_VD)
+    if sparse:
+        return SparseChunks(job, rows, w_VD)
+    return EagerChunks(job, rows, w_VD)
+
+
+def _terms(job: Job, totals: Totals | None, device: torch.device) -> list[Tensor | None]:
+    """loss, ce, kd, agreeing, lowest, largest sum; sums over no rows are 0."""
+    if totals is None:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        taught = None if job.teacher is None else zero
+        return [zero, zero, taught, taught, None, None]
+    loss, kd = totals.ce, None
+    if totals.divergence is not None:
+        kd = job.temperature**2 * totals.divergence
+        loss = job.alpha * totals.ce + (1 - job.alpha) * kd
+    return [loss, totals.ce, kd, totals.agreeing, totals.lowest, totals.largest_sum]
+
+
+def _scaled(gradient: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """upstream * gradient, rounded once to `dtype`, in one pass."""
+    if gradient is None:
+        return None
+    return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _check_fused(divergence: str, dtype: torch.dtype) -> None:
+    if not DIVERGENCES[divergence].fused or dtype == torch.float64:
+        eager = ", ".join(name for name, row in DIVERGENCES.items() if not row.fused)
+        raise ValueError(
+            f"kernel: expected eager for {eager} and for float64,"
+            f" found fused for {divergence} in {str(dtype).removeprefix('torch.')}"
+        )
+
+
+def _check_targets(targets: SparseTargets, rows: int, divergence: str) -> None:
+    if not DIVERGENCES[divergence].sparse:
+        known = " or ".join(sparse_divergences())
+        raise ValueError(f"targets: expected divergence {known}, found {divergence}")
+    ids, log_probs = targets.ids_NK, targets.log_probs_NK
+    if ids.dim() != 2 or ids.shape[0] != rows or ids.shape[1] == 0:
+        raise ValueError(f"targets: expected ids of {rows} rows, found {list(ids.shape)}")
+    if (targets.kind == "top_k") != (log_probs is not None):
+        found = "none" if log_probs is None else "some"
+        raise ValueError(f"targets: expected log-probabilities with top_k alone, found {found}")
+    if log_probs is not None and log_probs.shape != ids.shape:
+        raise ValueError(
+            f"targets: expected a log-probability for each id, found {list(log_probs.shape)}"
+            f" for {list(ids.shape)}"
+        )
+
+
+def _check_projection(side: str, hidden: Tensor, head: Tensor | Head) -> None:
+    shape = list(head.shape) if isinstance(head, Tensor) else [head.vocab_size, head.width]
+    if hidden.dim() != 2 or len(shape) != 2 or hidden.shape[1] != shape[1]:
+        raise ValueError(
+            f"{side}: expected hidden states [rows, width] and a head [vocabulary, width]"
+            f" of one width, found {list(hidden.shape)} and {shape}"
+        )
+
+
+def _check_labels(labels_N: Tensor, rows: int, vocabulary: int) -> None:
+    if labels_N.shape != (rows,) or labels_N.dtype != torch.int64:
+        raise ValueError(
+            f"labels: expected {rows} int64 values, found {list(labels_N.shape)} {labels_N.dtype}"
+        )
+    if (
+        labels_N.device.type == "cpu" and rows
+    ):  # on a GPU the gather's own device assert stands in: no sync
+        outside = (labels_N != IGNORE_LABEL) & ((labels_N < 0) | (labels_N >= vocabulary))
+        if bool(outside.any()):
+            row = int(outside.nonzero()[0])
+            raise ValueError(
+                f"labels: expected {IGNORE_LABEL} or an id below {vocabulary},"
+                f" found {int(labels_N[row])} in row {row}"
+            )

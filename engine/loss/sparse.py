@@ -17,7 +17,7 @@ the KL, cannot be told from draws. So it has no lowest row, and no id that the t
 q_R is summed over the ids it is made of, not taken from 1. p_R is taken from 1, and what is within
 the rounding of that is no tail: it would cost -p_R log q_R, without a bound.
 
-This form is eager, in three [C, V] buffers, and the oracle of `fused_sparse.py`. Not covered: other
+This form is eager, in three [C, V] buffers, and the oracle of the fused one. Not covered: other
 divergences, whose sums are over all ids.
 """
 
@@ -26,37 +26,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.loss.dense import cross_entropy_at_one, log_sum_exp, minus_label
-from engine.loss.types import Job, Tally, Totals
+from engine.loss.dense import (
+    EagerForm,
+    cross_entropy_at_one,
+    log_sum_exp,
+    total_gradient,
+)
+from engine.loss.types import Job
 from engine.loss.types import SparseTargets as SparseTargets
-from engine.models.product import multiply, sum_dtype
+from engine.models.head import multiply
 
 # Shapes: N tokens, M labelled tokens, C tokens of one chunk, V student vocabulary, D student width,
 # K ids of a token
 
 
-class SparseChunks:
+class SparseChunks(EagerForm):
     """Cross entropy, and the divergence from `job.teacher`, whose rows are the M labelled ones."""
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         assert isinstance(job.teacher, SparseTargets)
-        self._job, self._targets = job, job.teacher
-        self._buffers = [
-            torch.empty(rows, len(w_VD), dtype=sum_dtype(w_VD.dtype), device=w_VD.device)
-            for _ in range(3)
-        ]
-        self._tally = Tally(w_VD.device)
-        self._narrow_CV: Tensor | None = None
+        self._targets = job.teacher
+        super().__init__(job, rows, w_VD, 3)
 
-    @property
-    def held(self) -> int:
-        return 1
-
-    def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
-        self._narrow_CV = None  # or it would be beside this chunk's
-        z_CV, q_CV, slope_CV = (buffer[: chunk.stop - chunk.start] for buffer in self._buffers)
-        job, T = self._job, self._job.temperature
-        labels_C1 = job.labels_M[chunk].unsqueeze(1)
+    def _rows(
+        self, views: list[Tensor], h_CD: Tensor, w_VD: Tensor, chunk: slice, labels_C1: Tensor
+    ) -> Tensor:
+        z_CV, q_CV, slope_CV = views
+        T = self._job.temperature
         multiply(z_CV, h_CD, w_VD.t(), scale=1 / T)
         torch.softmax(z_CV, dim=1, out=q_CV)
         log_z_C1 = log_sum_exp(z_CV, q_CV)
@@ -71,19 +67,8 @@ class SparseChunks:
         else:
             divergence_C = _drawn(z_CV, slope_CV, log_z_C1, ids_CK)
         ce_C1, soft_CV = cross_entropy_at_one(z_CV, q_CV, log_z_C1, labels_C1, T)
-        self._tally.add(ce_C1, divergence_C, agree_C)
-        dz_CV = soft_CV.mul_(job.alpha).add_(slope_CV, alpha=(1 - job.alpha) * T)
-        minus_label(dz_CV, labels_C1, job.alpha)
-        self._tally.see(dz_CV)
-        self._narrow_CV = dz_CV.to(h_CD.dtype)
-
-    def gradient(self, group: slice) -> Tensor:
-        assert self._narrow_CV is not None
-        return self._narrow_CV
-
-    def totals(self) -> Totals:
-        known = self._targets.log_probs_NK is not None
-        return self._tally.totals(teaching=True, agreeing=known, lowest=known)
+        self._totals.add(ce_C1, divergence_C, agree_C)
+        return total_gradient(self._job, soft_CV, slope_CV, labels_C1)
 
 
 def _bucketed(

@@ -1,13 +1,16 @@
-"""What the chunk loop of the loss works on, and what each of its forms gives back.
+"""What the forms of the loss share: what they are given, what they give back, and what is refused.
 
-form        file                when
-eager       eager_chunks.py     anywhere
-fused       fused_chunks.py     our kernel, on a GPU that can run it
-sparse      sparse_targets.py   the teacher gives some ids a token, not hidden states; fused_sparse.py: by a kernel
+The loss works in chunks of rows (`objective.py`); the arithmetic between the matrix products of a chunk has
+four forms:
+
+            teacher's hidden states and head    some ids of each token (a store of teacher outputs)
+eager       dense.py                            sparse.py                anywhere
+fused       fused.py                            fused.py                 our kernels, on a GPU that can run them
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -15,11 +18,12 @@ import torch
 from torch import Tensor
 
 from engine.models.head import Slices
+from engine.spec.divergences import DIVERGENCES
 
-# Shapes: M labelled tokens, C tokens of one chunk, V student vocabulary, D student width,
-# E teacher width, K ids of a token
+# Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
+# D student width, E teacher width, K ids of a token
 
-Divergence: TypeAlias = Literal["forward_kl", "reverse_kl", "jsd"]
+IGNORE_LABEL = -100
 LossKernel: TypeAlias = Literal["eager", "fused"]
 
 
@@ -51,7 +55,7 @@ class Job:
     teacher: Teaching | SparseTargets | None
     alpha: float
     temperature: float
-    divergence: Divergence
+    divergence: str
     beta: float
     """Of `jsd`: the teacher's weight in the mixture."""
     kernel: LossKernel
@@ -65,17 +69,44 @@ class Job:
     divisor is a number of the host then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Totals:
-    """Over all rows; 0-d, on the device. Sums are not divided by anything, nor multiplied by T^2."""
+    """Over all rows so far; 0-d, on the device. Sums are not divided by anything, nor multiplied by T^2,
+    and in float64: they are read against finite differences of each other.
+    """
 
     ce: Tensor
-    divergence: Tensor | None
-    agreeing: Tensor | None
-    lowest: Tensor | None
-    """The lowest divergence of a row."""
-    largest_sum: Tensor
+    divergence: Tensor | None = None
+    agreeing: Tensor | None = None
+    """None without a teacher, and for drawn targets, which do not say what the teacher ranks first."""
+    lowest: Tensor | None = None
+    """The lowest divergence of a row; None as `agreeing`."""
+    largest_sum: Tensor | None = None
     """The largest |sum_v dz_v| of a row."""
+
+    @classmethod
+    def none(cls, device: torch.device) -> Totals:
+        return cls(ce=torch.zeros((), dtype=torch.float64, device=device))
+
+    def add(self, ce_C: Tensor, divergence_C: Tensor | None, agree_C: Tensor | None) -> None:
+        self.ce += ce_C.sum(dtype=torch.float64)
+        if divergence_C is not None:
+            if self.divergence is None:
+                self.divergence = torch.zeros_like(self.ce)
+            self.divergence += divergence_C.sum(dtype=torch.float64)
+        if divergence_C is not None and agree_C is not None:
+            if self.agreeing is None:
+                self.agreeing = torch.zeros_like(self.ce)
+            self.agreeing += agree_C.sum()
+            low = divergence_C.amin()
+            self.lowest = low if self.lowest is None else torch.minimum(self.lowest, low)
+
+    def add_gradient(self, dz_CV: Tensor) -> None:
+        """Looks at the sum of each row of a finished gradient."""
+        most = dz_CV.sum(dim=1).abs().amax()
+        self.largest_sum = (
+            most if self.largest_sum is None else torch.maximum(self.largest_sum, most)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +145,8 @@ class LossTerms:
 class Chunks(Protocol):
     """One form of the arithmetic between the products."""
 
-    @property
-    def held(self) -> int:
-        """How many chunks it holds dz of."""
-        ...
+    held: int
+    """How many chunks it holds dz of."""
 
     def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
         """Makes dz of a chunk. Chunks come in order, each once."""
@@ -133,38 +162,27 @@ class Chunks(Protocol):
         ...
 
 
-class Tally:
-    """Running totals, in float64: the sums are read against finite differences of each other, and a
-    0-d addition costs nothing.
-    """
+def check_objective(
+    alpha: float, temperature: float, has_teacher: bool, divergence: str, beta: float
+) -> None:
+    """Raises ValueError for settings that have no meaning together."""
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha: expected 0 to 1, found {alpha}")
+    if not (0 < temperature < math.inf):
+        raise ValueError(f"temperature: expected a finite number above 0, found {temperature}")
+    if not has_teacher and alpha != 1:
+        raise ValueError(f"no teacher: expected alpha 1, cross entropy alone, found {alpha}")
+    if divergence not in DIVERGENCES:
+        known = ", ".join(DIVERGENCES)
+        raise ValueError(f"divergence: expected one of {known}, found {divergence}")
+    if DIVERGENCES[divergence].mixture and not 0 < beta < 1:
+        # At either end the mixture is one of the two, and the divergence is 0 whatever they are.
+        raise ValueError(f"beta: expected a weight between 0 and 1, found {beta}")
 
-    def __init__(self, device: torch.device) -> None:
-        self.ce, self.divergence, self.agreeing = (
-            torch.zeros((), dtype=torch.float64, device=device) for _ in range(3)
-        )
-        self.lowest: Tensor | None = None
-        self.largest: Tensor | None = None
 
-    def add(self, ce_C: Tensor, divergence_C: Tensor | None, agree_C: Tensor | None) -> None:
-        self.ce += ce_C.sum(dtype=torch.float64)
-        if agree_C is not None:
-            self.agreeing += agree_C.sum()
-        if divergence_C is not None:
-            self.divergence += divergence_C.sum(dtype=torch.float64)
-            low = divergence_C.amin()
-            self.lowest = low if self.lowest is None else torch.minimum(self.lowest, low)
-
-    def see(self, dz_CV: Tensor) -> None:
-        """Looks at the sum of each row of a finished gradient."""
-        most = dz_CV.sum(dim=1).abs().amax()
-        self.largest = most if self.largest is None else torch.maximum(self.largest, most)
-
-    def totals(self, *, teaching: bool, agreeing: bool, lowest: bool) -> Totals:
-        assert self.largest is not None
-        return Totals(
-            ce=self.ce,
-            divergence=self.divergence if teaching else None,
-            agreeing=self.agreeing if agreeing else None,
-            lowest=self.lowest if lowest else None,
-            largest_sum=self.largest,
+def check_widths(student_vocabulary: int, teacher_vocabulary: int) -> None:
+    if teacher_vocabulary < student_vocabulary:
+        raise ValueError(
+            "vocabulary: expected a teacher at least as wide as the student's"
+            f" {student_vocabulary} ids, found {teacher_vocabulary}"
         )

@@ -7,11 +7,7 @@ A decoder is fixed by its family, nine numbers and one flag:
     V vocab_size   D hidden_size   F intermediate_size   L num_hidden_layers
     num_attention_heads query heads, head_dim wide, share num_key_value_heads key/value heads
 
-The family (`model_type`) settles the rest:
-
-    qwen2   Qwen2, Qwen2.5      q, k and v have biases
-    qwen3   Qwen3               each head of q and k has its norm; head_dim is a number of its own
-    llama   Llama 2, 3, 3.1..   neither; from 3.1 on, `rope_scaling` stretches the slow rotations
+The family (`model_type`) settles the rest: it is a row of `engine.models.families`.
 
 `rms_norm_eps` and `rope_theta` change every logit and no shape, so a file that leaves them out is
 refused: a default would run and be wrong. Both spellings of rotary positions are read, `rope_theta`
@@ -19,11 +15,13 @@ with `rope_scaling` and transformers' newer `rope_parameters`, and both are writ
 
 Not covered, and refused by name: other families, other activations, other scalings of rotary
 positions (yarn, linear, ...), sliding windows, attention dropout, biases where the family has none,
-quantized checkpoints. All problems of one file come in one `WeightsError`.
+quantized checkpoints. All problems of one file come in one `WeightsError`, as lines `key: expected X,
+found Y`.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -32,21 +30,51 @@ from typing import TYPE_CHECKING
 
 from engine import limits
 from engine.errors import WeightsError
-from engine.formats.safetensors_header import open_regular, read_json_object
-from engine.models.config_checks import FAMILIES, HIDDEN_ACT, SIZES, impossible, read_values
+from engine.formats.weights import open_regular, read_json_object
+from engine.limits import Limit
+from engine.models.families import (
+    ACTIVATION,
+    EMBEDDING,
+    FAMILIES,
+    HEAD,
+    LAST_NORM,
+    ROPE_DIVISORS,
+    Family,
+    TensorRow,
+    layer_tensors,
+    titles,
+)
 from engine.models.rope import RopeScaling, divisors, same_divisors, scaling_of_divisors
 
 if TYPE_CHECKING:
     from engine.formats.weights import WeightFile
 
 CONFIG_FILE = "config.json"
-ROPE_DIVISORS = "rope_freqs.weight"
-"""Llama 3.1's rope scaling in a GGUF file, beside the weights."""
+
+SIZES: dict[str, Limit] = {
+    "vocab_size": limits.VOCABULARY,
+    "hidden_size": limits.MODEL_WIDTH,
+    "intermediate_size": limits.FEED_FORWARD,
+    "num_hidden_layers": limits.LAYERS,
+    "num_attention_heads": limits.HEADS,
+    "num_key_value_heads": limits.HEADS,
+    "head_dim": limits.HEAD_WIDTH,
+    "max_position_embeddings": limits.POSITIONS,
+}
+"""Every count of a decoder, and the most there is of it."""
+_REALS = ("rms_norm_eps", "rope_theta")
+_SCALING: dict[str, type] = {
+    "factor": float,
+    "low_freq_factor": float,
+    "high_freq_factor": float,
+    "original_max_position_embeddings": int,
+}
+_KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Qwen2, Qwen3 or Llama decoder; impossible numbers raise `WeightsError`, all at once."""
+    """A decoder of one of `FAMILIES`; impossible numbers raise `WeightsError`, all at once."""
 
     family: str = "qwen2"
     vocab_size: int
@@ -62,7 +90,7 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None = None
-    """Llama only."""
+    """Of a family that stretches slow rotations."""
     tie_word_embeddings: bool = False
     """The head is the embedding: one (V, D) tensor with two uses."""
     bos_token_id: int | None = None
@@ -73,25 +101,30 @@ class ModelConfig:
         # Left at 0 when it does not divide, so that the check below names the two numbers.
         if self.head_dim == 0 and heads > 0 and self.hidden_size % heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
-        _refuse(impossible(asdict(self)), "ModelConfig")
+        _refuse(_impossible(asdict(self)), "ModelConfig")
         if (weights := count_parameters(self)) > limits.PARAMETERS.most:
             _refuse([f"sizes: expected {limits.PARAMETERS}, found {weights:,}"], "ModelConfig")
 
     @property
+    def kind(self) -> Family:
+        """The row of the family."""
+        return FAMILIES[self.family]
+
+    @property
     def attention_bias(self) -> bool:
         """Whether q, k and v have biases; o never has one."""
-        return self.family == "qwen2"
+        return self.kind.attention_bias
 
     @property
     def qk_norm(self) -> bool:
         """Whether each head of q and k is normed, before it is turned."""
-        return self.family == "qwen3"
+        return self.kind.qk_norm
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object], where: object) -> ModelConfig:
         """The configuration in a parsed `config.json`; `where` names it in the error."""
-        values, problems = read_values(raw)
-        _refuse([*problems, *impossible(values)], where)
+        values, problems = _read_values(raw)
+        _refuse([*problems, *_impossible(values)], where)
         scaling = values.get("rope_scaling")
         if isinstance(scaling, dict):
             values["rope_scaling"] = RopeScaling(**scaling)
@@ -105,15 +138,10 @@ class ModelConfig:
         scaling: dict[str, object] | None = None
         if self.rope_scaling is not None:
             scaling = {"rope_type": "llama3", **asdict(self.rope_scaling)}
-        family: dict[str, object] = {"use_sliding_window": False}
-        if self.family == "llama":
-            family = {"attention_bias": False, "mlp_bias": False}
-        elif self.family == "qwen3":
-            family |= {"attention_bias": False}
         return {
-            "architectures": [FAMILIES[self.family]],
+            "architectures": [self.kind.hf_class],
             "model_type": self.family,
-            "hidden_act": HIDDEN_ACT,
+            "hidden_act": ACTIVATION,
             **{key: getattr(self, key) for key in SIZES},
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
@@ -126,7 +154,7 @@ class ModelConfig:
             "attention_dropout": 0.0,
             "initializer_range": 0.02,
             "use_cache": True,
-            **family,
+            **self.kind.hf_flags,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": eos,
         }
@@ -145,7 +173,7 @@ def read_config(folder_or_file: str | Path) -> ModelConfig:
 def config_of(weights: WeightFile) -> ModelConfig:
     """The configuration of an open weight file of any format. Raises `WeightsError`."""
     config = ModelConfig.from_dict(weights.config_dict(), weights.path)
-    if config.family != "llama" or ROPE_DIVISORS not in weights.tensors:
+    if not config.kind.stretches or ROPE_DIVISORS not in weights.tensors:
         return config
     stored = _stored_divisors(weights)
     if config.rope_scaling is not None:
@@ -180,19 +208,25 @@ def _stored_divisors(weights: WeightFile) -> list[float]:
         return list(struct.unpack(f"<{count}f", file.read(info.bytes)))
 
 
+def shape_of(row: TensorRow, config: ModelConfig) -> tuple[int, ...]:
+    """The shape of a tensor of the table."""
+    size = {
+        "V": config.vocab_size,
+        "D": config.hidden_size,
+        "F": config.intermediate_size,
+        "E": config.head_dim,
+        "Q": config.num_attention_heads * config.head_dim,
+        "K": config.num_key_value_heads * config.head_dim,
+    }
+    return tuple(size[letter] for letter in row.shape)
+
+
 def count_parameters(config: ModelConfig) -> int:
     """Trainable numbers of the decoder; a tied head is counted once."""
-    width = config.hidden_size
-    query_width = config.num_attention_heads * config.head_dim
-    shared_width = config.num_key_value_heads * config.head_dim
-    attention = width * (2 * query_width + 2 * shared_width)
-    if config.attention_bias:
-        attention += query_width + 2 * shared_width
-    if config.qk_norm:
-        attention += 2 * config.head_dim
-    layer = attention + 3 * width * config.intermediate_size + 2 * width
-    tables = 1 if config.tie_word_embeddings else 2
-    return tables * config.vocab_size * width + config.num_hidden_layers * layer + width
+    once = [EMBEDDING, LAST_NORM] if config.tie_word_embeddings else [EMBEDDING, LAST_NORM, HEAD]
+    layer = sum(math.prod(shape_of(row, config)) for row in layer_tensors(config.kind))
+    others = sum(math.prod(shape_of(row, config)) for row in once)
+    return config.num_hidden_layers * layer + others
 
 
 def _refuse(problems: list[str], where: object) -> None:
@@ -200,5 +234,207 @@ def _refuse(problems: list[str], where: object) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise WeightsError.expected(
-            "model configuration", where, "a Qwen2, Qwen3 or Llama decoder", f"{count}:{lines}"
+            "model configuration", where, f"a {titles()} decoder", f"{count}:{lines}"
         )
+
+
+def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """The fields of `ModelConfig` that `raw` has, each of the right kind, and what is wrong with
+    the others. A scaling of rotary positions comes as a dict of its numbers.
+    """
+    family = _family(raw)
+    problems = _unsupported(raw)
+    values: dict[str, object] = {} if family is None else {"family": family.name}
+    if raw.get("num_key_value_heads", 0) is None:
+        raw = {**raw, "num_key_value_heads": raw.get("num_attention_heads")}
+    for key in SIZES:
+        wanted = key != "head_dim" or (family is not None and family.own_head_dim)
+        if wanted or raw.get(key) is not None:
+            _take(raw, key, int, values, problems)
+    _take(raw, "rms_norm_eps", float, values, problems)
+    _take(_with_rope_theta(raw, problems), "rope_theta", float, values, problems)
+    if family is not None and family.stretches:
+        _take_rope_scaling(raw, values, problems)
+    if raw.get("tie_word_embeddings") is not None:
+        _take(raw, "tie_word_embeddings", bool, values, problems)
+    if raw.get("bos_token_id") is not None:
+        _take(raw, "bos_token_id", int, values, problems)
+    values["eos_token_ids"] = _token_ids(raw, "eos_token_id", problems)
+    return values, problems
+
+
+def _take(
+    raw: Mapping[str, object],
+    key: str,
+    kind: type,
+    values: dict[str, object],
+    problems: list[str],
+) -> None:
+    """Copies one value of the right kind; a bool is not an integer, an integer is a number."""
+    found = raw.get(key)
+    if key not in raw:
+        problems.append(f"{key}: expected a value, found none")
+    elif type(found) is kind:
+        values[key] = found
+    elif kind is float and type(found) is int and abs(found) < 2**63:
+        values[key] = float(found)
+    else:
+        problems.append(f"{key}: expected {_KINDS[kind]}, found {found!r:.80}")
+
+
+def _token_ids(raw: Mapping[str, object], key: str, problems: list[str]) -> tuple[int, ...]:
+    found = raw.get(key)
+    ids = [] if found is None else found if isinstance(found, list) else [found]
+    if len(ids) > limits.TOKEN_IDS.most:
+        problems.append(f"{key}: expected {limits.TOKEN_IDS}, found {len(ids):,}")
+        return ()
+    if all(type(token) is int and abs(token) < 2**63 for token in ids):
+        return tuple(ids)
+    problems.append(f"{key}: expected an integer or a list of integers, found {found!r:.80}")
+    return ()
+
+
+def _with_rope_theta(raw: Mapping[str, object], problems: list[str]) -> Mapping[str, object]:
+    """`raw` with its rotary base under `rope_theta`, whichever spelling the file has."""
+    nested = raw.get("rope_parameters")
+    if not isinstance(nested, Mapping) or "rope_theta" not in nested:
+        return raw
+    if "rope_theta" in raw and raw["rope_theta"] != nested["rope_theta"]:
+        problems.append(
+            "rope_theta: expected the value of rope_parameters.rope_theta, "
+            f"{nested['rope_theta']!r:.80}, found {raw['rope_theta']!r:.80}"
+        )
+    return {**raw, "rope_theta": nested["rope_theta"]}
+
+
+def _family(raw: Mapping[str, object]) -> Family | None:
+    found = raw.get("model_type")
+    return FAMILIES.get(found) if isinstance(found, str) else None
+
+
+def _rope_type(rope: Mapping[str, object]) -> object:
+    """`rope_type`, or `type`, its older name."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def _take_rope_scaling(
+    raw: Mapping[str, object], values: dict[str, object], problems: list[str]
+) -> None:
+    """The scaling of either spelling; a file with both must mean the same by both."""
+    found: list[dict[str, object]] = []
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(key)
+        if not isinstance(rope, Mapping):
+            continue
+        scaling: dict[str, object] = {}
+        if _rope_type(rope) == "llama3":
+            wrong: list[str] = []
+            for name, kind in _SCALING.items():
+                _take(rope, name, kind, scaling, wrong)
+            problems.extend(f"{key}.{problem}" for problem in wrong)
+        found.append(scaling)
+    if len(found) == 2 and found[0] != found[1]:
+        problems.append(
+            f"rope_scaling: expected the scaling of rope_parameters, {found[1] or None}, "
+            f"found {found[0] or None}"
+        )
+    elif found and found[0]:
+        values["rope_scaling"] = found[0]
+
+
+def _unsupported(raw: Mapping[str, object]) -> list[str]:
+    """What the file asks for by name and this decoder does not do."""
+    problems = []
+
+    def only(key: str, found: object, *allowed: object) -> None:
+        if found not in allowed:
+            names = " or ".join(map(repr, allowed))
+            problems.append(f"{key}: expected {names} (all that is supported), found {found!r:.80}")
+
+    family = _family(raw)
+    only("model_type", raw.get("model_type"), *FAMILIES)
+    only("hidden_act", raw.get("hidden_act", ACTIVATION), ACTIVATION)
+    only("use_sliding_window", raw.get("use_sliding_window") or False, False)
+    only("attention_dropout", raw.get("attention_dropout") or 0.0, 0.0)
+    only("quantization_config", raw.get("quantization_config"), None)
+    # Where other families have a bias on q, k and v, they have one on o too.
+    if family is not None:
+        for key, has in (("attention_bias", family.attention_bias), ("mlp_bias", False)):
+            if raw.get(key) is not None:
+                only(key, raw[key], has)
+    layer_types = raw.get("layer_types")
+    if isinstance(layer_types, list):
+        for kind in sorted({str(kind) for kind in layer_types} - {"full_attention"}):
+            only("layer_types", kind, "full_attention")
+    rope_types = ("default",) if family is None else family.rope_types
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(key)
+        if isinstance(rope, Mapping):
+            only(f"{key}.rope_type", _rope_type(rope), *rope_types)
+            only(f"{key}.partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0)
+        else:
+            only(key, rope, None)
+    return problems
+
+
+def _impossible(values: Mapping[str, object]) -> list[str]:
+    """Numbers that no model can have; keys that are absent were reported by the reader."""
+    problems = []
+    name = values.get("family", "qwen2")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        problems.append(f"family: expected {', '.join(FAMILIES)}, found {name!r:.80}")
+    good: dict[str, int] = {}
+    for key, most in SIZES.items():
+        found = values.get(key)
+        if isinstance(found, int) and found > most.most:
+            shown = f"{found:,}" if found < 2**63 else "a number of more than 18 digits"
+            problems.append(f"{key}: expected {most}, found {shown}")
+        elif isinstance(found, int) and found > 0:
+            good[key] = found
+        elif key in values and not (key == "head_dim" and found == 0):
+            problems.append(f"{key}: expected a positive integer, found {found!r:.80}")
+    for key in _REALS:
+        real = values.get(key)
+        if isinstance(real, int | float) and not (math.isfinite(real) and real > 0):
+            problems.append(f"{key}: expected a positive finite number, found {real!r:.80}")
+    heads, shared = good.get("num_attention_heads"), good.get("num_key_value_heads")
+    if heads and shared and heads % shared:
+        problems.append(f"num_key_value_heads: expected a divisor of {heads} heads, found {shared}")
+    if good.get("head_dim", 0) % 2:
+        # Rotary positions turn pairs of numbers.
+        problems.append(f"head_dim: expected an even number, found {good['head_dim']}")
+    whole = "head_dim" not in good or (family is not None and family.whole_heads)
+    if whole and heads and good.get("hidden_size", 0) % heads:
+        problems.append(
+            f"hidden_size: expected a multiple of {heads} heads, found {good['hidden_size']}"
+        )
+    scaling = values.get("rope_scaling")
+    if isinstance(scaling, Mapping) and (family is None or not family.stretches):
+        problems.append(f"rope_scaling: expected None for {name}, found {dict(scaling)!r:.80}")
+    elif isinstance(scaling, Mapping):
+        problems.extend(_impossible_scaling(scaling))
+    bos = values.get("bos_token_id")
+    ids = [bos] if isinstance(bos, int) else []
+    eos = values.get("eos_token_ids", ())
+    assert isinstance(eos, tuple)
+    outside = [token for token in (*ids, *eos) if not 0 <= token < good.get("vocab_size", math.inf)]
+    if outside:
+        problems.append(
+            f"bos_token_id, eos_token_id: expected ids below vocab_size, found {outside!r:.80}"
+        )
+    return problems
+
+
+def _impossible_scaling(scaling: Mapping[str, float]) -> list[str]:
+    problems = [
+        f"rope_scaling.{key}: expected a positive finite number, found {scaling[key]!r:.80}"
+        for key in _SCALING
+        if key in scaling and not 0 < scaling[key] < 2**63
+    ]
+    low, high = scaling.get("low_freq_factor", 0.0), scaling.get("high_freq_factor", math.inf)
+    if not problems and high <= low:
+        problems.append(f"rope_scaling.high_freq_factor: expected more than {low}, found {high}")
+    if not problems and scaling.get("factor", 1.0) < 1:
+        problems.append(f"rope_scaling.factor: expected at least 1, found {scaling['factor']}")
+    return problems

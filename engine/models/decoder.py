@@ -27,13 +27,18 @@ the slots up to p, so rows of any length stand side by side and no padding has t
 
 Covered: the whole sequence at once, forward and backward, under autocast or in the dtype of the
 weights; one sequence in parts, without gradients. Not covered: dropout, sliding windows.
+
+**The one seam between backends** is the linear layers (`MakeLinear`). Every teacher and student runs
+the same `Decoder`. A backend may make other layers for it, or put others in their place once a file says
+what it holds (`engine.models.load`); it changes nothing else. A second forward pass would be a second
+model to get wrong.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +47,6 @@ from torch.nn import functional as F
 from engine.errors import InternalError
 from engine.models.attention import Packing, attend_packed, packing_of, positions
 from engine.models.config import ModelConfig
-from engine.models.linear import MakeLinear, dense_linear, project
 
 # Shapes: B rows, T tokens, D model width, V vocabulary, H query heads, K key/value heads,
 # E width of one head, R = E/2 its pairs, X = B with documents and 1 without, S slots of a cache
@@ -78,6 +82,28 @@ class Sight(NamedTuple):
     """A `Packing`, where attention is packed; tensors side by side, as a compiler sees them."""
     past: Past | None = None
     """In generation, and of one layer alone: made anew for each."""
+
+
+class MakeLinear(Protocol):
+    """Makes one layer y = x W^T + b from (..., in_features) to (..., out_features)."""
+
+    def __call__(self, in_features: int, out_features: int, bias: bool) -> nn.Module: ...
+
+
+def project(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """The outputs of layers that have the same input. A backend that does them as one product gives
+    its first layer a method `together`.
+    """
+    together: Any = getattr(layers[0], "together", None)
+    if together is not None:
+        outputs: Sequence[Tensor] = together(x, layers[1:])
+        return outputs
+    return [layer(x) for layer in layers]
+
+
+def dense_linear(in_features: int, out_features: int, bias: bool) -> nn.Module:
+    """Weights as plain floats: what is trained, and what a dequantized teacher runs."""
+    return nn.Linear(in_features, out_features, bias=bias)
 
 
 class RMSNorm(nn.Module):
@@ -421,3 +447,23 @@ def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     turns_R = scaling.original_max_position_embeddings * frequency_R / (2 * math.pi)
     keep_R = ((turns_R - low) / (high - low)).clamp(0, 1)
     return frequency_R * (keep_R + (1 - keep_R) / scaling.factor)
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Parameters and buffers. Of a decoder in parts, a tensor is valid until one of another layer is
+    asked for, and asking is a collective: every rank asks for the same in the same order.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._found = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._decoder.reach(name)
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)

@@ -23,6 +23,13 @@ the model, it makes the steps: there tokens are chosen on the device, and the ho
 strings, reads them some steps behind. A sequence that turns out to have ended is cut there.
 
 Not covered: beams, penalties.
+
+**Continuations as text** (`complete`): stop strings, and text that is sure. A token is not a character: a
+tokenizer of bytes may cut one in the middle, and a stop string may begin in one token and end in another.
+So text is decoded from all tokens of a sequence, and given out as far as nothing that follows can change
+it: never the end that is half a character, or that could be the beginning of a stop string. What is given
+out, joined together, is the completion: the text before the first stop string, or before the end-of-text
+token.
 """
 
 from __future__ import annotations
@@ -30,22 +37,27 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.errors import BadInput, NoAnswer
+from engine.formats.tokenizer import Tokenizer
 from engine.models.decode import (
+    GREEDY,
     HISTORY,
     Chosen,
-    DecodeSteps,
     GraphSetting,
+    Sampling,
     choose_cuda_graph,
     coverage,
 )
 from engine.models.decoder import Decoder, Past
+
+if TYPE_CHECKING:
+    from engine.models.decode_step import DecodeSteps
 
 # Shapes: B rows of a tile, T tokens, V vocabulary, S slots for tokens, K key/value heads, E their width
 
@@ -54,32 +66,10 @@ TILE = 8
 
 AHEAD = 2
 """Steps that a GPU may be ahead of the host."""
+_HALF = "\ufffd"
+"""What half a character decodes to."""
 
 Ended = Literal["end_of_text", "stop", "length"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen; as it stands, the likeliest."""
-
-    temperature: float = 0.0
-    """0 takes the likeliest."""
-    top_k: int = 0
-    """0 for all."""
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, holds, wanted in (
-            ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
-            ("top_k", self.top_k >= 0, "at least 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-        ):
-            if not holds:
-                raise BadInput.expected("sampling", name, wanted, str(getattr(self, name)))
-
-
-GREEDY = Sampling()
 
 
 class Generated(NamedTuple):
@@ -160,6 +150,8 @@ def generate(
         return Generated(sequence.index, token, ended)
 
     if coverage(decoder, tile) is None:
+        from engine.models.decode_step import DecodeSteps  # which needs triton
+
         graph = choose_cuda_graph(decoder, tile, cuda_graph).choice == "on"
         steps = DecodeSteps(decoder, tile, capacity, graph=graph, sampling=sampling)
         yield from _ahead(steps, prompts, waiting, running, begin, take, max_tokens)
@@ -322,3 +314,102 @@ def _check(
             f"{needed:,}",
             hint="ask for fewer tokens, or give less text",
         )
+
+
+class Piece(NamedTuple):
+    """The next part of one completion."""
+
+    prompt: int
+    """Which one it continues."""
+    text: str
+    ended: Ended | None
+    tokens: int
+    """Generated so far for this prompt."""
+
+
+@dataclass(slots=True)
+class StopText:
+    """The text of one sequence, and how much of it is sure."""
+
+    stops: Sequence[str]
+    text: str = ""
+    """Before the first stop string."""
+    stopped: bool = False
+    given: int = field(default=0)
+    """Characters given out."""
+
+    def update(self, text: str) -> None:
+        """`text` is that of all tokens so far."""
+        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        self.stopped = bool(found)
+        self.text = text[: min(found)] if found else text
+
+    def sure(self, *, last: bool) -> str:
+        """What was not given out yet and cannot change; at the `last`, all that is left."""
+        end = len(self.text)
+        if not (last or self.stopped):
+            end = len(self.text.rstrip(_HALF))
+            end -= max((_begun(stop, self.text[:end]) for stop in self.stops), default=0)
+        piece = self.text[self.given : end]
+        self.given = max(self.given, end)
+        return piece
+
+
+def _begun(stop: str, text: str) -> int:
+    """How many characters of `stop` the text ends with, short of all of them."""
+    sizes = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+def end_ids(decoder: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What ends a text: as the model's configuration says, else the tokenizer's end of text."""
+    return decoder.config.eos_token_ids or (tokenizer.end_of_text_id,)
+
+
+def complete(
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    stops: Sequence[str] = (),
+    sampling: Sampling = GREEDY,
+    keys: Sequence[object] | None = None,
+    tile: int = TILE,
+    rows: int | None = None,
+    capacity: int | None = None,
+    cuda_graph: GraphSetting = "auto",
+) -> Iterator[Piece]:
+    """The completions of `prompts` as they come; each prompt's last piece says how it ended.
+
+    For the arguments and errors see `generate`. A model may choose an id beyond its tokenizer's, of an
+    embedding that is padded: it has no text.
+    """
+    if "" in stops:
+        raise BadInput.expected("stop string", repr(""), "at least one character", "none")
+    ids = [[int(one) for one in row] for row in tokenizer.encode_documents(prompts)]
+    ends = end_ids(decoder, tokenizer)
+    texts = [StopText(stops) for _ in prompts]
+    counts = [0] * len(prompts)
+
+    def stop(index: int, tokens: Sequence[int]) -> bool:
+        texts[index].update(tokenizer.decode(tokens))
+        return texts[index].stopped
+
+    for index, _, ended in generate(
+        decoder,
+        ids,
+        max_tokens=max_tokens,
+        end_ids=ends,
+        sampling=sampling,
+        keys=keys,
+        stop=stop,
+        tile=tile,
+        rows=rows,
+        capacity=capacity,
+        cuda_graph=cuda_graph,
+    ):
+        counts[index] += 1
+        piece = texts[index].sure(last=ended is not None)
+        if piece or ended is not None:
+            yield Piece(index, piece, ended, counts[index])

@@ -9,6 +9,23 @@ infinity are refused: one of them makes every later loss NaN, far from its cause
 
 Saving writes a new folder beside the target, and renames it when all of it is on the disk: a model
 folder is whole or absent.
+
+**Three ways to hold what a file holds.** `load_decoder`: floats that can be trained.
+`layer_wise_decoder_of`: floats, frozen, and as soon as a layer is whole it is given to whoever asked for
+it: to be rounded (`engine.models.fp8`), or to be shared out over several GPUs (`engine.teachers.sharded`).
+So a model can be loaded of which no more than one layer would fit as it lies in its file.
+`load_packed_decoder`: frozen, and matrices stay in the blocks of their file:
+
+    a matrix in blocks              PackedLinear or PackedEmbedding: the blocks, on the device
+    floats, and vectors in blocks   the layer itself, frozen, with dense values of `dtype`
+
+Tensor by tensor: blocks travel as they are, have their rows put in order where the convention has
+another (`permute_rows`: whole rows move), and are packed on the device. No weight is ever there as
+floats but in the scratch, which is as large as the largest
+matrices of a layer that are multiplied together: q, k and v, or gate and up.
+
+The tied head is the embedding itself, one matrix for both. NaN and infinity are refused: in blocks they
+can only be in the halves that scale them, so those alone are read.
 """
 
 from __future__ import annotations
@@ -17,21 +34,26 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.errors import InternalError, WeightsError
 from engine.formats.open import open_weights
-from engine.formats.safetensors import SINGLE_FILE, fsync_folder, unwritable, write_safetensors
+from engine.formats.safetensors import SINGLE_FILE, write_safetensors
 from engine.formats.weights import WeightFile
+from engine.formats.writing import fsync_folder, unwritable
+from engine.kernels.linear import Kernel, Scratch
 from engine.models.config import CONFIG_FILE, ModelConfig, config_of
 from engine.models.decoder import Decoder
+from engine.models.frozen import hold
 from engine.models.names import (
     LISTED_PROBLEMS,
+    TOGETHER,
     check_fits,
     embedding_and_head,
     hf_names,
@@ -40,8 +62,15 @@ from engine.models.names import (
     turned_heads,
     unpermute_rows,
 )
+from engine.models.packed import PackedEmbedding, PackedLinear, reserve
+from engine.models.packed_size import packed_size, without_blocks
+from engine.quant.planes import PackedMatrix, pack
 from engine.quant.tensor import QuantTensor
 from engine.signals import partial_output
+
+Loaded: TypeAlias = Callable[[Decoder, nn.Module], None]
+"""Given a decoder that is being loaded and its next layer, which is whole."""
+Source: TypeAlias = tuple[str, str, Tensor | QuantTensor]
 
 
 def new_decoder(
@@ -101,9 +130,7 @@ def decoder_of(
     return decoder
 
 
-def sources(
-    weights: WeightFile, config: ModelConfig
-) -> Iterator[tuple[str, str, Tensor | QuantTensor]]:
+def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
     """Our name, the file's name and the data of every tensor, in the order of the forward pass and
     with its rows in ours; a tied head is left out.
 
@@ -118,6 +145,147 @@ def sources(
         if permuted and (heads := turned_heads(config, ours)):
             source = unpermute_rows(source, heads)
         yield ours, name, source
+
+
+def layer_wise_decoder_of(
+    weights: WeightFile,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    loaded: Loaded,
+) -> Decoder:
+    """The decoder in an open weight file of any format as floats of `dtype`, frozen; `loaded` is given
+    each of its layers. Raises `WeightsError`.
+    """
+    config = config_of(weights)
+    with torch.device("meta"):
+        decoder = Decoder(config).to(dtype)
+    decoder.eval()
+    problems: list[str] = []
+    for ours, name, source in announcing(decoder, sources(weights, config), loaded):
+        problems.extend(_hold_floats(decoder, ours, name, source, dtype, device))
+    refuse_non_finite(weights.path, problems)
+    return decoder
+
+
+def announcing(
+    decoder: Decoder, found: Iterator[Source], loaded: Loaded | None
+) -> Iterator[Source]:
+    """The same, and `loaded` is called when what comes after a layer's last tensor is asked for."""
+    before: str | None = None
+    for ours, name, source in found:
+        here = layer_named(ours)
+        if before is not None and here != before and loaded is not None:
+            loaded(decoder, decoder.get_submodule(before))
+        before = here
+        yield ours, name, source
+    if before is not None and loaded is not None:
+        loaded(decoder, decoder.get_submodule(before))
+
+
+def layer_named(ours: str) -> str | None:
+    """`layers.3` of `layers.3.mlp.up.weight`; None outside of layers."""
+    first, _, rest = ours.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else None
+
+
+def _hold_floats(
+    decoder: Decoder,
+    ours: str,
+    name: str,
+    source: Tensor | QuantTensor,
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> list[str]:
+    """Puts a tensor in its place as frozen floats; what is wrong with its values."""
+    path, _, leaf = ours.rpartition(".")
+    values = as_floats(source, dtype, device)
+    hold(decoder.get_submodule(path), leaf, values)
+    return non_finite(name, source, values)
+
+
+def load_packed_decoder(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    kernel: Kernel = "auto",
+    loaded: Loaded | None = None,
+) -> Decoder:
+    """The decoder in a GGUF or .apr file, its matrices in their blocks on `device`, computing in
+    `dtype`. `kernel` says how products are made (`engine.kernels.linear`); `loaded` is given each layer
+    once it is whole.
+
+    Raises `WeightsError`, also for a file without a matrix in blocks.
+    """
+    with open_weights(Path(path)) as weights:
+        return packed_decoder_of(weights, dtype, device, kernel=kernel, loaded=loaded)
+
+
+def packed_decoder_of(
+    weights: WeightFile,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    kernel: Kernel = "auto",
+    loaded: Loaded | None = None,
+) -> Decoder:
+    """As `load_packed_decoder`, from an open file."""
+    config = config_of(weights)
+    check_fits(config, weights, weights.path, weights.convention)
+    if not packed_size(config, weights).matrices:
+        raise without_blocks(weights.path)
+    with torch.device("meta"):
+        decoder = Decoder(config).to(dtype)
+    decoder.eval()
+    scratch = Scratch(torch.device(device), dtype)
+    problems: list[str] = []
+    for ours, name, source in announcing(decoder, sources(weights, config), loaded):
+        if isinstance(source, QuantTensor) and len(source.shape) == 2:
+            on_device = source.to(device)
+            problems.extend(_non_finite_blocks(name, on_device))
+            _replace(decoder, ours.removesuffix(".weight"), pack(on_device), scratch, kernel)
+        else:
+            problems.extend(_hold_floats(decoder, ours, name, source, dtype, device))
+    refuse_non_finite(weights.path, problems)
+    embedding: object = decoder.embed
+    if config.tie_word_embeddings and isinstance(embedding, PackedEmbedding):
+        decoder.head = PackedLinear(embedding.packed, scratch, kernel=kernel)
+    for layer in decoder.layers:
+        for group in TOGETHER:
+            layers: list[object] = [layer.get_submodule(name) for name in group]
+            packed = [each.packed for each in layers if isinstance(each, PackedLinear)]
+            if len(packed) == len(group):
+                scratch.reserve(sum(weight.rows for weight in packed), packed[0].columns)
+    scratch.take(1, 1)  # the memory is taken while the model is loaded, not by the first step
+    return decoder
+
+
+def _replace(
+    decoder: Decoder, path: str, weight: PackedMatrix, scratch: Scratch, kernel: Kernel
+) -> None:
+    """Puts the layer that computes with `weight` in the place of the dense one."""
+    reserve(scratch, weight, whole=path not in ("embed", "head"))
+    if path == "embed":
+        decoder.set_submodule(path, PackedEmbedding(weight, scratch))
+    else:
+        decoder.set_submodule(path, PackedLinear(weight, scratch, kernel=kernel))
+
+
+def _non_finite_blocks(name: str, weight: QuantTensor) -> list[str]:
+    """What is wrong with a matrix's values, with the share. Synchronizes the device.
+
+    Codes and the scales of sub-blocks are integers, so a value is NaN or infinite where a half of
+    its block is.
+    """
+    layout = weight.type.in_blocks
+    blocks_NB = weight.blocks.reshape(-1, weight.type.block_bytes)
+    starts = [layout.d] if layout.second is None else [layout.d, layout.second]
+    halves: list[Tensor] = [
+        blocks_NB[:, at : at + 2].contiguous().view(torch.float16) for at in starts
+    ]
+    if bool(torch.cat(halves).isfinite().all()):
+        return []
+    return non_finite(name, weight, weight.dequantize())
 
 
 def save_decoder(

@@ -1,22 +1,12 @@
-"""The names and shapes of a decoder's tensors, as one table.
+"""Whether the tensors of a file are those of a decoder: their names, shapes, dtypes and order of rows.
 
-Every tensor has our name (`layers.3.attention.q.weight`, the path in `Decoder`) and one for each
-convention of weight files; `{}` stands for the layer:
-
-    hf     `model.layers.3.self_attn.q_proj.weight`    safetensors
-    gguf   `blk.3.attn_q.weight`                       GGUF
-    apr    as hf                                       .apr
+The names are those of `engine.models.families`.
 
 Linear weights are (out, in) in all of them, so a tensor moves from one to another untouched, but
 for one thing: the rows of q and k of a `llama` GGUF, and of an .apr that says so, are in another
 order, because its reader turns neighbours x[2i], x[2i + 1] where ours turns halves x[i],
 x[i + E/2]. `permute_rows` and `unpermute_rows` go from one order to the other; whole rows move, so
 blocks stay as they are.
-
-The shape column spells a tensor by its dimensions:
-
-    V vocabulary    D model width    F feed-forward width    E one head
-    Q all query heads    K all key/value heads (each times head_dim)
 
 What is covered: presence, shape and dtype of each tensor. Values (NaN, an `lm_head` that differs
 from a tied embedding) are checked where they are read, in `engine.models.load`.
@@ -26,10 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.errors import WeightsError
-from engine.models.config import ROPE_DIVISORS, ModelConfig
+from engine.models.config import ModelConfig, shape_of
+from engine.models.families import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    LAYERS,
+    ROPE_DIVISORS,
+    TensorRow,
+    layer_tensors,
+)
 from engine.quant.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:
@@ -38,43 +37,6 @@ if TYPE_CHECKING:
     from engine.quant.tensor import QuantTensor
 
 
-class _Row(NamedTuple):
-    """One tensor, or one of each layer."""
-
-    ours: str
-    hf: str
-    gguf: str
-    shape: str
-    only: str = ""
-    """The property of `ModelConfig` without which there is no such tensor."""
-
-
-_EMBED = _Row("embed.weight", "model.embed_tokens.weight", "token_embd.weight", "VD")
-_NORM = _Row("norm.weight", "model.norm.weight", "output_norm.weight", "D")
-_HEAD = _Row("head.weight", "lm_head.weight", "output.weight", "VD")
-# Each name stands after `layers.{}.`, `model.layers.{}.`, `blk.{}.`.
-_LAYER = (
-    _Row("attention_norm.weight", "input_layernorm.weight", "attn_norm.weight", "D"),
-    _Row("attention.q.weight", "self_attn.q_proj.weight", "attn_q.weight", "QD"),
-    _Row("attention.q.bias", "self_attn.q_proj.bias", "attn_q.bias", "Q", "attention_bias"),
-    _Row("attention.k.weight", "self_attn.k_proj.weight", "attn_k.weight", "KD"),
-    _Row("attention.k.bias", "self_attn.k_proj.bias", "attn_k.bias", "K", "attention_bias"),
-    _Row("attention.v.weight", "self_attn.v_proj.weight", "attn_v.weight", "KD"),
-    _Row("attention.v.bias", "self_attn.v_proj.bias", "attn_v.bias", "K", "attention_bias"),
-    _Row(
-        "attention.q_norm.weight", "self_attn.q_norm.weight", "attn_q_norm.weight", "E", "qk_norm"
-    ),
-    _Row(
-        "attention.k_norm.weight", "self_attn.k_norm.weight", "attn_k_norm.weight", "E", "qk_norm"
-    ),
-    _Row("attention.o.weight", "self_attn.o_proj.weight", "attn_output.weight", "DQ"),
-    _Row("mlp_norm.weight", "post_attention_layernorm.weight", "ffn_norm.weight", "D"),
-    _Row("mlp.gate.weight", "mlp.gate_proj.weight", "ffn_gate.weight", "FD"),
-    _Row("mlp.up.weight", "mlp.up_proj.weight", "ffn_up.weight", "FD"),
-    _Row("mlp.down.weight", "mlp.down_proj.weight", "ffn_down.weight", "DF"),
-)
-
-CONVENTIONS = ("hf", "gguf", "apr")
 # `rope_type` in the metadata of an .apr: which two numbers of a head its reader turns together.
 APR_NEIGHBOURS = 0
 APR_HALVES = 2
@@ -121,7 +83,7 @@ def expected_tensors(config: ModelConfig, convention: str = "hf") -> dict[str, t
 
 def embedding_and_head(convention: str) -> tuple[str, str]:
     """The names of the two matrices that are one when the model is tied."""
-    return _spelled(_EMBED, convention), _spelled(_HEAD, convention)
+    return EMBEDDING.named(convention), HEAD.named(convention)
 
 
 def readable_dtypes(convention: str) -> tuple[str, ...]:
@@ -145,7 +107,7 @@ def check_fits(
     expected = expected_tensors(config, convention)
     embedding, head = embedding_and_head(convention)
     allowed = {**expected, head: expected[embedding]}
-    if config.family == "llama" and convention != "hf":
+    if config.kind.stretches and convention != "hf":
         allowed[ROPE_DIVISORS] = (config.head_dim // 2,)
     dtypes = readable_dtypes(convention)
     found = {
@@ -191,8 +153,9 @@ def neighbours_turn(
 ) -> bool:
     """Whether the rows of q and k are in the order of `permute_rows`."""
     if convention != "apr":
-        return convention == "gguf" and config.family == "llama"
-    allowed = {"llama": (APR_NEIGHBOURS, APR_HALVES)}.get(config.family, (APR_HALVES, None))
+        return convention == "gguf" and config.kind.turns_neighbours
+    turns = config.kind.turns_neighbours
+    allowed = (APR_NEIGHBOURS, APR_HALVES) if turns else (APR_HALVES, None)
     found = metadata.get("rope_type")
     if found not in allowed:
         expected = " or ".join("none" if kind is None else str(kind) for kind in allowed)
@@ -238,32 +201,18 @@ def _reordered(rows: Rows, heads: int, grid: tuple[int, int]) -> Rows:
     return rows.reshape(heads, *grid, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _spelled(row: _Row, convention: str) -> str:
-    if convention not in CONVENTIONS:
-        raise ValueError(f"convention: expected {', '.join(CONVENTIONS)}, found {convention!r}")
-    return row.gguf if convention == "gguf" else row.hf
-
-
 def _rows(config: ModelConfig, convention: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Our name, the convention's, and the shape."""
-    size = {
-        "V": config.vocab_size,
-        "D": config.hidden_size,
-        "F": config.intermediate_size,
-        "E": config.head_dim,
-        "Q": config.num_attention_heads * config.head_dim,
-        "K": config.num_key_value_heads * config.head_dim,
-    }
 
-    def spelled(row: _Row) -> tuple[str, str, tuple[int, ...]]:
-        return row.ours, _spelled(row, convention), tuple(size[letter] for letter in row.shape)
+    def spelled(row: TensorRow) -> tuple[str, str, tuple[int, ...]]:
+        return row.ours, row.named(convention), shape_of(row, config)
 
-    prefix = "blk" if convention == "gguf" else "model.layers"
-    present = [spelled(row) for row in _LAYER if not row.only or getattr(config, row.only)]
-    yield spelled(_EMBED)
+    prefix = LAYERS.named(convention)
+    present = [spelled(row) for row in layer_tensors(config.kind)]
+    yield spelled(EMBEDDING)
     for layer in range(config.num_hidden_layers):
         for ours, name, shape in present:
-            yield f"layers.{layer}.{ours}", f"{prefix}.{layer}.{name}", shape
-    yield spelled(_NORM)
+            yield f"{LAYERS.ours}.{layer}.{ours}", f"{prefix}.{layer}.{name}", shape
+    yield spelled(LAST_NORM)
     if not config.tie_word_embeddings:
-        yield spelled(_HEAD)
+        yield spelled(HEAD)

@@ -1,6 +1,6 @@
 """How much of a weight file stays in blocks, read from its header alone, without torch.
 
-`engine.models.load_packed` does what this says: matrices in blocks stay in them, everything else
+`engine.models.load` does what this says: matrices in blocks stay in them, everything else
 becomes floats, and one scratch holds the largest matrices of a layer that have one input as floats.
 """
 
@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import WeightsError
-from engine.formats.safetensors_header import TensorInfo
-from engine.formats.weights import WeightFile
+from engine.formats.weights import TensorInfo, WeightFile
 from engine.models.config import ModelConfig
 from engine.models.names import TOGETHER, embedding_and_head, names_for
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows

@@ -12,7 +12,7 @@ are.
 A compilation belongs to a shape, and the one that matters is that of a training batch. So only a batch
 of exactly that shape, with gradients, is run by it; evaluations, checks and anything else go through the
 layers as written. Nothing but the step can then wait for a compiler, and the step warms up before it
-begins (`engine.train.student`). Where documents begin is left open in the compiled graph.
+begins (`engine.train.compile_student`). Where documents begin is left open in the compiled graph.
 
 Checkpointing. Backward runs each layer a second time, for a third more of the forward's arithmetic, and
 between the passes only the input of each layer is kept.

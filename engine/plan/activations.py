@@ -21,10 +21,10 @@ A CPU has no fused norm: it also keeps the normed values, 4 bytes each, and q an
 theirs. The CUDA kernel that does not share heads counts its logsumexp in blocks of 32 tokens, and
 wants the rows of the mask in multiples of 8: otherwise each layer keeps a padded mask of its own.
 
-Packed attention has no mask, and its kernel shares heads. A compiled layer makes again what is cheap to
-make: it keeps its input in the residual's dtype, what o answers in that of the products, in the place of
+Packed attention has no mask, and its kernel shares heads. A compiled layer recomputes what is cheap:
+it keeps its input in the residual's dtype, the output of o in that of the products, in place of
 a second residual, and three parts of the feed-forward, gate, up and the product. With checkpointing only
-each layer's input is kept, and in the backward pass what one layer keeps comes beside it.
+each layer's input is kept, and in the backward pass what one layer keeps is added.
 
 Covered: what `engine.models.decoder` does with documents given, on CUDA and CPU; a test compares
 the sum with what autograd holds. Not covered: workspaces inside kernels.
@@ -73,7 +73,7 @@ class Forward:
         }
 
     def again(self) -> int:
-        """What the backward pass makes again of one layer and keeps while it is in it."""
+        """What the backward pass recomputes of one layer and keeps while it is in it."""
         if not self.checkpointing:
             return 0
         whole = sum(self._kept_whole().values())

@@ -8,20 +8,21 @@ every plan is held against.
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 
-from engine.log.write import LogWriter
+from engine.decision import Decision
 from engine.machine.allocator import choose_allocator
 from engine.machine.cuda_driver import ask_here
 from engine.machine.facts import DeviceFacts, read_facts
 from engine.machine.reading import Reading, absent, measured
 from engine.machine.threads import choose_thread_wait
+from engine.runtime.c_library import CompiledLibrary
 from engine.runtime.device import choose_device, choose_precision, choose_threads
 from engine.runtime.managed import MemoryScope, memory_scope
 from engine.spec import RunSpec
-from engine.train import record
 from engine.units import format_bytes
 
 HOST_RESERVE_BYTES = 512 * 2**20
@@ -31,7 +32,7 @@ DEVICE_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
+class ComputeDevice:
     device: torch.device
     precision: str
     """Of the student's products."""
@@ -46,32 +47,37 @@ class Arithmetic:
         return torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
 
 
-def choose_arithmetic(log: LogWriter, spec: RunSpec) -> Arithmetic:
-    """Device, allocator, precision and threads, set up and logged."""
-    device = torch.device(record.decide(log, choose_device(spec.compute.device)))
+def set_up_device(
+    spec: RunSpec,
+) -> Generator[Decision | CompiledLibrary, None, ComputeDevice]:
+    """Device, allocator, precision and threads, set up; yields each decision as it is made."""
+    chosen = choose_device(spec.compute.device)
+    yield chosen
+    device = torch.device(chosen.choice)
     # A process that will compute on the GPU may ask CUDA itself; another leaves it alone.
     facts = read_facts(cuda=ask_here()) if device.type == "cuda" else read_facts()
-    allocator = record.decide(log, choose_allocator(spec.memory.allocator, facts, device.type))
-    memory = memory_scope(allocator, device)
+    allocator = choose_allocator(spec.memory.allocator, facts, device.type)
+    yield allocator
+    memory = memory_scope(allocator.choice, device)
     if memory.compiled is not None:
-        record.compiled_library(log, memory.compiled)
+        yield memory.compiled
     limit_bytes = round(spec.memory.limit_gib * 2**30)
-    if limit_bytes and device.type == "cuda" and allocator == "native":
+    if limit_bytes and device.type == "cuda" and allocator.choice == "native":
         limit_allocator(limit_bytes)
-    precision = record.decide(
-        log, choose_precision("student.precision", spec.student.precision, device.type)
-    )
-    threads = record.decide(log, choose_threads(spec.compute.threads))
-    torch.set_num_threads(int(threads))
+    precision = choose_precision("student.precision", spec.student.precision, device.type)
+    yield precision
+    threads = choose_threads(spec.compute.threads)
+    yield threads
+    torch.set_num_threads(int(threads.choice))
     # Set by the supervisor: OpenMP has read its environment before this line can run.
-    record.decide(log, choose_thread_wait(spec.compute.thread_wait, os.environ))
+    yield choose_thread_wait(spec.compute.thread_wait, os.environ)
     # torch loads its compiler to set this, for more than a second: only where something changes.
     if spec.compute.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(spec.compute.deterministic)
     torch.manual_seed(spec.train.seed)
-    return Arithmetic(
+    return ComputeDevice(
         device=device,
-        precision=precision,
+        precision=precision.choice,
         memory=memory,
         available=limited(_available(device, facts), limit_bytes),
     )

@@ -1,87 +1,433 @@
 """Everything that is decided about a run before a weight of it is loaded, in the order in which one decision
 needs another.
 
-    teacher's outputs stored?  ->  its precision  ->  kernel of the loss  ->  how layers run  ->  memory
-                                                                              ->  its kernel
+    teacher's outputs stored?  ->  its precision  ->  kernel of the loss  ->  how layers run
+      ->  what memory allows  ->  kernel of a quantized teacher
 
 All of it comes out of the spec, the headers of files and the device, so a run that cannot be is refused in
-the first second; each decision is logged as it is made.
+the first second; each decision is yielded as it is made, with the budget at the end. The choosers and
+their reasons are in `engine.plan.knobs`, the arithmetic of memory in `engine.plan.memory`.
+
+What a run gives up so that it fits in the memory it may take, what costs least first:
+
+    loss.chunk_rows         logits of fewer tokens at a time: 1 ms or two of a step of 8192 tokens
+    teacher.backend         weights that stay in their blocks: 3 to 5 % of a step
+    student.checkpointing   activations recomputed in the backward pass: a third more of its forward
+    teacher.shard           layers gathered from the other ranks when they compute, where all of that is not
+                            enough; then the others are asked anew
+
+Each is given up for the whole run, before it begins, and logged. What the settings name is kept as it is;
+a run that fits is left as it is, and one that fits in no way is refused by its budget.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+
+from engine.data.batches import Batches
 from engine.data.tokens import TokenStream
-from engine.log.write import LogWriter
+from engine.decision import Decision
+from engine.kernels.dequantize import has_triton
+from engine.kernels.small_m_table import MAX_ROWS, crossover_rows
+from engine.loss.objective import default_chunk_rows
 from engine.loss.types import LossKernel
-from engine.plan.choose_running import Running, choose_running, kernel_for, loss_kernel
-from engine.plan.device import Arithmetic
-from engine.plan.fitting import Fitted
+from engine.models.config import ModelConfig
+from engine.models.running import has_compiler
+from engine.plan.activations import linear_weights
+from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
-from engine.plan.memory_decisions import plan_memory
-from engine.runtime.device import choose_precision
+from engine.plan.knobs import KNOBS
+from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
+from engine.quant.blocks import BLOCK_TYPES
 from engine.spec import RunSpec
-from engine.teachers.choose import choose_teacher_precision
-from engine.teachers.store.rows import HIDDEN
-from engine.train import record
-from engine.train.prepared import Stored, find_stored
+from engine.teachers.store.folder import Store, open_store
+from engine.teachers.store.manifest import (
+    HIDDEN,
+    Identity,
+    check_teacher_files,
+    fitting_manifest,
+    uses_cache,
+)
+
+FEWER_CHUNK_ROWS = (1024, 512)
+"""Tokens whose logits are held at a time where memory is short, most first; products of fewer rows are
+slower, and a head in blocks is made floats for each chunk."""
+LOOKED_AT = 1024
+"""Rows of the run that are looked for before it begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The store that a run reads."""
+
+    store: Store
+    config: ModelConfig
+    """Of the teacher."""
+    teacher_known: str
+    """How it is known that the store is this teacher's, in words."""
+    rows: int
+    """Looked for."""
+    found: int
+
+    @property
+    def identity(self) -> Identity:
+        return self.store.identity
+
+    @property
+    def precision(self) -> Decision:
+        return Decision(
+            knob="teacher.precision",
+            choice=self.identity.precision,
+            reason="the outputs in teacher.cache were made in it",
+        )
+
+    @property
+    def words(self) -> str:
+        """The reason for reading it, with its arithmetic."""
+        identity, each = self.identity, self.identity.token_bytes
+        where = f"{self.found:,} of {self.rows:,} rows looked for are there"
+        return f"{len(self.store):,} rows are stored: {identity.words}, {each:,.0f} bytes per token; {where}"
+
+
+def batches_of(spec: RunSpec, stream: TokenStream) -> Batches:
+    """The rows of `stream` as training takes them."""
+    return Batches(
+        stream,
+        seq_len=spec.data.seq_len,
+        rows_per_batch=spec.train.rows,
+        seed=spec.train.seed,
+    )
+
+
+def rows_of_run(spec: RunSpec) -> int:
+    """Rows that a run takes, over all of its epochs."""
+    train = spec.train
+    return train.steps * train.rows * train.accumulation * spec.compute.gpus
+
+
+def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | None:
+    """The store that `spec` names, opened; None where it names none. Raises CacheError for one that is
+    not this run's.
+    """
+    if not uses_cache(spec):
+        return None
+    assert inputs.teacher is not None
+    fitting_manifest(spec, inputs.teacher, inputs.student)
+    store = open_store(spec.teacher.cache)
+    known = check_teacher_files(spec.teacher.path, store.manifest, store.path)
+    batches = batches_of(spec, stream)
+    # Evenly over what the run takes, at most an epoch: one row each.
+    rows = min(rows_of_run(spec), batches.rows_per_epoch)
+    positions = np.unique(np.linspace(0, rows - 1, min(rows, LOOKED_AT)).astype(np.int64))
+    found = sum(
+        key in store for at in positions for key in store.identity.keys(batches.take(int(at), 1))
+    )
+    return Stored(
+        store=store,
+        config=inputs.teacher,
+        teacher_known=known,
+        rows=len(positions),
+        found=found,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What choosers look at, of one run on its device."""
+
+    spec: RunSpec
+    inputs: Inputs
+    compute: ComputeDevice
+    teacher_precision: str = "fp32"
+    store: Stored | None = None
+    """What stands in for the teacher, where the run reads its outputs."""
+
+    @property
+    def device(self) -> str:
+        return self.compute.device.type
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        return self.compute.capability
+
+    @property
+    def has_triton(self) -> bool:
+        return has_triton()
+
+    @property
+    def has_compiler(self) -> bool:
+        return has_compiler(self.device)
+
+    @property
+    def student(self) -> ModelConfig:
+        return self.inputs.student
+
+    @property
+    def teacher(self) -> ModelConfig | None:
+        return self.inputs.teacher if self.spec.has_teacher else None
+
+    @property
+    def student_precision(self) -> str:
+        return self.compute.precision
+
+    @property
+    def allocator(self) -> str:
+        return self.compute.memory.choice
+
+    @property
+    def available_bytes(self) -> int | None:
+        number = self.compute.available.number
+        return None if number is None else int(number)
+
+    @property
+    def stored(self) -> str | None:
+        return None if self.store is None else self.store.words
+
+    @property
+    def ranks(self) -> int:
+        return self.spec.compute.gpus
+
+    @property
+    def steps(self) -> int:
+        return self.spec.train.steps
+
+    @property
+    def accumulation(self) -> int:
+        return self.spec.train.accumulation
+
+    @property
+    def tokens(self) -> int:
+        """Of one forward pass."""
+        return self.spec.train.rows * self.spec.data.seq_len
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.tokens * self.accumulation
+
+    @property
+    def divergence(self) -> str:
+        return self.spec.loss.divergence
+
+    @property
+    def layers(self) -> int:
+        return self.student.num_hidden_layers
+
+    @property
+    def layer_weights(self) -> int:
+        return linear_weights(self.student)
+
+    @property
+    def fused_up_to(self) -> int:
+        """Rows, by the teacher's largest matrix in Q4_K."""
+        assert self.inputs.teacher is not None
+        shape = (self.inputs.teacher.intermediate_size, self.inputs.teacher.hidden_size)
+        major, minor = self.capability or (0, 0)
+        return crossover_rows(BLOCK_TYPES["Q4_K"], *shape, arch=10 * major + minor)
+
+    @property
+    def most(self) -> int:
+        return MAX_ROWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """How layers are run (`engine.models.running`)."""
+
+    compiled: bool
+    packed: bool
+    teacher_packed: bool = False
+    teacher_compiled: bool = False
+    prefetches: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    stored: Stored | None
-    """The store that stands in for the teacher, where the run reads one."""
-    precision: str
-    """Of the teacher's products."""
+    facts: RunFacts
     loss_kernel: LossKernel
     running: Running
-    fitted: Fitted
+    memory: MemoryPlan
+    """With all that was chosen by it: backend, checkpointing, rows of a chunk, and what ranks share."""
+    budget: MemoryBudget
 
     @property
     def sparse(self) -> bool:
         """Whether the teacher gives some ids of each token, and no hidden states."""
-        return self.stored is not None and self.stored.identity.form != HIDDEN
+        store = self.facts.store
+        return store is not None and store.identity.form != HIDDEN
 
 
 def plan_run(
-    log: LogWriter, spec: RunSpec, inputs: Inputs, arithmetic: Arithmetic, stream: TokenStream
-) -> Plan:
+    spec: RunSpec, inputs: Inputs, compute: ComputeDevice, stream: TokenStream
+) -> Generator[Decision | MemoryBudget, None, Plan]:
     """`stream` are the tokens of training, whose rows a store must have. Raises CacheError for a store that
-    is not this run's, BadInput for a run that does not fit into memory.
+    is not this run's, BadInput for a run that does not fit into memory, unless memory.budget says to report
+    it only.
     """
-    stored = find_stored(spec, inputs, stream)
-    precision = _precision(log, spec, arithmetic, stored)
-    kernel = loss_kernel(log, spec, arithmetic)
-    running = choose_running(log, spec, inputs, arithmetic, precision, asks_teacher=stored is None)
-    fitted = plan_memory(
-        log,
-        spec,
-        inputs,
-        arithmetic,
-        precision,
-        running,
-        stored,
-        fused_loss=kernel == "fused",
+    store = find_stored(spec, inputs, stream)
+    facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store)
+    if spec.has_teacher:
+        precision = store.precision if store else KNOBS["teacher.precision"].decide(facts)
+        yield precision
+        facts = replace(facts, teacher_precision=precision.choice)
+    loss_kernel: LossKernel = (
+        "fused" if (yield from _taken(facts, "loss.kernel")) == "fused" else "eager"
     )
-    if stored is None and fitted.backend == "quantized" and inputs.teacher is not None:
-        tokens = spec.train.rows * spec.data.seq_len
-        record.decide(
-            log, kernel_for(spec.teacher.kernel, inputs.teacher, tokens, arithmetic.capability)
+    running = yield from choose_running(facts)
+    memory = yield from plan_memory(facts, running, fused_loss=loss_kernel == "fused")
+    budget = memory.budget()
+    yield budget
+    if spec.memory.budget == "enforce":
+        budget.refuse_if_too_big()
+    if memory.backend == "quantized":
+        yield KNOBS["teacher.kernel"].decide(facts)
+    return Plan(facts=facts, loss_kernel=loss_kernel, running=running, memory=memory, budget=budget)
+
+
+def _taken(facts: RunFacts, key: str, **computed: Any) -> Generator[Decision, None, str]:
+    """What is chosen for a setting; yields why."""
+    decision = KNOBS[key].decide(facts, **computed)
+    yield decision
+    return decision.choice
+
+
+def choose_running(facts: RunFacts) -> Generator[Decision, None, Running]:
+    """Compiled or not, packed or masked; where the teacher's outputs are stored, nothing of it is compiled or
+    begun ahead.
+    """
+    compiled = yield from _taken(facts, "student.compile")
+    packed = yield from _taken(facts, "student.attention")
+    running = Running(compiled=compiled == "on", packed=packed == "packed")
+    if facts.teacher is None:
+        return running
+    packed = yield from _taken(facts, "teacher.attention")
+    running = replace(running, teacher_packed=packed == "packed")
+    if facts.store is not None:
+        return running
+    compiled = yield from _taken(facts, "teacher.compile")
+    prefetches = yield from _taken(facts, "teacher.prefetch")
+    return replace(running, teacher_compiled=compiled == "on", prefetches=prefetches == "on")
+
+
+def plan_memory(
+    facts: RunFacts, running: Running, *, fused_loss: bool
+) -> Generator[Decision, None, MemoryPlan]:
+    """The teacher's backend, whether activations are recomputed, how many tokens a chunk of the loss
+    has, what several ranks share, whether layers are captured: what the run will need so.
+    """
+    spec, compute = facts.spec, facts.compute
+    size = facts.inputs.teacher_size if facts.teacher is not None else None
+    packed = size if size is not None and size.matrices else None
+    each = ITEM_BYTES[facts.teacher_precision]
+    whole = MemoryPlan(
+        spec=spec,
+        teacher=facts.teacher,
+        backend="dequantized",
+        teacher_precision=facts.teacher_precision,
+        student_precision=facts.student_precision,
+        student=facts.student,
+        device=facts.device,
+        available=compute.available,
+        teacher_packed_bytes=packed.weight_bytes(each) if packed else None,
+        teacher_packed_layers=packed.layer_bytes(each) if packed else (),
+        shares_heads=(facts.capability or (0, 0))[0] == 9,
+        compiled=running.compiled,
+        packed=running.packed,
+        teacher_packed=running.teacher_packed,
+        prefetches=running.prefetches,
+        store=facts.store.identity if facts.store else None,
+        fused_loss=fused_loss,
+    )
+    usual = default_chunk_rows(
+        compute.device, facts.student.vocab_size, "fused" if fused_loss else "eager"
+    )
+    usual = min(usual, facts.tokens)
+    plan, decisions = fit(whole, usual_chunk_rows=usual, stored=facts.stored)
+    if facts.ranks > 1 and facts.teacher is not None:
+        shared, theirs = fit(
+            replace(whole, teacher_shard=True), usual_chunk_rows=usual, stored=facts.stored
         )
-    return Plan(
-        stored=stored, precision=precision, loss_kernel=kernel, running=running, fitted=fitted
+        shard = yield from _taken(
+            facts, "teacher.shard", whole_bytes=plan.total_bytes, shared_bytes=shared.total_bytes
+        )
+        if shard == "on":
+            plan, decisions = shared, theirs
+    yield from decisions
+    if facts.ranks > 1:
+        kept = replace(plan, reshard=False)
+        reshard = yield from _taken(
+            facts, "student.reshard", kept_bytes=kept.total_bytes, given_bytes=plan.total_bytes
+        )
+        plan = kept if reshard == "off" else plan
+    captured = replace(plan, graphs=True)
+    graphs = yield from _taken(
+        facts,
+        "student.graphs",
+        packed=running.packed,
+        checkpointing=plan.checkpointing,
+        needed_bytes=captured.total_bytes,
+        given_bytes=plan.total_bytes,
     )
+    return captured if graphs == "on" else plan
 
 
-def _precision(log: LogWriter, spec: RunSpec, arithmetic: Arithmetic, stored: Stored | None) -> str:
-    """Of the teacher: where its outputs are stored, the one that they were made in."""
-    if stored is not None:
-        return record.decide(log, stored.precision)
-    if not spec.has_teacher:
-        return "fp32"
-    device = arithmetic.device.type
-    choice = choose_teacher_precision(
-        spec.teacher.precision, device=device, capability=arithmetic.capability
-    ) or choose_precision("teacher.precision", spec.teacher.precision, device)
-    return record.decide(log, choice)
+def fit(
+    plan: MemoryPlan, *, usual_chunk_rows: int, stored: str | None
+) -> tuple[MemoryPlan, list[Decision]]:
+    """The plan with the backend, the checkpointing and the chunks that let it fit, and why. `usual_chunk_rows`
+    are taken where memory is plenty; `stored` says what there is of the teacher's outputs. Where nobody
+    knows what is available everything fits.
+
+    Raises BadInput for a backend that the teacher does not have.
+    """
+    spec, number = plan.spec, plan.available.number
+    available_bytes = None if number is None else int(number)
+    wanted_rows = spec.loss.chunk_rows
+    usual = wanted_rows or usual_chunk_rows
+    fewer = [] if wanted_rows else [rows for rows in FEWER_CHUNK_ROWS if rows < usual]
+
+    def with_rows(backend: str, again: bool, rows: int) -> MemoryPlan:
+        chunks = replace(spec, loss=replace(spec.loss, chunk_rows=rows))
+        return replace(plan, spec=chunks, backend=backend, checkpointing=again)
+
+    def fitted(backend: str, again: bool) -> MemoryPlan:
+        """With the most tokens in a chunk that fit; where none do, the fewest."""
+        tried = [with_rows(backend, again, rows) for rows in (usual, *fewer)]
+        if available_bytes is None:
+            return tried[0]
+        return next((p for p in tried if p.total_bytes <= available_bytes), tried[-1])
+
+    forced, blocks = spec.student.checkpointing == "on", plan.teacher_packed_bytes is not None
+    backend = KNOBS["teacher.backend"].decide(
+        plan,
+        quantised_blocks=blocks,
+        dense_bytes=fitted("dequantized", forced).total_bytes,
+        packed_bytes=fitted("quantized", forced).total_bytes if blocks else None,
+        available_bytes=available_bytes,
+        stored=stored,
+    )
+    again = KNOBS["student.checkpointing"].decide(
+        plan,
+        without_bytes=fitted(backend.choice, False).total_bytes,
+        with_bytes=fitted(backend.choice, True).total_bytes,
+        available_bytes=available_bytes,
+    )
+    found = fitted(backend.choice, again.choice == "on")
+    decisions = [backend, again]
+    if wanted_rows or fewer:
+        rows = found.spec.loss.chunk_rows
+        usually = with_rows(backend.choice, again.choice == "on", usual)
+        decisions.append(
+            KNOBS["loss.chunk_rows"].decide(
+                plan,
+                taken_rows=rows,
+                usual_rows=usual,
+                fewer_rows=fewer,
+                usual_bytes=usually.total_bytes,
+                available_bytes=available_bytes,
+            )
+        )
+    return found, decisions

@@ -1,7 +1,17 @@
-"""The block types of a weight file: how many values share a block, and in how many bytes.
+"""The block types of a weight file, as one table: adding one is a row here, and a parity test.
 
 A row of a quantized matrix is a sequence of whole blocks; a block holds `block_size` neighbouring
-values of the row and is decoded without looking at any other:
+values of the row and is decoded without looking at any other. A row of the table is all there is to
+a type; everything else reads it:
+
+    its number in a GGUF file, whether an .apr has it, its sizes    readers, writers, `engine.export`
+    what lies at which byte (`Layout`)                              `reference.py`: bytes to values
+                                                                    `planes.py`: order on a device
+    candidate ranges, largest value                                 `quantize.py`: values to bytes
+    the type that stands in for it where rows are short             `fallback`
+    how far a model in it is from the one it was made from          the gate, `engine publish --verify`
+
+What a value is, for the code q of its place:
 
     name   id  values  bytes  bits/weight  a value is
     F32     0     1      4      32          itself
@@ -15,14 +25,30 @@ values of the row and is decoded without looking at any other:
     Q6_K   14   256    210       6.5625     d sc (q - 32)       sc: int8 for each 16 values
     BF16   30     1      2      16          itself
 
-The ids are those of GGUF files. What lies at which byte of a block is in `layout.py`.
+And where its parts are:
 
-Names and sizes only, without torch, so that a file can be listed and its sizes checked without it.
+    type   d        second   scales          low bits           high bits
+    Q4_0     0..1                              2..17   16 x 4
+    Q5_0     0..1                              6..21   16 x 4     2..5      1 x 1
+    Q5_1     0..1     m 2..3                   8..23   16 x 4     4..7      1 x 1
+    Q8_0     0..1                              2..33   int8
+    Q4_K     0..1     dmin 2..3   4..15        16..143 32 x 4
+    Q5_K     0..1     dmin 2..3   4..15        48..175 32 x 4     16..47   32 x 1
+    Q6_K   208..209            192..207 int8    0..127 64 x 4    128..191  32 x 2
+
+d, m and dmin are little-endian halves. `R x W` is a run of R bytes in which each byte holds 8 / W
+values of W bits: the run's first R values are the lowest W bits of its R bytes, its next R values
+are the next W bits, and so on. So `32 x 4` is 32 low nibbles, then the same bytes' 32 high ones,
+and `1 x 1` is the bits of a little-endian integer in order. A code is its low bits plus its high
+bits shifted left by 4.
+
+Numbers only, without torch, so that a file can be listed and its sizes checked without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.errors import WeightsError
 
@@ -32,46 +58,273 @@ class QuantError(WeightsError, ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bits:
+    """A part of a block: `count` bytes in runs of `run`, `width` bits for each value."""
+
+    start: int
+    count: int
+    run: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the parts of a block are."""
+
+    d: int
+    second: int | None = None
+    """Byte of dmin (types of 256) or m (Q5_1)."""
+    scales: tuple[int, int] | None = None
+    """First byte and number of bytes of the scales of sub-blocks."""
+    sub_block: int = 32
+    """Values that share a scale."""
+    low: Bits
+    high: Bits | None = None
+    zero: int = 0
+    """The code of the value 0, in types without a minimum."""
+    levels: int
+    """Codes run from 0 to this one; Q8_0's from -128 to it."""
+    steps: tuple[float, float]
+    """The candidate ranges when values are quantized: how many steps more than its levels the range
+    of the values is divided into, from the fewest to the most. Fewer steps are wider and cut nothing
+    off; found by measuring."""
+
+
+class Floor(NamedTuple):
+    """How far the answers of a quantized model are from those of the model it was made from.
+
+    The figures are those of llama.cpp for 7B and 8B models on Wikitext-2 (tools/perplexity/README.md);
+    of several models the smallest KL: Q4_K_M has 0.0127 for Llama-2-7B and 0.0313 for Llama-3-8B. They
+    are no property of the format: small models have more noise than large ones, and the text matters
+    too. So they are a limit to hold a model to, with its own number beside.
+    """
+
+    kl: float
+    """Nats: mean over tokens of sum_v p_v (ln p_v - ln q_v), p in 16 bits, q in blocks."""
+    agreement: float
+    """Share of tokens where both rank the same id first."""
+
+
+HALF_MAX = 65504.0
+"""The largest half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType:
+    """One row of the table; types are equal when their name, number and sizes are."""
+
     name: str
     ggml_id: int
-    block_size: int
+    """In a GGUF file; an .apr that has the type has the same."""
+    block_size: int = 1
     """Values in a block; 1 for the float types."""
     block_bytes: int
+    file_type: int = field(compare=False, repr=False)
+    """What llama.cpp calls a GGUF file that has most of its weights in this type."""
+    in_apr: bool = field(default=False, compare=False, repr=False)
+    largest: float = field(compare=False, repr=False)
+    """The largest size of a value that fits whatever its sign, with every scale at its largest."""
+    layout: Layout | None = field(default=None, compare=False, repr=False)
+    """None for the float types."""
+    float_dtype: str | None = field(default=None, compare=False, repr=False)
+    """torch's name of a float type."""
+    shorter: str | None = field(default=None, compare=False, repr=False)
+    """What a quantizer of whole files writes where rows are no multiple of 256 values."""
+    mixture: tuple[str, Floor] | None = field(default=None, compare=False, repr=False)
+    """The name that `engine convert --quant` has for a file of mostly this type, and its noise."""
+
+    @property
+    def in_blocks(self) -> Layout:
+        """The layout of a type that is no float."""
+        assert self.layout is not None
+        return self.layout
 
     @property
     def bits_per_weight(self) -> float:
         return 8 * self.block_bytes / self.block_size
 
 
-BLOCK_TYPES: dict[str, BlockType] = {
-    name: BlockType(name=name, ggml_id=ggml_id, block_size=size, block_bytes=count)
-    for name, ggml_id, size, count in (
-        ("F32", 0, 1, 4),
-        ("F16", 1, 1, 2),
-        ("Q4_0", 2, 32, 18),
-        ("Q5_0", 6, 32, 22),
-        ("Q5_1", 7, 32, 24),
-        ("Q8_0", 8, 32, 34),
-        ("Q4_K", 12, 256, 144),
-        ("Q5_K", 13, 256, 176),
-        ("Q6_K", 14, 256, 210),
-        ("BF16", 30, 1, 2),
-    )
+# `largest` of F32 and BF16, and the table, hold torch's numbers without torch.
+_FLOAT32_MAX = 3.4028234663852886e38
+_BFLOAT16_MAX = 3.3895313892515355e38
+
+_ROWS = (
+    BlockType(
+        name="F32",
+        ggml_id=0,
+        block_bytes=4,
+        file_type=0,
+        in_apr=True,
+        largest=_FLOAT32_MAX,
+        float_dtype="float32",
+    ),
+    BlockType(
+        name="F16",
+        ggml_id=1,
+        block_bytes=2,
+        file_type=1,
+        in_apr=True,
+        largest=HALF_MAX,
+        float_dtype="float16",
+    ),
+    BlockType(
+        name="Q4_0",
+        ggml_id=2,
+        block_size=32,
+        block_bytes=18,
+        file_type=2,
+        largest=7 * HALF_MAX,
+        layout=Layout(
+            d=0,
+            low=Bits(start=2, count=16, run=16, width=4),
+            zero=8,
+            levels=15,
+            steps=(-2.0, 0.5),
+        ),
+    ),
+    BlockType(
+        name="Q5_0",
+        ggml_id=6,
+        block_size=32,
+        block_bytes=22,
+        file_type=8,
+        largest=15 * HALF_MAX,
+        layout=Layout(
+            d=0,
+            low=Bits(start=6, count=16, run=16, width=4),
+            high=Bits(start=2, count=4, run=1, width=1),
+            zero=16,
+            levels=31,
+            steps=(-3.0, 0.5),
+        ),
+    ),
+    BlockType(
+        name="Q5_1",
+        ggml_id=7,
+        block_size=32,
+        block_bytes=24,
+        file_type=9,
+        largest=HALF_MAX,
+        layout=Layout(
+            d=0,
+            second=2,
+            low=Bits(start=8, count=16, run=16, width=4),
+            high=Bits(start=4, count=4, run=1, width=1),
+            levels=31,
+            steps=(-3.0, 0.5),
+        ),
+    ),
+    BlockType(
+        name="Q8_0",
+        ggml_id=8,
+        block_size=32,
+        block_bytes=34,
+        file_type=7,
+        largest=127 * HALF_MAX,
+        layout=Layout(
+            d=0,
+            low=Bits(start=2, count=32, run=32, width=8),
+            levels=127,
+            steps=(-5.0, 3.0),
+        ),
+        mixture=("q8_0", Floor(3.7e-4, 0.9885)),
+    ),
+    BlockType(
+        name="Q4_K",
+        ggml_id=12,
+        block_size=256,
+        block_bytes=144,
+        file_type=15,
+        in_apr=True,
+        largest=63 * HALF_MAX,
+        layout=Layout(
+            d=0,
+            second=2,
+            scales=(4, 12),
+            low=Bits(start=16, count=128, run=32, width=4),
+            levels=15,
+            steps=(-2.0, 0.5),
+        ),
+        shorter="Q5_0",
+        mixture=("q4_k_m", Floor(1.27e-2, 0.9467)),
+    ),
+    BlockType(
+        name="Q5_K",
+        ggml_id=13,
+        block_size=256,
+        block_bytes=176,
+        file_type=17,
+        largest=63 * HALF_MAX,
+        layout=Layout(
+            d=0,
+            second=2,
+            scales=(4, 12),
+            low=Bits(start=48, count=128, run=32, width=4),
+            high=Bits(start=16, count=32, run=32, width=1),
+            levels=31,
+            steps=(-3.0, 0.5),
+        ),
+        shorter="Q5_1",
+    ),
+    BlockType(
+        name="Q6_K",
+        ggml_id=14,
+        block_size=256,
+        block_bytes=210,
+        file_type=18,
+        in_apr=True,
+        largest=31 * 127 * HALF_MAX,
+        layout=Layout(
+            d=208,
+            scales=(192, 16),
+            sub_block=16,
+            low=Bits(start=0, count=128, run=64, width=4),
+            high=Bits(start=128, count=64, run=32, width=2),
+            zero=32,
+            levels=63,
+            steps=(-5.0, 3.0),
+        ),
+        shorter="Q8_0",
+        mixture=("q6_k", Floor(2.10e-3, 0.9752)),
+    ),
+    BlockType(
+        name="BF16",
+        ggml_id=30,
+        block_bytes=2,
+        file_type=32,
+        in_apr=True,
+        largest=_BFLOAT16_MAX,
+        float_dtype="bfloat16",
+    ),
+)
+
+BLOCK_TYPES: dict[str, BlockType] = {row.name: row for row in _ROWS}
+LAYOUTS: dict[str, Layout] = {row.name: row.layout for row in _ROWS if row.layout is not None}
+NOISE_FLOORS: dict[str, Floor] = dict(row.mixture for row in _ROWS if row.mixture is not None)
+"""By the name that `engine convert --quant` has for it."""
+
+
+GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
+    3: "Q4_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
 }
-
-# What a quantizer of whole files writes where rows are no multiple of 256 values.
-_SMALLER = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-
-
-def by_ggml_id(ggml_id: int) -> BlockType:
-    """The type with this id in a GGUF file; `QuantError` for one that is not read here."""
-    for type_ in BLOCK_TYPES.values():
-        if type_.ggml_id == ggml_id:
-            return type_
-    known = ", ".join(f"{t.ggml_id} {t.name}" for t in BLOCK_TYPES.values())
-    raise QuantError.expected("block type", "ggml id", f"one of {known}", str(ggml_id))
-
+"""The ids of GGUF files; of the types that exist and are not read too, so that a message can name them."""
 
 GROUP_ROWS = 16
 """Of a K-quant, that lie together on a device (`engine.quant.planes`)."""
@@ -100,7 +353,7 @@ def fallback(type_: BlockType, values: int) -> BlockType:
     """The type to use for rows of `values` values where `type_` is wanted: itself if its blocks
     fill the row, else the type with blocks of 32 that has at least as many bits (Q4_K: Q5_0,
     Q5_K: Q5_1, Q6_K: Q8_0), else F16. The same choice as llama.cpp's."""
-    for name in (type_.name, _SMALLER.get(type_.name)):
+    for name in (type_.name, type_.shorter):
         if name is not None and values % BLOCK_TYPES[name].block_size == 0:
             return BLOCK_TYPES[name]
     return BLOCK_TYPES["F16"]

@@ -44,8 +44,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BlockType, QuantError, group_rows, row_bytes
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import LAYOUTS, BlockType, QuantError, group_rows, row_bytes
 from engine.quant.reference import chunk_rows
 from engine.quant.tensor import QuantTensor
 
@@ -68,7 +67,7 @@ class Field:
 
 @cache
 def _fields(type_: BlockType) -> tuple[Field, ...]:
-    layout = LAYOUTS[type_.name]
+    layout = type_.in_blocks
     if type_.name in ("Q4_K", "Q5_K"):
         parts = [Field("low", layout.low.start, layout.low.count)]
         if layout.high is not None:
@@ -90,7 +89,7 @@ def _fields(type_: BlockType) -> tuple[Field, ...]:
 
 def fields(type_: BlockType) -> tuple[Field, ...]:
     """The planes of a type, in order; `QuantError` for a float type."""
-    if type_.name not in LAYOUTS:
+    if type_.layout is None:
         known = ", ".join(LAYOUTS)
         raise QuantError.expected("packed matrix", "block type", f"one of {known}", type_.name)
     return _fields(type_)

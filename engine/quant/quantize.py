@@ -1,7 +1,8 @@
 """Quantisation: floats to blocks.
 
-`fit.py` finds the scale of each group of values, `superblock.py` the integers and the half that
-stand for the scales of a block of 256, and this file cuts tensors up and packs what comes back.
+Two searches make a block: `fit_affine` and `fit_symmetric` find the scale of each group of values,
+`share_affine` and `share_symmetric` the integers and the half that stand for the scales of a block of
+256. `quantize` cuts tensors up and packs what comes back.
 
 `effort` buys a smaller error with time:
 
@@ -13,53 +14,54 @@ stand for the scales of a block of 256, and this file cuts tensors up and packs 
 
 A block's bytes depend on its own values alone: they are the same on every device, and however a
 tensor is cut up to bound memory.
+
+**The scale of a few values that share one.** K values x with weights w are to be written as integers
+q with one scale s, and a minimum m in some types, so that
+
+    E = sum w (s q + m - x)^2,     w = |x| + 2 mean|x|,
+
+is least. The weights let large values, which move an output most, count a few times as much as
+small ones. With q given, s and m are a linear least-squares problem of five sums; with s and m
+given, the best q is the nearest integer. Neither gives the joint optimum, so each of a few
+candidate ranges (the whole range of x, and ones a little narrower and wider) is rounded, solved and
+scored, and from the best one the two steps alternate. E never grows on the way.
+
+Scores leave out the constant part of E, sum w x^2. x is shifted by its minimum first, so that in
+float32 the sums do not cancel.
+
+Values lie in the first dimension, (K, G): each sum then adds whole rows, which is what vector units
+and GPUs are quick at. Every operation is rounded once and in a fixed order, so that a processor and
+a GPU choose the same candidate. A group that no candidate fits (all zero, or too small for float32)
+keeps the scale of its range: comparisons with NaN are false.
+
+**The second level of a block of 256**: scales of sub-blocks as small integers times one half.
+
+    Q4_K, Q5_K   s_j = d sc_j, m_j = -dmin mn_j    sc, mn in 0..63, 8 sub-blocks of 32
+    Q6_K         s_j = d sc_j                      sc in -128..127, 16 sub-blocks of 16
+
+Rounding s_j to a multiple of d moves it by up to d / 2, and the best q, m_j and d are other ones
+then. So the parts are chosen in turn, each best for the others as they stand: the codes q; for each
+sub-block the better of the two integers beside its best scale, with the best minimum for it; then d
+and dmin, which are a least-squares problem over the whole block. A round that does not lower the
+error of a block leaves that block as it was. d and dmin are rounded to half before anything is
+divided by them.
+
+Blocks lie in the last dimension: what a block has one of applies to all its parts as it is.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BlockType, QuantError, row_bytes
-from engine.quant.fit import EFFORTS, exact_quotient, extreme, fit_affine, fit_symmetric, weights
-from engine.quant.layout import LAYOUTS, Layout, Parts, pack
-from engine.quant.reference import FLOATS, chunk_rows
-from engine.quant.superblock import (
-    HALF_MAX,
-    ratio,
-    round_to_half,
-    share_affine,
-    share_symmetric,
-)
+from engine.quant.blocks import HALF_MAX, BlockType, Layout, QuantError, row_bytes
+from engine.quant.reference import FLOATS, Parts, chunk_rows, pack
 from engine.quant.tensor import QuantTensor
 
-# Shapes: R rows, L values of a row, N blocks, E values of a block, K values of a group, G groups
-
-# The candidate ranges: how many steps more than its levels the range of the values is divided into,
-# from the fewest to the most. Fewer steps are wider and cut nothing off; found by measuring.
-STEPS = {
-    "Q4_0": (-2.0, 0.5),
-    "Q5_0": (-3.0, 0.5),
-    "Q5_1": (-3.0, 0.5),
-    "Q8_0": (-5.0, 3.0),
-    "Q4_K": (-2.0, 0.5),
-    "Q5_K": (-3.0, 0.5),
-    "Q6_K": (-5.0, 3.0),
-}
-
-# The largest size of a value that fits whatever its sign, with every scale at its largest.
-LARGEST = {
-    "F32": torch.finfo(torch.float32).max,
-    "F16": HALF_MAX,
-    "BF16": torch.finfo(torch.bfloat16).max,
-    "Q4_0": 7 * HALF_MAX,
-    "Q5_0": 15 * HALF_MAX,
-    "Q5_1": HALF_MAX,
-    "Q8_0": 127 * HALF_MAX,
-    "Q4_K": 63 * HALF_MAX,
-    "Q5_K": 63 * HALF_MAX,
-    "Q6_K": 31 * 127 * HALF_MAX,
-}
+# Shapes: R rows, L values of a row, N blocks, E values of a block, S sub-blocks of a block, K values of
+# a group or sub-block, G groups
 
 CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Values worked on at once; each needs some 45 bytes beside input and output."""
@@ -100,7 +102,7 @@ def quantize(
 
 def _refuse_unfit(x_RL: Tensor, type_: BlockType, where: str, first_row: int) -> None:
     low, high = (bound.item() for bound in torch.aminmax(x_RL))  # a sync; NaN passes through
-    largest = LARGEST[type_.name]
+    largest = type_.largest
     if -largest <= low <= high <= largest:
         return
     row, column = (~(x_RL.abs() <= largest)).nonzero()[0].tolist()
@@ -113,10 +115,10 @@ def _refuse_unfit(x_RL: Tensor, type_: BlockType, where: str, first_row: int) ->
 
 
 def _quantize_blocks(x_NE: Tensor, type_: BlockType, level: int) -> Parts:
-    layout, effort = LAYOUTS[type_.name], EFFORTS[level]
+    layout, effort = type_.in_blocks, EFFORTS[level]
     if layout.scales is None and level == 0:
         return _plain(x_NE, layout)
-    extra = effort.extra_steps(*STEPS[type_.name])
+    extra = effort.extra_steps(*layout.steps)
     x_NSK = x_NE.view(len(x_NE), -1, layout.sub_block)
     x_KSN = x_NSK.permute(2, 1, 0).contiguous()
     x_KG = x_KSN.flatten(1)
@@ -194,4 +196,260 @@ def _parts(d_N: Tensor, m_N: Tensor | None, q_NE: Tensor, layout: Layout) -> Par
         scale_NS=None,
         min_NS=None,
         code_NE=q_NE.to(torch.int8 if signed else torch.uint8).contiguous(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    candidates: int
+    polish: int
+    """Alternations of rounding and solving after the candidates."""
+    rounds: int
+    """Alternations between the scales of sub-blocks and the block's own (types of 256)."""
+
+    def extra_steps(self, fewest: float, most: float) -> list[float]:
+        """The candidates, evenly from `fewest` to `most`; a single one is the range itself."""
+        if self.candidates == 1:
+            return [0.0]
+        step = (most - fewest) / (self.candidates - 1)
+        return [fewest + index * step for index in range(self.candidates)]
+
+
+EFFORTS = (
+    Effort(candidates=1, polish=0, rounds=0),
+    Effort(candidates=9, polish=2, rounds=2),
+    Effort(candidates=21, polish=3, rounds=6),
+)
+
+
+def weights(x_KG: Tensor) -> Tensor:
+    """How much an error of each value counts: |x| + 2 mean|x|."""
+    size_KG = x_KG.abs()
+    # The mean and not the root mean square: torch's square roots differ between devices.
+    return size_KG + total(size_KG) * (2 / len(x_KG))
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over the first dimension, a power of two, by adding its halves again and again.
+
+    Every device adds in this one order, which `sum` does not promise.
+    """
+    half = len(x) // 2
+    x = x[:half] + x[half:]
+    while half > 1:
+        half //= 2
+        x = x[:half].add_(x[half:])
+    return x[0]
+
+
+def exact_quotient(x: Tensor, count: int) -> Tensor:
+    # By a tensor: on a GPU, a number as divisor becomes a product with its rounded inverse.
+    return x / torch.full((), float(count), device=x.device)
+
+
+def fit_affine(
+    x_KG: Tensor,
+    w_KG: Tensor,
+    levels: int,
+    extra: list[float],
+    polish: int,
+    *,
+    low_below_zero: bool,
+) -> tuple[Tensor, Tensor]:
+    """(s, m) for x = s q + m with q in 0..levels, s >= 0; m <= 0 if `low_below_zero`."""
+    low_G, high_G = torch.aminmax(x_KG, dim=0)
+    if low_below_zero:
+        low_G.clamp_(max=0)
+    y_KG = x_KG - low_G
+    span_G = high_G - low_G
+    w_G, y_G = total(w_KG), total(w_KG * y_KG)
+    scale_G, shift_G = exact_quotient(span_G, levels), torch.zeros_like(low_G)
+    score_G = torch.full_like(low_G, torch.inf)
+    for step in range(len(extra) + polish):
+        q_KG = (
+            y_KG * ((levels + extra[step]) / span_G)
+            if step < len(extra)
+            else (y_KG - shift_G).div_(scale_G)
+        )
+        q_KG.round_().clamp_(0, levels)
+        wq_KG = q_KG * w_KG
+        q_G, q2_G, qy_G = total(wq_KG), total(wq_KG * q_KG), total(wq_KG * y_KG)
+        determinant_G = w_G * q2_G - q_G * q_G
+        # Nearly equal codes say nothing about the minimum: it then stays where it was.
+        solved = determinant_G > 1e-5 * w_G * q2_G
+        m_G = torch.where(solved, (q2_G * y_G - q_G * qy_G) / determinant_G, 0.0)
+        if low_below_zero:
+            m_G = torch.minimum(m_G, -low_G)
+        s_G = (qy_G - m_G * q_G) / q2_G
+        new_G = s_G * (s_G * q2_G + 2 * (m_G * q_G - qy_G)) + m_G * (m_G * w_G - 2 * y_G)
+        better = (new_G < score_G) & (s_G > 0)
+        score_G = torch.where(better, new_G, score_G)
+        scale_G = torch.where(better, s_G, scale_G)
+        shift_G = torch.where(better, m_G, shift_G)
+    return scale_G, low_G + shift_G
+
+
+def fit_symmetric(
+    x_KG: Tensor, w_KG: Tensor, levels: int, extra: list[float], polish: int
+) -> Tensor:
+    """s, of either sign, for x = s q with q in -levels..levels-1.
+
+    The value of largest size becomes -levels, which has no counterpart: its sign is that of -s.
+    """
+    extreme_G = extreme(x_KG)
+    scale_G = exact_quotient(extreme_G, -levels)
+    score_G = torch.zeros_like(extreme_G)
+    for step in range(len(extra) + polish):
+        inverse_G = (levels + extra[step]) / -extreme_G if step < len(extra) else 1 / scale_G
+        q_KG = (x_KG * inverse_G).round_().clamp_(-levels, levels - 1)
+        wq_KG = q_KG * w_KG
+        q2_G, qx_G = total(wq_KG * q_KG), total(wq_KG * x_KG)
+        s_G = qx_G / q2_G
+        new_G = s_G * qx_G  # what the fit takes off sum w x^2
+        better = new_G > score_G
+        score_G = torch.where(better, new_G, score_G)
+        scale_G = torch.where(better, s_G, scale_G)
+    return scale_G
+
+
+def extreme(x_KG: Tensor) -> Tensor:
+    """The first value of largest size, with its sign."""
+    return x_KG.gather(0, x_KG.abs().argmax(0, keepdim=True))[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shared:
+    """Blocks as chosen so far. d and dmin are halves, scales, minima and codes integers, all kept
+    as float32."""
+
+    d_N: Tensor
+    dmin_N: Tensor | None
+    scale_SN: Tensor
+    min_SN: Tensor | None
+    q_KSN: Tensor
+    error_N: Tensor
+
+
+def round_to_half(x: Tensor) -> Tensor:
+    """The nearest half; never -0, which would make zeros of -0."""
+    return x.clamp(-HALF_MAX, HALF_MAX).half().float() + 0.0
+
+
+def ratio(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is 0."""
+    return torch.where(b != 0, a / b, 0.0)
+
+
+def share_affine(
+    x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, low_SN: Tensor, levels: int, rounds: int
+) -> Shared:
+    """Blocks of Q4_K or Q5_K for sub-blocks whose best fit is x = scale q + low, low <= 0."""
+
+    def encoded(d_N: Tensor, dmin_N: Tensor, scale_SN: Tensor, min_SN: Tensor) -> Shared:
+        step_SN, drop_SN = d_N * scale_SN, dmin_N * min_SN
+        q_KSN = ratio(x_KSN + drop_SN, step_SN).round_().clamp_(0, levels)
+        rest_KSN = (q_KSN * step_SN).sub_(drop_SN).sub_(x_KSN)
+        return Shared(
+            d_N=d_N,
+            dmin_N=dmin_N,
+            scale_SN=scale_SN,
+            min_SN=min_SN,
+            q_KSN=q_KSN,
+            error_N=total(total(rest_KSN.square_().mul_(w_KSN))),
+        )
+
+    def six_bits(x_SN: Tensor) -> Tensor:
+        return x_SN.round().clamp_(0, 63)
+
+    d_N, dmin_N = _unit(scale_SN.amax(0), 63), _unit(-low_SN.amin(0), 63)
+    best = encoded(d_N, dmin_N, six_bits(ratio(scale_SN, d_N)), six_bits(ratio(-low_SN, dmin_N)))
+    w_SN, x_SN = total(w_KSN), total(w_KSN * x_KSN)
+    for _ in range(rounds):
+        assert best.dmin_N is not None
+        wq_KSN = best.q_KSN * w_KSN
+        q_SN, q2_SN, qx_SN = total(wq_KSN), total(wq_KSN * best.q_KSN), total(wq_KSN * x_KSN)
+        exact_SN = ratio(w_SN * qx_SN - x_SN * q_SN, w_SN * q2_SN - q_SN * q_SN)
+        below_SN = ratio(exact_SN, best.d_N).floor_().clamp_(0, 62)
+        choices = []
+        for sc_SN in (below_SN, below_SN + 1):
+            step_SN = sc_SN * best.d_N
+            mn_SN = six_bits(ratio(ratio(step_SN * q_SN - x_SN, w_SN), best.dmin_N))
+            drop_SN = mn_SN * best.dmin_N
+            error_SN = step_SN * (step_SN * q2_SN - 2 * (drop_SN * q_SN + qx_SN))
+            error_SN += drop_SN * (drop_SN * w_SN + 2 * x_SN)
+            choices.append((error_SN, sc_SN, mn_SN))
+        (error_SN, sc_SN, mn_SN), (upper_error_SN, upper_sc_SN, upper_mn_SN) = choices
+        up_SN = upper_error_SN < error_SN
+        sc_SN = torch.where(up_SN, upper_sc_SN, sc_SN)
+        mn_SN = torch.where(up_SN, upper_mn_SN, mn_SN)
+        # Least squares:  a d - c dmin = p,  -c d + b dmin = -r.
+        a_N, b_N = total(sc_SN * sc_SN * q2_SN), total(mn_SN * mn_SN * w_SN)
+        c_N, p_N = total(sc_SN * mn_SN * q_SN), total(sc_SN * qx_SN)
+        r_N = total(mn_SN * x_SN)
+        determinant_N = a_N * b_N - c_N * c_N
+        solved_N = determinant_N > 1e-5 * a_N * b_N
+        dmin_N = torch.where(solved_N, (c_N * p_N - a_N * r_N) / determinant_N, best.dmin_N)
+        dmin_N = round_to_half(dmin_N.clamp(min=0))
+        d_N = round_to_half(ratio(p_N + c_N * dmin_N, a_N).clamp(min=0))
+        best = _better(best, encoded(d_N, dmin_N, sc_SN, mn_SN))
+    return best
+
+
+def share_symmetric(
+    x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, levels: int, rounds: int
+) -> Shared:
+    """Blocks of Q6_K for sub-blocks whose best fit is x = scale q, q in -levels..levels-1."""
+
+    def encoded(d_N: Tensor, scale_SN: Tensor) -> Shared:
+        step_SN = d_N * scale_SN
+        q_KSN = ratio(x_KSN, step_SN).round_().clamp_(-levels, levels - 1)
+        rest_KSN = (q_KSN * step_SN).sub_(x_KSN)
+        return Shared(
+            d_N=d_N,
+            dmin_N=None,
+            scale_SN=scale_SN,
+            min_SN=None,
+            q_KSN=q_KSN,
+            error_N=total(total(rest_KSN.square_().mul_(w_KSN))),
+        )
+
+    def eight_bits(x_SN: Tensor) -> Tensor:
+        return x_SN.round().clamp_(-128, 127)
+
+    # The scale of largest size becomes -128: its sign is free, and 127 is less.
+    d_N = _unit(extreme(scale_SN), -128)
+    best = encoded(d_N, eight_bits(ratio(scale_SN, d_N)))
+    for _ in range(rounds):
+        wq_KSN = best.q_KSN * w_KSN
+        q2_SN, qx_SN = total(wq_KSN * best.q_KSN), total(wq_KSN * x_KSN)
+        sc_SN = eight_bits(ratio(ratio(qx_SN, q2_SN), best.d_N))
+        d_N = round_to_half(ratio(total(sc_SN * qx_SN), total(sc_SN * sc_SN * q2_SN)))
+        best = _better(best, encoded(d_N, sc_SN))
+    return best
+
+
+def _unit(largest_N: Tensor, count: int) -> Tensor:
+    """largest / count as a half; below 6e-5, where halves are coarse, of no smaller size, so that
+    `largest` is not cut off."""
+    unit_N = exact_quotient(largest_N, count).clamp(-HALF_MAX, HALF_MAX).half()
+    short_N = (unit_N.float() * count).abs() < largest_N.abs() * (1 - 2**-10)
+    # The next half of larger size has the next bit pattern, whatever the sign.
+    next_N = (unit_N.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(short_N & (unit_N.abs() < HALF_MAX), next_N, unit_N).float() + 0.0
+
+
+def _better(old: Shared, new: Shared) -> Shared:
+    """Block by block, the one of less error."""
+    less_N = new.error_N < old.error_N
+
+    def pick(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        return None if a is None or b is None else torch.where(less_N, a, b)
+
+    return Shared(
+        d_N=torch.where(less_N, new.d_N, old.d_N),
+        dmin_N=pick(new.dmin_N, old.dmin_N),
+        scale_SN=torch.where(less_N, new.scale_SN, old.scale_SN),
+        min_SN=pick(new.min_SN, old.min_SN),
+        q_KSN=torch.where(less_N, new.q_KSN, old.q_KSN),
+        error_N=torch.where(less_N, new.error_N, old.error_N),
     )

@@ -1,4 +1,14 @@
-"""Dequantisation in plain torch: the slow, exact way that every faster one is compared with.
+"""Blocks taken apart and dequantised in plain torch: the slow, exact way that every faster one is
+compared with.
+
+`unpack` reads a block by its row of `engine.quant.blocks`. The 12 scale bytes S of Q4_K and Q5_K hold
+eight 6-bit scales sc and eight 6-bit minima mn:
+
+    S[0..3]    mmmm.. : low 6 bits sc[0..3], top 2 bits the top of sc[4..7]
+    S[4..7]           : low 6 bits mn[0..3], top 2 bits the top of mn[4..7]
+    S[8..11]          : low nibble the rest of sc[4..7], high nibble the rest of mn[4..7]
+
+`pack(unpack(b)) == b` for every block: no bit is unused.
 
 The arithmetic is float32, in the order that fixes the last bit:
 
@@ -16,20 +26,135 @@ NaN and infinity are values like others: a block whose d is NaN dequantises to N
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BlockType, QuantError
-from engine.quant.layout import LAYOUTS, unpack
+from engine.quant.blocks import BLOCK_TYPES, Bits, BlockType, QuantError
 
-# Shapes: R rows, C bytes of a row, L values of a row, N blocks, B bytes of a block, E values of a
-# block, S sub-blocks of a block, K values of a sub-block
+# Shapes: R rows, C bytes of a row, L values of a row, N blocks, B bytes of a block or of a part of it,
+# E values of a block, S sub-blocks of a block, K values of a sub-block
 
-FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS: dict[str, torch.dtype] = {
+    row.name: getattr(torch, row.float_dtype) for row in BLOCK_TYPES.values() if row.float_dtype
+}
 
 CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Values worked on at once: what a processor's cache holds, and enough to keep a GPU busy. It
 bounds the memory beside input and output to some 12 bytes for each of these values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """N blocks taken apart; what a type does not have is None."""
+
+    d_N: Tensor
+    """float16"""
+    second_N: Tensor | None
+    """float16: dmin, or Q5_1's m"""
+    scale_NS: Tensor | None
+    """uint8, int8 in Q6_K"""
+    min_NS: Tensor | None
+    """uint8"""
+    code_NE: Tensor
+    """uint8, int8 in Q8_0"""
+
+
+# contract: block-formats-v1
+def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
+    """Takes apart blocks of a type that is no float; uint8 of shape (N, block_bytes)."""
+    layout = type_.in_blocks
+    code_NE = _read(blocks_NB, layout.low)
+    if layout.high is not None:
+        code_NE |= _read(blocks_NB, layout.high) << 4
+    scale_NS = min_NS = None
+    if layout.scales is not None:
+        start, count = layout.scales
+        scale_NS = blocks_NB[:, start : start + count]
+        if layout.second is None:
+            scale_NS = scale_NS.contiguous().view(torch.int8)
+        else:
+            scale_NS, min_NS = _six_bits(scale_NS)
+    return Parts(
+        d_N=_half(blocks_NB, layout.d),
+        second_N=None if layout.second is None else _half(blocks_NB, layout.second),
+        scale_NS=scale_NS,
+        min_NS=min_NS,
+        code_NE=code_NE.view(torch.int8) if layout.low.width == 8 else code_NE,
+    )
+
+
+# contract: block-formats-v1
+def pack(parts: Parts, type_: BlockType) -> Tensor:
+    """The blocks that `unpack` takes apart: uint8 of shape (N, block_bytes)."""
+    layout = type_.in_blocks
+    code_NE = parts.code_NE.view(torch.uint8)
+    blocks_NB = torch.empty(
+        len(code_NE), type_.block_bytes, dtype=torch.uint8, device=code_NE.device
+    )
+    blocks_NB[:, layout.d : layout.d + 2] = parts.d_N[:, None].view(torch.uint8)
+    if layout.second is not None:
+        assert parts.second_N is not None
+        blocks_NB[:, layout.second : layout.second + 2] = parts.second_N[:, None].view(torch.uint8)
+    if layout.scales is not None:
+        assert parts.scale_NS is not None
+        start, count = layout.scales
+        scales = parts.scale_NS.view(torch.uint8)
+        if parts.min_NS is not None:
+            scales = _twelve_bytes(scales, parts.min_NS)
+        blocks_NB[:, start : start + count] = scales
+    if layout.high is None:
+        _write(blocks_NB, layout.low, code_NE)
+    else:
+        _write(blocks_NB, layout.low, code_NE & 15)
+        _write(blocks_NB, layout.high, code_NE >> 4)
+    return blocks_NB
+
+
+def _half(blocks_NB: Tensor, start: int) -> Tensor:
+    # A copy: halves may be viewed only where the first byte is even.
+    return (
+        blocks_NB[:, start : start + 2]
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.float16)[:, 0]
+    )
+
+
+def _shifts(bits: Bits, device: torch.device) -> Tensor:
+    return torch.arange(0, 8, bits.width, dtype=torch.uint8, device=device)[:, None]
+
+
+def _read(blocks_NB: Tensor, bits: Bits) -> Tensor:
+    part_NB = blocks_NB[:, bits.start : bits.start + bits.count]
+    if bits.width == 8:
+        return part_NB.contiguous()
+    runs = part_NB.reshape(len(part_NB), -1, 1, bits.run)
+    values: Tensor = runs >> _shifts(bits, blocks_NB.device)
+    return values.bitwise_and_((1 << bits.width) - 1).flatten(1)
+
+
+def _write(blocks_NB: Tensor, bits: Bits, values_NE: Tensor) -> None:
+    runs = values_NE.reshape(len(values_NE), -1, 8 // bits.width, bits.run)
+    # The fields of a byte do not overlap, so that their sum is their union.
+    joined = (runs << _shifts(bits, blocks_NB.device)).sum(2, dtype=torch.uint8)
+    blocks_NB[:, bits.start : bits.start + bits.count] = joined.flatten(1)
+
+
+def _six_bits(bytes_NB: Tensor) -> tuple[Tensor, Tensor]:
+    """The 8 scales and 8 minima in the 12 bytes of Q4_K and Q5_K."""
+    first, middle, last = torch.split(bytes_NB, 4, dim=1)
+    scale_NS = torch.cat([first & 63, (last & 15) | (first >> 6 << 4)], dim=1)
+    min_NS = torch.cat([middle & 63, (last >> 4) | (middle >> 6 << 4)], dim=1)
+    return scale_NS, min_NS
+
+
+def _twelve_bytes(scale_NS: Tensor, min_NS: Tensor) -> Tensor:
+    (sc, sc_late), (mn, mn_late) = torch.split(scale_NS, 4, dim=1), torch.split(min_NS, 4, dim=1)
+    return torch.cat(
+        [sc | (sc_late >> 4 << 6), mn | (mn_late >> 4 << 6), (sc_late & 15) | (mn_late << 4)],
+        dim=1,
+    )
 
 
 def chunk_rows(values: int, device: torch.device, sizes: dict[str, int] = CHUNK_VALUES) -> int:
@@ -76,7 +201,7 @@ def dequantize(
 
 
 def _dequantize_blocks(blocks_NB: Tensor, type_: BlockType) -> Tensor:
-    layout = LAYOUTS[type_.name]
+    layout = type_.in_blocks
     parts = unpack(blocks_NB, type_)
     value_NE = parts.code_NE.to(torch.float32)
     if layout.zero:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import tomllib
@@ -66,13 +65,9 @@ def _cross_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
 
 def _path_checks(spec: RunSpec, add: Callable[[str, str], None]) -> None:
     for option in options():
-        section, name = option.key.split(".")
-        value = getattr(getattr(spec, section), name)
-        is_path = next(
-            f for f in dataclasses.fields(section_type(section)) if f.name == name
-        ).metadata["path"]
+        value = spec.value(option.key)
         # `engine prepare` makes the cache; a run finds out what is in it when it checks its inputs.
-        if is_path and value and option.key != "teacher.cache" and not os.path.exists(value):
+        if option.path and value and option.key != "teacher.cache" and not os.path.exists(value):
             add(option.key, f"expected a file or folder at {value}, found nothing there")
     corpus = spec.data.corpus
     if corpus != "python-stdlib" and not os.path.exists(corpus):
@@ -109,11 +104,6 @@ def build_spec(
         )  # a path typed on the command line means what it means in the shell
     problems = Problems(file, lines or {}, from_sets)
     problems.found += [(10**9, text) for text in set_problems]
-    metadata = {
-        f"{s.name}.{f.name}": f.metadata
-        for s in dataclasses.fields(RunSpec)
-        for f in dataclasses.fields(section_type(s.name))
-    }
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     by_key = {option.key: option for option in options()}
     for key, value in pairs.items():
@@ -127,11 +117,11 @@ def build_spec(
             else:
                 problems.add(key, f"unknown key{nearest(key)}")
             continue
-        checked, problem = check_value(by_key[key], metadata[key], value)
+        checked, problem = check_value(by_key[key], value)
         if problem:
             problems.add(key, problem)
             continue
-        is_path = metadata[key]["path"] or (key == "data.corpus" and checked != "python-stdlib")
+        is_path = by_key[key].path or (key == "data.corpus" and checked != "python-stdlib")
         if is_path and checked:
             checked, problem = _resolved(origin[key], checked)
             if problem:
@@ -215,7 +205,7 @@ def spec_to_toml(spec: RunSpec) -> str:
         choices = f" One of: {', '.join(option.allowed)}." if option.allowed else ""
         out += [
             f"# {option.doc}{choices}",
-            f"{field} = {_toml_value(getattr(getattr(spec, name), field))}",
+            f"{field} = {_toml_value(spec.value(option.key))}",
         ]
     return "\n".join(out) + "\n"
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.spec.divergences import DIVERGENCES
+
 LONGEST_WAIT_S = 30 * 86400
 
 
@@ -213,12 +215,18 @@ class LossSection:
     )
     divergence: str = setting(
         "forward_kl",
-        "What teacher and student are compared by: KL(teacher || student), KL(student || teacher) (reverse_kl), or "
-        "Jensen-Shannon's, from both to their mixture (jsd).",
-        allowed=("forward_kl", "reverse_kl", "jsd"),
+        "What teacher and student are compared by: "
+        + "; ".join(f"{name}, {row.doc}" for name, row in DIVERGENCES.items())
+        + ".",
+        allowed=tuple(DIVERGENCES),
     )
     beta: float = setting(
-        0.5, "The teacher's weight in the mixture of loss.divergence=jsd.", low=0.01, high=0.99
+        0.5,
+        "The teacher's weight in the mixture of loss.divergence="
+        + " or ".join(name for name, row in DIVERGENCES.items() if row.mixture)
+        + ".",
+        low=0.01,
+        high=0.99,
     )
     kernel: str = setting(
         "auto",
@@ -487,6 +495,11 @@ class RunSpec:
     watch: WatchSection = dataclasses.field(default_factory=WatchSection)
     gate: GateSection = dataclasses.field(default_factory=GateSection)
 
+    def value(self, key: str) -> Any:
+        """Of a setting by its dotted key."""
+        section, name = key.split(".")
+        return getattr(getattr(self, section), name)
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return dataclasses.asdict(self)
 
@@ -517,6 +530,12 @@ class Option:
     default: Any
     doc: str
     allowed: tuple[str, ...] | None
+    low: float | None
+    high: float | None
+    above: float | None
+    most: float | None
+    path: bool
+    """Whether it names a file or folder that is there before the run."""
 
 
 def options() -> Iterator[Option]:
@@ -529,8 +548,7 @@ def options() -> Iterator[Option]:
                 key=f"{section.name}.{item.name}",
                 type_name=types_by_name[item.name].__name__,
                 default=item.default,
-                doc=item.metadata["doc"],
-                allowed=item.metadata["allowed"],
+                **item.metadata,
             )
 
 

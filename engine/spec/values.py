@@ -52,7 +52,7 @@ def shown(text: str) -> str:
     return printable(clipped(text, _SHOWN)).replace("\n", "\\n")
 
 
-def check_value(option: Option, metadata: Any, value: Any) -> tuple[Any, str | None]:
+def check_value(option: Option, value: Any) -> tuple[Any, str | None]:
     """The value in its field's type, or what is wrong with it."""
     if depth_of(value) > limits.SPEC_DEPTH.most:
         return value, f"expected a value nested {limits.SPEC_DEPTH}, found more"
@@ -78,7 +78,7 @@ def check_value(option: Option, metadata: Any, value: Any) -> tuple[Any, str | N
                 return value, f"expected a whole number, {found}"
             if not math.isfinite(value):
                 return value, f"expected a finite number, {found}"
-            if (range_text := _range_problem(metadata, value)) is not None:
+            if (range_text := _range_problem(option, value)) is not None:
                 return value, f"expected {range_text}, found {value}"
             if option.type_name == "float":
                 value = float(value)
@@ -112,8 +112,8 @@ def _json(value: Any) -> str:
     return clipped(json.dumps(value, default=str), _SHOWN)
 
 
-def _range_problem(metadata: Any, value: float) -> str | None:
-    low, high, above, most = (metadata[name] for name in ("low", "high", "above", "most"))
+def _range_problem(option: Option, value: float) -> str | None:
+    low, high, above, most = option.low, option.high, option.above, option.most
     inside = (
         (low is None or value >= low)
         and (high is None or value <= high)

@@ -16,16 +16,12 @@ from engine.errors import InternalError
 from engine.formats.open import open_weights
 from engine.kernels.linear import Kernel
 from engine.models.decoder import Decoder
-from engine.models.fp8_load import load_fp8_decoder
-from engine.models.joined import join_layer
-from engine.models.load import load_decoder
-from engine.models.load_layers import layer_wise_decoder_of
-from engine.models.load_packed import load_packed_decoder
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.models.fp8 import load_fp8_decoder
+from engine.models.frozen import join_layer
+from engine.models.load import layer_wise_decoder_of, load_decoder, load_packed_decoder
 from engine.teachers.fp8 import Fp8Teacher, RoundingProbe
-from engine.teachers.frozen import FrozenDecoder
+from engine.teachers.frozen import DequantizedTeacher, FrozenDecoder, QuantizedTeacher
 from engine.teachers.protocol import Teacher
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.sharded import ShardedLayers
 from engine.teachers.truncating import TruncatingTeacher
 

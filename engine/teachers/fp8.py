@@ -8,7 +8,7 @@ rounded ones,
     KL(p || q) = mean over labelled tokens of sum_v p_v (ln p_v - ln q_v)       p exact, q rounded
 
 and that is held against what people accept every day from 4-bit weights: the published mean KL of
-Q4_K_M against 16-bit weights (`engine.quant.noise`). The check `teacher_fp8_within_noise_floor` ends
+Q4_K_M against 16-bit weights (`engine.quant.blocks`). The check `teacher_fp8_within_noise_floor` ends
 a run whose teacher is beyond it.
 
 The exact side is the same decoder in the dtype of the activations, the one that precision=bf16 runs.
@@ -28,10 +28,9 @@ from engine.data.batches import Batch
 from engine.errors import InternalError
 from engine.models.decoder import Decoder, Sight, product_dtype, see
 from engine.models.fp8 import Fp8Linear
-from engine.models.head import Head, project
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.models.packed import head_of
-from engine.models.product import operand_dtype, sum_dtype
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import NOISE_FLOORS
 from engine.teachers.frozen import FrozenDecoder
 from engine.teachers.protocol import Teacher
 

@@ -1,6 +1,6 @@
-"""A decoder that teaches: what both backends share.
+"""A decoder that teaches, with dense weights or in the blocks of its file.
 
-It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.freeze`), so there is
+It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.frozen`), so there is
 nothing that an optimizer could be given, and hidden states are made in inference mode, where
 autograd does not exist.
 
@@ -22,10 +22,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from engine.errors import InternalError
 from engine.models.decoder import Decoder
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.models.head import Head
-from engine.models.packed import head_of
+from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 
 # Shapes: B rows, T tokens, E teacher width
 
@@ -48,6 +49,27 @@ class FrozenDecoder:
 
     def head(self) -> Head:
         return head_of(self.decoder)
+
+
+class DequantizedTeacher(FrozenDecoder):
+    """A decoder whose weights are floats, as `load_decoder` makes them: whatever the file held, its matrix
+    products are plain dense ones (cuBLAS on a GPU).
+    """
+
+
+# contract: cuda-q4k-frozen-teacher-v1
+class QuantizedTeacher(FrozenDecoder):
+    """The teacher in the blocks of its file, as `load_packed_decoder` makes them: a third to half of the memory
+    of bf16, for some time more.
+
+    The whole forward pass runs where the blocks are. On the way into each product they become floats of the
+    teacher's precision, in the one scratch that all layers share; nothing else of the model's size is ever made.
+    """
+
+    def __init__(self, decoder: Decoder, precision: str = "fp32") -> None:
+        if not any(isinstance(part, PackedLinear | PackedEmbedding) for part in decoder.modules()):
+            raise InternalError("quantized teacher: expected weights in blocks, found none")
+        super().__init__(decoder, precision)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput
-from engine.formats.safetensors import tensor_bytes
+from engine.formats.writing import tensor_bytes
 from engine.models.decoder import Decoder
 from engine.models.names import hf_names
 from engine.models.packed import PackedEmbedding, PackedLinear

@@ -37,23 +37,27 @@ from engine.teachers.protocol import Teacher
 # Shapes: B rows, T tokens, E teacher width
 
 
+class DeviceBatch:
+    """Two tensors on the device, to be known again by what they are and not by what they hold."""
+
+    def __init__(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
+        self._tensors = tokens_BT, documents_BT
+        self._versions = _versions(tokens_BT, documents_BT)
+
+    def is_of(self, tokens_BT: Tensor, documents_BT: Tensor) -> bool:
+        """Whether these are the very tensors, unchanged since."""
+        same = tokens_BT is self._tensors[0] and documents_BT is self._tensors[1]
+        return same and _versions(tokens_BT, documents_BT) == self._versions
+
+
 @dataclass(frozen=True, slots=True)
 class _Ahead:
     """Hidden states under way."""
 
-    tokens_BT: Tensor
-    documents_BT: Tensor
-    versions: tuple[int, int]
+    batch: DeviceBatch
     hidden_BTE: Tensor
     done: Any
     """The event of the side stream; None on a CPU."""
-
-    def is_of(self, tokens_BT: Tensor, documents_BT: Tensor) -> bool:
-        return (
-            tokens_BT is self.tokens_BT
-            and documents_BT is self.documents_BT
-            and _versions(tokens_BT, documents_BT) == self.versions
-        )
 
 
 class PrefetchingTeacher:
@@ -88,12 +92,11 @@ class PrefetchingTeacher:
             done = self._stream.record_event()
             for tensor in (tokens_BT, documents_BT):
                 tensor.record_stream(self._stream)
-        versions = _versions(tokens_BT, documents_BT)
-        self._ahead = _Ahead(tokens_BT, documents_BT, versions, hidden_BTE, done)
+        self._ahead = _Ahead(DeviceBatch(tokens_BT, documents_BT), hidden_BTE, done)
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
         ahead = self._take()
-        if ahead is None or not ahead.is_of(tokens_BT, documents_BT):
+        if ahead is None or not ahead.batch.is_of(tokens_BT, documents_BT):
             self.unused += ahead is not None
             return self.inner.hidden(tokens_BT, documents_BT)
         self.used += 1

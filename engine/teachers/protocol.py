@@ -6,10 +6,10 @@ step; the loss makes them in chunks from hidden states and heads, and drops them
 what has none cannot hand them to an optimizer.
 
     backend       weights                                        file
-    dequantized   floats, all of them in memory                  dequantized.py
+    dequantized   floats, all of them in memory                  frozen.py
                   in fp8 a byte a number in the layers           fp8.py
-    quantized     blocks, made floats one slice at a time        quantized.py
-    cached        none: what it said before, out of a store      cached.py
+    quantized     blocks, made floats one slice at a time        frozen.py
+    cached        none: what it said before, out of a store      store/teacher.py
     none          there is no teacher                            choose.py
 
 Both are the same `Decoder` under the same `FrozenDecoder`; `TruncatingTeacher` goes around either.
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.errors import InternalError
+from engine.loss.types import SparseTargets
 from engine.models.head import Head
-from engine.teachers.store.outputs import SparseOutputs
 
 # Shapes: B rows, T tokens, E teacher width
 
@@ -61,7 +61,7 @@ class KnowsRows(Protocol):
 class GivesTargets(Protocol):
     """A teacher that may have less than hidden states to give."""
 
-    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseOutputs | None:
+    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
         """What it says of some ids of each token; None where `hidden` and `head` are to be asked."""
         ...
 

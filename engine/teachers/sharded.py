@@ -2,17 +2,17 @@
 it computes.
 
     part of layer i    this rank's share of the layer's bytes, all that it keeps of it
-    room i % 2         two buffers of the largest layer's size, where layers are put together
+    buffer i % 2       two of the largest layer's size, where layers are put together
 
     compute     | layer 0        | layer 1        | layer 2 ...
-    gathering   | 1 -> room 1    | 2 -> room 0    | 3 -> room 1
+    gathering   | 1 -> buffer 1  | 2 -> buffer 0  | 3 -> buffer 1
 
 A layer is gathered while the one before it computes, on a stream of its own, once the last layer to lie
-in its room is done with it. After the last layer comes the first: where layers are an even number it is
+in its buffer is done with it. After the last layer comes the first: where layers are an even number it is
 there already when the next batch begins.
 
 Bytes are gathered, not numbers: floats, blocks and 8-bit codes alike, and of weights in blocks a third of
-what they are as floats. A layer's modules hold views of its room at places that never change, so a
+what they are as floats. A layer's modules hold views of its buffer at places that never change, so a
 compiled layer, a joined matrix and planes of blocks are what they are in a teacher that is whole, and so
 is every bit of what it answers. FSDP2 shards parameters, of which a frozen teacher has none.
 
@@ -36,13 +36,13 @@ from engine.models.decoder import Decoder
 from engine.models.packed import PackedLinear
 from engine.runtime.ranks import Ranks
 
-ROOMS = 2
+BUFFERS = 2
 ALIGNMENT_BYTES = 512
-"""Of each tensor in a room, and of each rank's share: that of torch's allocator, for the same kernels."""
+"""Of each tensor in a buffer, and of each rank's share: that of torch's allocator, for the same kernels."""
 
 
 class _Place(NamedTuple):
-    """Where a tensor of a layer lies in its room."""
+    """Where a tensor of a layer lies in its buffer."""
 
     module: nn.Module
     name: str
@@ -64,10 +64,10 @@ class ShardedLayers:
         self._ranks, self._device, self._entering = ranks, device, entering
         self._parts: list[Tensor] = []
         self._places: list[list[_Place]] = []
-        self._rooms: list[Tensor] = []
-        self._lies: list[int | None] = [None] * ROOMS
-        """Which layer's bytes each room has, or is being given."""
-        self._arrived: list[Any] = [None] * ROOMS
+        self._buffers: list[Tensor] = []
+        self._lies: list[int | None] = [None] * BUFFERS
+        """Which layer's bytes each buffer has, or is being given."""
+        self._arrived: list[Any] = [None] * BUFFERS
         self._stream: Any = None
         self.gathered = 0
         """Layers put together so far."""
@@ -118,18 +118,18 @@ class ShardedLayers:
         return part
 
     def install(self, decoder: Decoder) -> None:
-        """Take the rooms, and put the layers' tensors into them."""
+        """Allocate the buffers, and put the layers' tensors into them."""
         largest = max(len(part) for part in self._parts)
-        self._rooms = [
+        self._buffers = [
             torch.empty(self._ranks.world * largest, dtype=torch.uint8, device=self._device)
-            for _ in range(min(ROOMS, len(self._parts)))
+            for _ in range(min(BUFFERS, len(self._parts)))
         ]
         if self._device.type == "cuda":
             # First in line: layers wait for what is gathered.
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-            self._arrived = [torch.cuda.Event() for _ in range(ROOMS)]  # type: ignore[no-untyped-call]
+            self._arrived = [torch.cuda.Event() for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
         for index, places in enumerate(self._places):
-            storage = self._rooms[index % ROOMS].untyped_storage()
+            storage = self._buffers[index % BUFFERS].untyped_storage()
             for place in places:
                 empty = torch.empty(0, dtype=place.dtype, device=self._device)
                 tensor = empty.set_(storage, place.first, place.shape, place.stride)
@@ -140,27 +140,27 @@ class ShardedLayers:
         """See `engine.models.decoder.Shards`; begins with the layer after it too."""
         self._gather(index)
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._arrived[index % ROOMS])
+            torch.cuda.current_stream(self._device).wait_event(self._arrived[index % BUFFERS])
         following = (index + 1) % len(self._parts)
-        if following % ROOMS != index % ROOMS:
+        if following % BUFFERS != index % BUFFERS:
             self._gather(following)
 
     def _gather(self, index: int) -> None:
-        if self._lies[index % ROOMS] == index:
+        if self._lies[index % BUFFERS] == index:
             return
-        self._lies[index % ROOMS] = index
+        self._lies[index % BUFFERS] = index
         self.gathered += 1
         self._entering()
         part = self._parts[index]
-        room = self._rooms[index % ROOMS][: self._ranks.world * len(part)]
+        buffer = self._buffers[index % BUFFERS][: self._ranks.world * len(part)]
         if self._stream is None:
-            dist.all_gather_into_tensor(room, part)
+            dist.all_gather_into_tensor(buffer, part)
             return
         # What was launched so far is the last to read what lies there.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            dist.all_gather_into_tensor(room, part)
-            self._arrived[index % ROOMS].record(self._stream)
+            dist.all_gather_into_tensor(buffer, part)
+            self._arrived[index % BUFFERS].record(self._stream)
 
 
 def _aligned(size: int) -> int:

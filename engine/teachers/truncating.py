@@ -26,8 +26,7 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.errors import BadInput
-from engine.models.head import Head, Slices
-from engine.models.product import multiply, operand_dtype, sum_dtype
+from engine.models.head import Head, Slices, multiply, operand_dtype, sum_dtype
 from engine.teachers.protocol import Teacher
 
 # Shapes: B rows, T tokens, N labelled tokens, V student vocabulary, W teacher vocabulary, E teacher

@@ -2,42 +2,48 @@
 
     teacher -> student -> what loss and update launch -> trainer
 
-Models are logged by the hashes of what is in memory. The teacher comes first: a student that is the same
-model is refused by comparing the two. Its kernels and layers are compiled here, so that no step waits for
+Models are known in the log by the hashes of what is in memory. The teacher comes first: a student that is
+the same model is refused by comparing the two. Its kernels and layers are compiled here, so that no step waits for
 one (`engine.train.compiles`); the layers of the student later, when a resume has put its weights there.
+
+A teacher may be read from stored outputs. What a run otherwise learns from the loaded teacher then comes from
+the store's manifest: the hash of its weights, vouched for by the files they came from; the mass that the cut
+of the vocabulary drops; and, where no hidden states are stored, its held-out loss.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from engine.data.batches import Batches
+from engine.data.batches import Batch
+from engine.formats.safetensors import tensors_sha256
 from engine.log.beats import BeatWriter
-from engine.log.events import Note
+from engine.log.events import Evaluated, Event, Note, Phase
 from engine.log.view import RunView
-from engine.log.write import LogWriter
 from engine.models.decoder import Decoder
+from engine.models.head import Head
 from engine.models.load import load_decoder, new_decoder
-from engine.plan.choose_running import updating
-from engine.plan.device import Arithmetic
-from engine.plan.inputs import Inputs
-from engine.plan.run_plan import Plan
+from engine.plan.knobs import KNOBS
+from engine.plan.run_plan import Plan, RunFacts, Stored, batches_of
 from engine.runtime.ranks import Ranks
-from engine.spec import RunSpec
-from engine.teachers.build import BuiltTeacher, build_teacher
+from engine.teachers.build import DTYPES, BuiltTeacher, build_teacher
 from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.sharded import ShardedLayers
-from engine.teachers.truncating import TruncatingTeacher
+from engine.teachers.store.manifest import CacheError, contents_sha256
+from engine.teachers.store.teacher import CachedTeacher, load_head
+from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 from engine.train import record
+from engine.train.checkpoint.continuing import check_same_teacher
 from engine.train.compiles import Compiles
 from engine.train.data import Data
-from engine.train.drift import check_same_teacher
-from engine.train.prepared import cached_teacher
+from engine.train.record import Logged
 from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
 
@@ -56,113 +62,110 @@ class LoadedTeacher:
 class Builder:
     """What there is before the first weight."""
 
-    log: LogWriter
-    spec: RunSpec
-    inputs: Inputs
-    arithmetic: Arithmetic
-    data: Data
     plan: Plan
+    data: Data
     compiles: Compiles
     stop: StopRequest
     ranks: Ranks
     beat: BeatWriter | None
     """Of this rank, where there are several."""
+    later: Callable[[Event], None]
+    """Told what a teacher says that is read from a store, when a row is not in it."""
 
-    def teacher(self, before: RunView | None) -> LoadedTeacher:
+    @property
+    def facts(self) -> RunFacts:
+        return self.plan.facts
+
+    def teacher(self, before: RunView | None) -> Logged[LoadedTeacher]:
         """The teacher, ready to be asked. Raises CheckpointError where an earlier session, of which the log
         is `before`, had other weights out of the same file.
         """
-        spec, log, plan = self.spec.teacher, self.log, self.plan
-        backend, precision = plan.fitted.backend, plan.precision
+        spec, plan = self.facts.spec.teacher, self.plan
+        backend, precision = plan.memory.backend, plan.facts.teacher_precision
         if backend == "none":
             return LoadedTeacher()
-        if plan.stored is not None:
-            cached = cached_teacher(
-                log,
-                self.spec,
-                plan.stored,
-                self.data.heldout,
-                student_vocab=self.inputs.student.vocab_size,
-                device=self.arithmetic.device,
-                load=self._build,
-            )
-            return LoadedTeacher(teacher=cached, sha256=plan.stored.identity.teacher_sha256)
-        record.phase(log, "loading the teacher", spec.path)
+        if (store := plan.facts.store) is not None:
+            cached = yield from self._stored_teacher(store)
+            return LoadedTeacher(teacher=cached, sha256=store.identity.teacher_sha256)
+        yield Phase(name="loading the teacher", detail=spec.path)
         teacher, decoder = self._build(backend, precision)
-        self._warm_up_teacher(decoder)
-        sha256 = record.model(log, "teacher", spec.path, decoder, precision)
-        check_same_teacher(before, sha256, spec.path, backend, precision)
+        yield from self._warm_up_teacher(decoder)
+        model = record.model("teacher", spec.path, decoder.config, precision, decoder)
+        yield model
+        check_same_teacher(before, model.sha256, spec.path, backend, precision)
         if isinstance(teacher, TruncatingTeacher):
-            record.phase(log, "measuring what the cut of the vocabulary drops")
+            yield Phase(name="measuring what the cut of the vocabulary drops")
             dropped = teacher.dropped_mass(
                 self.data.heldout[:1],
-                self.arithmetic.device,
-                temperature=self.spec.loss.temperature,
+                self.facts.compute.device,
+                temperature=self.facts.spec.loss.temperature,
             )
-            record.vocabulary_cut(log, teacher.inner.vocab_size, teacher.vocab_size, dropped)
+            yield record.vocabulary_cut(teacher.inner.vocab_size, teacher.vocab_size, dropped)
         if plan.running.teacher_compiled:
-            record.phase(log, "compiling the teacher's layers")
-            self.compiles.compile_teacher(
-                teacher, decoder, self.data.heldout[0], self.spec.train.rows, precision
+            yield Phase(name="compiling the teacher's layers")
+            yield from self.compiles.compile_teacher(
+                teacher, decoder, self.data.heldout[0], self.facts.spec.train.rows, precision
             )
         if plan.running.prefetches:
-            teacher = PrefetchingTeacher(teacher, self.arithmetic.device)
-        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=sha256)
+            teacher = PrefetchingTeacher(teacher, self.facts.compute.device)
+        return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
 
-    def student(self, teacher_decoder: Decoder | None) -> tuple[Decoder, str]:
+    def student(self, teacher_decoder: Decoder | None) -> Logged[tuple[Decoder, str]]:
         """The student as it begins, and the sha256 of its tensors. Raises WeightsError for one that is the
         teacher, unless teacher.allow_identical.
         """
-        spec, seed, device = self.spec.student, self.spec.train.seed, self.arithmetic.device
+        spec, seed, device = (
+            self.facts.spec.student,
+            self.facts.spec.train.seed,
+            self.facts.compute.device,
+        )
         if spec.path:
-            record.phase(self.log, "loading the student", spec.path)
+            yield Phase(name="loading the student", detail=spec.path)
             student = load_decoder(Path(spec.path), dtype=torch.float32, device=device)
         else:
-            record.phase(self.log, "making the student", f"fresh weights, seed {seed}")
-            student = new_decoder(self.inputs.student, seed=seed).to(device)
+            yield Phase(name="making the student", detail=f"fresh weights, seed {seed}")
+            student = new_decoder(self.facts.inputs.student, seed=seed).to(device)
         source = spec.path or f"fresh weights of {spec.config}"
-        sha256 = record.model(self.log, "student", source, student, self.arithmetic.precision)
+        precision = self.facts.compute.precision
+        model = record.model("student", source, student.config, precision, student)
+        yield model
         if teacher_decoder is not None:
-            allowed = self.spec.teacher.allow_identical
+            allowed = self.facts.spec.teacher.allow_identical
             note = check_not_identical(teacher_decoder, student, source, allowed=allowed)
             if note is not None:
-                self.log.write(Note(level="warning", text=note))
-        return student, sha256
+                yield Note(level="warning", text=note)
+        return student, model.sha256
 
-    def warm_up(self) -> str:
+    def warm_up(self) -> Logged[str]:
         """Compiles what the loss and the update launch; returns what makes an update of gradients."""
-        spec = self.spec
+        spec = self.facts.spec
         if spec.kernels.prewarm and self.plan.loss_kernel == "fused":
-            self.compiles.warm_up_loss(
-                self.inputs.student.vocab_size,
+            yield from self.compiles.warm_up_loss(
+                self.facts.inputs.student.vocab_size,
                 spec.loss,
-                self.arithmetic.precision,
+                self.facts.compute.precision,
                 teaching=spec.has_teacher and spec.loss.alpha < 1,
                 sparse=self.plan.sparse,
             )
-        update = updating(self.log, spec, self.arithmetic)
-        if spec.kernels.prewarm and update == "fused":
-            self.compiles.warm_up_update()
-        return update
+        update = KNOBS["train.update"].decide(self.facts)
+        yield update
+        if spec.kernels.prewarm and update.choice == "fused":
+            yield from self.compiles.warm_up_update()
+        return update.choice
 
     def trainer(
         self, student: Decoder, teacher: Teacher | None, *, update: str, ranks: Ranks
     ) -> Trainer:
         """A trainer at step 0. `ranks` are those that share `student`: of one that is whole, this alone."""
-        spec, plan = self.spec, self.plan
+        spec, plan = self.facts.spec, self.plan
         return Trainer(
             student=student,
             teacher=teacher,
-            batches=Batches(
-                self.data.stream,
-                seq_len=spec.data.seq_len,
-                rows_per_batch=spec.train.rows,
-                seed=spec.train.seed,
-            ),
+            batches=batches_of(spec, self.data.stream),
             train=replace(spec.train, update=update),
-            loss=replace(spec.loss, kernel=plan.loss_kernel, chunk_rows=plan.fitted.chunk_rows),
-            device=self.arithmetic.device,
-            precision=self.arithmetic.precision,
+            loss=replace(plan.memory.spec.loss, kernel=plan.loss_kernel),
+            device=self.facts.compute.device,
+            precision=self.facts.compute.precision,
             slow_by=spec.compute.slow_by,
             ranks=ranks,
             stop_asked=lambda: self.stop.reason is not None,
@@ -174,17 +177,82 @@ class Builder:
         if self.beat is not None:
             self.beat.entering()
 
+    def _stored_teacher(self, stored: Stored) -> Logged[CachedTeacher]:
+        """The teacher out of its store, logged as a loaded one is; cut to the student's ids. At the first miss
+        the teacher itself is built. Raises WeightsError and, at a miss, CacheError.
+        """
+        spec, device = self.facts.spec.teacher, self.facts.compute.device
+        ids = self.facts.inputs.student.vocab_size
+        store, identity, config = stored.store, stored.identity, stored.config
+        for text in store.refusals:
+            yield Note(level="warning", text=f"{text}; its rows are not used")
+        yield Note(level="info", text=f"teacher: out of {store.path}; {stored.teacher_known}")
+        yield record.model(
+            "teacher", spec.path, config, identity.precision, identity.teacher_sha256
+        )
+
+        def online() -> Teacher:
+            detail = f"{spec.path}: for what is not stored"
+            self.later(Phase(name="loading the teacher", detail=detail))
+            built = self._build(identity.backend, identity.precision)
+            found = _hash_of(built.decoder)
+            if found != identity.teacher_sha256:
+                raise CacheError.expected(
+                    "teacher.cache",
+                    store.path,
+                    f"the teacher it was made with, {identity.teacher_sha256}",
+                    f"{spec.path} with {found}",
+                )
+            detail = "with the teacher itself where nothing is stored"
+            self.later(Phase(name="training", detail=detail))
+            return built.teacher
+
+        def teacher(head: Head | None, width: int) -> CachedTeacher:
+            return CachedTeacher(
+                store,
+                device=device,
+                vocab_size=width,
+                head=head,
+                online=online if spec.cache_miss == "online" else None,
+                say=lambda text: self.later(Note(level="warning", text=text)),
+            )
+
+        if identity.form != "hidden":
+            yield from _measured_cut(stored, ids)
+            return teacher(None, ids)
+        yield Phase(name="loading the teacher's head", detail=spec.path)
+        head = load_head(
+            spec.path,
+            packed=identity.backend == "quantized",
+            dtype=DTYPES[identity.precision],
+            device=device,
+        )
+        whole = teacher(head, config.vocab_size)
+        if config.vocab_size == ids:
+            return whole
+        cut = TruncatingTeacher(whole, ids)
+        with contextlib.closing(whole):
+            if all(whole.holds(batch) for batch in self.data.heldout[:1]):
+                yield Phase(name="measuring what the cut of the vocabulary drops")
+                dropped = cut.dropped_mass(
+                    self.data.heldout[:1], device, temperature=self.facts.spec.loss.temperature
+                )
+                yield record.vocabulary_cut(config.vocab_size, ids, dropped)
+            else:
+                yield from _measured_cut(stored, ids)
+        return teacher(cut.head(), ids)
+
     def _build(self, backend: str, precision: str) -> BuiltTeacher:
         shards = None
-        if self.plan.fitted.teacher_shard:
-            shards = ShardedLayers(self.ranks, self.arithmetic.device, self.entering)
+        if self.plan.memory.teacher_shard:
+            shards = ShardedLayers(self.ranks, self.facts.compute.device, self.entering)
         built = build_teacher(
-            self.spec.teacher.path,
+            self.facts.spec.teacher.path,
             backend=backend,
             precision=precision,
-            kernel=self.spec.teacher.kernel,
-            device=self.arithmetic.device,
-            student_vocab=self.inputs.student.vocab_size,
+            kernel=self.facts.spec.teacher.kernel,
+            device=self.facts.compute.device,
+            student_vocab=self.facts.inputs.student.vocab_size,
             probe=self.data.heldout[0],
             shards=shards,
             joined=self.plan.running.teacher_compiled,
@@ -192,9 +260,46 @@ class Builder:
         built.decoder.packed = self.plan.running.teacher_packed
         return built
 
-    def _warm_up_teacher(self, decoder: Decoder) -> None:
+    def _warm_up_teacher(self, decoder: Decoder) -> Iterator[Event]:
         """Every kernel that batches of training and of held-out rows launch in `decoder`."""
-        if self.spec.kernels.prewarm:
-            rows = {self.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
-            tokens = {count * self.spec.data.seq_len for count in rows}
-            self.compiles.warm_up(decoder, tokens, self.arithmetic.device)
+        if self.facts.spec.kernels.prewarm:
+            rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
+            tokens = {count * self.facts.spec.data.seq_len for count in rows}
+            yield from self.compiles.warm_up(decoder, tokens, self.facts.compute.device)
+
+
+def holds_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> bool:
+    """Whether the teacher can be evaluated on held-out rows out of its store."""
+    return teacher.gives_hidden and all(teacher.holds(batch) for batch in heldout)
+
+
+def recall_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> Evaluated | Note:
+    """The teacher's held-out loss as it was when the store was made; where that was of other rows,
+    that it is not known: a teacher is not loaded for this alone.
+    """
+    measured = teacher.store.manifest.measured
+    if measured.heldout_sha256 != contents_sha256(heldout):
+        text = "the teacher's held-out loss is not known: its outputs on these rows are not stored"
+        return Note(level="warning", text=f"{teacher.store.path}: {text}")
+    return Evaluated(
+        step=0,
+        subject="teacher",
+        loss=measured.loss,
+        labelled=measured.labelled,
+        eval_s=None,
+    )
+
+
+def _hash_of(decoder: Decoder) -> str:
+    return tensors_sha256(dict(decoder.named_parameters()) | dict(decoder.named_buffers()))
+
+
+def _measured_cut(stored: Stored, student_vocab: int) -> Iterator[Event]:
+    """What the cut of the vocabulary drops, as it was measured when the store was made."""
+    measured, ids = stored.store.manifest.measured, stored.config.vocab_size
+    if measured.dropped_mean is None or measured.dropped_max is None:
+        return
+    dropped = DroppedMass(
+        mean=measured.dropped_mean, largest=measured.dropped_max, tokens=measured.dropped_tokens
+    )
+    yield record.vocabulary_cut(ids, student_vocab, dropped)

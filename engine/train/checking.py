@@ -21,14 +21,13 @@ from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.loss.objective import distillation_loss
-from engine.loss.types import Divergence
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
 from engine.teachers.protocol import KnowsRows
 from engine.train.heldout import heldout_loss
 from engine.train.optimizer import Uncompiled
-from engine.train.schedule import ScheduleKind, learning_rate
+from engine.train.schedule import learning_rate
 from engine.train.trainer import Trainer
 
 
@@ -66,7 +65,7 @@ def context_of(
             temperature=spec.loss.temperature,
             denominator=denominator,
             chunk_rows=spec.loss.chunk_rows or None,
-            divergence=cast(Divergence, spec.loss.divergence),
+            divergence=spec.loss.divergence,
             beta=spec.loss.beta,
             # The checks ask in float64 too, which the kernel does not know.
             kernel="fused" if fused and hidden_ND.dtype != torch.float64 else "eager",
@@ -76,17 +75,6 @@ def context_of(
         hidden: Callable[[Tensor, Tensor], Tensor], head: Head, batches: Sequence[Batch]
     ) -> float:
         return heldout_loss(hidden, head, batches, trainer.device, trainer.autocast)[0]
-
-    def rate(step: int) -> float:
-        train = spec.train
-        return learning_rate(
-            step,
-            peak=train.lr,
-            warmup_steps=train.warmup_steps,
-            total_steps=train.steps,
-            kind=cast(ScheduleKind, train.schedule),
-            final_ratio=train.final_lr_ratio,
-        )
 
     return Context(
         spec=spec,
@@ -105,7 +93,7 @@ def context_of(
         objective=objective,
         gradients=lambda batches: step_gradients(trainer, batches),
         evaluate=evaluate,
-        learning_rate=rate,
+        learning_rate=lambda step: learning_rate(step, spec.train),
         autocast=trainer.autocast,
         whole_rows=isinstance(trainer.teacher, KnowsRows),
         memory=memory,

@@ -1,4 +1,4 @@
-"""What a run compiles: all of it before the first step, and said in the log.
+"""What a run compiles: all of it before the first step. Every method yields what the log says of it.
 
 A compilation in the middle of a run is a step that takes seconds; on a bad day it is the whole run.
 So everything that the models will launch is compiled first (`kernels.prewarm`), the caches are then
@@ -10,34 +10,32 @@ Counted are our Triton kernels and, where something used torch.compile, Inductor
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from engine.data.batches import Batch
+from engine.kernels.compile_record import CompileRecord
 from engine.kernels.inductor import CompileWatch
-from engine.kernels.record import CompileRecord
-from engine.log.events import Compiled, KernelCounts, Note
-from engine.log.write import LogWriter
+from engine.log.events import Compiled, Event, KernelCounts, Note, Phase
 from engine.models.decoder import Decoder
 from engine.runtime.device import torch_dtype
 from engine.spec import LossSection
 from engine.teachers.protocol import Teacher
-from engine.train import record
 
 
 class Compiles:
     """The compilations of one session, from its beginning."""
 
-    def __init__(self, log: LogWriter) -> None:
-        self.log = log
+    def __init__(self) -> None:
         self.watch = CompileWatch()
-        self.begun = self.watch.mark()
         self.late: list[str] = []
         """What a step had to wait for."""
 
-    def warm_up(self, decoder: Decoder, row_counts: Iterable[int], device: torch.device) -> None:
+    def warm_up(
+        self, decoder: Decoder, row_counts: Iterable[int], device: torch.device
+    ) -> Iterator[Event]:
         """Compiles every kernel of ours that `decoder` launches for inputs of `row_counts` rows."""
         if device.type != "cuda":
             return
@@ -45,9 +43,8 @@ class Compiles:
 
         if not has_triton():
             return
-        from engine.kernels.prewarm import matrices_of, prewarm_variants
+        from engine.kernels.prewarm import matrices_of, prewarm_variants, warm_up
         from engine.kernels.registry import current_arch
-        from engine.kernels.warm import warm_up
 
         matrices = matrices_of(decoder)
         if not matrices:
@@ -55,9 +52,9 @@ class Compiles:
         floats = {b.dtype for b in decoder.buffers() if b.is_floating_point()}
         arch = current_arch(torch.cuda.current_device())
         variants = prewarm_variants(matrices, floats, arch=arch, row_counts=row_counts)
-        record.phase(self.log, "compiling kernels", f"{len(variants)} before the first step")
+        yield Phase(name="compiling kernels", detail=f"{len(variants)} before the first step")
         warm_up(variants)
-        self.write()
+        yield from self.done()
 
     def warm_up_loss(
         self,
@@ -67,13 +64,13 @@ class Compiles:
         *,
         teaching: bool,
         sparse: bool = False,
-    ) -> None:
+    ) -> Iterator[Event]:
         """Compiles what the fused loss launches for a student of `vocabulary` ids. `precision` is the
         student's. `sparse`: the teacher gives some ids of each token."""
         from engine.kernels import kd_loss, sparse_loss
-        from engine.kernels.warm import warm_up
+        from engine.kernels.prewarm import warm_up
 
-        record.phase(self.log, "compiling the loss", f"for {vocabulary} ids")
+        yield Phase(name="compiling the loss", detail=f"for {vocabulary} ids")
         # The checks of the loss ask in fp32, whatever the products are in.
         dtypes = (torch_dtype(precision), torch.float32)
         wanted = kd_loss.variants(
@@ -86,20 +83,20 @@ class Compiles:
         if teaching and sparse:
             wanted = sparse_loss.variants(dtypes, temperature=loss.temperature)
         warm_up(wanted)
-        self.write()
+        yield from self.done()
 
-    def warm_up_update(self) -> None:
+    def warm_up_update(self) -> Iterator[Event]:
         """Compiles what an update launches."""
         from engine.kernels.adamw import variants
-        from engine.kernels.warm import warm_up
+        from engine.kernels.prewarm import warm_up
 
-        record.phase(self.log, "compiling the update", "norm, clipping and AdamW")
+        yield Phase(name="compiling the update", detail="norm, clipping and AdamW")
         warm_up(variants())
-        self.write()
+        yield from self.done()
 
     def compile_teacher(
         self, teacher: Teacher, decoder: Decoder, batch: Batch, rows: int, precision: str
-    ) -> None:
+    ) -> Iterator[Event]:
         """Has the layers of `decoder`, which `teacher` asks, compiled for batches of `rows` rows and
         for those of evaluations, of rows like those of `batch`. TrainingFailed where they then answer
         otherwise.
@@ -113,51 +110,47 @@ class Compiles:
                 f"the teacher's compiled layers answer {count} rows {found.relative_rms:.2g} (relative) from "
                 f"the layers as written; rounding explains {found.allowed:.2g}"
             )
-            self.log.write(Note(level="info", text=text))
-        self.write()
+            yield Note(level="info", text=text)
+        yield from self.done()
 
-    def seal(self) -> None:
+    def seal(self) -> Iterator[Event]:
         """Warm-up is over: what is compiled from now on kept a step waiting."""
-        self.write()
+        yield from self.done()
         self.watch.seal()
         if (registry := _registry()) is not None:
             registry.seal()
 
-    def write(self) -> None:
-        """Logs what was compiled since the last call."""
+    def done(self) -> Iterator[Event]:
+        """What was compiled since the last call."""
         records = list(self.watch.drain())
         if (registry := _registry()) is not None:
             records += registry.drain()
         for found in records:
-            self.log.write(_event(found))
+            yield _event(found)
             if found.after_warm_up:
                 self.late.append(found.key)
 
-    def write_counts(self, step: int) -> None:
-        """Logs the hits and misses so far; nothing where no kernel was ever asked for."""
+    def counts(self, step: int) -> Iterator[Event]:
+        """The hits and misses so far; nothing where no kernel was ever asked for."""
         by_kernel: dict[str, tuple[int, int]] = {}
         disk_hits = 0
         if (registry := _registry()) is not None:
             for counts in registry.summary():
                 by_kernel[counts.kernel] = (counts.hits, counts.misses)
                 disk_hits += counts.disk_hits
-        inductor = self.watch.since(self.begun)
-        graphs = int(inductor["graphs"].number or 0)
-        if graphs:
+        inductor = self.watch.counts()
+        if inductor.graphs:
             # A graph that was there already is called without a count; on disk it is a hit of a cache.
-            found = int(inductor["fxgraph_hit"].number or 0)
-            by_kernel["torch.compile graphs"] = (0, graphs)
-            disk_hits += found
+            by_kernel["torch.compile graphs"] = (0, inductor.graphs)
+            disk_hits += inductor.disk_hits or 0
         if not by_kernel:
             return
-        self.log.write(
-            KernelCounts(
-                step=step,
-                hits=sum(hits for hits, _ in by_kernel.values()),
-                misses=sum(misses for _, misses in by_kernel.values()),
-                disk_hits=disk_hits,
-                by_kernel=by_kernel,
-            )
+        yield KernelCounts(
+            step=step,
+            hits=sum(hits for hits, _ in by_kernel.values()),
+            misses=sum(misses for _, misses in by_kernel.values()),
+            disk_hits=disk_hits,
+            by_kernel=by_kernel,
         )
 
 

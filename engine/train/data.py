@@ -12,10 +12,9 @@ from engine.data.batches import Batch, heldout_rows
 from engine.data.corpus import open_corpus
 from engine.data.tokens import TokenStream, tokenize
 from engine.errors import CorpusError
-from engine.log.events import DataReady
-from engine.log.write import LogWriter
+from engine.log.events import DataReady, Phase
 from engine.plan.inputs import Inputs
-from engine.plan.memory_plan import EVAL_ROWS_AT_ONCE
+from engine.plan.memory import EVAL_ROWS_AT_ONCE
 from engine.spec import RunSpec
 from engine.train import record
 
@@ -28,11 +27,11 @@ class Data:
     ready: DataReady
 
 
-def prepare_data(log: LogWriter, spec: RunSpec, inputs: Inputs, seen: DataReady | None) -> Data:
+def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None) -> record.Logged[Data]:
     """Corpus, split and tokens. `seen` is what the run began with, when it is resumed: other tokens
     are refused."""
     data = spec.data
-    record.phase(log, "reading the corpus", data.corpus)
+    yield Phase(name="reading the corpus", detail=data.corpus)
     corpus = open_corpus(
         data.corpus,
         heldout_fraction=data.heldout_fraction,
@@ -40,11 +39,12 @@ def prepare_data(log: LogWriter, spec: RunSpec, inputs: Inputs, seen: DataReady 
         max_bytes=data.max_bytes or None,
     )
     count = corpus.train.document_count + corpus.heldout.document_count
-    record.phase(log, "tokenizing", f"{count} documents")
+    yield Phase(name="tokenizing", detail=f"{count} documents")
     train = tokenize(corpus.train.documents, inputs.tokenizer)
     held = tokenize(corpus.heldout.documents, inputs.tokenizer)
     rows = heldout_rows(held, data.seq_len, spec.eval.rows)
-    ready = record.data(log, corpus, train, held, data.seq_len)
+    ready = record.data(corpus, train, held, data.seq_len)
+    yield ready
     if seen is not None and seen.train_sha256 != ready.train_sha256:
         raise CorpusError(
             f"corpus: {data.corpus} — expected the tokens this run began with "

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.data.batches import Batch
-from engine.models.head import Head, project
-from engine.models.product import operand_dtype, sum_dtype
+from engine.models.head import Head, operand_dtype, project, sum_dtype
 
 # Shapes: B rows, T tokens, N labelled tokens, D width, V vocabulary
 

@@ -24,53 +24,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from engine.decision import Decision
-from engine.errors import BadInput
 from engine.models.decoder import Decoder
-from engine.plan.choose_loss import CAPABILITY
 from engine.spec import TrainSection
 
 # Shapes: B rows, T tokens, D student width
-
-
-def choose_update(
-    wanted: str, *, device: str, capability: tuple[int, int] | None, has_triton: bool, ranks: int
-) -> Decision:
-    """What makes an update of gradients; `capability` is the GPU's. Pure. Raises BadInput for `fused`
-    where it cannot run.
-    """
-    knob, hindrance = "train.update", None
-    if device != "cuda" or capability is None:
-        hindrance = ("a GPU", "a CPU")
-    elif capability < CAPABILITY:
-        needed, found = (f"{major}.{minor}" for major, minor in (CAPABILITY, capability))
-        hindrance = (
-            f"a GPU of compute capability {needed} or later",
-            f"compute capability {found}",
-        )
-    elif not has_triton:
-        hindrance = ("triton", "none installed")
-    elif ranks > 1:
-        hindrance = ("weights that one GPU has whole", f"weights shared out over {ranks} ranks")
-    if hindrance is not None and wanted == "fused":
-        raise BadInput.expected(
-            knob, "fused", *hindrance, hint=f"`--set {knob}=auto` runs with any"
-        )
-    torchs = "torch's passes over gradients and weights"
-    if hindrance is None and wanted != "torch":
-        reason = "norm, clipping and AdamW read and write each number once"
-        rejected = (("torch", torchs),)
-        return Decision(
-            knob=knob, choice="fused", reason=reason, rejected=rejected, overridden=wanted != "auto"
-        )
-    why_not = "set by hand" if hindrance is None else "needs {}; here is {}".format(*hindrance)
-    return Decision(
-        knob=knob,
-        choice="torch",
-        reason=torchs if hindrance is None else "torch's own runs anywhere",
-        rejected=(("fused", why_not),),
-        overridden=wanted != "auto",
-    )
 
 
 def build_optimizer(

@@ -10,51 +10,304 @@ A store that is there already is continued: its shards are read and compared, da
 again, and only rows that are missing are asked for; a batch with one is asked whole, since other
 batches round otherwise. A request to stop ends the shard that is being filled, and loses nothing; a
 kill loses at most that shard.
+
+What the teacher will be asked for, and the disk that the answers take, is known, and refused, before the
+teacher is loaded.
+
+Rows are taken in the order in which training takes them, in the batches that it takes them in, each
+row of the corpus once: rows are stored under their content, so later epochs find them too. Before them
+come the held-out rows, where hidden states are stored: a run evaluates its teacher on them.
+
+Every row is hashed here once, some 10 000 a second, so that rows that are equal, or stored already,
+are known and the disk is exact to the byte.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.data.batches import Batch
-from engine.errors import BadInput, InternalError, TrainingFailed
+from engine.data.batches import Batch, Batches
+from engine.decision import Decision
+from engine.errors import BadInput, DiskFull, InternalError, TrainingFailed
 from engine.log.events import Note
 from engine.log.write import LogWriter
 from engine.models.config import count_parameters
-from engine.plan.choose_running import choose_running, kernel_for
-from engine.plan.device import Arithmetic, choose_arithmetic
-from engine.plan.memory_plan import ITEM_BYTES
+from engine.plan.device import ComputeDevice, set_up_device
+from engine.plan.inputs import Inputs, check_inputs
+from engine.plan.knobs import KNOBS, choose_backend, choose_teacher_precision
+from engine.plan.memory import ITEM_BYTES
+from engine.plan.run_plan import RunFacts, batches_of, choose_running, rows_of_run
+from engine.runtime.device import choose_device
+from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
-from engine.teachers.choose import choose_backend
 from engine.teachers.protocol import Teacher
-from engine.teachers.store.folder import Store, open_store
+from engine.teachers.store.folder import (
+    SHARD_BYTES,
+    ShardWriter,
+    Store,
+    disk_bytes,
+    only_writer,
+    open_store,
+    remove_shard,
+    rows_per_shard,
+)
 from engine.teachers.store.manifest import (
+    HIDDEN,
     MANIFEST,
+    SAMPLED,
+    CacheError,
+    Identity,
     Manifest,
     Measured,
+    check_teacher_files,
     contents_sha256,
     teacher_files,
     write_manifest,
 )
 from engine.teachers.store.outputs import TORCH_DTYPES, sparse_parts
-from engine.teachers.store.rows import HIDDEN, Identity
-from engine.teachers.store.write import ShardWriter, only_writer, remove_shard
 from engine.teachers.truncating import TruncatingTeacher
 from engine.train import record
 from engine.train.compiles import Compiles
+from engine.train.data import prepare_data
 from engine.train.heldout import heldout_loss
-from engine.train.prepare_plan import Job, Plan, same_identity
 from engine.train.stopping import StopRequest
 from engine.units import format_bytes
 from engine.version import VERSION
+
+ROOM = 64 * 2**20
+"""Left on the disk beside what is planned: the log, the manifest, and other people's small files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The command line of `engine prepare`."""
+
+    out: Path
+    form: str = HIDDEN
+    count: int = 0
+    """K of top_k, m of sampled."""
+    rows: int | None = None
+    """Training rows, from the first of the run on; None for all that the run will train on."""
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """Batches to ask the teacher about, in order."""
+
+    batches: Batches
+    heldout: tuple[Batch, ...]
+    rows: int
+    """Of the training walk, at most one epoch; whole batches are taken."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from self.heldout
+        each = self.batches.rows_per_batch
+        # Whole batches, as training takes them: the last of an epoch goes on into the next.
+        for position in range(0, self.rows, each):
+            yield self.batches.take(position, each)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    identity: Identity
+    """Of the rows, of a teacher that was not loaded yet: without its hash, and without a backend where
+    none is set and no store is there."""
+    rows: int
+    """Of the walk."""
+    repeated: int
+    """Of them equal to an earlier one."""
+    stored: int
+    """Of them in the store already."""
+    rows_per_shard: int
+    free_bytes: int
+
+    @property
+    def missing(self) -> int:
+        return self.rows - self.repeated - self.stored
+
+    @property
+    def tokens(self) -> int:
+        """What the teacher still has to answer."""
+        return self.missing * self.identity.seq_len
+
+    @property
+    def disk_bytes(self) -> int:
+        return disk_bytes(self.identity, self.missing, self.rows_per_shard)
+
+    def lines(self) -> list[str]:
+        """The plan for people."""
+        identity, each = self.identity, self.identity.token_bytes
+        shards = -(-self.missing // self.rows_per_shard)
+        known = [f"{self.stored:,} stored already"] if self.stored else []
+        known += [f"{self.repeated:,} equal to another"] if self.repeated else []
+        return [
+            f"teacher outputs: {identity.words}",
+            f"  rows    {self.missing:,} to do"
+            + (f", of {self.rows:,}: {', '.join(known)}" if known else ""),
+            f"  tokens  {self.tokens:,}, {each:,.0f} bytes each",
+            f"  disk    {format_bytes(self.disk_bytes)} in {shards:,} shards, of "
+            f"{format_bytes(self.free_bytes)} that are free",
+        ]
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        return {
+            "form": self.identity.form,
+            "rows": self.rows,
+            "repeated": self.repeated,
+            "stored": self.stored,
+            "missing": self.missing,
+            "tokens": self.tokens,
+            "bytes_per_token": self.identity.token_bytes,
+            "disk_bytes": self.disk_bytes,
+            "free_bytes": self.free_bytes,
+        }
+
+    def refuse_if_too_big(self, out: Path) -> None:
+        """Raises DiskFull."""
+        if self.disk_bytes + ROOM > self.free_bytes:
+            raise DiskFull.expected(
+                "teacher outputs",
+                out,
+                f"{format_bytes(self.disk_bytes)} free and {format_bytes(ROOM)} to spare",
+                format_bytes(self.free_bytes),
+                hint="--rows does less, --form top_k or sampled needs less a token, --out writes elsewhere",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What `engine prepare` was asked for, checked and planned."""
+
+    spec: RunSpec
+    wanted: Wanted
+    inputs: Inputs
+    heldout: list[Batch]
+    """The rows that a run evaluates on."""
+    walk: Walk
+    precision: Decision
+    """Of the teacher."""
+    plan: Plan
+
+
+def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
+    """What would be done; writes nothing. Raises BadInput for what cannot be."""
+    if not spec.has_teacher:
+        raise BadInput("teacher.path: expected a teacher to ask, found none")
+    inputs = check_inputs(spec)
+    data = record.logged(None, prepare_data(spec, inputs, None))
+    batches = batches_of(spec, data.stream)
+    walk = Walk(
+        batches=batches,
+        heldout=tuple(data.heldout) if wanted.form == HIDDEN else (),
+        rows=min(wanted.rows or rows_of_run(spec), batches.rows_per_epoch),
+    )
+    precision = _precision(spec)
+    identity = _identity(spec, wanted, inputs, precision.choice)
+    store, each = None, rows_per_shard(identity, wanted.shard_bytes)
+    if (wanted.out / MANIFEST).exists():
+        store = open_store(wanted.out)
+        identity, each = same_identity(store, identity), store.manifest.rows_per_shard
+        check_teacher_files(spec.teacher.path, store.manifest, wanted.out)
+    return Job(
+        spec=spec,
+        wanted=wanted,
+        inputs=inputs,
+        heldout=data.heldout,
+        walk=walk,
+        precision=precision,
+        plan=make_plan(walk, identity, wanted.out, each, store),
+    )
+
+
+def same_identity(store: Store, identity: Identity) -> Identity:
+    """`identity` with what is open in it taken from the store. Raises CacheError where what is set in it
+    differs from the store's.
+    """
+    theirs = dataclasses.asdict(store.identity)
+    ours = dataclasses.asdict(identity)
+    differing = [name for name, value in ours.items() if value not in ("", theirs[name])]
+    if differing:
+        raise CacheError.expected(
+            "teacher.cache",
+            store.path,
+            ", ".join(f"{name} {ours[name]}" for name in differing),
+            ", ".join(f"{theirs[name]}" for name in differing),
+            hint="a store holds one form of one teacher; give another folder with --out",
+        )
+    return store.identity
+
+
+def make_plan(
+    walk: Walk, identity: Identity, out: Path, rows_per_shard: int, store: Store | None
+) -> Plan:
+    """`store` is what is in `out` already, of the same identity."""
+    seen: set[bytes] = set()
+    rows = stored = 0
+    for batch in walk:
+        for key in identity.keys(batch):
+            rows += 1
+            if key in seen:
+                continue
+            seen.add(key)
+            stored += store is not None and key in store
+    return Plan(
+        identity=identity,
+        rows=rows,
+        repeated=rows - len(seen),
+        stored=stored,
+        rows_per_shard=rows_per_shard,
+        free_bytes=_free_bytes(out),
+    )
+
+
+def _precision(spec: RunSpec) -> Decision:
+    device = choose_device(spec.compute.device).choice
+    capability = None
+    if device == "cuda":
+        import torch
+
+        capability = torch.cuda.get_device_capability()
+    return choose_teacher_precision(spec.teacher.precision, device=device, capability=capability)
+
+
+def _identity(spec: RunSpec, wanted: Wanted, inputs: Inputs, precision: str) -> Identity:
+    assert inputs.teacher is not None
+    vocabulary, sparse = inputs.student.vocab_size, wanted.form != HIDDEN
+    if sparse and not 0 < wanted.count <= vocabulary:
+        raise BadInput.expected(
+            "teacher outputs", wanted.form, f"1 to {vocabulary} ids a token", str(wanted.count)
+        )
+    backend = spec.teacher.backend
+    return Identity(
+        form=wanted.form,
+        teacher_sha256="",
+        backend="" if backend in ("auto", "cached") else backend,
+        precision=precision,
+        dtype="F32" if precision in ("fp32", "tf32") else "BF16",
+        width=inputs.teacher.hidden_size,
+        seq_len=spec.data.seq_len,
+        vocabulary=vocabulary if sparse else None,
+        temperature=spec.loss.temperature if sparse else None,
+        count=wanted.count if sparse else 0,
+        seed=spec.train.seed if wanted.form == SAMPLED else None,
+    )
+
+
+def _free_bytes(path: Path) -> int:
+    here = path.absolute()
+    return shutil.disk_usage(next(p for p in (here, *here.parents) if p.exists())).free
+
 
 # Shapes: B rows, T tokens, N = B*T
 
@@ -111,22 +364,22 @@ def _prepare(
             say(text)
             log.write(Note(level="warning", text=text))
 
-        arithmetic = choose_arithmetic(log, job.spec)
-        with arithmetic.memory.use():
-            built, identity = _load_teacher(log, job, arithmetic, say)
+        compute = record.logged(log, set_up_device(job.spec))
+        with compute.memory.use():
+            built, identity = record.logged(log, _load_teacher(job, compute, say))
         if (out / MANIFEST).exists():
             store = open_store(out)
             same_identity(store, identity)
         else:
             say("measuring the teacher on held-out rows")
-            write_manifest(out, _manifest(job, built, identity, arithmetic.device))
+            write_manifest(out, _manifest(job, built, identity, compute.device))
             store = open_store(out)
         if _drop_damaged(store, say, note):
             store = open_store(out)
         writer = ShardWriter(out, identity, job.plan.rows_per_shard, store.shards)
         begun = time.monotonic()
         stop.steps_begin()
-        _fill(_Fill(built.teacher, arithmetic.device, store, writer), job, stop, progress)
+        _fill(_Fill(built.teacher, compute.device, store, writer), job, stop, progress)
     return Prepared(
         plan=job.plan,
         rows=writer.rows,
@@ -137,19 +390,21 @@ def _prepare(
 
 
 def _load_teacher(
-    log: LogWriter, job: Job, arithmetic: Arithmetic, say: Say
-) -> tuple[BuiltTeacher, Identity]:
+    job: Job, compute: ComputeDevice, say: Say
+) -> record.Logged[tuple[BuiltTeacher, Identity]]:
     spec, config = job.spec, job.inputs.teacher
     assert config is not None
-    precision = record.decide(log, job.precision)
+    yield job.precision
+    precision = job.precision.choice
+    facts = RunFacts(spec=spec, inputs=job.inputs, compute=compute, teacher_precision=precision)
     each = ITEM_BYTES[precision]
     size = job.inputs.teacher_size
     packed = size.weight_bytes(each) if size is not None and size.matrices else None
     dense = each * count_parameters(config)
-    there = arithmetic.available.number
+    there = compute.available.number
     room = None if there is None else int(WEIGHTS_SHARE * there)
     choice = choose_backend(
-        job.identity.backend or "auto",
+        job.plan.identity.backend or "auto",
         config=config,
         quantised_blocks=packed is not None,
         dense_bytes=dense,
@@ -157,47 +412,51 @@ def _load_teacher(
         available_bytes=room,
         precision=precision,
     )
-    if job.identity.backend and spec.teacher.backend in ("auto", "cached"):
+    if job.plan.identity.backend and spec.teacher.backend in ("auto", "cached"):
         why = "the store was begun with it"
         choice = dataclasses.replace(choice, reason=why, overridden=False)
-    backend = record.decide(log, choice)
+    yield choice
+    backend = choice.choice
     say("\n".join(choice.lines()))
     needed = packed if backend == "quantized" else dense
     if room is not None and needed is not None and needed > room:
         raise BadInput.expected(
             "memory",
-            arithmetic.device,
+            compute.device,
             f"a teacher of at most {format_bytes(room)}",
             format_bytes(needed),
             hint="teacher.precision=bf16 needs half of fp32, and blocks need less again",
         )
     if backend == "quantized":
-        tokens = spec.train.rows * spec.data.seq_len
-        record.decide(log, kernel_for(spec.teacher.kernel, config, tokens, arithmetic.capability))
-    running = choose_running(log, spec, job.inputs, arithmetic, precision)
+        yield KNOBS["teacher.kernel"].decide(facts)
+    running = yield from choose_running(facts)
     say(f"loading the teacher: {spec.teacher.path}")
     built = build_teacher(
         spec.teacher.path,
         backend=backend,
         precision=precision,
         kernel=spec.teacher.kernel,
-        device=arithmetic.device,
+        device=compute.device,
         student_vocab=job.inputs.student.vocab_size,
         probe=job.heldout[0],
     )
     built.decoder.packed = running.teacher_packed
-    sha256 = record.model(log, "teacher", spec.teacher.path, built.decoder, precision)
-    compiles = Compiles(log)
+    decoder = built.decoder
+    model = record.model("teacher", spec.teacher.path, decoder.config, precision, decoder)
+    yield model
+    compiles = Compiles()
     rows = {spec.train.rows} | {len(batch.tokens_BT) for batch in job.heldout}
-    compiles.warm_up(
-        built.decoder, {count * spec.data.seq_len for count in rows}, arithmetic.device
+    yield from compiles.warm_up(
+        built.decoder, {count * spec.data.seq_len for count in rows}, compute.device
     )
     if running.teacher_compiled:
         say("compiling the teacher's layers")
-        compiles.compile_teacher(
+        yield from compiles.compile_teacher(
             built.teacher, built.decoder, job.heldout[0], spec.train.rows, precision
         )
-    return built, dataclasses.replace(job.identity, backend=backend, teacher_sha256=sha256)
+    return built, dataclasses.replace(
+        job.plan.identity, backend=backend, teacher_sha256=model.sha256
+    )
 
 
 def _manifest(job: Job, built: BuiltTeacher, identity: Identity, device: torch.device) -> Manifest:

@@ -15,16 +15,15 @@ import torch
 
 from engine.data.batches import epoch_order
 from engine.errors import write_error
-from engine.findings.context import view_of
-from engine.findings.form import now_utc
+from engine.findings.context import allowed_environment, engine_source, package_versions, view_of
+from engine.findings.finding import now_utc
 from engine.findings.receipt import digest_files, facts_of
 from engine.findings.redact import Redactor
-from engine.findings.source import allowed_environment, engine_source, package_versions
 from engine.formats.safetensors import tensors_sha256
 from engine.formats.tokenizer import FILE_NAME as TOKENIZER_FILE
 from engine.log.events import DataReady, StudentSaved
 from engine.log.folder import RunFolder, write_whole
-from engine.log.write import LogWriter, read_boot_id
+from engine.log.write import read_boot_id
 from engine.models.decoder import Decoder
 from engine.models.load import save_decoder
 from engine.plan.inputs import Inputs
@@ -33,11 +32,9 @@ from engine.spec import RunSpec
 from engine.version import VERSION
 
 
-def save_student(
-    log: LogWriter, folder: RunFolder, student: Decoder, inputs: Inputs, save_as: str
-) -> str:
-    """Save the student with its tokenizer, complete or not at all; returns the sha256 of its
-    tensors before they are rounded to `save_as`.
+def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: str) -> StudentSaved:
+    """Save the student with its tokenizer, complete or not at all; returns what the log is to say of it,
+    with the sha256 of its tensors before they are rounded to `save_as`.
     """
     sha256 = tensors_sha256(dict(student.named_parameters()))
     if folder.student.is_dir():
@@ -52,8 +49,7 @@ def save_student(
     write_whole(tokenizer, inputs.tokenizer.raw.decode("utf-8"))
     save_decoder(student, folder.student, torch_dtype(save_as), extra_files=[tokenizer])
     size = sum(file.stat().st_size for file in folder.student.iterdir())
-    log.write(StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256))
-    return sha256
+    return StudentSaved(path=str(folder.student), size_bytes=size, sha256=sha256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,22 @@
 """What the engine's values look like in the run log: one function for each thing that is logged.
 
-Lower layers return Decisions, Steps and models; this is the only place that turns them into events.
+Lower layers return Decisions, Steps and models, or yield them while they work: a phase has to be in the
+log before what may hang in it begins. Only the composition root (`engine.train.run` and its loop of steps,
+`engine.train.session`; `engine.train.prepare` for its own command) holds a log and writes.
+
+    def load() -> Logged[Teacher]:          yields what is to be logged, returns the teacher
+        yield Phase(name="loading the teacher")
+        ...
+    teacher = record.logged(log, load())    each line is in the log before the work goes on
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import platform
-from typing import NoReturn
+from collections.abc import Generator, Iterator
+from typing import NoReturn, TypeAlias, TypeVar
 
 import torch
 
@@ -22,56 +31,77 @@ from engine.log.events import (
     Compiled,
     DataReady,
     DecisionMade,
+    Event,
     MemoryMeasured,
     MemoryPlanned,
     ModelReady,
     NonFinite,
     Note,
-    Phase,
     RunStarted,
-    StepDone,
     VocabularyCut,
     name_of_non_finite,
 )
 from engine.log.held import ALLOCATOR, PROCESS, Held
 from engine.log.write import LogWriter
 from engine.machine.host import Host
-from engine.models.config import count_parameters
-from engine.models.decoder import Decoder
-from engine.models.tensors import Tensors
-from engine.plan.budget import MemoryBudget
+from engine.models.config import ModelConfig, count_parameters
+from engine.models.decoder import Decoder, Tensors
+from engine.plan.memory import MemoryBudget
 from engine.runtime.c_library import CompiledLibrary
 from engine.spec import RunSpec
 from engine.teachers.truncating import DroppedMass
 from engine.train.roofline import Bound
-from engine.train.trainer import Step, Trainer
+from engine.train.step import Step
+from engine.train.trainer import Trainer
 from engine.version import VERSION
 
+Loggable: TypeAlias = Event | Decision | MemoryBudget | CompiledLibrary | Result
+_T = TypeVar("_T")
+Logged: TypeAlias = Generator[Loggable, None, _T]
+"""Work that yields what is to be logged as it goes on, and returns its result."""
 
-def decide(log: LogWriter, decision: Decision) -> str:
-    """Log a decision and return its choice, so that nothing is chosen without being logged."""
-    log.write(
-        DecisionMade(
-            knob=decision.knob,
-            choice=decision.choice,
-            reason=decision.reason,
-            rejected=list(decision.rejected),
-            override=decision.override,
-            overridden=decision.overridden,
-        )
+
+def logged(log: LogWriter | None, work: Generator[Loggable, None, _T]) -> _T:
+    """Do `work`; what it yields is in the log, where there is one, before it goes on. Returns its result."""
+    with contextlib.closing(work):
+        while True:
+            try:
+                found = next(work)
+            except StopIteration as done:
+                result: _T = done.value
+                return result
+            if log is not None:
+                write(log, found)
+
+
+def write(log: LogWriter, found: Loggable) -> None:
+    """One line."""
+    match found:
+        case Decision():
+            log.write(_decision(found))
+        case MemoryBudget():
+            log.write(memory_plan(found))
+        case CompiledLibrary():
+            log.write(_compiled_library(found))
+        case Result():
+            log.write(_checked(found))
+        case _:
+            log.write(found)
+
+
+def _decision(decision: Decision) -> DecisionMade:
+    return DecisionMade(
+        knob=decision.knob,
+        choice=decision.choice,
+        reason=decision.reason,
+        rejected=list(decision.rejected),
+        override=decision.override,
+        overridden=decision.overridden,
     )
-    return decision.choice
 
 
-def phase(log: LogWriter, name: str, detail: str = "") -> None:
-    """Say what comes next, before it begins: a silent run is stuck in the phase it named last."""
-    log.write(Phase(name=name, detail=detail))
-
-
-def data(
-    log: LogWriter, corpus: Corpus, train: TokenStream, held: TokenStream, seq_len: int
-) -> DataReady:
-    event = DataReady(
+def data(corpus: Corpus, train: TokenStream, held: TokenStream, seq_len: int) -> DataReady:
+    return DataReady(
         source=corpus.source,
         train_files=corpus.train.document_count,
         train_tokens=len(train),
@@ -82,39 +112,33 @@ def data(
         skipped_files=len(corpus.skipped),
         epoch_rows=len(train) // seq_len,
     )
-    log.write(event)
-    return event
 
 
-def model(log: LogWriter, role: str, source: str, decoder: Decoder, precision: str) -> str:
-    """Log a model as it is in memory; returns the sha256 of its tensors, of weights in blocks those of
-    the blocks."""
-    sha256 = tensors_sha256(Tensors(decoder))
-    log.write(
-        ModelReady(
-            role=role,
-            source=source,
-            parameters=count_parameters(decoder.config),
-            layers=decoder.config.num_hidden_layers,
-            hidden_size=decoder.config.hidden_size,
-            vocab_size=decoder.config.vocab_size,
-            precision=precision,
-            sha256=sha256,
-        )
+def model(
+    role: str, source: str, config: ModelConfig, precision: str, tensors: Decoder | str
+) -> ModelReady:
+    """A model with the sha256 of its `tensors`: as they are in memory, of weights in blocks those of the
+    blocks; or the hash itself, of a model that is not loaded."""
+    return ModelReady(
+        role=role,
+        source=source,
+        parameters=count_parameters(config),
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        precision=precision,
+        sha256=tensors if isinstance(tensors, str) else tensors_sha256(Tensors(tensors)),
     )
-    return sha256
 
 
-def memory_plan(log: LogWriter, budget: MemoryBudget) -> None:
+def memory_plan(budget: MemoryBudget) -> MemoryPlanned:
     available = budget.available
-    log.write(
-        MemoryPlanned(
-            predicted_bytes=budget.total_bytes,
-            available_bytes=available.number,
-            available_source=available.absent or available.source,
-            peak_phase=budget.peak_phase,
-            items=[(item.name, float(item.bytes), item.how) for item in budget.items],
-        )
+    return MemoryPlanned(
+        predicted_bytes=budget.total_bytes,
+        available_bytes=available.number,
+        available_source=available.absent or available.source,
+        peak_phase=budget.peak_phase,
+        items=[(item.name, float(item.bytes), item.how) for item in budget.items],
     )
 
 
@@ -145,68 +169,53 @@ def held_by(device: torch.device) -> Held:
     )
 
 
-def memory_peak(log: LogWriter, step: int, budget: MemoryBudget, device: torch.device) -> None:
+def memory_peak(step: int, budget: MemoryBudget, device: torch.device) -> MemoryMeasured:
     """The allocator's peak so far."""
     measured, source = peak_of(device)
-    log.write(
-        MemoryMeasured(
-            step=step,
-            measured_bytes=measured,
-            predicted_bytes=budget.total_bytes,
-            source=source,
-        )
+    return MemoryMeasured(
+        step=step,
+        measured_bytes=measured,
+        predicted_bytes=budget.total_bytes,
+        source=source,
     )
 
 
-def compiled_library(log: LogWriter, library: CompiledLibrary) -> None:
-    log.write(
-        Compiled(
-            compiler=library.compiler,
-            kernel=library.name,
-            key=str(library.path),
-            digest="",
-            compile_s=library.seconds,
-            disk_hit=library.cached,
-        )
+def _compiled_library(library: CompiledLibrary) -> Compiled:
+    return Compiled(
+        compiler=library.compiler,
+        kernel=library.name,
+        key=str(library.path),
+        digest="",
+        compile_s=library.seconds,
+        disk_hit=library.cached,
     )
 
 
-def vocabulary_cut(
-    log: LogWriter, teacher_ids: int, student_ids: int, dropped: DroppedMass
-) -> None:
-    log.write(
-        VocabularyCut(
-            teacher_ids=teacher_ids,
-            student_ids=student_ids,
-            dropped_mass_mean=dropped.mean,
-            dropped_mass_max=dropped.largest,
-            tokens=dropped.tokens,
-        )
+def vocabulary_cut(teacher_ids: int, student_ids: int, dropped: DroppedMass) -> VocabularyCut:
+    return VocabularyCut(
+        teacher_ids=teacher_ids,
+        student_ids=student_ids,
+        dropped_mass_mean=dropped.mean,
+        dropped_mass_max=dropped.largest,
+        tokens=dropped.tokens,
     )
 
 
-def checked(log: LogWriter, result: Result) -> None:
-    log.write(
-        Checked(
-            id=result.id,
-            level=result.verdict.level.name.lower(),
-            reason=result.verdict.reason,
-            numbers=result.numbers,
-            cost_s=result.cost_s,
-            step=result.step,
-        )
+def _checked(result: Result) -> Checked:
+    return Checked(
+        id=result.id,
+        level=result.verdict.level.name.lower(),
+        reason=result.verdict.reason,
+        numbers=result.numbers,
+        cost_s=result.cost_s,
+        step=result.step,
     )
 
 
 def start(
-    log: LogWriter,
-    name: str,
-    spec: RunSpec,
-    trainer: Trainer,
-    resumed_from: int | None,
-    bound: Bound,
+    name: str, spec: RunSpec, trainer: Trainer, resumed_from: int | None, bound: Bound
 ) -> RunStarted:
-    event = RunStarted(
+    return RunStarted(
         name=name,
         device=str(trainer.device),
         steps=trainer.train.steps,
@@ -225,43 +234,21 @@ def start(
         peak_flops_per_s=bound.peak.number,
         peak_source=bound.peak.absent or bound.peak.source,
     )
-    log.write(event)
-    return event
 
 
-def step(log: LogWriter, done: Step, temperature: float) -> None:
-    """Log a step; what is not finite, or cannot be true, first, as events of their own."""
+def step(done: Step, temperature: float) -> Iterator[Event]:
+    """A step; what is not finite, or cannot be true, first, as events of their own."""
     for name, value in done.non_finite():
-        log.write(NonFinite(step=done.step, field=name, value=name_of_non_finite(value)))
+        yield NonFinite(step=done.step, field=name, value=name_of_non_finite(value))
     for text in done.broken_invariants(temperature):
-        log.write(Note(level="error", text=text))
-    log.write(
-        StepDone(
-            step=done.step,
-            loss=done.loss,
-            ce=done.ce,
-            kd=done.kd,
-            agreement=done.agreement,
-            lr=done.lr,
-            grad_norm=done.grad_norm,
-            rows=done.rows,
-            tokens=done.tokens,
-            labelled=done.labelled,
-            step_s=done.step_s,
-            data_s=done.data_s,
-            teacher_s=done.teacher_s,
-            position=done.position,
-            lowest_kl=done.lowest_kl,
-            largest_dz_sum=done.largest_dz_sum,
-            phases=dict(done.phases),
-        )
-    )
+        yield Note(level="error", text=text)
+    yield done
 
 
-def fail_at(log: LogWriter, step: int, name: str, value: float) -> NoReturn:
-    """End a run whose weights give NaN or infinity, before a checkpoint could hold them."""
+def unusable(step: int, name: str, value: float) -> Logged[NoReturn]:
+    """Ends a run whose weights give NaN or infinity, before a checkpoint could hold them."""
     found = name_of_non_finite(value)
-    log.write(NonFinite(step=step, field=name, value=found))
+    yield NonFinite(step=step, field=name, value=found)
     raise TrainingFailed(
         f"{name} is {found} at step {step}: the weights are no longer usable, and no checkpoint holds them",
         hint="resume from the last checkpoint with a lower learning rate in a new run",

@@ -8,7 +8,7 @@ Operations of a token, each product counted as two for a multiplication and an a
     teacher      its forward, when the objective asks it
 
 S is the length of a row and Q the width of all query heads. Rows of several documents do less, so this
-counts at most that much; what checkpointing makes again is not counted: it is not wanted for its own
+counts at most that much; what checkpointing recomputes is not counted: it is not wanted for its own
 sake. The rate is the datasheet's for dense bf16, which no product reaches (on an H200 the largest come
 to 0.8 of it), so a share of it is never a share of what could be reached.
 """

@@ -3,7 +3,8 @@
     settings -> device -> data -> plan -> teacher -> student -> (resume) -> steps, each logged ->
     held-out losses -> student, receipt
 
-Everything below this module returns values, and has them written into the log by `engine.train.record`.
+Everything below this module returns values or yields them while it works, and this module logs them
+(`engine.train.record.logged`); the loop of steps, `engine.train.session`, is part of it.
 What the log says was read back from the built objects: the learning rate from the optimizer, the rows
 from the batches, the hashes from the tensors.
 """
@@ -13,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -22,35 +23,37 @@ from engine.checks.runner import Checks
 from engine.crash import trace_of
 from engine.errors import EXIT_FAIL, DiskFull, EngineError
 from engine.log.beats import BeatWriter, log_of
-from engine.log.events import Note, RunFinished
+from engine.log.events import Evaluated, Note, Phase, RunFinished
 from engine.log.folder import RunFolder, open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.models.head import DenseHead
-from engine.plan.choose_ranks import choose_sharded
-from engine.plan.device import Arithmetic, choose_arithmetic
+from engine.plan.device import ComputeDevice, set_up_device
 from engine.plan.inputs import Inputs, check_inputs
-from engine.plan.run_plan import plan_run
+from engine.plan.knobs import choose_sharded
+from engine.plan.run_plan import Plan, plan_run
 from engine.runtime.ranks import Ranks, join, leave, ranks_here, use_own_gpu
 from engine.signals import Stopped
 from engine.spec import RunSpec, spec_from_dict
 from engine.teachers.store.teacher import CachedTeacher
 from engine.terminal import say
 from engine.train import record
-from engine.train.build import Builder
+from engine.train.build import Builder, holds_heldout, recall_heldout
+from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.keeper import Keeper
+from engine.train.compile_student import configure_student, go_on_without_graphs
 from engine.train.compiles import Compiles
 from engine.train.data import Data, prepare_data
-from engine.train.drift import versions_changed
-from engine.train.prepared import holds_heldout, recall_heldout
 from engine.train.ranks.sharding import least_available, shard_trainer, whole_student
 from engine.train.receipt import Outcome, save_student, write_receipt
+from engine.train.record import Logged
 from engine.train.roofline import Bound, flops_per_token, peak_flops
 from engine.train.session import Session
 from engine.train.stopping import StopRequest
-from engine.train.student import put_layers_to_run
 from engine.train.trainer import Trainer
+
+_T = TypeVar("_T")
 
 
 def run(
@@ -128,9 +131,9 @@ class _Job:
         self.before = before
         """What the log of a resumed run says of its earlier sessions."""
         self.begun_s = time.monotonic()
-        self.keeper = Keeper(log, folder, spec, ranks)
+        self.keeper = Keeper(folder, spec, ranks, sync_log=log.sync)
         self.beat = BeatWriter(folder, ranks.rank) if ranks.many else None
-        self.compiles = Compiles(log)
+        self.compiles = Compiles()
         self.checks = Checks(spec)
         self.session: Session | None = None
         """None until there is something to train."""
@@ -156,32 +159,30 @@ class _Job:
         inputs = check_inputs(spec, self.folder.path)
         for note in inputs.notes:
             log.write(Note(level="warning", text=note))
-        arithmetic = self._meet()
-        data = prepare_data(log, spec, inputs, self.before.data if self.before else None)
-        with arithmetic.memory.use():
-            plan = plan_run(log, spec, inputs, arithmetic, data.stream)
+        compute = self._meet()
+        seen = self.before.data if self.before else None
+        data = self._logged(prepare_data(spec, inputs, seen))
+        with compute.memory.use():
+            plan = self._logged(plan_run(spec, inputs, compute, data.stream))
             builder = Builder(
-                log=log,
-                spec=spec,
-                inputs=inputs,
-                arithmetic=arithmetic,
-                data=data,
                 plan=plan,
+                data=data,
                 compiles=self.compiles,
                 stop=self.stop,
                 ranks=ranks,
                 beat=self.beat,
+                later=log.write,
             )
-            taught = builder.teacher(self.before)
-            student, student_sha256 = builder.student(taught.decoder)
-            update = builder.warm_up()
+            taught = self._logged(builder.teacher(self.before))
+            student, student_sha256 = self._logged(builder.student(taught.decoder))
+            update = self._logged(builder.warm_up())
             trainer = builder.trainer(student, taught.teacher, update=update, ranks=Ranks())
         self.session = session = Session(
             log,
             spec,
             inputs,
             data,
-            budget=plan.fitted.budget,
+            budget=plan.budget,
             teacher_decoder=taught.decoder,
             keeper=self.keeper,
             checks=self.checks,
@@ -190,12 +191,10 @@ class _Job:
         )
         resumed_from = self._resume(trainer, session, allow_fallback, allow_restart)
         # Sharded layers are others to a compiler, and are compiled when they are sharded.
-        put_to_run = partial(
-            put_layers_to_run, log, self.compiles, plan=plan, length=spec.data.seq_len
-        )
-        put_to_run(trainer, compiled=plan.running.compiled and not ranks.many)
+        self._put_to_run(trainer, plan, compiled=plan.running.compiled and not ranks.many)
         bound = self._bound(trainer, inputs)
-        begun = record.start(log, self.folder.name, spec, trainer, resumed_from, bound)
+        begun = record.start(self.folder.name, spec, trainer, resumed_from, bound)
+        log.write(begun)
         if changed := versions_changed(self.before, begun):
             log.write(Note(level="warning", text=changed))
         if trainer.step == 0:
@@ -205,10 +204,11 @@ class _Job:
             trainer = self._shard(trainer, builder)
             session.look_at(trainer)
             # Once nothing holds what every rank had alone.
-            put_to_run(trainer, compiled=plan.running.compiled)
-        with arithmetic.memory.use():  # AdamW makes its moments in the first step
+            self._put_to_run(trainer, plan, compiled=plan.running.compiled)
+        with compute.memory.use():  # AdamW makes its moments in the first step
             ended_early = session.train(trainer)
-        self.compiles.write_counts(session.step)
+        for counts in self.compiles.counts(session.step):
+            log.write(counts)
         if isinstance(taught.teacher, CachedTeacher):
             log.write(Note(level="info", text=taught.teacher.summary))
         if ended_early is not None:
@@ -222,20 +222,39 @@ class _Job:
             state="completed", reason="every step done", exit_code=0, step=trainer.step
         )
 
-    def _meet(self) -> Arithmetic:
+    def _logged(self, work: Logged[_T]) -> _T:
+        return record.logged(self.log, work)
+
+    def _put_to_run(self, trainer: Trainer, plan: Plan, *, compiled: bool) -> None:
+        def given_up(why: str) -> None:
+            self._logged(go_on_without_graphs(trainer.step + 1, why))
+
+        self._logged(
+            configure_student(
+                trainer,
+                compiles=self.compiles,
+                plan=plan,
+                length=self.spec.data.seq_len,
+                compiled=compiled,
+                graphs_given_up=given_up,
+            )
+        )
+
+    def _meet(self) -> ComputeDevice:
         """What this rank computes with, once all ranks are there and plan with the same memory."""
         use_own_gpu(self.ranks)
-        arithmetic = choose_arithmetic(self.log, self.spec)
-        device = arithmetic.device
+        compute = self._logged(set_up_device(self.spec))
+        device = compute.device
         if self.ranks.many:
-            record.phase(self.log, "meeting the other ranks", f"{self.ranks.world} of them")
+            world = f"{self.ranks.world} of them"
+            self.log.write(Phase(name="meeting the other ranks", detail=world))
             join(self.ranks, device, timeout_s=self.spec.compute.collective_timeout_s)
             # Ranks that chose for themselves would not do the same collectives.
-            available = least_available(self.ranks, arithmetic.available, device)
-            arithmetic = replace(arithmetic, available=available)
+            available = least_available(self.ranks, compute.available, device)
+            compute = replace(compute, available=available)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        return arithmetic
+        return compute
 
     def _resume(
         self, trainer: Trainer, session: Session, allow_fallback: bool, allow_restart: bool
@@ -248,9 +267,8 @@ class _Job:
             self.ranks.wait_for_all()
         # Of a run that cannot be restored, too, the log says where it stands.
         session.step = self.before.last_step
-        session.heldout_losses |= self.keeper.restore(
-            trainer, self.before, allow_fallback, allow_restart
-        )
+        restoring = self.keeper.restore(trainer, self.before, allow_fallback, allow_restart)
+        session.heldout_losses |= self._logged(restoring)
         session.step = trainer.step
         if self.ranks.first:
             self.ranks.wait_for_all()
@@ -272,15 +290,18 @@ class _Job:
         """What the student is to come close to, and where it begins."""
         teacher, student = trainer.teacher, trainer.student
         if isinstance(teacher, CachedTeacher) and not holds_heldout(teacher, data.heldout):
-            loss = recall_heldout(self.log, teacher, data.heldout)
-            session.heldout_losses |= {} if loss is None else {"teacher": loss}
+            known = recall_heldout(teacher, data.heldout)
+            self.log.write(known)
+            if isinstance(known, Evaluated) and known.loss is not None:
+                session.heldout_losses["teacher"] = known.loss
         elif teacher is not None:
             session.evaluate("teacher", teacher.hidden, teacher.head(), trainer)
         session.evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
         """The same trainer with its student shared out over the ranks."""
-        record.phase(self.log, "sharding the student", f"over {self.ranks.world} ranks")
+        over = f"over {self.ranks.world} ranks"
+        self.log.write(Phase(name="sharding the student", detail=over))
         trainer = shard_trainer(
             alone,
             self.spec,
@@ -288,13 +309,14 @@ class _Job:
             build=lambda student: builder.trainer(
                 student, alone.teacher, update=alone.train.update, ranks=self.ranks
             ),
-            reshard=builder.plan.fitted.reshard,
+            reshard=builder.plan.memory.reshard,
             entering=builder.entering,
         )
         # Weights and two moments, in fp32.
         size = 12 * sum(p.numel() for p in trainer.parameters)
         choice = choose_sharded(self.spec.checkpoint.sharded, whole_bytes=size)
-        self.keeper.sharded = record.decide(self.log, choice) == "on"
+        record.write(self.log, choice)
+        self.keeper.sharded = choice.choice == "on"
         return trainer
 
     def _leave_results(
@@ -306,15 +328,16 @@ class _Job:
         hashes: dict[str, str],
     ) -> None:
         """The student and the receipt; `hashes` are those of the models that the run began with."""
-        record.phase(self.log, "saving the student", str(self.folder.student))
+        self.log.write(Phase(name="saving the student", detail=str(self.folder.student)))
         student = whole_student(trainer.student)
         if not self.ranks.first:
             return
-        saved = save_student(self.log, self.folder, student, inputs, self.spec.student.save_as)
+        saved = save_student(self.folder, student, inputs, self.spec.student.save_as)
+        self.log.write(saved)
         outcome = Outcome(
             spec=self.spec,
             data=data.ready,
-            model_sha256=hashes | {"student": saved},
+            model_sha256=hashes | {"student": saved.sha256},
             heldout_losses=session.heldout_losses,
             best_step=self.keeper.best_step,
             steps=trainer.step,

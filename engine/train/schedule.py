@@ -13,25 +13,18 @@ function of the step, so a resumed run needs nothing but its step number.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
-ScheduleKind = Literal["cosine", "constant"]
+from engine.spec import TrainSection
 
 
-def learning_rate(
-    step: int,
-    *,
-    peak: float,
-    warmup_steps: int,
-    total_steps: int,
-    kind: ScheduleKind,
-    final_ratio: float,
-) -> float:
-    """The rate to use for `step`, counted from 0. `final_ratio` is the last rate over the peak; a
+def learning_rate(step: int, train: TrainSection) -> float:
+    """The rate to use for `step`, counted from 0. `train.final_lr_ratio` is the last rate over the peak; a
     constant ignores it.
 
     Raises ValueError for a value outside its range.
     """
+    peak, warmup_steps, total_steps = train.lr, train.warmup_steps, train.steps
+    kind, final_ratio = train.schedule, train.final_lr_ratio
     if step < 0:
         raise ValueError(f"step: expected 0 or more, found {step}")
     if not (0 < peak < math.inf):

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from engine.errors import TrainingFailed
 from engine.log.events import (
     TRAINING,
     Evaluated,
+    Event,
+    Phase,
     RunFinished,
     StopRequested,
     name_of_non_finite,
@@ -33,8 +36,8 @@ from engine.log.held import HeldWriter
 from engine.log.write import LogWriter
 from engine.models.decoder import Decoder
 from engine.models.head import DenseHead, Head
-from engine.plan.budget import MemoryBudget
 from engine.plan.inputs import Inputs
+from engine.plan.memory import MemoryBudget
 from engine.spec import RunSpec
 from engine.train import record
 from engine.train.checking import context_of
@@ -60,7 +63,9 @@ OF = {
 
 
 class Session:
-    """Trains, and has every step, evaluation, check and checkpoint written into the log."""
+    """The loop of the composition root: trains, and writes every step, evaluation, check and checkpoint into
+    the log when it is there. It has the log itself, because what a step shows decides what comes next.
+    """
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class Session:
 
     def check(self, trainer: Trainer) -> None:
         """First-minute checks; whatever fails, all are asked before the run is stopped."""
-        record.phase(self.log, "checking")
+        self.log.write(Phase(name="checking"))
         self._answer(self.checks.before_training(self._context(trainer)))
 
     def look_at(self, trainer: Trainer) -> None:
@@ -102,14 +107,14 @@ class Session:
     ) -> None:
         """Logs the held-out loss of `subject`. Raises TrainingFailed for one that is not finite."""
         begun_s = said_s = time.perf_counter()
-        record.phase(self.log, "evaluating", OF[subject])
+        self.log.write(Phase(name="evaluating", detail=OF[subject]))
 
         def say(number: int) -> None:
             nonlocal said_s
             if time.perf_counter() - said_s > SAID_EVERY_S:
                 said_s = time.perf_counter()
                 done = f"{OF[subject]}, {number} of {len(self.data.heldout)} batches"
-                record.phase(self.log, "evaluating", done)
+                self.log.write(Phase(name="evaluating", detail=done))
 
         loss, labelled = heldout_loss(
             hidden, head, self.data.heldout, trainer.device, trainer.autocast, begun=say
@@ -125,25 +130,26 @@ class Session:
             )
         )
         if not math.isfinite(loss):
-            record.fail_at(self.log, self.step, "heldout_loss", loss)
+            record.logged(self.log, record.unusable(self.step, "heldout_loss", loss))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
         """Every step that is left. None when all are done, else how the run ended before that."""
         spec = self.spec
         self.stop.steps_begin()
         self.step = self.keeper.saved_step = begun_at = trainer.step
-        record.phase(self.log, TRAINING, f"from step {trainer.step} to {spec.train.steps}")
+        begun = f"from step {trainer.step} to {spec.train.steps}"
+        self.log.write(Phase(name=TRAINING, detail=begun))
         held = HeldWriter(self.keeper.folder, partial(record.held_by, trainer.device))
         for step in trainer.steps(lambda step: self._may_run_ahead(step, begun_at)):
             self.step = step.step
-            record.step(self.log, step, spec.loss.temperature)
+            self._log(record.step(step, spec.loss.temperature))
             if trainer.ranks.first:
                 held.look(step.step)
-            self.compiles.write()
+            self._log(self.compiles.done())
             self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
                 # Whatever torch compiles for itself it has compiled by now.
-                self.compiles.seal()
+                self._log(self.compiles.seal())
             if not step.updated and spec.train.on_non_finite == "stop":
                 names = ", ".join(f"{n} is {name_of_non_finite(v)}" for n, v in step.non_finite())
                 raise TrainingFailed(
@@ -153,18 +159,18 @@ class Session:
             last = step.step == spec.train.steps
             settled = trainer.device.type == "cuda" and step.step == begun_at + MEMORY_SETTLED_AFTER
             if last or settled:
-                record.memory_peak(self.log, step.step, self.budget, trainer.device)
+                self.log.write(record.memory_peak(step.step, self.budget, trainer.device))
             save = (last and spec.checkpoint.at_end) or _due(step.step, spec.checkpoint.every)
             pause = last or save or _due(step.step, spec.eval.every)
             if pause:
                 student = whole_student(trainer.student)
                 self.evaluate("student", student.hidden, DenseHead(student.head_weight), trainer)
             if save:
-                record.phase(self.log, "saving a checkpoint")
+                self.log.write(Phase(name="saving a checkpoint"))
                 self._save(trainer, student)
             if pause and not last:
-                record.phase(self.log, TRAINING)
-            if step.stop_asked and not last:
+                self.log.write(Phase(name=TRAINING))
+            if trainer.stops_here and not last:
                 return self._stop_as_asked(trainer)
             if step.step == self._paused_at(begun_at) and not last:
                 return self._pause(trainer)
@@ -194,7 +200,7 @@ class Session:
         """Logs what checks say; TrainingFailed, once all are logged, when one ends the run."""
         worthless = []
         for result in results:
-            record.checked(self.log, result)
+            record.write(self.log, result)
             if self.checks.ends_run(result):
                 worthless.append(result)
         if worthless:
@@ -228,20 +234,29 @@ class Session:
         after = self.spec.train.stop_after
         return begun_at + after if after else self.spec.train.steps
 
+    def _publish(self, trainer: Trainer) -> Path:
+        return record.logged(
+            self.log, self.keeper.save(trainer, self.heldout_losses.get("student"))
+        )
+
+    def _log(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.log.write(event)
+
     def _save(self, trainer: Trainer, student: Decoder) -> None:
         """A checkpoint, and what it shows when it is read back; `student` is the whole of one that is
         sharded.
         """
-        saved = self.keeper.save(trainer, self.heldout_losses.get("student"))
+        saved = self._publish(trainer)
         self._answer(self.checks.at_checkpoint(saved, self.step, student))
 
     def _pause(self, trainer: Trainer) -> RunFinished:
-        record.memory_peak(self.log, self.step, self.budget, trainer.device)
+        self.log.write(record.memory_peak(self.step, self.budget, trainer.device))
         reason = f"train.stop_after = {self.spec.train.stop_after}: the step was finished"
         if not self.spec.checkpoint.at_end:
             return RunFinished(state="stopped", reason=reason, exit_code=0, step=self.step)
         if self.keeper.saved_step != self.step:
-            record.phase(self.log, "saving a checkpoint")
+            self.log.write(Phase(name="saving a checkpoint"))
             self._save(trainer, whole_student(trainer.student))
         return RunFinished(
             state="stopped", reason=f"{reason} and saved", exit_code=0, step=self.step
@@ -252,7 +267,7 @@ class Session:
         reason = self.stop.reason or "asked of another rank"
         self.log.write(StopRequested(reason=reason, step=self.step))
         if self.keeper.saved_step != self.step:
-            self.keeper.save(trainer, self.heldout_losses.get("student"))
+            self._publish(trainer)
         return RunFinished(
             state="stopped",
             reason=f"{reason}: the step was finished and saved",

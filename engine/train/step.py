@@ -1,19 +1,78 @@
 """One optimizer step: as it is given to the device, while it is under way, and as the log, the checks
 and the view know it.
+
+Where the time of a step goes, by the device's own clock.
+
+    data | teacher | student | loss | backward | optimizer        each from its mark to the next
+
+Marks are events on the stream: the device notes the time when it gets there, and nobody waits. They are
+read when the step is known to be over, which is one step later where the next one was begun meanwhile.
+The phases of a step then add up to the time from its first mark to its last; what lay between the end of
+the step before and this one's first mark is `idle`: the device had nothing to do. That is known only of
+a step that was begun while the one before was under way; after a pause it would be the pause.
+
+What a teacher computes on a stream of its own is no phase: `teacher` is how long the step's own stream
+waited for it. On a CPU marks are the host's clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.data.batches import Batch
+from engine.log.events import StepDone
 from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE
-from engine.train.phases import Ledger
+
+PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
+
+
+class Ledger:
+    """The marks of one step, from its beginning on."""
+
+    def __init__(self, device: torch.device, before: Ledger | None) -> None:
+        """`before` is the step before, when it was still under way."""
+        self._cuda = device.type == "cuda"
+        self._before = None if before is None else before._marks[-1][1]
+        self._marks: list[tuple[str, Any]] = []
+
+    def mark(self, phase: str) -> None:
+        """What the device is given from now on belongs to `phase`."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append((phase, event))
+        else:
+            self._marks.append((phase, time.perf_counter()))
+
+    def end(self) -> None:
+        """The last mark of the step."""
+        self.mark("")
+
+    def wait(self) -> None:
+        """Until the device is past the last mark: nothing that was given to it later is waited for."""
+        if self._cuda:
+            self._marks[-1][1].synchronize()
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, and `idle` where it is known. Only after `wait`."""
+        found: dict[str, float] = {}
+        for (phase, begun), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
+            found[phase] = found.get(phase, 0.0) + self._between(begun, ended)
+        if self._before is not None:
+            found["idle"] = self._between(self._before, self._marks[0][1])
+        return found
+
+    def _between(self, begun: Any, ended: Any) -> float:
+        if self._cuda:
+            return float(begun.elapsed_time(ended)) / 1e3
+        return float(ended - begun)
+
 
 # Shapes: B rows, T tokens
 
@@ -39,37 +98,23 @@ class UnderWay(NamedTuple):
     begun: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One optimizer step; losses in nats per labelled token. `kd` and `agreement` are None
+class Step(StepDone, frozen=True, kw_only=True, tag="step"):
+    """One optimizer step as it is logged, where every number is there. `kd`, `agreement` and `teacher_s` are None
     without a teacher in the objective.
     """
 
-    step: int
     loss: float
     ce: float
-    kd: float | None
-    agreement: float | None
     lr: float
     grad_norm: float
-    rows: int
-    tokens: int
-    labelled: int
     step_s: float
     data_s: float
-    teacher_s: float | None
-    position: int
-    updated: bool
-    """False when a non-finite number kept the weights as they were."""
-    lowest_kl: float | None
-    """Of any labelled row, nats: below 0 by more than rounding, the loss is not what it says."""
     largest_dz_sum: float
-    """Of any labelled row, without sign: the gradient of a softmax sums to 0."""
-    phases: Mapping[str, float]
-    """Seconds of each phase by the device's clock (`engine.train.phases`)."""
-    stop_asked: bool = False
-    """Whether any rank was asked to stop, of several before the step before this one ended: all stop
-    after the same one."""
+
+    @property
+    def updated(self) -> bool:
+        """False when a non-finite number kept the weights as they were."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def broken_invariants(self, temperature: float) -> Iterator[str]:
         """What the loss says of this step that cannot be true, in words."""

@@ -27,14 +27,13 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from engine.data.batches import Batch, Batches
 from engine.loss.objective import distillation_loss
-from engine.loss.types import Divergence, SparseTargets
+from engine.loss.types import SparseTargets
 from engine.models.attention import remember
 from engine.models.decoder import Decoder
 from engine.models.head import Head
@@ -42,12 +41,10 @@ from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, gather_early, own_part
 from engine.spec import LossSection, TrainSection
 from engine.teachers.protocol import GivesTargets, KnowsRows, Teacher
-from engine.train.graphed import Graphs
+from engine.train.cuda_graphs import Graphs
 from engine.train.optimizer import Looked, build_optimizer, total_norm, update_if_finite
-from engine.train.phases import Ledger
-from engine.train.schedule import ScheduleKind, learning_rate
-from engine.train.step import Given, UnderWay
-from engine.train.step import Step as Step
+from engine.train.schedule import learning_rate
+from engine.train.step import Given, Ledger, Step, UnderWay
 
 # Shapes: B rows, T tokens, N = B*T, D student width, E teacher width
 
@@ -94,6 +91,9 @@ class Trainer:
         self.agrees = self.teaching
         """Whether the last step says how often teacher and student ranked the same id first."""
         self._looks_ahead = True
+        self.stops_here = False
+        """Whether the step that was yielded last is the last of its session, because some rank was asked to stop: of
+        several, before the step before it ended, so that all stop after the same one."""
         self._stops_seen = False
         """Whether some rank was asked to stop, in a step whose numbers were read."""
         self._next: Given | None = None
@@ -196,10 +196,11 @@ class Trainer:
             step_s = time.perf_counter() - done.begun
         # Of ranks, some may have launched the next step and some not. What was asked in the step before
         # is known to all, and none has gone on from this one.
-        stop_asked = self._stops_seen
+        stops_here = self._stops_seen
         self._stops_seen = self._stops_seen or stops > 0
         # A caller that stops finds the weights as this step left them.
         last_launched = done.facts["step"] == self.step
+        self.stops_here = stops_here if self.ranks.many else last_launched and self.stop_asked()
         return Step(
             **done.facts,
             loss=loss,
@@ -210,9 +211,7 @@ class Trainer:
             lowest_kl=None if math.isinf(lowest_kl) else lowest_kl,
             largest_dz_sum=0.0 if math.isinf(least_dz) else -least_dz,
             step_s=step_s,
-            updated=math.isfinite(loss) and math.isfinite(grad_norm),
             phases=phases,
-            stop_asked=stop_asked if self.ranks.many else last_launched and self.stop_asked(),
         )
 
     def _wait(self, seconds: float) -> None:
@@ -261,8 +260,7 @@ class Trainer:
         """What a teacher has to give in the place of hidden states and a head."""
         if not self.teaching or not isinstance(self.teacher, GivesTargets):
             return None
-        found = self.teacher.targets(given.tokens_BT, given.documents_BT)
-        return None if found is None else SparseTargets(**found._asdict())
+        return self.teacher.targets(given.tokens_BT, given.documents_BT)
 
     def _teacher_output(self, given: Given) -> tuple[Tensor | None, Head | None]:
         """Hidden states (N, E) and the head; without a teacher in the objective, neither."""
@@ -306,7 +304,7 @@ class Trainer:
             temperature=self.loss.temperature,
             denominator=denominator,
             chunk_rows=self.loss.chunk_rows or None,
-            divergence=cast(Divergence, self.loss.divergence),
+            divergence=self.loss.divergence,
             beta=self.loss.beta,
             kernel="fused" if self.loss.kernel == "fused" else "eager",
             targets=targets,
@@ -348,13 +346,6 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def _set_learning_rate(self) -> None:
-        lr = learning_rate(
-            self.step,
-            peak=self.train.lr,
-            warmup_steps=self.train.warmup_steps,
-            total_steps=self.train.steps,
-            kind=cast(ScheduleKind, self.train.schedule),
-            final_ratio=self.train.final_lr_ratio,
-        )
+        lr = learning_rate(self.step, self.train)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -1,6 +1,6 @@
-"""Which alerts stand: the memory between one look at a run and the next.
+"""Which alerts are active: the memory between one look at a run and the next.
 
-A rule answers for one moment. The ledger makes that an alert which is raised once, stands, and is
+A rule answers for one moment. `ActiveAlerts` makes that an alert which is raised once, stays active, and is
 cleared once. It is raised at once, since every rule already asks for a window of evidence, and cleared
 when the rule has seen nothing wrong for its `clear_after_s` on end. A rule that cannot judge changes
 nothing. Each time the same alert comes back, the quiet it takes to clear it doubles, up to
@@ -10,7 +10,7 @@ stall alone is over with the first line of the trainer, and the next one is anot
 A rule that raises an error is named in a note, once, and not asked again: a fault in a rule must not
 end the supervisor, and must not be silent either.
 
-A new session of the trainer begins with an empty ledger.
+A new session of the trainer begins without any.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import traceback
 from collections.abc import Collection, Sequence
 
 from engine.log.events import AlertCleared, AlertRaised, Note
-from engine.watch.rules.registry import RULES
+from engine.watch.rules import RULES
 from engine.watch.rules.rule import Alert, Case, Rule, Unknown
 
 LONGEST_QUIET_S = 3600.0
 
 
-class Ledger:
+class ActiveAlerts:
     def __init__(self, rules: Sequence[Rule] = RULES) -> None:
         self.rules = rules
         self.answers: dict[str, Alert | Unknown | None] = {}
         """What each rule said last."""
         self.broken: dict[str, str] = {}
         """Rules that raised an error, with it."""
-        self._standing: dict[str, float] = {}
-        """Since when each alert stands."""
+        self._active_since: dict[str, float] = {}
+        """Since when each alert is active."""
         self._quiet_since: dict[str, float] = {}
         self._times_raised: dict[str, int] = {}
         self._session = 0
@@ -44,7 +44,7 @@ class Ledger:
         """Ask every rule but `without`; what has to be written down."""
         if case.view.sessions != self._session:
             self._session = case.view.sessions
-            self._standing, self._quiet_since, self._times_raised = {}, {}, {}
+            self._active_since, self._quiet_since, self._times_raised = {}, {}, {}
         events: list[AlertRaised | AlertCleared | Note] = []
         for rule in self.rules:
             if rule.id in self.broken or rule.id in without:
@@ -75,7 +75,7 @@ class Ledger:
         id = rule.id
         if isinstance(answer, Unknown):
             return []
-        since_s = self._standing.get(id)
+        since_s = self._active_since.get(id)
         if answer is not None:
             self._quiet_since.pop(id, None)
             # Nobody looked while it was over: its evidence began after it had been raised.
@@ -84,7 +84,7 @@ class Ledger:
             )
             if since_s is not None and not another:
                 return []
-            self._standing[id] = now_s
+            self._active_since[id] = now_s
             self._times_raised[id] = self._times_raised.get(id, 0) + 1
             over = [AlertCleared(id=id, stood_s=now_s - since_s)] if since_s is not None else []
             return [*over, answer]
@@ -96,5 +96,5 @@ class Ledger:
         needed_s = min(rule.clear_after_s * doubled, LONGEST_QUIET_S)
         if quiet_s < needed_s:
             return []
-        del self._standing[id], self._quiet_since[id]
+        del self._active_since[id], self._quiet_since[id]
         return [AlertCleared(id=id, stood_s=now_s - since_s)]

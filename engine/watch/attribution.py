@@ -35,20 +35,34 @@ there the sentence says that unmoved counters prove nothing. What is left as evi
 that was available and the pressure before the end, is added to every SIGKILL that is neither the OOM
 killer's nor asked for here.
 
+`find_kernel_line` reads `/dev/kmsg` where it may, else asks `dmesg`. Both are denied to ordinary users on
+most machines: then there is a reason, and the counters alone speak.
+
 Not covered: userspace killers such as earlyoom and systemd-oomd are KILLED_EXTERNAL or TERMINATED
 here; only their own journals can name them.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
+import os
 import re
 import signal
+import subprocess
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
+from engine.log.view import RunView
 from engine.machine.kill_counters import KillCounters
 from engine.machine.reading import Reading, absent, measured
+from engine.units import format_bytes
 from engine.verdict import Level, Verdict
+
+_DMESG_LIMIT_S = 5.0
+_MEMORY_WINDOW_S = 60.0
 
 
 class ExitState(StrEnum):
@@ -353,3 +367,92 @@ def exception_name(stderr: str) -> str | None:
     _, header, tail = stderr.rpartition("Traceback (most recent call last):\n")
     match = re.search(r"(?m)^([A-Za-z_][\w.]*)(?::|$)", tail) if header else None
     return match[1] if match else None
+
+
+def find_kernel_line(
+    pid: int, *, since_s: float = 0.0, kmsg: Path = Path("/dev/kmsg")
+) -> tuple[str | None, str | None]:
+    """(The kernel's line on killing `pid` for memory or None, why the kernel log cannot be read or
+    None).
+
+    `since_s` is the monotonic time at which the process started: pids are used again, so older
+    lines speak of another one. The kernel numbers processes as the host does, so that inside a
+    container the pid of the host is needed.
+    """
+    try:
+        return _match_kernel_line(_read_kmsg(kmsg), pid, since_s), None
+    except OSError as error:
+        reason = f"{kmsg}: {error.strerror}"
+    try:
+        done = subprocess.run(["dmesg"], capture_output=True, timeout=_DMESG_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"{reason}; dmesg: {error}"
+    if done.returncode != 0:
+        return None, f"{reason}; {done.stderr.decode('utf-8', 'replace').strip()}"
+    lines = done.stdout.decode("utf-8", "replace").splitlines()
+    return _match_kernel_line(lines, pid, since_s), None
+
+
+def _read_kmsg(path: Path) -> Iterator[str]:
+    """Records as `[seconds] text`, oldest first.
+
+    Each read of the device gives one record, `priority,number,microseconds,flags;text`, and lines
+    of details that begin with a space. At the end a read would wait, so the device is not blocking.
+    """
+    device = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while True:
+            try:
+                text = os.read(device, 8192).decode("utf-8", "replace")
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                continue  # a record was overwritten before it was read; the next read goes on
+            if not text:
+                return
+            for record in re.finditer(r"(?m)^\d+,\d+,(\d+),[^;]*;(.*)$", text):
+                yield f"[{int(record[1]) / 1e6:.6f}] {record[2]}"
+    finally:
+        os.close(device)
+
+
+def _match_kernel_line(lines: Iterable[str], pid: int, since_s: float) -> str | None:
+    """The last line that names `pid` as the victim; the line with the constraint is preferred to
+    the one that follows it.
+    """
+    victim = re.compile(rf"oom-kill:constraint=.*\bpid={pid}\b|\bKilled process {pid} \(")
+    named = None
+    for line in lines:
+        stamp = re.match(r"\[\s*(\d+\.\d+)\]", line)
+        if stamp is not None and float(stamp[1]) < since_s:
+            continue
+        if victim.search(line) and not (named and "oom-kill:" in named and "Killed" in line):
+            named = line
+    return named
+
+
+def memory_words(view: RunView) -> str | None:
+    """What the sampler saw of the machine's memory before a trainer ended: the least that was available and
+    the highest pressure of the last minute; None without readings."""
+    table = view.hosts
+    newest = table.last("unix_s")
+    if newest is None:
+        return None
+    begin = bisect.bisect_left(
+        range(len(table)),
+        newest - _MEMORY_WINDOW_S,
+        key=lambda row: table.value("unix_s", row) or 0.0,
+    )
+    available = _finite(table.values("host_available_bytes", begin))
+    pressure = _finite(table.values("psi_memory_full_avg10_pct", begin))
+    if not available:
+        return None
+    total = view.host.host_total_bytes if view.host else None
+    words = f"In its last {_MEMORY_WINDOW_S:.0f} s the least memory available was {format_bytes(min(available))}"
+    words += f" of {format_bytes(total)}" if total else ""
+    words += f" and the highest memory pressure {max(pressure):.0f} %" if pressure else ""
+    return f"{words}."
+
+
+def _finite(values: list[float | None]) -> list[float]:
+    return [v for v in values if v is not None and math.isfinite(v)]

@@ -1,7 +1,7 @@
 """The rules over a run that was: its logs are played again in the order of their times.
 
 A view of the end of a run cannot say that the GPU was idle for an hour in the middle. So the log is
-folded again from its start, the ledger looks at it as the supervisor would have, and what was raised
+folded again from its start, the rules are asked as the supervisor would have, and what was raised
 and cleared comes out: for a run that was never watched, too, or was watched by an older set of rules.
 
 Looks are a second apart, more for runs of hours (at most MOST_LOOKS in all), and never more than
@@ -23,7 +23,7 @@ from engine.log.folder import RunFolder
 from engine.log.read import BrokenLog, LogReader
 from engine.log.view import SOURCES, RunView, Source
 from engine.spec import RunSpec
-from engine.watch.active_alerts import Ledger
+from engine.watch.active_alerts import ActiveAlerts
 from engine.watch.rules.rule import Alert, Case, Unknown
 
 LOOK_S = 1.0
@@ -107,7 +107,7 @@ def _interval_s(logs: dict[Source, list[AnyEvent]]) -> float:
 class _Replay:
     def __init__(self, settings: RunSpec | None, interval_s: float) -> None:
         self.settings, self.interval_s = settings, interval_s
-        self.view, self.ledger = RunView(), Ledger()
+        self.view, self.alerts = RunView(), ActiveAlerts()
         self.waiting: list[tuple[Source, AnyEvent]] = []
         self.steps = 0
         self.next_look_s: float | None = None
@@ -136,12 +136,12 @@ class _Replay:
     def look(self, now_s: float) -> None:
         self.fold_waiting()
         case = Case(view=self.view, settings=self.settings, now_unix_s=now_s)
-        for event in self.ledger.look(case):
+        for event in self.alerts.look(case):
             if isinstance(event, AlertRaised):
                 self.raised.append(Raised(alert=event, unix_s=now_s, cleared_unix_s=None))
             elif isinstance(event, AlertCleared):
                 self.clear(event.id, now_s)
-        answers = self.ledger.answers.items()
+        answers = self.alerts.answers.items()
         self.judged |= {id for id, answer in answers if not isinstance(answer, Unknown)}
 
     def clear(self, id: str, now_s: float) -> None:
@@ -164,7 +164,7 @@ class _Replay:
 
     def end(self, fault: str | None) -> Diagnosis:
         self.look(self.now_s)
-        answers = self.ledger.answers
+        answers = self.alerts.answers
         unjudged = {
             id: answer.reason
             for id, answer in answers.items()
@@ -174,6 +174,6 @@ class _Replay:
             view=self.view,
             raised=tuple(self.raised),
             unjudged=unjudged,
-            judged=tuple(rule.id for rule in self.ledger.rules if rule.id in self.judged),
+            judged=tuple(rule.id for rule in self.alerts.rules if rule.id in self.judged),
             fault=fault,
         )

@@ -50,9 +50,7 @@ from engine.log.events import (
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.held import forget_held, held_readings
-from engine.log.keeper import Keeper
-from engine.log.recover import repair
-from engine.log.write import LogWriter
+from engine.log.write import LogWriter, repair
 from engine.machine.facts import read_facts
 from engine.machine.kill_counters import KillCounters, read_kill_counters
 from engine.machine.nvml import open_nvml
@@ -60,11 +58,13 @@ from engine.machine.sampler import Sampler
 from engine.machine.threads import VARIABLE, choose_thread_wait
 from engine.signals import AGAIN_S, GRACE_S, descendants, end
 from engine.spec import RunSpec, spec_from_dict
-from engine.watch.attribution import attribute_exit, exception_name
-from engine.watch.clocks import ClockWatch
-from engine.watch.kernel_log import find_kernel_line
-from engine.watch.last_memory import memory_words
-from engine.watch.memory_guard import MemoryGuard
+from engine.watch.attribution import (
+    attribute_exit,
+    exception_name,
+    find_kernel_line,
+    memory_words,
+)
+from engine.watch.machine_guard import ClockWatch, MemoryGuard
 from engine.watch.watcher import Watcher
 
 TICK_S = 1.0
@@ -157,7 +157,10 @@ class _Supervisor:
             tick_s=every_s,
             own_memory=partial(held_readings, self.run),
         )
-        keeper = Keeper(self.run)
+        # Here, because it imports numpy, for which no trainer waits.
+        from engine.log.columns import SegmentWriter
+
+        segments = SegmentWriter(self.run)
         next_tick = time.monotonic()
         next_sample = next_tick if every_s else math.inf
         self._forward_all(trainer)
@@ -166,7 +169,7 @@ class _Supervisor:
                 next_sample = max(next_sample + sampler.tick_s, time.monotonic())
                 self._sample(sampler)
             watcher.tick()
-            keeper.tick()
+            segments.tick()
             self._look_after_machine(trainer, watcher)
             # Ticks that were missed (a suspended machine) are skipped, not made up for.
             next_tick = max(next_tick + TICK_S, time.monotonic())

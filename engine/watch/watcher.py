@@ -6,7 +6,7 @@
                         then, if `watch.on_stall` is `stop`, the trainer is asked to stop, and ended when
                         it has not answered within STOP_GRACE_S
     in a long silence   that is no stall, once in each phase: the stacks are taken, and a note says where it
-                        stands and how long it may; a load or a compiler may be at work for minutes
+                        is and how long it may take; loading or compiling may take minutes
     when the GPU idles  the stacks are taken too: they say what it waits for
 
 The watcher must never end the run it watches. A log that cannot be read is a note, once, and ends the
@@ -30,9 +30,8 @@ from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView, Table
 from engine.units import format_seconds
-from engine.watch.active_alerts import Ledger
-from engine.watch.rules.rule import CannotJudge, Case
-from engine.watch.rules.settings import read_settings
+from engine.watch.active_alerts import ActiveAlerts
+from engine.watch.rules.rule import CannotJudge, Case, read_settings
 from engine.watch.rules.stall import Silence, silence
 from engine.watch.stacks import Capture
 
@@ -62,7 +61,7 @@ class Watcher:
         self._write, self._stop = write, stop
         self._wall, self._monotonic = wall, monotonic
         self.settings = read_settings(run)
-        self.ledger = Ledger()
+        self.alerts = ActiveAlerts()
         self._follower = Follower(run)
         self._works = True
         self._next_look_s = 0.0
@@ -130,7 +129,7 @@ class Watcher:
             self._quiet = still if self._capture is not None else None
 
     def _judge(self, case: Case, without: tuple[str, ...] = ()) -> None:
-        for event in self.ledger.look(case, without):
+        for event in self.alerts.look(case, without):
             self._write(event)
             if not isinstance(event, AlertRaised):
                 continue

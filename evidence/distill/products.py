@@ -21,8 +21,8 @@ from torch import Tensor
 from engine.bench.teacher import config_named
 from engine.bench.timing import time_arms
 from engine.kernels.kd_loss import LossRows, row_buffer
+from engine.models.head import multiply
 from engine.models.load import new_decoder
-from engine.models.product import multiply
 
 N, V, W, D, E = 8192, 151936, 152064, 896, 3584
 CUDA = torch.device("cuda")

@@ -249,7 +249,7 @@ class Story:
         print(json.dumps(self.summary["sound"]), flush=True)
 
     def measured(self, run: str) -> dict[str, Any]:
-        from engine.flips.outcome import metrics_of
+        from engine.flips.arms import metrics_of
         from engine.log.folder import RunFolder
         from engine.log.follow import Follower
 

@@ -9,8 +9,7 @@ import numpy as np
 from engine.data.tokens import TokenStream
 from engine.machine.reading import Reading, measured
 from engine.models.config import ModelConfig
-from engine.plan.budget import MemoryBudget
-from engine.plan.memory_model import predict
+from engine.plan.memory import MemoryBudget, MemoryPlan
 from engine.spec import RunSpec, spec_from_dict
 
 PLENTY = measured(1 << 60, "a test")
@@ -79,9 +78,9 @@ def budget_of(
         "student_precision": "bf16",
         "device": "cuda",
     }
-    return predict(
-        spec, teacher=teacher, student=student, available=available, **(chosen | changes)
-    )
+    return MemoryPlan(
+        spec=spec, teacher=teacher, student=student, available=available, **(chosen | changes)
+    ).budget()
 
 
 def item(budget: MemoryBudget, name: str) -> int:

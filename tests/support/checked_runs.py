@@ -22,11 +22,12 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.spec import RunSpec, build_spec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.checking import context_of
-from engine.train.checkpoint import state, state_files
+from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
-from engine.train.trainer import Step, Trainer
+from engine.train.step import Step
+from engine.train.trainer import Trainer
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
 
@@ -138,7 +139,7 @@ class Run:
             position={"rows": self.trainer.position},
             best_held_out_loss=None,
         )
-        saved = checkpoint.save(folder, self.trainer.step, state_files.pack(captured))
+        saved = checkpoint.save(folder, self.trainer.step, state.pack(captured))
         self.answer(self.checks.at_checkpoint(saved.path, self.trainer.step))
         return saved.path
 

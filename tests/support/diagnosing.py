@@ -24,7 +24,7 @@ from engine.log.events import (
 from engine.log.fold import fold
 from engine.log.view import RunView, Source
 from engine.spec import RunSpec, build_spec
-from engine.watch.rules.registry import RULES
+from engine.watch.rules import RULES
 from engine.watch.rules.rule import Alert, Case, Unknown
 from tests.support.run_events import example_of, opened, step
 

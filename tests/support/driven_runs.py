@@ -9,9 +9,9 @@ import torch
 from engine.data.batches import Batches, heldout_rows
 from engine.models.decoder import Decoder
 from engine.models.head import DenseHead
-from engine.plan import memory_plan
+from engine.plan import memory
 from engine.spec import RunSpec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.heldout import heldout_loss
 from engine.train.trainer import Trainer
 from tests.support.budgets import (
@@ -31,7 +31,7 @@ def drive(
     seq_len = spec.data.seq_len
     rows = max(2 * spec.train.rows * spec.train.accumulation, spec.eval.rows) + 2
     stream = stream_of(student.config.vocab_size, rows * seq_len)
-    held = list(heldout_rows(stream, seq_len, spec.eval.rows).split(memory_plan.EVAL_ROWS_AT_ONCE))
+    held = list(heldout_rows(stream, seq_len, spec.eval.rows).split(memory.EVAL_ROWS_AT_ONCE))
     frozen = None if teacher is None else DequantizedTeacher(teacher)
     trainer = Trainer(
         student=student,

@@ -180,18 +180,21 @@ class Checkpoint(Scenario):
         from engine.spec import RunSpec
         from engine.spec.sections import CheckpointSection
         from engine.train.checkpoint.keeper import Keeper
+        from engine.train.record import logged
 
         self.run = create_run(self.folder / "run", "", {})
         self.log = LogWriter(self.run.events, writer="trainer")
         spec = RunSpec(checkpoint=CheckpointSection(keep_last=2))
-        self.keeper = Keeper(self.log, self.run, spec)
+        self.keeper = Keeper(self.run, spec, sync_log=self.log.sync)
         first, second, self.trainer = trainers_at_steps_1_to_3()
-        self.keeper.save(first, None)
-        self.keeper.save(second, None)
+        logged(self.log, self.keeper.save(first, None))
+        logged(self.log, self.keeper.save(second, None))
 
     def act(self) -> None:
+        from engine.train.record import logged
+
         try:
-            self.done.append(self.keeper.save(self.trainer, None).name)
+            self.done.append(logged(self.log, self.keeper.save(self.trainer, None)).name)
         except OSError:
             raise
         finally:
@@ -199,7 +202,7 @@ class Checkpoint(Scenario):
 
     def check(self, failed: bool, persistent: bool) -> None:
         from engine.log.events import CheckpointSaved
-        from engine.train.checkpoint import state_files
+        from engine.train.checkpoint import state
         from engine.train.checkpoint.manifest import newest
         from engine.train.checkpoint.write import save
 
@@ -208,7 +211,7 @@ class Checkpoint(Scenario):
         assert said[:2] == [1, 2]
         found = newest(self.run.checkpoints)
         assert found is not None and found.step >= said[-1] and not found.refused
-        assert state_files.unpack(found).step == found.step
+        assert state.unpack(found).step == found.step
         assert not self.done or said[-1] == 3
         names = sorted(entry.name for entry in self.run.checkpoints.iterdir())
         if not persistent:
@@ -244,7 +247,9 @@ class Student(Scenario):
         from engine.train.receipt import save_student
 
         try:
-            self.done.append(save_student(self.log, self.run, self.student, self.inputs, "fp32"))
+            saved = save_student(self.run, self.student, self.inputs, "fp32")
+            self.log.write(saved)
+            self.done.append(saved.sha256)
         finally:
             self.log.close()
 

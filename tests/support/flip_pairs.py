@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.flips.arms import Outcome
 from engine.flips.judge import Pair
-from engine.flips.outcome import Outcome
 from engine.flips.plan import Change, Plan
 from engine.flips.statistics import LEVEL, PRIOR_WEIGHT
 from engine.spec import RunSpec

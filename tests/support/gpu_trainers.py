@@ -10,7 +10,7 @@ from engine.data.batches import Batches
 from engine.models.load import new_decoder
 from engine.models.running import set_running
 from engine.spec import TrainSection
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.trainer import Trainer
 from tests.support.budgets import config, stream_of
 from tests.support.trainers import LOSS

@@ -25,10 +25,10 @@ from engine.log.follow import Follower
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder
 from engine.spec import RunSpec, build_spec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train import run as trainer_module
 from engine.train.checking import context_of
-from engine.train.checkpoint import state, state_files
+from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
 from engine.train.checkpoint.keeper import Keeper
 from engine.train.checkpoint.manifest import verify
@@ -152,7 +152,7 @@ class Drawn:
     def resume(self, path: Path) -> Run:
         """The run as it goes on from a checkpoint, before its first check."""
         run = self.make()
-        found = state_files.unpack(verify(path))
+        found = state.unpack(verify(path))
         state.restore(found, run.trainer.student, run.trainer.optimizer)
         run.trainer.step, run.trainer.position = found.step, found.position["rows"]
         return dataclasses.replace(run, context=self.context(run.spec, run.trainer))
@@ -168,7 +168,7 @@ def _save(run: Run, folder: Path) -> Path:
         position={"rows": run.trainer.position},
         best_held_out_loss=None,
     )
-    return checkpoint.save(folder, run.trainer.step, state_files.pack(captured)).path
+    return checkpoint.save(folder, run.trainer.step, state.pack(captured)).path
 
 
 def asked(run: Run) -> list[Result]:

@@ -52,13 +52,13 @@ def lively(config: ModelConfig, seed: int = 0) -> Decoder:
 
 def write(path: Path, decoder: Decoder, blocks: str, floats: str = "") -> Path:
     """A .gguf or .apr of the decoder, its matrices in `blocks` but for those whose name has `floats`
-    in it; q and k of a Llama in the order of the format.
+    in it; q and k in the order of the format's readers.
     """
     convention = path.suffix[1:]
     config = decoder.config
     names = names_for(convention, config)
     tensors: list[tuple[str, Tensor | QuantTensor]] = []
-    permuted = config.family == "llama"
+    permuted = config.kind.turns_neighbours
     for ours, tensor in decoder.state_dict().items():
         found: Tensor | QuantTensor = tensor
         if tensor.dim() == 2 and not (floats and floats in ours):

@@ -21,8 +21,7 @@ from tests.support.faults import KILL, Shim
 
 def make_store(spec: Path, out: Path, *sets: str, **wanted: Any) -> Any:
     """The `Prepared` of a store in `out`; a `stop` among the keywords ends it early."""
-    from engine.train.prepare import prepare
-    from engine.train.prepare_plan import Wanted, plan_job
+    from engine.train.prepare import Wanted, plan_job, prepare
     from engine.train.stopping import StopRequest
 
     stop = wanted.pop("stop", None) or StopRequest()

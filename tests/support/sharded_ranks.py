@@ -18,9 +18,9 @@ from engine.formats.open import open_weights
 from engine.formats.safetensors import tensors_sha256
 from engine.machine.reading import measured
 from engine.models.config import ModelConfig
+from engine.models.decoder import Tensors
 from engine.models.packed_size import packed_size
-from engine.models.tensors import Tensors
-from engine.plan.memory_model import predict
+from engine.plan.memory import MemoryPlan
 from engine.runtime.ranks import Ranks, join, leave, ranks_here
 from engine.spec import spec_from_dict
 from engine.teachers.build import BuiltTeacher, build_teacher
@@ -76,8 +76,8 @@ def predicted_bytes(folder: Path, kind: str) -> int:
     with open_weights(path) as weights:
         size = packed_size(config, weights)
     each = 2 if PRECISION[kind] in ("bf16", "fp8") else 4
-    budget = predict(
-        spec_from_dict(
+    budget = MemoryPlan(
+        spec=spec_from_dict(
             {
                 "teacher": {"path": "t"},
                 "student": {"config": "s.json"},
@@ -94,7 +94,7 @@ def predicted_bytes(folder: Path, kind: str) -> int:
         student=make_config(),
         device="cpu",
         available=measured(1 << 60, "a test"),
-    )
+    ).budget()
     sizes = {item.name: item.bytes for item in budget.items}
     return sizes["teacher weights"] + sizes["teacher layers put together"]
 

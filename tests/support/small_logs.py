@@ -9,17 +9,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import strategies as st
 
-import engine.log.extremes as extremes_module
+import engine.log.columns as columns_module
 import engine.log.fold as fold_module
-import engine.log.gather as gather_module
-import engine.log.pack as pack_module
-import engine.log.pack_files as files_module
-import engine.log.shares as shares_module
-import engine.log.skim as skim_module
+import engine.log.follow as follow_module
+from engine.log.columns import SegmentReader
 from engine.log.events import AnyEvent, Evaluated, Event, LogOpened, Note
 from engine.log.fold import fold
-from engine.log.gather import Gatherer
-from engine.log.read import decode_line
+from engine.log.read import LogReader, decode_line
 from engine.log.view import RunView, Source
 from engine.log.write import encode
 from tests.support.run_events import numbered, opened, runs, started, step, write_log
@@ -30,17 +26,13 @@ class small_sizes:
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
         for module, name, value in (
-            (skim_module, "LINES_KEPT", 3),
+            (columns_module, "LINES_KEPT", 3),
+            (columns_module, "PART_BYTES", 200),
+            (columns_module, "CHUNK_BYTES", 1500),
+            (columns_module, "LEFT_BYTES", 0),
+            (columns_module, "TAIL_BYTES", 32),
             (fold_module, "LOG_LINES_KEPT", 3),
-            (gather_module, "FROM_BYTES", 1),
-            (shares_module, "HELP_FROM_BYTES", 1),
-            (shares_module, "PART_BYTES", 200),
-            (files_module, "CHUNK_BYTES", 1500),
-            (files_module, "LEFT_BYTES", 0),
-            (extremes_module, "BLOCK", 2),
-            (extremes_module, "MANY", 2),
-            (pack_module, "TAIL_BYTES", 32),
-            (files_module, "TAIL_BYTES", 32),
+            (follow_module, "LONG_BYTES", 1),
         ):
             self.patch.setattr(module, name, value)
 
@@ -86,10 +78,23 @@ def one_by_one(view: RunView, source: Source, data: bytes) -> RunView:
     return view
 
 
-def gathered(view: RunView, source: Source, gatherer: Gatherer, most: int = 1 << 20) -> RunView:
-    while events := gatherer.read(most):
+def followed(
+    view: RunView,
+    source: Source,
+    reader: LogReader,
+    most: int = 1 << 20,
+    *,
+    files: bool = False,
+    keep: bool = False,
+) -> RunView:
+    """`view` and what follows in a log, read as a Follower reads a long one."""
+    segments = SegmentReader(reader, files=files, keep=keep)
+    while True:
+        found, left = segments.read(most)
+        events = found or reader.poll(left)
+        if not events:
+            return view
         view = fold(view, source, events)
-    return view
 
 
 def long_log(path: Path, count: int = 200) -> list[AnyEvent]:

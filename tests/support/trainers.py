@@ -11,7 +11,7 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import read_config
 from engine.models.load import load_decoder, new_decoder
 from engine.spec import LossSection, TrainSection
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train.trainer import Trainer
 from tests.support.kit import Kit
 

@@ -6,8 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from engine.train.checkpoint.file_calls import FileCalls
-from engine.train.checkpoint.write import Sink
+from engine.train.checkpoint.write import FileCalls, Sink
 
 OPERATIONS = {name for name, _ in inspect.getmembers(FileCalls, inspect.isfunction)}
 

@@ -27,7 +27,7 @@ from engine.errors import CheckpointError, EngineError
 from engine.log.events import CheckpointSaved, RunFinished, StepDone
 from engine.log.folder import create_run, is_run
 from engine.log.read import BrokenLog, LogReader
-from engine.log.recover import repair
+from engine.log.write import repair
 from engine.machine import facts
 from engine.spec import load_spec
 from engine.train import run as trainer_module
@@ -252,7 +252,7 @@ class MarkingKeeper(Keeper):
     """Marks in the journal that a checkpoint has been acknowledged."""
 
     def save(self, *arguments: Any, **named: Any) -> Any:
-        saved = super().save(*arguments, **named)
+        saved = yield from super().save(*arguments, **named)
         SHIM.mark(self.saved_step)
         return saved
 

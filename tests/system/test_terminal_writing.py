@@ -25,7 +25,6 @@ PROTOCOLS = {
     "engine/contracts/proving.py",
     "engine/machine/cuda_driver.py",
     "engine/bench/kd_arm.py",
-    "engine/log/shares.py",
 }
 """Helper processes whose stdout is a pipe to the engine."""
 

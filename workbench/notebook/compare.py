@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import UsageError
-from engine.findings.chart import LIMIT, Series, line_chart, thin
+from engine.findings.chart import LIMIT, Row, Series, line_chart, thin
 from engine.log.folder import open_run
 from engine.terminal import printable
 from workbench.feed import RunFeed, Snapshot
@@ -48,7 +48,7 @@ class Compare:
                 figure.add_scatter(
                     x=[x for x, _ in rows],
                     # A gap and no bridge where a value is not finite.
-                    y=[y if math.isfinite(y) else None for _, y in rows],
+                    y=[y if y is not None and math.isfinite(y) else None for _, y in rows],
                     mode="lines",
                     # A page reads some HTML in names.
                     name=html.escape(printable(snapshot.run.name)),
@@ -87,7 +87,7 @@ class Compare:
         return bundle
 
 
-def _rows(snapshot: Snapshot, name: str) -> tuple[tuple[float, float], ...]:
+def _rows(snapshot: Snapshot, name: str) -> tuple[Row, ...]:
     steps = snapshot.view.steps
     return thin(steps.values("step"), steps.values(name), LIMIT)
 

@@ -13,14 +13,11 @@ from pathlib import Path
 
 from engine.contracts.receipt import FOLDER
 from engine.contracts.status import Status, overview
+from engine.contracts.text import contract_lines, summary
 from engine.errors import BadInput
 from engine.log.text import one_line
-from engine.verdict import Level, Verdict, lowest
-from workbench.contracts import contract_lines
-from workbench.listing import age_text
+from engine.verdict import Verdict, lowest
 from workbench.notebook.outputs import show
-
-SIGNS = {Level.PASS: "+", Level.FAIL: "!", Level.UNKNOWN: "?"}
 
 
 class Contracts:
@@ -76,12 +73,3 @@ class Contracts:
     def _ipython_display_(self) -> None:
         bundle = {"text/html": self.page(), "text/plain": "\n".join(self.lines())}
         show(bundle, uuid.uuid4().hex[:12])
-
-
-def summary(status: Status) -> str:
-    """`+ PASS kd-loss-v1: proven, 3h02m old`; what keeps one from passing is said."""
-    level = status.answer.level
-    why = "" if level is Level.PASS else f"; {one_line(str(status.answer))}"
-    age = "never run" if status.age_s is None else f"{age_text(status.age_s)} old"
-    reached = status.reached.name.lower()
-    return f"{SIGNS[level]} {level.name} {status.id}: {reached}, {age}{why}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import html
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from typing import Any
 import ipywidgets
 
 from engine.errors import BadInput, UsageError
-from engine.findings.figures import flip_figure
-from engine.flips.amounts import parse_time
+from engine.findings.chart import flip_figure
+from engine.flips.plan import parse_time
 from engine.flips.text import verdict_lines
 from engine.log.folder import RunFolder, open_run
 from workbench.feed import RunFeed
-from workbench.flips import FlipFeed, FlipSnapshot, going_on, plan_of
-from workbench.launch import StartedFlip, start_flip
+from workbench.flips import FlipFeed, FlipSnapshot, Wanted, flip_lines, going_on
+from workbench.launch import StartedFlip
 from workbench.notebook.panel import Panel, hide_still
 from workbench.suspicions import suspicions
 
@@ -77,7 +76,7 @@ class Flip(Panel):
         self._feed: FlipFeed | None = None
         self._started: StartedFlip | None = None
         self._starting = threading.Lock()
-        self._planned: tuple[str, str, str] | None = None
+        self._planned: Wanted | None = None
         self._suggested = False
         self.snapshot: FlipSnapshot | None = None
         wide = {"width": "98%"}
@@ -157,20 +156,21 @@ class Flip(Panel):
         return feed
 
     def _start_what_the_form_says(self) -> FlipFeed:
-        assignment, hypothesis, budget = self._form()
-        if not assignment:
+        wanted = self._form()
+        if not wanted.assignment:
             raise UsageError("Flip: expected a setting to change, found none")
-        parse_time("budget", budget)
-        knob = assignment.partition("=")[0].replace(".", "-")
-        folder = self._out or (self._flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
+        parse_time("budget", wanted.budget)
+        folder = self._out or wanted.folder(self._flips)
         self.snapshot = None
-        self._started = start_flip(
-            self._run.path, assignment, folder, hypothesis=hypothesis, budget=budget
-        )
+        self._started = wanted.start(self._run.path, folder)
         return FlipFeed(folder, self._started)
 
-    def _form(self) -> tuple[str, str, str]:
-        return self._set.value.strip(), self._hypothesis.value.strip(), self._budget.value.strip()
+    def _form(self) -> Wanted:
+        return Wanted(
+            assignment=self._set.value.strip(),
+            hypothesis=self._hypothesis.value.strip(),
+            budget=self._budget.value.strip(),
+        )
 
     def _choose(self, change: Any) -> None:
         """The form says what was chosen, on any thread."""
@@ -195,7 +195,7 @@ class Flip(Panel):
         self.snapshot = snapshot
         self._start_button.disabled = True
         self._stop_button.disabled = self._started is None or not self._started.is_alive
-        self._show(self._lines(snapshot), figure=snapshot.plan is not None)
+        self._show(flip_lines(snapshot), figure=snapshot.plan is not None)
         if self.is_over and not was_over:
             self._update_still()
         if self._was_refused(snapshot):
@@ -226,16 +226,13 @@ class Flip(Panel):
         if form == self._planned:
             return
         self._planned = form
-        self._show(self._plan_lines(*form), figure=False)
-
-    def _plan_lines(self, assignment: str, hypothesis: str, budget: str) -> list[str]:
-        if not assignment:
-            return ["name one setting and its other value; `engine spec` lists them"]
-        try:
-            plan = plan_of(self._run.path, assignment, hypothesis, parse_time("budget", budget))
-        except (BadInput, UsageError) as problem:
-            return [str(problem)]
-        return [plan] if isinstance(plan, str) else plan
+        lines = [form.problem()]
+        if not lines[0]:
+            try:
+                lines = form.plan(self._run.path)
+            except BadInput as problem:
+                lines = [str(problem)]
+        self._show(lines, figure=False)
 
     def _show(self, lines: list[str], *, figure: bool) -> None:
         drawn = ""
@@ -245,24 +242,9 @@ class Flip(Panel):
         if not self.is_closed and self._progress.value != text:
             self._progress.value = text
 
-    @staticmethod
-    def _lines(snapshot: FlipSnapshot) -> list[str]:
-        if snapshot.going_on:
-            head = snapshot.arm
-        elif snapshot.verdict is not None:
-            head = f"{snapshot.verdict['verdict']} ({snapshot.verdict['class']})"
-        else:
-            head = "it ended without a verdict" if snapshot.plan else "refused"
-        lines = [head, "", *snapshot.lines()]
-        if snapshot.verdict is not None:
-            lines += ["", *verdict_lines(snapshot.verdict)]
-        if snapshot.error:
-            lines += ["", snapshot.error]
-        return [*lines, "", f"folder: {snapshot.folder}"]
-
     def still(self) -> tuple[list[str], list[str]]:
         snapshot = self.snapshot
         if snapshot is None:
             return [], [f"{self!r}: not started"]
         figures = [] if snapshot.plan is None else [flip_figure(snapshot.plan, snapshot.pairs)]
-        return figures, self._lines(snapshot)
+        return figures, flip_lines(snapshot)

@@ -4,8 +4,6 @@
 // as one buffer of float32, first all x, then all y, and text that changed. Nothing is kept in the state
 // of the widget. A drag over a chart selects a window of it, which is shaded and goes to the kernel as `window`.
 
-const PANES = ["alerts", "result", "checks", "decisions", "kernels", "device"];
-
 function makePane(name) {
   const pane = document.createElement("details");
   pane.open = name === "alerts" || name === "result";
@@ -34,7 +32,6 @@ function render({ model, el }) {
   });
   const panes = document.createElement("div");
   panes.className = "apr-panes";
-  panes.append(...PANES.map(makePane));
   root.append(status, charts, panes);
   el.append(root);
 
@@ -52,6 +49,12 @@ function render({ model, el }) {
   function soon() {
     if (!waiting) waiting = requestAnimationFrame(draw);
   }
+  // Which panes there are, and their order, is the kernel's table: a pane is made when its first words come.
+  function paneOf(name) {
+    const find = () => root.querySelector(`[data-pane="${CSS.escape(name)}"]`);
+    if (!find()) panes.append(makePane(name));
+    return find();
+  }
   function take(message, buffers) {
     if (message.kind === "clear") {
       for (const name of message.series || [...all.keys()]) all.delete(name);
@@ -66,7 +69,7 @@ function render({ model, el }) {
     } else if (message.kind === "words") {
       for (const [name, text] of Object.entries(message.panes)) {
         if (name === "status") status.textContent = text;
-        else root.querySelector(`[data-pane="${CSS.escape(name)}"]`).textContent = text;
+        else paneOf(name).textContent = text;
       }
     }
     soon();

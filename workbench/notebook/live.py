@@ -27,14 +27,14 @@ import ipywidgets
 import traitlets
 
 from engine.errors import BadInput, UsageError
-from engine.findings.figures import run_figures
+from engine.findings.chart import run_figures
 from engine.log.folder import RunFolder, is_run, open_run
 from engine.log.view import RunView
 from workbench.feed import UNREADABLE, RunFeed, Snapshot
 from workbench.launch import resume_run, start_run, stop_run
 from workbench.notebook.panel import Panel
 from workbench.notebook.stream import Stream
-from workbench.words import result_words
+from workbench.panes import result_words
 
 if TYPE_CHECKING:
     import pandas

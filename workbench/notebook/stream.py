@@ -16,7 +16,7 @@ absent is no row; NaN and infinity are sent as they are.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,28 +26,14 @@ from engine.log.table import Table
 from engine.log.view import LineKey
 from engine.terminal import printable
 from workbench.feed import Snapshot
-from workbench.words import (
-    alert_words,
-    check_words,
-    decision_words,
-    device_words,
-    kernel_words,
-    result_words,
-)
+from workbench.panes import page_panes
 
 HISTORY, LIVE = 256, 24
 PANE_CHARACTERS = 6000
 STEPS = ("loss", "ce", "kd", "step_s")
 HOST = ("host_available_bytes", "trainer_rss_bytes")
 GPU = ("gpu_util_pct", "tensor_util_pct", "gpu_mem_used_bytes")
-PANES: Mapping[str, Callable[[Snapshot], list[str]]] = {
-    "alerts": alert_words,
-    "result": result_words,
-    "checks": check_words,
-    "decisions": decision_words,
-    "kernels": kernel_words,
-    "device": device_words,
-}
+PANES = page_panes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,40 +16,28 @@ any Live of this kernel, verify, export. `conclude` refuses while a rule is open
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import ipywidgets
 
 from engine.errors import EngineError, UsageError
+from engine.findings import changes
 from engine.findings.bundle import Bundle, find_bundle, find_bundles
 from engine.findings.capture import (
-    Blob,
+    COMMAND_LIMIT_S,
     Capture,
-    capture_alert,
-    capture_check,
-    capture_metric,
-    capture_window,
+    capture_command,
+    capture_flip,
+    capture_part,
 )
-from engine.findings.command import COMMAND_LIMIT_S, capture_command
+from engine.findings.changes import Done, Take
 from engine.findings.context import run_blobs
-from engine.findings.finding import Finding
-from engine.findings.flips import capture_flip
-from engine.findings.html import hanging
 from engine.findings.redact import Redactor
-from engine.findings.report import tree_lines
+from engine.findings.report import hanging
+from engine.findings.text import tree_lines
 from engine.findings.verify import Checked, check_bundle
-from engine.findings.whys import (
-    add_alternative,
-    add_node,
-    answer,
-    blobs_of,
-    close,
-    link,
-    new_finding,
-    refute,
-    withdraw,
-)
 from workbench.notebook.flip import Flip
 from workbench.notebook.live import Live
 from workbench.notebook.panel import Panel, hide_still
@@ -104,12 +92,12 @@ class Whys(Panel):
 
     def add(self, claim: str, *, why_of: Sequence[str], kind: str = "hypothesis") -> str:
         """Add an answer to why `why_of` is so; returns its id. Raises BadInput."""
-        done = self._change(lambda f: (add_node(f, claim, why_of=why_of, kind=kind), None))  # type: ignore[arg-type]
-        return done.nodes[-1].id
+        done = changes.add(self.bundle, claim, why_of=why_of, kind=kind)  # type: ignore[arg-type]
+        return self._wake_after(done).finding.nodes[-1].id
 
     def refute(self, node: str, reason: str) -> None:
         """Say that a claim does not hold. Raises BadInput."""
-        self._change(lambda f: (refute(f, node, reason), None))
+        self._wake_after(changes.refute(self.bundle, node, reason))
 
     def link(
         self,
@@ -124,7 +112,7 @@ class Whys(Panel):
         """Put evidence under a node; returns its id. Of a Live: `alert` with its readings, what a `check`
         answered, or `metric` (as `loss`, `gpu0.gpu_util_pct`) over the window that is selected there, or all
         events of that window; of a Flip: its verdict. Raises BadInput, UsageError."""
-        return self._link(node, _captured(source, metric, alert, check), says)
+        return self._link(node, lambda: _captured(source, metric, alert, check), says)
 
     def reproduce(
         self,
@@ -138,43 +126,37 @@ class Whys(Panel):
     ) -> str:
         """Run a command, without a shell, that must end or say as was expected before; returns the id of the
         evidence. The cell waits for it, `limit_s` seconds at most. Raises BadInput."""
-        capture = capture_command(
-            command, Redactor(), expect_exit=expect_exit, expect_text=expect_text, limit_s=limit_s
+        expected: dict[str, Any] = {"expect_exit": expect_exit, "expect_text": expect_text}
+        return self._link(
+            node, lambda: capture_command(command, Redactor(), **expected, limit_s=limit_s), says
         )
-        return self._link(node, capture, says)
 
     def suspect(
         self, node: str, claim: str, *, test: str, if_true: str, if_false: str, minutes: float
     ) -> str:
         """Name another explanation, and the cheapest test that tells them apart; returns its id. Raises
         BadInput."""
-        asked = {"test": test, "if_true": if_true, "if_false": if_false, "minutes": minutes}
-        done = self._change(lambda f: (add_alternative(f, node, claim, **asked), None))  # type: ignore[arg-type]
-        return done.node(node).alternatives[-1].id
+        asked: dict[str, Any] = {"test": test, "if_true": if_true, "if_false": if_false}
+        done = changes.suspect(self.bundle, node, claim, **asked, minutes=minutes)
+        return self._wake_after(done).finding.node(node).alternatives[-1].id
 
     def answer(self, alternative: str, outcome: str, text: str, *, evidence: str) -> None:
         """What the test of another explanation showed: `excluded`, `holds` or `undecided`. Raises BadInput."""
-        self._change(
-            lambda f: (answer(f, alternative, outcome=outcome, text=text, evidence=evidence), None)
-        )
+        self._wake_after(changes.answer(self.bundle, alternative, outcome, text, evidence=evidence))
 
     def withdraw(self, entry: str, reason: str) -> None:
         """Take back a node, evidence or an alternative: kept, struck out, it carries nothing any more.
         Raises BadInput."""
-        self._change(lambda f: (withdraw(f, entry, reason), None))
+        self._wake_after(changes.withdraw(self.bundle, entry, reason))
 
     def conclude(self, text: str = "", *, unresolved: str = "") -> None:
         """End the finding with its root cause, or say why it stays without one. Raises CannotClose with the
         rules that are open."""
-        known = self.verify().problems
-        self._change(lambda f: (close(f, unresolved=unresolved, text=text, known=known), None))
+        self._wake_after(changes.close(self.bundle, unresolved=unresolved, text=text))
 
-    def _link(self, node: str, capture: Capture, says: str) -> str:
-        def change(finding: Finding) -> tuple[Finding, Capture]:
-            linked = link(finding, node, capture, says=says, relative_to=self.bundle.path)  # type: ignore[arg-type]
-            return linked, capture
-
-        return self._change(change).node(node).evidence[-1].id
+    def _link(self, node: str, take: Take, says: str) -> str:
+        done = changes.link(self.bundle, node, take, says=says)  # type: ignore[arg-type]
+        return self._wake_after(done).finding.node(node).evidence[-1].id
 
     def verify(self) -> Checked:
         """Hash and evaluate all evidence again."""
@@ -182,14 +164,9 @@ class Whys(Panel):
 
     def export(self) -> Path:
         """Enter the finding into LOG.md beside it. Raises BadInput for one that is not sound."""
-        return self.bundle.export().path
+        return changes.export(self.bundle).path
 
-    def _change(self, change: Callable[[Finding], tuple[Finding, Capture | None]]) -> Finding:
-        def changed(before: Finding) -> tuple[Finding, list[Blob]]:
-            finding, capture = change(before)
-            return finding, blobs_of(capture) if capture is not None else []
-
-        _, done = self.bundle.change(changed)
+    def _wake_after(self, done: Done) -> Done:
         self._wake.set()
         return done
 
@@ -245,7 +222,7 @@ def _open(name: str, claim: str, folder: Path) -> Bundle:
     for bundle in find_bundles(folder):
         if bundle.path.name[11:] == name:
             return bundle
-    return Bundle.create(folder, new_finding(name, claim))
+    return changes.begin(folder, name, claim)
 
 
 def _captured(source: Live | Flip, metric: str, alert: str, check: str) -> Capture:
@@ -257,16 +234,17 @@ def _captured(source: Live | Flip, metric: str, alert: str, check: str) -> Captu
     run = source.run
     if run is None:
         raise UsageError(f"{source!r}: expected a run that was started, found none")
-    if alert:
-        return capture_alert(run, alert, redactor).with_attached(run_blobs(run, redactor))
-    if check:
-        return capture_check(run, check, redactor).with_attached(run_blobs(run, redactor))
-    if source.window is None and not metric:
+    if not (alert or check or metric or source.window):
         wanted = "an alert, a check, a metric or a selected window"
         raise UsageError(f"{source!r}: expected {wanted}, found none of them")
     begin, end = source.window or (float("-inf"), float("inf"))
-    if metric:
-        found = capture_metric(run, metric, redactor, from_unix_s=begin, to_unix_s=end)
-    else:
-        found = capture_window(run, "events", begin, end, redactor)
+    found = capture_part(
+        run,
+        redactor,
+        alert=alert or None,
+        check=check or None,
+        metric=metric or None,
+        from_unix_s=begin,
+        to_unix_s=end,
+    )
     return found.with_attached(run_blobs(run, redactor))

@@ -1,22 +1,54 @@
-"""The application: which screen is first, how often it looks, and which characters it may use."""
+"""The application: which screen is first, and what holds on every screen: themes, the alphabet, copying and
+saving, help, the command palette, and that read-only mode acts on nothing."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import on
+from textual.actions import ActionParseResult
+from textual.app import App
 from textual.binding import Binding, BindingType
+from textual.command import Provider
+from textual.dom import DOMNode
+from textual.filter import LineFilter
 
+from engine.errors import EXIT_TERMINATED, EngineError
 from engine.log.folder import RunFolder, is_run
-from workbench.feed import RunFeed
+from workbench.tui.captures import (
+    FOLDER_VARIABLE,
+    capture,
+    captures_folder,
+    pane_of,
+    pane_text,
+    save,
+    save_copy,
+)
 from workbench.tui.context import Context
+from workbench.tui.keys import is_refused
 from workbench.tui.places import PLACES, place
+from workbench.tui.printable import Printable, drawable
+from workbench.tui.screens.help import HelpScreen
 from workbench.tui.screens.run import RunScreen
 from workbench.tui.screens.runs import RunsScreen
-from workbench.tui.shell import Shell
-from workbench.tui.themes import OWN_NAMES
+from workbench.tui.themes import OWN, OWN_NAMES, THEME_VARIABLES
+from workbench.tui.widgets.key_bar import bindings_of
+
+CLIPBOARD_BYTES = 50_000
+"""Terminals cut off or ignore an OSC 52 sequence longer than about 75 kB of base64."""
+
+
+def _palette_commands() -> type[Provider]:
+    # Imported when the palette is first opened: it is not needed for the first frame.
+    from workbench.tui.palette import WorkbenchCommands
+
+    return WorkbenchCommands
 
 
 def refresh_seconds(environ: Mapping[str, str]) -> float:
@@ -24,14 +56,44 @@ def refresh_seconds(environ: Mapping[str, str]) -> float:
     return 2.0 if environ.get("SSH_CONNECTION") or environ.get("TMUX") else 1.0
 
 
-class WorkbenchApp(Shell):
+class WorkbenchApp(App[None]):
     """Shows one run when exactly one run folder was named, else the list of runs."""
 
     TITLE = "apr-workbench"
+    CSS = """
+    .pane { border-title-color: $text-muted; }
+    PollingScreen.-tiny > * { display: none !important; }
+    PollingScreen.-tiny > .-first { display: block !important; height: 1fr !important; max-height: 100% !important; }
+    PollingScreen.-tiny > ToastRack { display: block !important; }
+    """
+    COMMANDS: ClassVar[set[Any]] = {_palette_commands}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(place.key, f"visit('{place.name}')", place.name, show=False, tooltip=place.tooltip)
-        for place in PLACES
-        if place.key
+        Binding(
+            "ctrl+c",
+            "quit",
+            "quit",
+            show=False,
+            priority=True,
+            tooltip="close the workbench; nothing ends with it",
+        ),
+        Binding(
+            "ctrl+p",
+            "command_palette",
+            "palette",
+            show=False,
+            priority=True,
+            tooltip="find a command, a screen, a run or a theme by name",
+        ),
+        Binding("question_mark,f1", "help", "help", show=False, tooltip="this help"),
+        Binding("y", "copy", "copy", show=False, tooltip="copy the pane as text"),
+        Binding("S", "save", "save", show=False, tooltip="save pane and screen, text and SVG"),
+        *(
+            Binding(
+                place.key, f"visit('{place.name}')", place.name, show=False, tooltip=place.tooltip
+            )
+            for place in PLACES
+            if place.key
+        ),
     ]
 
     def __init__(
@@ -43,7 +105,12 @@ class WorkbenchApp(Shell):
         ascii_only: bool = False,
         theme: str = OWN_NAMES[0],
     ) -> None:
-        super().__init__(theme=theme, read_only=read_only, ascii_only=ascii_only)
+        super().__init__()
+        self.read_only = read_only
+        self._printable = Printable(ascii_only=ascii_only)
+        for own in OWN:
+            self.register_theme(own)
+        self.theme = theme
         # A key is answered by one picture and not by a dozen on the way, which over ssh come late.
         self.animation_level = "none"
         self.context = Context(tuple(paths), refresh_s, read_only, ascii_only)
@@ -77,11 +144,104 @@ class WorkbenchApp(Shell):
 
     def open_folder(self, run: RunFolder) -> None:
         """Put the screen of a run over what is shown."""
-        self.push_screen(
-            RunScreen(
-                RunFeed(run, keep=not self.context.read_only),
-                refresh_s=self.context.refresh_s,
-                read_only=self.context.read_only,
-                ascii_only=self.context.ascii_only,
-            )
-        )
+        self.push_screen(RunScreen(self.context, run))
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return [*super().get_line_filters(), self._printable]
+
+    def on_load(self) -> None:
+        # A terminated program must not leave its terminal in another mode.
+        terminated = partial(self.exit, return_code=EXIT_TERMINATED)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated)
+
+    # Read-only mode
+
+    async def run_action(
+        self,
+        action: str | ActionParseResult,
+        default_namespace: DOMNode | None = None,
+        namespaces: Mapping[str, DOMNode] | None = None,
+    ) -> bool:
+        """Run an action, unless it changes something and nothing may be changed."""
+        node = self if default_namespace is None else default_namespace
+        if isinstance(action, str) and is_refused(self, node, action):
+            self.notify("read-only: nothing is started, stopped or changed", markup=False)
+            return True
+        return await super().run_action(action, node, namespaces)
+
+    def action_command_palette(self) -> None:
+        # A question is answered first: nothing else can be chosen meanwhile.
+        if not self.screen.is_modal:
+            super().action_command_palette()
+
+    # Help, themes
+
+    def action_help(self) -> None:
+        screen = self.screen
+        title = screen.title or type(screen).__name__.removesuffix("Screen").lower()
+        notes = getattr(screen, "NOTES", ())
+        self.push_screen(HelpScreen(f"help: {title}", bindings_of(screen), notes))
+
+    def choose_theme(self, name: str) -> None:
+        """Show another theme, and say how to keep it."""
+        self.theme = name
+        self.notify(f"theme {name}; {THEME_VARIABLES[0]}={name} keeps it", markup=False)
+
+    def next_theme(self) -> None:
+        """Show the next of the workbench's own themes."""
+        place = OWN_NAMES.index(self.theme) if self.theme in OWN_NAMES else -1
+        self.choose_theme(OWN_NAMES[(place + 1) % len(OWN_NAMES)])
+
+    # Copying and saving
+
+    def action_copy(self, whole: bool = False) -> None:
+        """Copy what is selected, else the pane with the focus, else the screen."""
+        screen = self.screen
+        pane = None if whole else pane_of(screen)
+        selected = None if whole else screen.get_selected_text()
+        if selected:
+            text, what = selected, "the selection"
+        elif pane is not None:
+            text, what = pane_text(screen, pane), "the pane"
+        else:
+            text, what = capture(screen).text, "the screen"
+        text = "\n".join(drawable(line, ascii_only=False) for line in text.splitlines()) + "\n"
+        count = text.count("\n")
+        said = f"copied {what}, {count} line{'' if count == 1 else 's'}"
+        if len(text.encode()) > CLIPBOARD_BYTES:
+            said += "; too long for the clipboard of a terminal"
+        else:
+            self.copy_to_clipboard(text)
+        try:
+            said += f", and to {_shown(save_copy(self._folder(), text))}"
+        except EngineError as problem:
+            self._not_saved(problem)
+        self.notify(said, markup=False)
+
+    def action_save(self) -> None:
+        """Save the screen, and the pane that has the focus."""
+        screen = self.screen
+        pane = pane_of(screen)
+        taken = [capture(screen), *([] if pane is None else [capture(screen, pane)])]
+        run = getattr(screen, "run", None)
+        try:
+            files = save(self._folder(), run.name if isinstance(run, RunFolder) else None, taken)
+        except EngineError as problem:
+            self._not_saved(problem)
+            return
+        names = "\n".join(f"  {path.name}" for path in files)
+        note = "\nread-only: files of the viewer, nothing of a run" if self.read_only else ""
+        self.notify(f"saved in {_shown(files[0].parent)}:\n{names}{note}", timeout=10, markup=False)
+
+    def _folder(self) -> Path:
+        return captures_folder(Path.cwd(), os.environ)
+
+    def _not_saved(self, problem: EngineError) -> None:
+        words = f"{problem}\n{FOLDER_VARIABLE} names another folder"
+        self.notify(words, severity="error", timeout=15, markup=False)
+
+
+def _shown(path: Path) -> str:
+    """A path as a person would type it from here."""
+    here = Path.cwd()
+    return f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path)

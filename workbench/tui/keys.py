@@ -3,7 +3,7 @@ the tables that dispatch keys.
 
 What an action does is known by its name alone, so a screen lists in `ACTING` those of its actions
 that start, stop or change a run, a flip or evidence. In read-only mode they are not offered, and the
-shell refuses to run them (`Shell.run_action`).
+application refuses to run them (`WorkbenchApp.run_action`).
 """
 
 from __future__ import annotations

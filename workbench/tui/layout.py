@@ -2,26 +2,25 @@
 size.
 
     status   below 40 x 10      the status line and nothing else
-    single   below 18 rows      one pane, chosen by its digit
-    tabs     below 100 x 36     the time line and one pane, chosen by its digit
+    single   below 18 rows      one pane, chosen by its key
+    tabs     below 100 x 36     the time line and one pane, chosen by its key
     grid     from  100 x 36     the panes that are looked at most; the result when there is one, or
-                                when it is chosen; alerts while one stands; checks, kernels or alerts
-                                in the place of decisions and result when they are chosen, and checks
+                                when it is chosen; alerts while one is active; other panes in the
+                                place of decisions and result when they are chosen, and checks
                                 and kernels beside them from 52 rows
 
-A zoomed pane is alone in every mode.
+A zoomed pane is alone in every mode. The table `workbench.panes` says what shows each pane in the grid.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PANES = ("loss", "pace", "device", "decisions", "log", "result", "checks", "kernels", "alerts")
-"""In the order of their digits, from 1."""
-PANE_LABELS = {"kernels": "JIT"}
-"""Panes that are called otherwise than their id."""
+from workbench.panes import PANES, pane_of
 
 SINGLE, TALL = 18, 52
+GIVING_WAY = frozenset({"decisions", "result"})
+"""The panes whose place is taken by a chosen one that is not always there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def arrange(
     width: int, height: int, *, chosen: str, zoomed: bool, ended: bool, alerts: bool = False
 ) -> Layout:
     """The mode and the visible panes."""
-    assert chosen in PANES, chosen
+    shown_when = pane_of(chosen).when
     if is_tiny(width, height):
         return Layout("status", frozenset())
     if height < SINGLE:
@@ -53,15 +52,18 @@ def arrange(
     if zoomed:
         return Layout(mode, frozenset({chosen}))
     if mode == "tabs":
-        return Layout(mode, frozenset({"loss", chosen}))
-    panes = set(PANES[:5])
-    if ended or chosen == "result":
-        panes.add("result")
-    elif alerts:
-        # A result names them itself.
-        panes.add("alerts")
-    if height >= TALL:
-        panes |= {"checks", "kernels", chosen}
-    elif chosen in ("checks", "kernels", "alerts"):
-        panes = panes - {"decisions", "result"} | {chosen}
+        return Layout(mode, frozenset({PANES[0].id, chosen}))
+    is_tall = height >= TALL
+    # A result names the alerts itself.
+    has_result = ended or shown_when == "ended"
+    reasons = {
+        "always": True,
+        "ended": has_result,
+        "alerts": alerts and not has_result,
+        "tall": is_tall,
+        "chosen": False,
+    }
+    panes = {pane.id for pane in PANES if reasons[pane.when]} | {chosen}
+    if not is_tall and shown_when not in ("always", "ended"):
+        panes -= GIVING_WAY - {chosen}
     return Layout(mode, frozenset(panes))

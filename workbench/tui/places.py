@@ -42,7 +42,7 @@ def _flip(context: Context, run: RunFolder | None) -> Screen[Any]:
 
     if run is None:
         return FlipsScreen(context)
-    return FlipScreen(run, refresh_s=context.refresh_s, ascii_only=context.ascii_only)
+    return FlipScreen(context, run)
 
 
 def _whys(context: Context, run: RunFolder | None) -> Screen[Any]:

@@ -21,11 +21,11 @@ from engine.log.view import RunView
 from engine.machine.facts import read_facts
 from engine.models.config import count_parameters
 from engine.plan.inputs import Inputs, check_inputs
-from engine.plan.memory_plan import ITEM_BYTES
+from engine.plan.knobs import choose_backend, choose_teacher_precision
+from engine.plan.memory import ITEM_BYTES
 from engine.runtime.device import choose_device, choose_precision
 from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
-from engine.teachers.choose import choose_backend, choose_teacher_precision
 from engine.verdict import Level, Verdict, lowest
 
 Say = Callable[[str], None]
@@ -103,8 +103,9 @@ class Subject:
     def teacher_precision(self) -> str:
         wanted, cuda = self.spec.teacher.precision, self.device.type == "cuda"
         capability = torch.cuda.get_device_capability(self.device) if cuda else None
-        chosen = choose_teacher_precision(wanted, device=self.device.type, capability=capability)
-        return (chosen or choose_precision("teacher.precision", wanted, self.device.type)).choice
+        return choose_teacher_precision(
+            wanted, device=self.device.type, capability=capability
+        ).choice
 
     @cached_property
     def teacher_backend(self) -> str:

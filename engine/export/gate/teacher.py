@@ -32,17 +32,16 @@ from engine.data.batches import Batch
 from engine.evaluate.perplexity import log_probabilities
 from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, unknown
 from engine.formats.safetensors import tensors_sha256
-from engine.models.freeze import freeze
+from engine.loss.types import SparseTargets
+from engine.models.frozen import freeze
 from engine.models.head import Head
 from engine.models.load import load_decoder
 from engine.models.packed import head_of
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import NOISE_FLOORS
 from engine.teachers.build import BuiltTeacher
-from engine.teachers.store.fit import uses_cache
 from engine.teachers.store.folder import Store, open_store
-from engine.teachers.store.manifest import MANIFEST
-from engine.teachers.store.outputs import SparseOutputs, as_outputs, sparse_parts
-from engine.teachers.store.rows import HIDDEN
+from engine.teachers.store.manifest import HIDDEN, MANIFEST, uses_cache
+from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.verdict import Level
 
@@ -183,12 +182,12 @@ def _cosines(
     kept = stored.targets(tokens_BT, documents_BT)
     assert kept is not None
     parts = sparse_parts(identity, hidden_NE, built.teacher.head(), identity.keys(batch))
-    online = as_outputs(identity, parts)
+    online = as_targets(identity, parts)
     spread = [_spread(one, stored.vocab_size) for one in (kept, online)]
     return F.cosine_similarity(spread[0], spread[1], dim=-1)
 
 
-def _spread(outputs: SparseOutputs, vocabulary: int) -> Tensor:
+def _spread(outputs: SparseTargets, vocabulary: int) -> Tensor:
     """Probabilities over the vocabulary, with the rest of them in one more column (N, V + 1)."""
     ids_NK = outputs.ids_NK.long()
     if outputs.log_probs_NK is None:

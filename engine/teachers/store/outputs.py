@@ -19,32 +19,20 @@ Logits are made some tokens at a time and dropped.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import InternalError
-from engine.models.head import Head, project
-from engine.models.product import operand_dtype, sum_dtype
-from engine.teachers.store.rows import SAMPLED, TOP_K, Identity, uniforms
+from engine.loss.types import SparseTargets
+from engine.models.head import Head, operand_dtype, project, sum_dtype
+from engine.teachers.store.manifest import SAMPLED, TOP_K, Identity, uniforms
 
 CHUNK_BYTES = 256 * 2**20
 """Of fp32 logits at once; drawing takes three times as much beside them."""
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
-
-
-class SparseOutputs(NamedTuple):
-    """What a teacher says of N tokens, of some ids each."""
-
-    ids_NK: Tensor
-    """int32."""
-    log_probs_NK: Tensor | None
-    """fp32, at the temperature of the loss; None for draws, which have a weight of 1 / K each."""
-    kind: Literal["top_k", "sampled"]
 
 
 # contract: topk-cache-fidelity-v1
@@ -74,11 +62,11 @@ def sparse_parts(
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
-def as_outputs(identity: Identity, parts: tuple[Tensor, ...]) -> SparseOutputs:
+def as_targets(identity: Identity, parts: tuple[Tensor, ...]) -> SparseTargets:
     """The fields of a sparse form as the loss takes them."""
     if identity.form == TOP_K:
-        return SparseOutputs(parts[0], parts[1], "top_k")
-    return SparseOutputs(parts[0], None, "sampled")
+        return SparseTargets(ids_NK=parts[0], log_probs_NK=parts[1], kind="top_k")
+    return SparseTargets(ids_NK=parts[0], log_probs_NK=None, kind="sampled")
 
 
 def _likeliest(logits_CV: Tensor, count: int) -> tuple[Tensor, Tensor]:

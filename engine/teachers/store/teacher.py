@@ -1,5 +1,4 @@
-"""A teacher that ran before: its answers come from a store, and it is asked itself only for what is not
-there.
+"""A teacher read from stored outputs: the teacher itself is asked only for what is not in the store.
 
     hidden     hidden states and the head, as from any teacher: the same loss, exactly
     top_k      `targets`, some ids a token, for the loss in the place of hidden states and head
@@ -10,7 +9,7 @@ whole batch, the same teacher in the same arithmetic that the store was made wit
 the first miss (or the miss is refused, as `teacher.cache_miss` says). Misses are counted and said;
 what they cost is seen in the step.
 
-Rows are known by their content (`engine.teachers.store.rows`), which is on the host before it is on
+Rows are known by their content (`manifest.py`), which is on the host before it is on
 the device. `note` says that two tensors on the device are a batch of the host, and begins to read it;
 who asks with these very tensors gets what was read. Tensors that were not noted are read back from the
 device, which waits for it: right, and for checks and evaluations only.
@@ -19,13 +18,29 @@ On a GPU rows are copied on a stream of their own: they are asked for when the s
 computed, and are there when their turn comes.
 
 Goes around every other teacher. It reads ahead by itself, so nothing needs to go around it.
+
+Rows are read into host memory by some threads at once, ahead of who asks for them. At 100k tokens a second,
+hidden states of 7 KB a token are 0.7 GB/s to read, compare and copy. So the rows of a batch are read by threads
+of their own from the moment the batch is known, each row straight into its place in one buffer, pinned where a
+GPU will take it: the copy to the device is then asynchronous, and nobody copies on the host. The threads spend
+their time in `pread` and in SHA-256, both outside of the interpreter's lock.
+
+A buffer is used again once the device has finished copying it. There are as many as batches are under
+way: with one batch ahead of the one that trains, two.
+
+With stored hidden states a run needs the teacher's output matrix and nothing else of it: 1.1 GB of the
+15 GB of a 7B teacher in bf16. `load_head` reads it as `engine.models.load` and `load_packed` do, from the one
+tensor of the file that holds it: of a tied model, the embedding.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,36 +49,116 @@ from torch import Tensor
 
 from engine.data.batches import Batch
 from engine.errors import TrainingFailed
-from engine.models.head import Head
+from engine.formats.open import open_weights
+from engine.kernels.linear import Scratch
+from engine.loss.types import SparseTargets
+from engine.models.config import config_of
+from engine.models.head import DenseHead, Head
+from engine.models.load import as_floats, check_tied, non_finite, refuse_non_finite
+from engine.models.names import check_fits, embedding_and_head
+from engine.models.packed import PackedHead, reserve
+from engine.quant.planes import PackedMatrix, pack
+from engine.quant.tensor import QuantTensor
+from engine.teachers.prefetching import DeviceBatch
 from engine.teachers.protocol import NoHiddenStates, Teacher
-from engine.teachers.store.folder import Store
-from engine.teachers.store.outputs import SparseOutputs, as_outputs, sparse_parts
-from engine.teachers.store.reader import Reader, Reading
-from engine.teachers.store.rows import HIDDEN
+from engine.teachers.store.folder import ShardDamaged, Store
+from engine.teachers.store.manifest import HIDDEN
+from engine.teachers.store.outputs import TORCH_DTYPES, as_targets, sparse_parts
 
 # Shapes: B rows, T tokens, N = B*T, E teacher width, K ids of a token
 
 REMEMBERED = 4
 """Noted batches at most: those of one step that are under way, and the one ahead of it."""
+THREADS = 4
+
+
+class Reading:
+    """A batch of rows that is being read."""
+
+    def __init__(
+        self, buffer: Tensor, fields: tuple[Tensor, ...], rows: list[Future[None]]
+    ) -> None:
+        self.buffer = buffer
+        self._fields = fields
+        self._rows = rows
+
+    def wait(self) -> tuple[Tensor, ...] | None:
+        """One tensor of N tokens for each field, on the host; None where a row was not what had been
+        written. Every row has ended then.
+        """
+        problems = [row.exception() for row in self._rows]
+        for problem in problems:
+            if problem is not None and not isinstance(problem, ShardDamaged | KeyError):
+                raise problem
+        return None if any(problems) else self._fields
+
+
+class Reader:
+    """Reads rows of `store`; buffers are pinned where `device` is a GPU."""
+
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self._store = store
+        self._device = device
+        self._pool = ThreadPoolExecutor(
+            min(THREADS, os.cpu_count() or 1), thread_name_prefix="teacher-outputs"
+        )
+        self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def begin(self, keys: Sequence[bytes]) -> Reading:
+        """Starts to read one batch; a key that is not there is found by `Reading.wait`."""
+        fields = self._store.identity.fields
+        buffer = self._buffer(len(keys) * self._store.identity.row_bytes)
+        raw, start = buffer.numpy().data, 0
+        views: list[memoryview] = []
+        tensors: list[Tensor] = []
+        for field in fields:
+            end = start + len(keys) * field.bytes
+            views.append(raw[start:end])
+            part = buffer[start:end].view(TORCH_DTYPES[field.dtype])
+            tensors.append(part.view(len(keys) * field.shape[0], *field.shape[1:]))
+            start = end
+        rows = [
+            self._pool.submit(
+                self._store.read,
+                key,
+                [
+                    view[row * field.bytes : (row + 1) * field.bytes]
+                    for field, view in zip(fields, views, strict=True)
+                ],
+            )
+            for row, key in enumerate(keys)
+        ]
+        return Reading(buffer, tuple(tensors), rows)
+
+    def take_back(self, reading: Reading) -> None:
+        """Says that a reading's tensors are no longer looked at by the host, and that the current
+        stream was given the last copy of them. On a CPU they may still be in use: nothing is reused.
+        """
+        if self._device.type == "cuda":
+            event = torch.cuda.current_stream(self._device).record_event()
+            self._free.append((reading.buffer, event))
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _buffer(self, size: int) -> Tensor:
+        for index, (buffer, event) in enumerate(self._free):
+            if buffer.numel() == size and (event is None or event.query()):  # type: ignore[no-untyped-call]
+                del self._free[index]
+                return buffer
+        # What has another size is of an evaluation, or of the last batch of an epoch.
+        self._free = [free for free in self._free if free[0].numel() == size]
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
     """Two tensors on the device, and the rows that they are."""
 
-    tokens_BT: Tensor
-    documents_BT: Tensor
-    versions: tuple[int, int]
+    batch: DeviceBatch
     keys: list[bytes]
     reading: Reading | None
     """None where a row is not in the store."""
-
-    def is_of(self, tokens_BT: Tensor, documents_BT: Tensor) -> bool:
-        return (
-            tokens_BT is self.tokens_BT
-            and documents_BT is self.documents_BT
-            and _versions(tokens_BT, documents_BT) == self.versions
-        )
 
 
 # contract: topk-cache-fidelity-v1
@@ -125,7 +220,7 @@ class CachedTeacher:
 
     def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
         """Begins to read a batch, where `note` has not."""
-        if not any(noted.is_of(tokens_BT, documents_BT) for noted in self._noted):
+        if not any(noted.batch.is_of(tokens_BT, documents_BT) for noted in self._noted):
             self.note(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
@@ -138,7 +233,7 @@ class CachedTeacher:
         (hidden_NE,) = stored
         return hidden_NE.view(*tokens_BT.shape, -1)
 
-    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseOutputs | None:
+    def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
         """What the loss takes in the place of hidden states and head; None where those are given."""
         if self.gives_hidden:
             return None
@@ -148,7 +243,7 @@ class CachedTeacher:
             teacher = self._asked(len(keys))
             hidden_NE = teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
             stored = sparse_parts(identity, hidden_NE, teacher.head(), keys)
-        return as_outputs(identity, stored)
+        return as_targets(identity, stored)
 
     @property
     def summary(self) -> str:
@@ -163,13 +258,13 @@ class CachedTeacher:
     def _new(self, batch: Batch, tokens_BT: Tensor, documents_BT: Tensor) -> _Noted:
         keys = self.store.identity.keys(batch)
         reading = self._reader.begin(keys) if _holds(self.store, batch, keys) else None
-        return _Noted(tokens_BT, documents_BT, _versions(tokens_BT, documents_BT), keys, reading)
+        return _Noted(DeviceBatch(tokens_BT, documents_BT), keys, reading)
 
     def _stored(
         self, tokens_BT: Tensor, documents_BT: Tensor
     ) -> tuple[tuple[Tensor, ...] | None, list[bytes]]:
         """The fields of the rows on the device, None where one of them is missing; and their keys."""
-        noted = next((n for n in self._noted if n.is_of(tokens_BT, documents_BT)), None)
+        noted = next((n for n in self._noted if n.batch.is_of(tokens_BT, documents_BT)), None)
         if noted is None:
             noted = self._new(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
         else:
@@ -249,7 +344,25 @@ def _read_back(tokens_BT: Tensor, documents_BT: Tensor) -> Batch:
     )
 
 
-def _versions(tokens_BT: Tensor, documents_BT: Tensor) -> tuple[int, int]:
-    """How often each was written to; what cannot be written to has no count."""
-    found = [0 if t.is_inference() else t._version for t in (tokens_BT, documents_BT)]
-    return found[0], found[1]
+def load_head(path: str | Path, *, packed: bool, dtype: torch.dtype, device: torch.device) -> Head:
+    """The head of the model in `path`: where `packed`, in the blocks of the file if it has any.
+
+    Raises WeightsError.
+    """
+    with open_weights(Path(path)) as weights:
+        config = config_of(weights)
+        check_fits(config, weights, weights.path, weights.convention)
+        check_tied(config, weights)
+        embedding, head = embedding_and_head(weights.convention)
+        name = embedding if config.tie_word_embeddings else head
+        source = weights.get(name)
+        if packed and isinstance(source, QuantTensor):
+            # Whether its scales are finite was checked when the store was made of the same bytes.
+            matrix = pack(source.to(device))
+            matrix = PackedMatrix(matrix.type, *matrix.shape, matrix.data.clone())
+            scratch = Scratch(device, dtype)
+            reserve(scratch, matrix, whole=False)
+            return PackedHead(matrix, scratch)
+        values = as_floats(source, dtype, device)
+        refuse_non_finite(weights.path, non_finite(name, source, values))
+    return DenseHead(values)

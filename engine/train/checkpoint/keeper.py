@@ -2,38 +2,120 @@
 
 The newest `checkpoint.keep_last` and the best by held-out loss are kept. A checkpoint is said to
 exist only once it is safe, and what it replaces is deleted only after that.
+
+Every rank may write its own part of one: the first leads, the others follow.
+
+    first     checkpoint.save makes the partial folder ── tells ──> every rank writes its part,
+              <── size and sha256 of each ──                        fsyncs it and hashes it
+              manifest, fsync, rename, as of any other checkpoint
+
+No rank has more than its own part in memory. What fails on one fails on all, before anything is
+published.
 """
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.errors import CheckpointError
 from engine.log.events import CheckpointSaved, Note
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
-from engine.log.write import LogWriter
+from engine.runtime.parts import own_folder, part_name, write_parts
 from engine.runtime.ranks import Ranks, whole
 from engine.spec import RunSpec
 from engine.train import record
-from engine.train.checkpoint import retention, state, state_files
+from engine.train.checkpoint import state
 from engine.train.checkpoint import write as checkpoint
-from engine.train.checkpoint.continuing import check_promised, missing_newest, promised_step
-from engine.train.checkpoint.manifest import newest, published
-from engine.train.checkpoint.parts import Parts
-from engine.train.drift import changes_since, written_sha256
+from engine.train.checkpoint.continuing import (
+    changes_since,
+    check_promised,
+    missing_newest,
+    promised_step,
+    written_sha256,
+)
+from engine.train.checkpoint.manifest import FileRecord, digest_of, newest, published
+from engine.train.record import Logged
 from engine.train.trainer import Trainer
+
+
+class Parts:
+    """The parts of one checkpoint: `write_into` for `checkpoint.save` on the first rank, `follow` on
+    every other.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks, device: torch.device) -> None:
+        self._tensors, self._ranks, self._device = tensors, ranks, device
+        self._told = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all ranks together, without the headers of the files."""
+        return sum(t.numel() * t.element_size() for t in self._tensors.values())
+
+    def write_into(self, folder: Path) -> Mapping[str, FileRecord]:
+        """The files of all ranks in `folder`, on disk in full. OSError or CheckpointError."""
+        self._told = True
+        self._ranks.tell(str(folder))
+        return self._write(folder)
+
+    def give_up(self) -> None:
+        """Let the others go, when there was no folder to write into."""
+        if not self._told:
+            self._ranks.tell(None)
+
+    def follow(self) -> None:
+        """Write this rank's part where the first says. CheckpointError when that could not begin."""
+        told = self._ranks.tell(None)
+        if told is None:
+            raise CheckpointError("checkpoint: the first rank could not begin to write it")
+        self._write(Path(str(told)))
+
+    def _write(self, folder: Path) -> Mapping[str, FileRecord]:
+        own_folder(self._ranks, folder, self._device)
+        write_parts(self._tensors, folder)
+        path, own, problem = folder / part_name(self._ranks.rank), None, None
+        if path.exists():
+            try:
+                own = _synced(path)
+            except OSError as error:
+                problem = error
+        records: dict[str, FileRecord] = {}
+        for rank, (file, trouble) in enumerate(self._ranks.collect((own, problem))):
+            if trouble is not None:
+                raise OSError(trouble.errno, f"rank {rank}: {trouble.strerror}")
+            if file is not None:
+                records[part_name(rank)] = file
+        return records
+
+
+def _synced(path: Path) -> FileRecord:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    size, digest = digest_of(path)
+    return FileRecord(sha256=digest, size=size)
 
 
 class Keeper:
     def __init__(
-        self, log: LogWriter, folder: RunFolder, spec: RunSpec, ranks: Ranks | None = None
+        self,
+        folder: RunFolder,
+        spec: RunSpec,
+        ranks: Ranks | None = None,
+        *,
+        sync_log: Callable[[], None],
     ) -> None:
-        self.log, self.folder, self.spec = log, folder, spec
+        """`sync_log` returns when every line that was yielded is on the disk."""
+        self.folder, self.spec, self.sync_log = folder, spec, sync_log
         self.ranks = ranks or Ranks()
         self.sharded = False
         """Whether every rank writes its own part of a checkpoint."""
@@ -41,7 +123,7 @@ class Keeper:
         self.best_loss: float | None = None
         self.best_step: int | None = None
 
-    def save(self, trainer: Trainer, heldout_loss: float | None) -> Path:
+    def save(self, trainer: Trainer, heldout_loss: float | None) -> Logged[Path]:
         """Publish a checkpoint, say so once it is safe, then delete what is no longer kept; returns
         where it is. Of several ranks the first writes, and the others give it their parts, or write
         them themselves.
@@ -50,7 +132,7 @@ class Keeper:
         with torch.no_grad():
             norm = float(whole(nn.utils.get_total_norm(trainer.parameters)))
         if not math.isfinite(norm):
-            record.fail_at(self.log, trainer.step, "weight_norm", norm)
+            yield from record.unusable(trainer.step, "weight_norm", norm)
         best = heldout_loss is not None and (
             self.best_loss is None or heldout_loss < self.best_loss
         )
@@ -65,36 +147,34 @@ class Keeper:
             position={"rows": trainer.position},
             best_held_out_loss=self.best_loss,
         )
-        files = state_files.pack(captured, sharded=self.sharded)
+        files = state.pack(captured, sharded=self.sharded)
         parts = None
         if self.sharded:
-            parts = Parts(state_files.sharded_tensors(captured), self.ranks, trainer.device)
+            parts = Parts(state.sharded_tensors(captured), self.ranks, trainer.device)
         self.saved_step = trainer.step
         if not self.ranks.first:
-            state_files.take_part(files) if parts is None else parts.follow()
+            state.take_part(files) if parts is None else parts.follow()
             self.ranks.wait_for_all()
             return next(published(self.folder.checkpoints))
         # A run goes on from a checkpoint: the log must not have lost the steps that led to it.
-        self.log.sync()
+        self.sync_log()
         try:
             saved = checkpoint.save(self.folder.checkpoints, trainer.step, files, parts=parts)
         finally:
             if parts is not None:
                 parts.give_up()
         self.ranks.wait_for_all()
-        self.log.write(
-            CheckpointSaved(
-                step=trainer.step,
-                path=str(saved.path),
-                size_bytes=saved.bytes,
-                save_s=saved.seconds,
-                manifest_sha256=saved.manifest_sha256,
-                best=best,
-            )
+        yield CheckpointSaved(
+            step=trainer.step,
+            path=str(saved.path),
+            size_bytes=saved.bytes,
+            save_s=saved.seconds,
+            manifest_sha256=saved.manifest_sha256,
+            best=best,
         )
-        self.log.sync()
+        self.sync_log()
         kept = {self.best_step} if self.best_step is not None else set()
-        retention.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
+        checkpoint.prune(self.folder.checkpoints, self.spec.checkpoint.keep_last, kept)
         return saved.path
 
     def restore(
@@ -103,7 +183,7 @@ class Keeper:
         before: RunView,
         allow_fallback: bool,
         allow_restart: bool = False,
-    ) -> dict[str, float]:
+    ) -> Logged[dict[str, float]]:
         """Continue from the newest checkpoint; the trainer stays at step 0 when the run died before
         its first. `before` is what the log says of the earlier sessions; returns the held-out losses
         it knows up to the step restored.
@@ -123,19 +203,19 @@ class Keeper:
                 if promised is None
                 else f"the checkpoint of step {promised} is gone, and a restart was allowed"
             )
-            self.log.write(Note(level="warning", text=f"{why}: starting again from step 0"))
+            yield Note(level="warning", text=f"{why}: starting again from step 0")
             return {}
         if missing := missing_newest(self.folder, before):
-            self.log.write(Note(level="warning", text=missing))
+            yield Note(level="warning", text=missing)
         for path, reason in last.refused:
-            aside = retention.set_aside(path)
+            aside = checkpoint.set_aside(path)
             text = f"{path.name} does not verify ({reason}): set aside as {aside.name}"
-            self.log.write(Note(level="error", text=text))
-        found = state_files.unpack(last)
+            yield Note(level="error", text=text)
+        found = state.unpack(last)
         changes = changes_since(self.folder, found.spec_sha256)
         if changes is not None:
             text = f"settings changed since this checkpoint, as allowed: {', '.join(changes)}"
-            self.log.write(Note(level="warning", text=text))
+            yield Note(level="warning", text=text)
         elif found.spec_sha256 not in (self.spec.sha256, written_sha256(self.folder)):
             raise CheckpointError(
                 f"checkpoint: {last.path} — expected spec {self.spec.sha256[:12]}, "

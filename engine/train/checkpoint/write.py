@@ -1,11 +1,12 @@
-"""Checkpoints that are complete or refused by name: the layout, and how one is written. No torch.
+"""Checkpoints that are complete or refused by name: the layout, how one is written,
+and which are kept. No torch.
 
     <folder>/                          one directory, one filesystem, one writer
       step-00001000/                   published
         <data files>
         MANIFEST.json                  written last: `engine.train.checkpoint.manifest`
       step-00002000.partial-<pid>/     being written, or abandoned by a process that died
-      step-00000500.trash-<pid>/       being deleted: `engine.train.checkpoint.retention`
+      step-00000500.trash-<pid>/       being deleted
       step-00001500.refused-<pid>/     did not verify and was set aside
 
 Saving: free space at least 1.5 times the size; mkdir the partial folder; each file created
@@ -18,23 +19,206 @@ which is allowed; the reverse cannot happen. A published step is never written a
 One writer per folder is the caller's promise: partial folders of this process or of dead ones are
 swept. Covered: death or an I/O error at any operation, loss of bytes that were not fsynced, bit
 rot. Not covered: a disk that lies about fsync.
+
+The operating-system calls that change a checkpoint folder are in one place, `FileCalls`: a test can fail any
+one of them, or cut the power after it.
+
+Which checkpoints stay, and what becomes of the others:
+
+    published                 the newest `keep_last` stay, those that are named, and the newest that verifies
+      -> .trash-<pid>         is being deleted: no longer published, whatever is left of it
+      -> .refused-<pid>       did not verify: kept, so that its step can be saved again
+    .partial-<pid>            was being written when its process died, or is by one that lives
+
+A folder is renamed before any of its files is touched, so a death in the middle leaves no half of a
+checkpoint. What processes that are dead left half written or half deleted is swept away with the next
+change; partial folders of live processes are kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from engine.errors import NO_ROOM, CheckpointError, DiskFull
-from engine.train.checkpoint.file_calls import OS_CALLS, FileCalls, sync_folder
-from engine.train.checkpoint.manifest import MANIFEST, FileRecord, is_file_name, manifest_bytes
-from engine.train.checkpoint.retention import remove_partial, sweep
+from engine.machine.host import Host
+from engine.train.checkpoint.manifest import (
+    MANIFEST,
+    FileRecord,
+    is_file_name,
+    manifest_bytes,
+    published,
+    refusal,
+    step_of,
+    verify,
+)
 from engine.units import format_bytes
+
+
+class FileCalls:
+    """Each method is one call, and raises its OSError."""
+
+    def free_bytes(self, folder: Path) -> int:
+        room = os.statvfs(folder)
+        return room.f_bavail * room.f_frsize
+
+    def make_folder(self, path: Path) -> None:
+        os.mkdir(path, 0o755)
+
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        return os.write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def open_folder(self, path: Path) -> int:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        os.rmdir(path)
+
+
+OS_CALLS = FileCalls()
+
+
+def sync_folder(path: Path, calls: FileCalls) -> None:
+    """Returns when the names in a folder are on disk: a file that was synced is found again only then."""
+    descriptor = calls.open_folder(path)
+    try:
+        calls.sync(descriptor)
+    finally:
+        calls.close(descriptor)
+
+
+_LEFTOVER = re.compile(r"step-[0-9]{8}\.(?:partial|trash)-([0-9]+)")
+
+
+# contract: checkpoint-protocol-v1
+def prune(
+    folder: Path, keep_last: int, keep: Collection[int] = (), *, calls: FileCalls = OS_CALLS
+) -> tuple[int, ...]:
+    """Delete old checkpoints and return their steps: all but the newest `keep_last` and the steps
+    in `keep`.
+
+    The newest checkpoint that verifies is never deleted, and when none verifies nothing is. Each is
+    renamed to `.trash` first, so a death in the middle leaves no half of a checkpoint. Call it only
+    after a save that returned; it stops at the first I/O error with CheckpointError or DiskFull.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last: expected 1 or more, found {keep_last}")
+    paths = list(published(folder))
+    doomed = [path for path in paths[keep_last:] if step_of(path) not in keep]
+    if not doomed:
+        return ()
+    last_good = next((path for path in paths if _verifies(path)), None)
+    if last_good is None:
+        return ()
+    try:
+        sweep(folder, calls)
+        removed = []
+        for path in doomed:
+            if path == last_good:
+                continue
+            trash = path.with_name(f"{path.name}.trash-{os.getpid()}")
+            calls.rename(path, trash)
+            sync_folder(folder, calls)
+            _delete_tree(trash, calls)
+            removed.append(step_of(path))
+    except OSError as error:
+        kind = DiskFull if error.errno in NO_ROOM else CheckpointError
+        raise kind(
+            f"checkpoint retention: {folder} — expected to delete old steps, found {error};"
+            " the newest is as it was"
+        ) from error
+    return tuple(removed)
+
+
+def set_aside(path: Path, *, calls: FileCalls = OS_CALLS) -> Path:
+    """Rename a refused checkpoint so that its step can be saved again, keeping its files; returns
+    the new path.
+    """
+    target = path.with_name(f"{path.name}.refused-{os.getpid()}")
+    try:
+        calls.rename(path, target)
+        sync_folder(path.parent, calls)
+    except OSError as error:
+        raise refusal(path, "to be set aside", str(error)) from error
+    return target
+
+
+def sweep(folder: Path, calls: FileCalls) -> None:
+    """Remove what dead processes left half written or half deleted, and what this process failed to
+    remove.
+    """
+    for entry in sorted(folder.iterdir()):
+        leftover = _LEFTOVER.fullmatch(entry.name)
+        if leftover is None or entry.is_symlink() or not entry.is_dir():
+            continue
+        pid = int(leftover[1])
+        if pid == os.getpid() or not _is_owned(entry, pid):
+            _delete_tree(entry, calls)
+
+
+def remove_partial(partial: Path, calls: FileCalls) -> None:
+    """Remove a failed partial folder. An I/O error here must not hide the one that is being
+    reported.
+    """
+    with contextlib.suppress(OSError):
+        _delete_tree(partial, calls)
+
+
+def _is_owned(leftover: Path, pid: int) -> bool:
+    """Whether the process that a folder is named for lives and is older than it: pids are used again,
+    in a container soonest, where they begin at 1 with every start.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # somebody else's, and alive
+    ticks = Host().process(pid).start_ticks.number
+    if ticks is None:
+        return True
+    booted_unix_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    started_unix_s = booted_unix_s + ticks / os.sysconf("SC_CLK_TCK")
+    # A tick is 10 ms, and the two clocks are not read at once.
+    return leftover.stat().st_mtime >= started_unix_s - 1.0
+
+
+def _delete_tree(path: Path, calls: FileCalls) -> None:
+    """Delete a folder of plain files; it holds no others, because only `save` makes it."""
+    for entry in sorted(path.iterdir()):
+        calls.remove_file(entry)
+    calls.remove_folder(path)
+
+
+def _verifies(path: Path) -> bool:
+    try:
+        verify(path)
+    except CheckpointError:
+        return False
+    return True
+
 
 FREE_SPACE_FACTOR = 1.5
 
@@ -59,7 +243,7 @@ class Writer(Protocol):
 
 
 class SharedParts(Protocol):
-    """Files that several processes write, this one among them (`engine.train.checkpoint.parts`)."""
+    """Files that several processes write, this one among them (`engine.train.checkpoint.keeper`)."""
 
     @property
     def size_bytes(self) -> int: ...

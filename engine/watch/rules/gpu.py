@@ -7,7 +7,7 @@ that is "busy" is held against its power and, where the device has the counters,
 from __future__ import annotations
 
 from engine.units import format_seconds
-from engine.watch.rules.rule import ERROR, WARNING, Alert, CannotJudge, Case, Rule, alert, mean
+from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, mean, rule
 
 WINDOW_S = 30.0
 """Long enough to bridge the gap between two steps and a small evaluation, short enough to be said
@@ -39,7 +39,13 @@ def _computing(case: Case) -> None:
         raise CannotJudge(f"needs {WINDOW_S:.0f} s of work")
 
 
-def gpu_idle(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Is the GPU idle while a model should be at work?",
+    reads=("gpu_util_pct",),
+    threshold=f"mean utilisation of at most {IDLE_PCT:g} % over {WINDOW_S:g} s",
+)
+def gpu_idle(case: Case) -> Symptom | None:
     gpu = case.gpu
     _computing(case)
     util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
@@ -48,9 +54,7 @@ def gpu_idle(case: Case) -> Alert | None:
     silent_s = case.now_unix_s - (case.view.heartbeat_unix_s or case.now_unix_s)
     backend = case.choice("teacher.backend")
     flip = "--set teacher.backend=dequantized" if backend not in (None, "dequantized") else ""
-    return alert(
-        "gpu_idle",
-        ERROR,
+    return Symptom(
         f"GPU {gpu} was {util:.1f} % busy for {format_seconds(WINDOW_S)} while step "
         f"{case.view.last_step + 1} should be computed",
         [
@@ -64,7 +68,14 @@ def gpu_idle(case: Case) -> Alert | None:
     )
 
 
-def cpu_bound_teacher(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Is the teacher computed by the CPU although the run is on a GPU?",
+    reads=("gpu_util_pct", "trainer_cpu_pct", "teacher_s or a stack dump"),
+    threshold=f"utilisation at most {IDLE_PCT:g} %, trainer at {CPU_PCT:g} % CPU or more, half of the "
+    "step time (or the stack) in the teacher",
+)
+def cpu_bound_teacher(case: Case) -> Symptom | None:
     gpu = case.gpu
     _computing(case)
     util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
@@ -77,9 +88,7 @@ def cpu_bound_teacher(case: Case) -> Alert | None:
     dump = case.view.stack_dump
     line = f", at {dump.python_frame}" if dump is not None and dump.python_frame else ""
     stacks = f"; all threads are in {dump.path}" if dump is not None else ""
-    return alert(
-        "cpu_bound_teacher",
-        ERROR,
+    return Symptom(
         f"the teacher is computed by the CPU: GPU {gpu} at {util:.1f} %, the trainer at {cpu:.0f} % CPU{line}",
         [
             ("gpu_util_pct, mean", util, f"at most {IDLE_PCT:g}"),
@@ -111,7 +120,14 @@ def _time_in_teacher(case: Case) -> tuple[tuple[str, float, str], bool]:
     return number, depth >= 0
 
 
-def busy_without_work(case: Case) -> Alert | None:
+@rule(
+    WARNING,
+    asks="Does a GPU that reads busy do any work?",
+    reads=("gpu_util_pct", "tensor_util_pct or gpu_power_w"),
+    threshold=f"utilisation of {BUSY_PCT:g} % or more, and tensor pipes under {TENSOR_PCT:g} % and power "
+    f"under {POWER_PCT:g} % of the limit, as far as they are known",
+)
+def busy_without_work(case: Case) -> Symptom | None:
     gpu = case.gpu
     _computing(case)
     util = mean(case.gpu_readings("gpu_util_pct", WINDOW_S, at_least=READINGS))
@@ -139,9 +155,7 @@ def busy_without_work(case: Case) -> Alert | None:
     # fp32 products use no tensor pipe, so power decides alone there; else everything known is low.
     if util < BUSY_PCT or not all(low):
         return None
-    return alert(
-        "busy_without_work",
-        WARNING,
+    return Symptom(
         f"GPU {gpu} reads {util:.0f} % busy, but {numbers[-1][0]} is {numbers[-1][1]:.1f}",
         numbers,
         case.recent(WINDOW_S),
@@ -154,7 +168,13 @@ def _more_rows(case: Case) -> int:
     return 2 * case.settings.train.rows if case.settings else 2 * case.started.rows_per_step
 
 
-def throttled(case: Case) -> Alert | None:
+@rule(
+    WARNING,
+    asks="Do heat or the power supply hold the clocks down?",
+    reads=("clock_event_reasons",),
+    threshold=f"in {100 * SLOWED_SHARE:g} % of the readings of {SLOWED_WINDOW_S:g} s",
+)
+def throttled(case: Case) -> Symptom | None:
     gpu = case.gpu
     case.must_go_on()
     slowed = case.gpu_readings("slowed", SLOWED_WINDOW_S, at_least=2 * READINGS)
@@ -164,9 +184,7 @@ def throttled(case: Case) -> Alert | None:
     now = case.view.gpus.get(gpu)
     words = (now.clock_event_reasons if now else None) or "none"
     heat = [("gpu_temperature_c", now.gpu_temperature_c, "now")] if now else []
-    return alert(
-        "throttled",
-        WARNING,
+    return Symptom(
         f"GPU {gpu} held its clocks down for {100 * share:.0f} % of the last minute ({words})",
         [
             ("share of readings", share, f"at least {SLOWED_SHARE:g}"),
@@ -178,63 +196,22 @@ def throttled(case: Case) -> Alert | None:
     )
 
 
-def gpu_lost(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Is the GPU still there?",
+    reads=("any GPU reading",),
+    threshold="NVML says that the GPU is lost",
+)
+def gpu_lost(case: Case) -> Symptom | None:
     gpu = case.gpu
     reasons = [r for n, r in case.view.absent.items() if n.startswith(f"gpu{gpu}.")]
     lost = [r for r in reasons if "GPU is lost" in r]
     if not lost:
         return None
-    return alert(
-        "gpu_lost",
-        ERROR,
+    return Symptom(
         f"GPU {gpu} is lost: it is off the bus until the machine starts again",
         [("readings that say so", len(lost), f"of {len(reasons)} without a value")],
         case.recent(0.0),
         meaning="the driver lost the GPU (an Xid 79 in the kernel's log); no restart of the run can help",
         no_flip="this is hardware or driver: look for Xid in the kernel's log",
     )
-
-
-RULES = (
-    Rule(
-        id="gpu_idle",
-        asks="Is the GPU idle while a model should be at work?",
-        reads=("gpu_util_pct",),
-        threshold=f"mean utilisation of at most {IDLE_PCT:g} % over {WINDOW_S:g} s",
-        judge=gpu_idle,
-    ),
-    Rule(
-        id="cpu_bound_teacher",
-        asks="Is the teacher computed by the CPU although the run is on a GPU?",
-        reads=("gpu_util_pct", "trainer_cpu_pct", "teacher_s or a stack dump"),
-        threshold=(
-            f"utilisation at most {IDLE_PCT:g} %, trainer at {CPU_PCT:g} % CPU or more, half of the "
-            "step time (or the stack) in the teacher"
-        ),
-        judge=cpu_bound_teacher,
-    ),
-    Rule(
-        id="busy_without_work",
-        asks="Does a GPU that reads busy do any work?",
-        reads=("gpu_util_pct", "tensor_util_pct or gpu_power_w"),
-        threshold=(
-            f"utilisation of {BUSY_PCT:g} % or more, and tensor pipes under {TENSOR_PCT:g} % and power "
-            f"under {POWER_PCT:g} % of the limit, as far as they are known"
-        ),
-        judge=busy_without_work,
-    ),
-    Rule(
-        id="throttled",
-        asks="Do heat or the power supply hold the clocks down?",
-        reads=("clock_event_reasons",),
-        threshold=f"in {100 * SLOWED_SHARE:g} % of the readings of {SLOWED_WINDOW_S:g} s",
-        judge=throttled,
-    ),
-    Rule(
-        id="gpu_lost",
-        asks="Is the GPU still there?",
-        reads=("any GPU reading",),
-        threshold="NVML says that the GPU is lost",
-        judge=gpu_lost,
-    ),
-)

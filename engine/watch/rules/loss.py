@@ -9,17 +9,7 @@ from __future__ import annotations
 
 import math
 
-from engine.watch.rules.rule import (
-    ERROR,
-    WARNING,
-    Alert,
-    CannotJudge,
-    Case,
-    Rule,
-    alert,
-    mean,
-    median,
-)
+from engine.watch.rules.rule import ERROR, WARNING, CannotJudge, Case, Symptom, mean, median, rule
 
 GUESSING_STEPS = 50
 GUESSING_FROM = 100
@@ -41,16 +31,20 @@ HELDOUT_WORSE_NATS = 0.05
 HELDOUT_IN_A_ROW = 3
 
 
-def non_finite(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Was a loss, gradient or weight NaN or infinite?",
+    reads=("non_finite events",),
+    threshold="one number",
+)
+def non_finite(case: Case) -> Symptom | None:
     seen = case.view.non_finite
     if not seen:
         case.steps(1, at_least=1)
         return None
     first, last = seen[0], seen[-1]
     rows = case.steps(1, at_least=1, session=False)
-    return alert(
-        "non_finite",
-        ERROR,
+    return Symptom(
         f"{first.field} was {first.value} at step {first.step}"
         + (f", and {len(seen) - 1} more up to step {last.step}" if len(seen) > 1 else ""),
         [("numbers that are not finite", len(seen), "expected 0")],
@@ -64,7 +58,13 @@ def _lower_rate(case: Case) -> float:
     return case.started.peak_lr / 10
 
 
-def loss_not_below_guessing(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Is the student worse than guessing?",
+    reads=("ce", "vocabulary"),
+    threshold=f"mean ce of {GUESSING_STEPS} steps at ln V or above, from step {GUESSING_FROM} on",
+)
+def loss_not_below_guessing(case: Case) -> Symptom | None:
     ceiling = case.vocabulary_nats
     rows = case.steps(GUESSING_STEPS, at_least=GUESSING_STEPS)
     if case.view.last_step < GUESSING_FROM:
@@ -72,9 +72,7 @@ def loss_not_below_guessing(case: Case) -> Alert | None:
     ce = mean(case.column("ce", rows))
     if ce < ceiling:
         return None
-    return alert(
-        "loss_not_below_guessing",
-        ERROR,
+    return Symptom(
         f"cross entropy is {ce:.3f}: not below ln V = {ceiling:.3f}, the loss of guessing",
         [("ce, mean", ce, f"ln V = {ceiling:.4f}")],
         case.span(rows),
@@ -83,7 +81,14 @@ def loss_not_below_guessing(case: Case) -> Alert | None:
     )
 
 
-def loss_at_alpha_ln_v(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Is the loss that of a uniform student?",
+    reads=("loss", "ce", "vocabulary", "alpha"),
+    threshold=f"flat over {ALPHA_STEPS} steps, within {ALPHA_NEAR:.0%} of alpha * ln V, ce within "
+    f"{ALPHA_CE_NEAR:.0%} of ln V",
+)
+def loss_at_alpha_ln_v(case: Case) -> Symptom | None:
     alpha, ceiling = case.started.alpha, case.vocabulary_nats
     if not 0 < alpha < 1:
         raise CannotJudge(f"alpha is {alpha:g}: the loss is not a mixture")
@@ -97,9 +102,7 @@ def loss_at_alpha_ln_v(case: Case) -> Alert | None:
     ce = mean(case.column("ce", rows))
     if not (flat and near and abs(ce - ceiling) <= ALPHA_CE_NEAR * ceiling):
         return None
-    return alert(
-        "loss_at_alpha_ln_v",
-        ERROR,
+    return Symptom(
         f"the loss stays at {loss:.4f}, which is alpha * ln V = {level:.4f}",
         [
             ("loss, mean", loss, f"alpha * ln V = {level:.4f}, within {ALPHA_NEAR:.0%}"),
@@ -111,7 +114,13 @@ def loss_at_alpha_ln_v(case: Case) -> Alert | None:
     )
 
 
-def kl_near_zero(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Is there anything to learn from the teacher?",
+    reads=("kd", "alpha", "temperature"),
+    threshold=f"median KL of the first {KL_STEPS} steps under {KL_NEAR_ZERO:g} nats",
+)
+def kl_near_zero(case: Case) -> Symptom | None:
     if case.started.alpha >= 1:
         raise CannotJudge("alpha is 1: the teacher has no part in the loss")
     steps = case.view.steps
@@ -127,9 +136,7 @@ def kl_near_zero(case: Case) -> Alert | None:
     kl = [kd / temperature / temperature for kd in case.column("kd", rows)]
     if median(kl) >= KL_NEAR_ZERO:
         return None
-    return alert(
-        "kl_near_zero",
-        ERROR,
+    return Symptom(
         f"the KL between teacher and student is {median(kl):.2e} nats from the first step on",
         [("kl, median of the first steps", median(kl), f"under {KL_NEAR_ZERO:g} is no signal")],
         case.span(rows),
@@ -138,7 +145,14 @@ def kl_near_zero(case: Case) -> Alert | None:
     )
 
 
-def loss_spike(case: Case) -> Alert | None:
+@rule(
+    WARNING,
+    asks="Did the loss jump?",
+    reads=("loss",),
+    threshold=f"{SPIKE_SIGMAS:g} robust sigmas and {SPIKE_RATIO:g} times the median of the "
+    f"{SPIKE_BEFORE} steps before, within {SPIKE_WINDOW} steps",
+)
+def loss_spike(case: Case) -> Symptom | None:
     rows = case.steps(SPIKE_BEFORE + SPIKE_WINDOW, at_least=SPIKE_BEFORE + 1)
     numbered = case.pairs("loss", "step", rows)
     losses = [loss for loss, _ in numbered]
@@ -158,9 +172,7 @@ def loss_spike(case: Case) -> Alert | None:
         return None
     loss, index, limit = worst
     step = int(numbered[index][1])
-    return alert(
-        "loss_spike",
-        WARNING,
+    return Symptom(
         f"the loss jumped to {loss:.3f} at step {step}",
         [
             (
@@ -175,7 +187,13 @@ def loss_spike(case: Case) -> Alert | None:
     )
 
 
-def heldout_diverging(case: Case) -> Alert | None:
+@rule(
+    WARNING,
+    asks="Does the held-out loss rise while the training loss falls?",
+    reads=("held-out loss of the student", "ce"),
+    threshold=f"{HELDOUT_IN_A_ROW} evaluations in a row {HELDOUT_WORSE_NATS:g} nats above the best",
+)
+def heldout_diverging(case: Case) -> Symptom | None:
     evals = [
         e
         for e in case.view.evals
@@ -192,9 +210,7 @@ def heldout_diverging(case: Case) -> Alert | None:
     then, now = _train_ce(case, evals[best].step), _train_ce(case, evals[-1].step)
     if now >= then:
         return None
-    return alert(
-        "heldout_diverging",
-        WARNING,
+    return Symptom(
         f"held-out loss has been above its best ({losses[best]:.3f} at step {evals[best].step}) for "
         f"{len(since)} evaluations, while the training loss fell",
         [
@@ -216,57 +232,3 @@ def _train_ce(case: Case, step: int) -> float:
     if not row:
         raise CannotJudge(f"step {step} is not in the log")
     return mean(case.column("ce", range(max(0, row - 20), row)))
-
-
-RULES = (
-    Rule(
-        id="non_finite",
-        asks="Was a loss, gradient or weight NaN or infinite?",
-        reads=("non_finite events",),
-        threshold="one number",
-        judge=non_finite,
-    ),
-    Rule(
-        id="loss_not_below_guessing",
-        asks="Is the student worse than guessing?",
-        reads=("ce", "vocabulary"),
-        threshold=f"mean ce of {GUESSING_STEPS} steps at ln V or above, from step {GUESSING_FROM} on",
-        judge=loss_not_below_guessing,
-    ),
-    Rule(
-        id="loss_at_alpha_ln_v",
-        asks="Is the loss that of a uniform student?",
-        reads=("loss", "ce", "vocabulary", "alpha"),
-        threshold=(
-            f"flat over {ALPHA_STEPS} steps, within {ALPHA_NEAR:.0%} of alpha * ln V, ce within "
-            f"{ALPHA_CE_NEAR:.0%} of ln V"
-        ),
-        judge=loss_at_alpha_ln_v,
-    ),
-    Rule(
-        id="kl_near_zero",
-        asks="Is there anything to learn from the teacher?",
-        reads=("kd", "alpha", "temperature"),
-        threshold=f"median KL of the first {KL_STEPS} steps under {KL_NEAR_ZERO:g} nats",
-        judge=kl_near_zero,
-    ),
-    Rule(
-        id="loss_spike",
-        asks="Did the loss jump?",
-        reads=("loss",),
-        threshold=(
-            f"{SPIKE_SIGMAS:g} robust sigmas and {SPIKE_RATIO:g} times the median of the "
-            f"{SPIKE_BEFORE} steps before, within {SPIKE_WINDOW} steps"
-        ),
-        judge=loss_spike,
-    ),
-    Rule(
-        id="heldout_diverging",
-        asks="Does the held-out loss rise while the training loss falls?",
-        reads=("held-out loss of the student", "ce"),
-        threshold=(
-            f"{HELDOUT_IN_A_ROW} evaluations in a row {HELDOUT_WORSE_NATS:g} nats above the best"
-        ),
-        judge=heldout_diverging,
-    ),
-)

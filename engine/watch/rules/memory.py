@@ -1,12 +1,21 @@
-"""Memory: where it is going, what it waits for, and an allocator that stops before the device does."""
+"""Memory: where it is going and whose it is, what waits for it, and an allocator that stops before the
+device does.
+
+    held       what tensors take, by torch's own count
+    reserved   what the allocator keeps of the device for them; reserved - held is fragments and caches
+    used       what is taken of the device, by all processes
+
+Of three numbers that grow together the innermost is the cause: a tensor that is kept makes all three grow,
+fragments the last two, another process the last alone.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from engine.units import format_bytes, format_seconds
-from engine.watch.rules.allocator import LEAK, Owner, growth, owner
-from engine.watch.rules.rule import ERROR, Alert, CannotJudge, Case, Rule, alert, mean, median
+from engine.watch.rules.rule import ERROR, CannotJudge, Case, Number, Symptom, mean, median, rule
 
 TREND_WINDOW_S = 600.0
 TREND_READINGS = 120
@@ -18,11 +27,20 @@ HORIZON_S = 3600.0
 """A ceiling that is further away than this is not worth waking anybody for."""
 PRESSURE_PCT = 10.0
 PRESSURE_WINDOW_S = 30.0
+_INNER_SHARE = 0.5
+"""Of a growth, that has to be inside for it to be the inner one's."""
 UNUSED_SHARE = 0.25
 """An allocation refused while this much of the memory was free met another limit."""
 
 
-def memory_ceiling(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Does memory grow from step to step towards its end?",
+    reads=("gpu_mem_used_bytes or host_available_bytes", "step"),
+    threshold=f"medians of three thirds of up to {format_seconds(TREND_WINDOW_S)} rise evenly, by "
+    f"{GROWTH_SHARE:.0%} of the total or more, and reach it within {format_seconds(HORIZON_S)}",
+)
+def memory_ceiling(case: Case) -> Symptom | None:
     """The GPU's own memory where it has some, what the allocator keeps of it, and the host's."""
     case.must_go_on()
     case.steps(TREND_STEPS, at_least=TREND_STEPS)
@@ -36,9 +54,9 @@ def memory_ceiling(case: Case) -> Alert | None:
             continue
         if pool is _host_pool and _others_take_it(case, used):
             continue
-        whose = LEAK
+        whose = _LEAK
         if pool is not _host_pool:
-            whose = owner(case, used, TREND_WINDOW_S, TREND_READINGS)
+            whose = _owner(case, used, TREND_WINDOW_S, TREND_READINGS)
         if (found := _trend(case, name, used, total, whose)) is not None:
             return found
     if len(reasons) == len(pools):
@@ -90,10 +108,63 @@ def _others_take_it(case: Case, used: list[float]) -> bool:
         own = case.host_readings("trainer_rss_bytes", TREND_WINDOW_S, at_least=TREND_READINGS)
     except CannotJudge:
         return False
-    return growth(own) < growth(used) / 2
+    return _growth(own) < _growth(used) / 2
 
 
-def _trend(case: Case, name: str, used: list[float], total: float, whose: Owner) -> Alert | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owner:
+    """Who takes the memory that goes, in words."""
+
+    meaning: str
+    no_flip: str
+    numbers: tuple[Number, ...] = ()
+
+
+_LEAK = _Owner(
+    meaning="something is kept from step to step: a graph, a list of tensors, a cache without a bound",
+    no_flip="a leak is in the code: compare the allocator's snapshots of two steps",
+)
+_FRAGMENTS = _Owner(
+    meaning="no more is held by tensors: the allocator's blocks fit ever fewer requests, as rows or chunks of "
+    "changing sizes make them",
+    no_flip="no setting has it: start the run with PYTORCH_ALLOC_CONF=expandable_segments:True in its environment",
+)
+_OTHERS = _Owner(
+    meaning="it is not in torch's allocator: a library's workspace, or another process on this GPU",
+    no_flip="nothing in the run takes it: see which processes are on the GPU",
+)
+
+
+def _growth(values: list[float]) -> float:
+    """Of the median, from the first third to the last."""
+    third = len(values) // 3
+    return median(values[2 * third :]) - median(values[:third])
+
+
+def _owner(case: Case, used: list[float], seconds: float, at_least: int) -> _Owner:
+    """Whose the growth of `used` in the last seconds is; a leak where the allocator says nothing."""
+    try:
+        held, reserved = (
+            case.host_readings(name, seconds, at_least=at_least)
+            for name in ("memory_held_bytes", "memory_reserved_bytes")
+        )
+    except CannotJudge:
+        return _LEAK
+    inner, outer, all_of_it = _growth(held), _growth(reserved), _growth(used)
+    if inner >= _INNER_SHARE * all_of_it:
+        found = _LEAK
+    elif outer >= _INNER_SHARE * all_of_it:
+        found = _FRAGMENTS
+    else:
+        found = _OTHERS
+    numbers = (
+        ("held by tensors, GiB more", inner / 2**30, "from the first third to the last"),
+        ("reserved by the allocator, GiB more", outer / 2**30, "from the first third to the last"),
+    )
+    return _Owner(meaning=found.meaning, no_flip=found.no_flip, numbers=numbers)
+
+
+def _trend(case: Case, name: str, used: list[float], total: float, whose: _Owner) -> Symptom | None:
     """Medians of three thirds that rise: a single jump, or a saw tooth, is no trend."""
     third = len(used) // 3
     first, middle, last = (median(used[i * third : (i + 1) * third]) for i in range(3))
@@ -107,9 +178,7 @@ def _trend(case: Case, name: str, used: list[float], total: float, whose: Owner)
     left_s = max(0.0, total - last) / per_s
     if left_s > HORIZON_S:
         return None
-    return alert(
-        "memory_ceiling",
-        ERROR,
+    return Symptom(
         f"the {name} fills up: {format_bytes(total)} are reached in about {format_seconds(left_s)}",
         [
             ("used, GiB", last / 2**30, f"of {total / 2**30:.1f}"),
@@ -123,15 +192,19 @@ def _trend(case: Case, name: str, used: list[float], total: float, whose: Owner)
     )
 
 
-def memory_pressure(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Do all processes wait for memory?",
+    reads=("psi_memory_full_avg10_pct",),
+    threshold=f"{PRESSURE_PCT:g} % of {PRESSURE_WINDOW_S:g} s or more",
+)
+def memory_pressure(case: Case) -> Symptom | None:
     case.must_go_on()
     full = mean(case.host_readings("psi_memory_full_avg10_pct", PRESSURE_WINDOW_S, at_least=10))
     if full < PRESSURE_PCT:
         return None
     faults = case.view.host.major_faults_per_s if case.view.host else None
-    return alert(
-        "memory_pressure",
-        ERROR,
+    return Symptom(
         f"all processes waited for memory {full:.0f} % of the last {PRESSURE_WINDOW_S:.0f} s",
         [
             ("psi_memory_full_avg10_pct, mean", full, f"at least {PRESSURE_PCT:g}"),
@@ -153,7 +226,13 @@ _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ([KMG]iB)")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def allocator_ceiling(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Was an allocation refused although there was memory?",
+    reads=("how the run ended", "gpu_mem_used_bytes, or host_available_bytes where shared"),
+    threshold=f"{UNUSED_SHARE:.0%} of the memory free in the last minute, and twice what was asked for",
+)
+def allocator_ceiling(case: Case) -> Symptom | None:
     view = case.view
     said = view.finished.reason if view.finished else view.exit.sentence if view.exit else None
     if said is None:
@@ -167,9 +246,7 @@ def allocator_ceiling(case: Case) -> Alert | None:
     if free < UNUSED_SHARE * total or free < 2 * bytes_wanted:
         return None
     other = "native" if case.choice("memory.allocator") == "managed" else "managed"
-    return alert(
-        "allocator_ceiling",
-        ERROR,
+    return Symptom(
         f"the allocator refused while {format_bytes(free)} of the {pool} were free",
         [
             ("free, share of the total", free / total, f"at least {UNUSED_SHARE:g}"),
@@ -199,33 +276,3 @@ def _most_free(case: Case) -> tuple[str, float, float]:
             raise CannotJudge("the total of the host's memory is not known") from None
         return "memory that CPU and GPU share", free, whole
     return f"memory of GPU {gpu}", total - max(used), total
-
-
-RULES = (
-    Rule(
-        id="memory_ceiling",
-        asks="Does memory grow from step to step towards its end?",
-        reads=("gpu_mem_used_bytes or host_available_bytes", "step"),
-        threshold=(
-            f"medians of three thirds of up to {format_seconds(TREND_WINDOW_S)} rise evenly, by "
-            f"{GROWTH_SHARE:.0%} of the total or more, and reach it within {format_seconds(HORIZON_S)}"
-        ),
-        judge=memory_ceiling,
-    ),
-    Rule(
-        id="memory_pressure",
-        asks="Do all processes wait for memory?",
-        reads=("psi_memory_full_avg10_pct",),
-        threshold=f"{PRESSURE_PCT:g} % of {PRESSURE_WINDOW_S:g} s or more",
-        judge=memory_pressure,
-    ),
-    Rule(
-        id="allocator_ceiling",
-        asks="Was an allocation refused although there was memory?",
-        reads=("how the run ended", "gpu_mem_used_bytes, or host_available_bytes where shared"),
-        threshold=(
-            f"{UNUSED_SHARE:.0%} of the memory free in the last minute, and twice what was asked for"
-        ),
-        judge=allocator_ceiling,
-    ),
-)

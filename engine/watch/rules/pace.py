@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from engine.units import format_seconds
-from engine.watch.rules.rule import WARNING, Alert, CannotJudge, Case, Rule, alert, median
+from engine.watch.rules.rule import WARNING, CannotJudge, Case, Symptom, median, rule
 
 DATA_STEPS = 20
 DATA_SHARE = 0.2
@@ -26,7 +26,14 @@ LEAST_STEP_S = 0.005
 """Shorter steps are at the mercy of the operating system."""
 
 
-def data_wait(case: Case) -> Alert | None:
+@rule(
+    WARNING,
+    asks="Do steps wait for data?",
+    reads=("data_s", "step_s"),
+    threshold=f"{DATA_SHARE:.0%} of the time of {DATA_STEPS} steps or more, and {DATA_LEAST_S:g} s; "
+    f"{DATA_BURST_S:g} s where most steps do not wait",
+)
+def data_wait(case: Case) -> Symptom | None:
     rows = case.steps(DATA_STEPS, at_least=DATA_STEPS)
     times = case.pairs("data_s", "step_s", rows)
     waited, whole = sum(d for d, _ in times), sum(s for _, s in times)
@@ -35,9 +42,7 @@ def data_wait(case: Case) -> Alert | None:
     least_s = DATA_LEAST_S if usual >= DATA_SHARE else DATA_BURST_S
     if share < DATA_SHARE or waited < least_s:
         return None
-    return alert(
-        "data_wait",
-        WARNING,
+    return Symptom(
         f"{100 * share:.0f} % of the step time is waiting for data",
         [
             ("data_s / step_s", share, f"at least {DATA_SHARE:g}"),
@@ -49,7 +54,14 @@ def data_wait(case: Case) -> Alert | None:
     )
 
 
-def step_time_bimodal(case: Case) -> Alert | None:
+@rule(
+    WARNING,
+    asks="Are there two kinds of step?",
+    reads=("step_s",),
+    threshold=f"two groups with a gap of {BIMODAL_GAP:g} times their spread, medians {BIMODAL_RATIO:g} "
+    f"times apart, {BIMODAL_SHARE:.0%} of {BIMODAL_STEPS} steps in the smaller",
+)
+def step_time_bimodal(case: Case) -> Symptom | None:
     rows = case.steps(BIMODAL_STEPS, at_least=BIMODAL_LEAST)
     times = sorted(case.column("step_s", rows))
     if len(times) < BIMODAL_LEAST:
@@ -62,9 +74,7 @@ def step_time_bimodal(case: Case) -> Alert | None:
     fast, slow = median(low), median(high)
     if fast < LEAST_STEP_S or slow < BIMODAL_RATIO * fast or gap < BIMODAL_GAP * spread:
         return None
-    return alert(
-        "step_time_bimodal",
-        WARNING,
+    return Symptom(
         f"steps take either {format_seconds(fast)} or {format_seconds(slow)}, and little between",
         [
             ("slow over fast", slow / fast, f"at least {BIMODAL_RATIO:g}"),
@@ -82,7 +92,14 @@ def _spread(times: list[float]) -> float:
     return times[-1 - tenth] - times[tenth]
 
 
-def step_time_drift(case: Case) -> Alert | None:
+@rule(
+    WARNING,
+    asks="Does a step take longer than it did at the beginning?",
+    reads=("step_s",),
+    threshold=f"medians of the last two {DRIFT_STEPS} steps {DRIFT_RATIO:g} times that of the first "
+    f"{DRIFT_STEPS} after {DRIFT_WARM_UP}",
+)
+def step_time_drift(case: Case) -> Symptom | None:
     everything = case.steps(10**9, at_least=DRIFT_WARM_UP + 3 * DRIFT_STEPS)
     begin = everything.start + DRIFT_WARM_UP
     before = median(case.column("step_s", range(begin, begin + DRIFT_STEPS)))
@@ -92,9 +109,7 @@ def step_time_drift(case: Case) -> Alert | None:
     now = min(median(case.column("step_s", half)) for half in halves)
     if before < LEAST_STEP_S or now < DRIFT_RATIO * before:
         return None
-    return alert(
-        "step_time_drift",
-        WARNING,
+    return Symptom(
         f"a step takes {format_seconds(now)}; at the beginning it took {format_seconds(before)}",
         [("now over then, medians", now / before, f"at least {DRIFT_RATIO:g}")],
         case.span(rows),
@@ -103,7 +118,13 @@ def step_time_drift(case: Case) -> Alert | None:
     )
 
 
-def compile_after_warm_up(case: Case) -> Alert | None:
+@rule(
+    WARNING,
+    asks="Did a step wait for a compiler?",
+    reads=("compile events",),
+    threshold="one compile after warm-up",
+)
+def compile_after_warm_up(case: Case) -> Symptom | None:
     case.steps(1, at_least=1)
     late = [c for c in case.view.compiles if c.after_warm_up]
     if not late:
@@ -112,9 +133,7 @@ def compile_after_warm_up(case: Case) -> Alert | None:
     newest = late[-1]
     why = f"; differs in {', '.join(newest.differs)}" if newest.differs else ""
     rows = case.steps(1, at_least=1)
-    return alert(
-        "compile_after_warm_up",
-        WARNING,
+    return Symptom(
         f"{len(late)} kernels were compiled while steps waited; the last: {newest.kernel}{why}",
         [
             ("compiles after warm-up", len(late), "expected 0"),
@@ -131,44 +150,3 @@ def compile_after_warm_up(case: Case) -> Alert | None:
 
 def _prewarm_is_off(case: Case) -> bool:
     return case.settings is not None and not case.settings.kernels.prewarm
-
-
-RULES = (
-    Rule(
-        id="data_wait",
-        asks="Do steps wait for data?",
-        reads=("data_s", "step_s"),
-        threshold=(
-            f"{DATA_SHARE:.0%} of the time of {DATA_STEPS} steps or more, and {DATA_LEAST_S:g} s; "
-            f"{DATA_BURST_S:g} s where most steps do not wait"
-        ),
-        judge=data_wait,
-    ),
-    Rule(
-        id="step_time_bimodal",
-        asks="Are there two kinds of step?",
-        reads=("step_s",),
-        threshold=(
-            f"two groups with a gap of {BIMODAL_GAP:g} times their spread, medians {BIMODAL_RATIO:g} "
-            f"times apart, {BIMODAL_SHARE:.0%} of {BIMODAL_STEPS} steps in the smaller"
-        ),
-        judge=step_time_bimodal,
-    ),
-    Rule(
-        id="step_time_drift",
-        asks="Does a step take longer than it did at the beginning?",
-        reads=("step_s",),
-        threshold=(
-            f"medians of the last two {DRIFT_STEPS} steps {DRIFT_RATIO:g} times that of the first "
-            f"{DRIFT_STEPS} after {DRIFT_WARM_UP}"
-        ),
-        judge=step_time_drift,
-    ),
-    Rule(
-        id="compile_after_warm_up",
-        asks="Did a step wait for a compiler?",
-        reads=("compile events",),
-        threshold="one compile after warm-up",
-        judge=compile_after_warm_up,
-    ),
-)

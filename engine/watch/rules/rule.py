@@ -1,6 +1,10 @@
 """A rule looks at a run at one moment and answers: an alert, nothing, or that it cannot judge.
 
-    Rule(id, asks, reads, threshold, judge)        judge(Case) -> Alert | None, or raises CannotJudge
+    @rule(ERROR, asks=..., reads=..., threshold=...)
+    def its_id(case: Case) -> Symptom | None: ...              or raises CannotJudge
+
+The rules of a family are the functions so marked in one file of this package, which lists them all
+(`RULES`); `engine diagnose`, the supervisor, `--list` and the tests read that list.
 
 A rule is pure: the same view, settings and moment give the same answer, so the supervisor that
 watches a run and `engine diagnose RUN` a year later say the same. It answers from a window of the
@@ -10,7 +14,7 @@ An alert carries its numbers, what each is held against, the steps and the time 
 what it means, and the flip that would test the suspicion: a diagnosis that no flip can refute is a
 guess. A rule whose inputs are missing says so; silence means that it looked and saw nothing.
 
-Raising and clearing is not a rule's business: see `ledger`.
+Raising and clearing is not a rule's business: see `active_alerts`.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ import bisect
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
+from engine.errors import BadInput
 from engine.log.events import AlertRaised, RunStarted
+from engine.log.folder import RunFolder
 from engine.log.view import RunView, Table
-from engine.spec import RunSpec
+from engine.spec import RunSpec, spec_from_dict
 
 Alert: TypeAlias = AlertRaised
 Number: TypeAlias = tuple[str, float, str]
@@ -239,52 +245,75 @@ COMPUTING = (TRAINING, "evaluating", "measuring")
 """Phases in which a model is at work."""
 
 
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """What a rule saw: its alert, but for the name of the rule."""
+
+    title: str
+    numbers: Sequence[Number]
+    span: Span
+    _: KW_ONLY
+    meaning: str
+    flip: str = ""
+    """The change of the settings that would test the suspicion."""
+    no_flip: str = ""
+    """Or why there is none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     id: str
+    severity: str = ERROR
     asks: str
     """The question, in one sentence."""
     reads: tuple[str, ...]
     """The inputs without which it cannot judge."""
     threshold: str
     """When it raises an alert, in words with numbers."""
-    judge: Callable[[Case], Alert | None]
+    judge: Callable[[Case], Symptom | None]
     clear_after_s: float = 30.0
     """How long it must have seen nothing wrong before its alert is over."""
 
     def answer(self, case: Case) -> Alert | Unknown | None:
         try:
-            return self.judge(case)
+            found = self.judge(case)
         except CannotJudge as missing:
             return Unknown(str(missing))
+        if found is None:
+            return None
+        assert bool(found.flip) != bool(found.no_flip), f"{self.id}: a flip or why there is none"
+        return AlertRaised(
+            id=self.id,
+            severity=self.severity,
+            title=found.title,
+            numbers=[(name, float(value), held) for name, value, held in found.numbers],
+            first_step=found.span.first_step,
+            last_step=found.span.last_step,
+            from_unix_s=found.span.from_unix_s,
+            to_unix_s=found.span.to_unix_s,
+            meaning=found.meaning,
+            flip=found.flip,
+            no_flip=found.no_flip,
+        )
 
 
-def alert(
-    id: str,
-    severity: str,
-    title: str,
-    numbers: Sequence[Number],
-    span: Span,
-    *,
-    meaning: str,
-    flip: str = "",
-    no_flip: str = "",
-) -> Alert:
-    """An alert with either a flip or the reason why there is none."""
-    assert bool(flip) != bool(no_flip), f"{id}: a flip or why there is none"
-    return AlertRaised(
-        id=id,
-        severity=severity,
-        title=title,
-        numbers=[(name, float(value), held) for name, value, held in numbers],
-        first_step=span.first_step,
-        last_step=span.last_step,
-        from_unix_s=span.from_unix_s,
-        to_unix_s=span.to_unix_s,
-        meaning=meaning,
-        flip=flip,
-        no_flip=no_flip,
-    )
+def rule(
+    severity: str, *, asks: str, reads: tuple[str, ...], threshold: str, clear_after_s: float = 30.0
+) -> Callable[[Callable[[Case], Symptom | None]], Rule]:
+    """Makes a rule of a function, under the function's name: all that it takes to add one to a family."""
+
+    def named(judge: Callable[[Case], Symptom | None]) -> Rule:
+        return Rule(
+            id=judge.__name__,
+            severity=severity,
+            asks=asks,
+            reads=reads,
+            threshold=threshold,
+            judge=judge,
+            clear_after_s=clear_after_s,
+        )
+
+    return named
 
 
 def mean(values: Sequence[float]) -> float:
@@ -294,3 +323,12 @@ def mean(values: Sequence[float]) -> float:
 
 def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
+
+
+def read_settings(run: RunFolder) -> RunSpec | None:
+    """The settings of a run; None when they are not there or of another version. The rules that need
+    them then say so."""
+    try:
+        return spec_from_dict(run.read_effective()["spec"])
+    except BadInput:
+        return None

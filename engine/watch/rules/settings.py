@@ -1,16 +1,124 @@
-"""The settings of a run, for rules that hold what was done against what was asked for."""
+"""What was set against what is done: read back from the steps, not from the request.
+
+The schedule is worked out here a second time, from the settings alone: what the trainer used is held
+against it, so an argument that never reached the optimizer is seen.
+"""
 
 from __future__ import annotations
 
-from engine.errors import BadInput
-from engine.log.folder import RunFolder
-from engine.spec import RunSpec, spec_from_dict
+import math
+
+from engine.spec import TrainSection
+from engine.watch.rules.rule import ERROR, Case, Number, Symptom, rule
+
+STEPS = 20
+RATE_TOLERANCE = 1e-4
+"""Relative; the logged rate is the optimizer's own double."""
 
 
-def read_settings(run: RunFolder) -> RunSpec | None:
-    """The settings in effective.json; None when they are not there or of another version. The rules
-    that need them then say so."""
-    try:
-        return spec_from_dict(run.read_effective()["spec"])
-    except BadInput:
+def expected_rate(step: int, train: TrainSection) -> float:
+    """The learning rate of optimizer step `step`, counted from 1: linear warm-up, then cosine or
+    constant."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    if train.schedule == "constant":
+        return train.lr
+    done = min(1.0, (step - train.warmup_steps) / (train.steps - train.warmup_steps))
+    floor = train.lr * train.final_lr_ratio
+    return floor + (train.lr - floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+@rule(
+    ERROR,
+    asks="Is the learning rate that of the schedule, and not 0?",
+    reads=("lr", "[train]"),
+    threshold=f"a relative difference of {RATE_TOLERANCE:g} in one of {STEPS} steps",
+)
+def learning_rate(case: Case) -> Symptom | None:
+    train = case.spec.train
+    rows = case.steps(STEPS, at_least=1)
+    for rate, step in reversed(case.pairs("lr", "step", rows)):
+        wanted = expected_rate(int(step), train)
+        # The last step of a cosine to 0 is 0 by intention; rounding there is of the peak.
+        if abs(rate - wanted) <= RATE_TOLERANCE * max(wanted, 1e-3 * train.lr):
+            continue
+        zero = rate == 0
+        return Symptom(
+            f"the learning rate of step {int(step)} was {rate:.4g}; the settings say {wanted:.4g}",
+            [("lr", rate, f"{wanted:.6g} by train.schedule={train.schedule}")],
+            case.span(rows),
+            meaning="nothing is trained: the rate is 0"
+            if zero
+            else "the rate that was set never reached the optimizer",
+            flip="--set train.schedule=constant" if train.schedule != "constant" else "",
+            no_flip="" if train.schedule != "constant" else "the schedule is constant already",
+        )
+    return None
+
+
+@rule(
+    ERROR,
+    asks="Are the rows and tokens of a step, and the position in the data, what they should be?",
+    reads=("rows", "tokens", "position", "rows_per_step", "seq_len"),
+    threshold=f"one of {STEPS} steps differs",
+)
+def batch_not_as_set(case: Case) -> Symptom | None:
+    rows_set, seq_len = case.started.rows_per_step, case.started.seq_len
+    rows = case.steps(STEPS, at_least=1)
+    wrong: list[Number] = []
+    for name, wanted, held in (
+        ("rows", rows_set, "rows in a step"),
+        ("tokens", rows_set * seq_len, "rows * length"),
+    ):
+        found = next((v for v in case.column(name, rows) if v != wanted), None)
+        if found is not None:
+            wrong.append((f"{name} of a step", found, f"{wanted} {held}"))
+    for position, step in case.pairs("position", "step", rows):
+        if position != step * rows_set:
+            wrong.append(
+                (f"rows read by step {int(step)}", position, f"{int(step) * rows_set} were due")
+            )
+            break
+    if not wrong:
         return None
+    name, value, held = wrong[0]
+    return Symptom(
+        f"{name}: {value:g}, expected {held}",
+        wrong,
+        case.span(rows),
+        meaning="fewer, more or other rows are trained than the loss, the schedule and the receipt speak of",
+        no_flip="this is a fault of the engine or of a resume: no setting can cause it",
+    )
+
+
+@rule(
+    ERROR,
+    asks="Did every setting reach the run?",
+    reads=("run_started", "effective.json"),
+    threshold="one value differs",
+)
+def run_not_as_set(case: Case) -> Symptom | None:
+    started, spec = case.started, case.spec
+    rows = spec.train.rows * spec.train.accumulation * spec.compute.gpus
+    pairs = (
+        ("train.steps", started.steps, spec.train.steps),
+        ("loss.alpha", started.alpha, spec.loss.alpha),
+        ("loss.temperature", started.temperature, spec.loss.temperature),
+        ("train.lr", started.peak_lr, spec.train.lr),
+        ("train.rows * accumulation", started.rows_per_step, rows),
+        ("data.seq_len", started.seq_len, spec.data.seq_len),
+    )  # fmt: skip
+    wrong = [
+        (name, float(found), f"set to {wanted:g}")
+        for name, found, wanted in pairs
+        if found != wanted
+    ]
+    if not wrong:
+        return None
+    return Symptom(
+        f"{wrong[0][0]} is {wrong[0][1]:g} in the run, {wrong[0][2]}",
+        wrong,
+        case.recent(0.0),
+        meaning="a setting did not reach the object that it is for: the run is another one than was asked for",
+        no_flip="this is a fault of the engine: no setting can cause it",
+    )

@@ -11,9 +11,9 @@ the trainer that is no note. How long it may be silent:
     in any of these, when nothing was done at all     STILL_S
 
 A load may take ten minutes, and a compiler two without a line. But each of them computes or reads. So where the
-trainer and all that it started have used next to no processor, moved next to no bytes, and the GPU of the run ran
-nothing for STILL_S, nobody is at work, and the long limit of the phase is not waited for. Who is at work and
-silent is told of after QUIET_S, which is no alert: where it stands and how long it may.
+trainer and all that it started have used next to no CPU time, moved next to no bytes, and the GPU of the run ran
+nothing for STILL_S, the run counts as stalled without waiting for the long limit of the phase. A busy but silent
+trainer gets a notice after QUIET_S, which is no alert: what it is doing and how long it may take.
 
 A limit that is too low costs a warning that is taken back when the step arrives; one that is too high
 costs the hours this project began with.
@@ -30,14 +30,13 @@ from engine.units import format_seconds
 from engine.watch.rules.rule import (
     ERROR,
     TRAINING,
-    Alert,
     CannotJudge,
     Case,
     Number,
-    Rule,
     Span,
-    alert,
+    Symptom,
     median,
+    rule,
 )
 
 LEAST_S = 30.0
@@ -147,7 +146,7 @@ def _limit(case: Case) -> tuple[float, str]:
 
 
 def _is_still(case: Case) -> bool:
-    """Whether nobody was at work lately; False, too, where that is not known."""
+    """Whether nothing was computed, read or written lately; False, too, where that is not known."""
     window_s, least = STILL_WINDOW_S, STILL_READINGS
     try:
         if max(case.host_readings("family_cpu_pct", window_s, at_least=least)) >= STILL_CPU_PCT:
@@ -176,7 +175,7 @@ def stall_dump(case: Case, since_unix_s: float) -> StackDump | None:
     return case.view.stack_dump if taken_s is not None and taken_s >= since_unix_s else None
 
 
-def _stalled(case: Case, id: str, what: str) -> Alert | None:
+def _stalled(case: Case, what: str) -> Symptom | None:
     found = silence(case)
     if not found.is_stall:
         return None
@@ -197,9 +196,7 @@ def _stalled(case: Case, id: str, what: str) -> Alert | None:
     flip = ""
     if in_teacher and backend not in (None, "dequantized"):
         flip = "--set teacher.backend=dequantized"
-    return alert(
-        id,
-        ERROR,
+    return Symptom(
         f"{what} for {format_seconds(found.silent_s)} in {found.doing}{where}",
         numbers,
         Span(
@@ -243,46 +240,36 @@ def _steps_in_session(case: Case) -> int:
     return len(case.view.steps) - case.view.session_row
 
 
-def stalled_at_start(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Is the run silent before its first step, and in which phase?",
+    reads=("the newest line of the trainer", "phase", "family_cpu_pct, family_io_bytes_per_s"),
+    threshold=f"{STILL_S:g} s where nothing is computed, read or written; else "
+    f"{FIRST_STEP_S:g} s before the first step; "
+    + ", ".join(f"{name} {seconds:g} s" for name, seconds in PHASE_S.items()),
+    clear_after_s=0.0,
+)
+def stalled_at_start(case: Case) -> Symptom | None:
     if _steps_in_session(case):
         return None
-    return _stalled(case, "stalled_at_start", "no step was done and nothing was said")
+    return _stalled(case, "no step was done and nothing was said")
 
 
-def stalled(case: Case) -> Alert | None:
+@rule(
+    ERROR,
+    asks="Has the run stopped making steps?",
+    reads=(
+        "the newest line of the trainer",
+        "unix_s of the steps",
+        "family_cpu_pct, family_io_bytes_per_s",
+    ),
+    threshold=f"{TIMES:g} times the median time between steps, at least {LEAST_S:g} s, and "
+    f"{LONG_WORK:g} times the longest evaluation and checkpoint; "
+    f"{STILL_S:g} s where nothing is computed, read or written",
+    clear_after_s=0.0,
+)
+def stalled(case: Case) -> Symptom | None:
     if not _steps_in_session(case):
         raise CannotJudge("no step was done in this session: see stalled_at_start")
     what = f"no step after step {case.view.last_step}"
-    return _stalled(case, "stalled", what)
-
-
-RULES = (
-    Rule(
-        id="stalled_at_start",
-        asks="Is the run silent before its first step, and in which phase?",
-        reads=("the newest line of the trainer", "phase", "family_cpu_pct, family_io_bytes_per_s"),
-        threshold=(
-            f"{STILL_S:g} s where nothing is computed, read or written; else "
-            f"{FIRST_STEP_S:g} s before the first step; "
-            + ", ".join(f"{name} {seconds:g} s" for name, seconds in PHASE_S.items())
-        ),
-        judge=stalled_at_start,
-        clear_after_s=0.0,
-    ),
-    Rule(
-        id="stalled",
-        asks="Has the run stopped making steps?",
-        reads=(
-            "the newest line of the trainer",
-            "unix_s of the steps",
-            "family_cpu_pct, family_io_bytes_per_s",
-        ),
-        threshold=(
-            f"{TIMES:g} times the median time between steps, at least {LEAST_S:g} s, and "
-            f"{LONG_WORK:g} times the longest evaluation and checkpoint; "
-            f"{STILL_S:g} s where nothing is computed, read or written"
-        ),
-        judge=stalled,
-        clear_after_s=0.0,
-    ),
-)
+    return _stalled(case, what)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from engine.errors import NoAnswer
-from engine.models.decode import DecodeSteps, choose_cuda_graph, coverage
+from engine.models.decode import Sampling, choose_cuda_graph, coverage
+from engine.models.decode_step import DecodeSteps
 from engine.models.decoder import Decoder
-from engine.models.generate import Sampling, generate
-from engine.models.load_packed import load_packed_decoder
+from engine.models.generate import generate
+from engine.models.load import load_packed_decoder
 from tests.support.packed_models import lively, make_config, write
 
 pytestmark = pytest.mark.gpu

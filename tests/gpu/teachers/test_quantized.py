@@ -21,20 +21,16 @@ from engine.formats.tokenizer import open_tokenizer
 from engine.kernels.linear import Scratch
 from engine.loss.objective import distillation_loss
 from engine.models.config import ModelConfig
-from engine.models.head import project
-from engine.models.load import load_decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.head import multiply, project
+from engine.models.load import load_decoder, load_packed_decoder
 from engine.models.names import expected_tensors, names_for
 from engine.models.packed import PackedHead, PackedLinear
-from engine.models.product import multiply
-from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import BLOCK_TYPES, NOISE_FLOORS
 from engine.quant.planes import pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.identity import same_values
-from engine.teachers.quantized import QuantizedTeacher
 from tests.support.packed_models import lively, make_config, write
 from tests.support.paths import DEMO
 

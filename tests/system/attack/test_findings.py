@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from engine.errors import BadInput
-from engine.findings import form
+from engine.findings import finding as form
 from engine.findings.bundle import Bundle
 from engine.findings.finding import Closed, Finding
 from engine.findings.redact import Redactor

@@ -13,13 +13,11 @@ import msgspec
 import pytest
 
 from engine.cli.main import main
-from engine.contracts.answer import Rank
-from engine.contracts.processes import run_proof, start
-from engine.contracts.receipt import Receipt, answer_of, code_hash, read_receipts, write_receipts
-from engine.contracts.resolve import checked_contracts
-from engine.contracts.run import Runner
+from engine.contracts.contract import checked_contracts
+from engine.contracts.receipt import Receipt, code_hash, read_receipts, write_receipts
+from engine.contracts.run import Runner, run_proof, start
 from engine.contracts.source import Sources
-from engine.contracts.status import Reached, Status, overview
+from engine.contracts.status import Rank, Reached, Status, answer_of, overview
 from engine.errors import BadInput
 from tests.support.contract_files import THING, make_project, put, write_contract
 from tests.support.paths import ROOT
@@ -187,14 +185,24 @@ def test_a_change_of_other_code_makes_nothing_stale(sound: Path, tmp_path: Path)
     assert status_of(root).reached is Reached.PROVEN
 
 
-def test_a_helper_beside_a_test_is_part_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("helper", "imported"),
+    [
+        ("tests/helping.py", "import helping"),
+        ("tests/support/kit.py", "from tests.support.kit import x"),
+        ("tests/support/kit.py", "from tests.support import kit"),
+        ("tests/conftest.py", ""),
+    ],
+)
+def test_a_helper_of_a_test_is_part_of_it(tmp_path: Path, helper: str, imported: str) -> None:
     root = make_project(tmp_path)
-    append(root / "tests" / "test_thing.py", "import helping\n")
-    (root / "tests" / "helping.py").write_text("x = 1\n", encoding="utf-8")
+    append(root / "tests" / "test_thing.py", f"{imported}\n")
+    (root / helper).parent.mkdir(exist_ok=True)
+    (root / helper).write_text("x = 1\n", encoding="utf-8")
     (one,) = checked_contracts((), root)
     assert one.contract is not None
     before = code_hash(one.contract, Sources(root))
-    append(root / "tests" / "helping.py", "y = 2\n")
+    append(root / helper, "y = 2\n")
     assert code_hash(one.contract, Sources(root)) != before
 
 
@@ -300,7 +308,7 @@ def test_the_command_runs_lists_and_shows(
     assert "double: d(x) = 2x" in capsys.readouterr().out
     assert main(["contracts", "show", "thing-v1"]) == 0
     shown = capsys.readouterr().out
-    assert "demoted OLD: it is fast (by evidence/slow)" in shown and "caught by F-1" in shown
+    assert "demoted\n  OLD: it is fast (by evidence/slow)" in shown and "caught by F-1" in shown
     for words in (["show", "none-v1"], ["run", "none-v1"]):
         assert main(["contracts", *words]) == 65
     write_contract(tmp_path / "contracts/thing-v1.yaml", THING, put("binds", value=[]))

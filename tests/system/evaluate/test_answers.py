@@ -34,7 +34,7 @@ from engine.evaluate.sandbox import Exam, Sandbox, Trial, open_sandbox
 from engine.evaluate.statistics import bootstrap, mcnemar, wilson
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import read_config
-from engine.models.generate import Sampling
+from engine.models.decode import Sampling
 from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.spec import LossSection, TrainSection
 from engine.train.trainer import Trainer

@@ -19,7 +19,7 @@ from engine.evaluate.guest_judge import Judged, judge
 from engine.evaluate.problems import read_problems
 from engine.evaluate.sandbox import TRIES, Exam, Sandbox, open_sandbox
 from engine.limits import ANSWER_BITS, ANSWER_BYTES, ANSWER_DEPTH
-from engine.models.completions import Piece
+from engine.models.generate import Piece
 from tests.support.exam_shapes import RIGHT, RIGHT_TOO, SHAPES, WRONG, everywhere, exam
 from tests.support.kit import Kit
 

@@ -26,8 +26,7 @@ from engine.export.proof import examine
 from engine.export.publish import Published, Wanted, publish
 from engine.formats.open import open_weights
 from engine.log.folder import RunFolder
-from engine.models.completions import end_ids
-from engine.models.generate import generate
+from engine.models.generate import end_ids, generate
 from engine.verdict import Level
 from tests.support.finished_runs import finish, results_file
 from tests.support.kit import Kit

@@ -31,7 +31,7 @@ from engine.export.verify import PROMPTS, verify
 from engine.formats.open import open_weights
 from engine.models.config import ModelConfig
 from engine.models.load import load_decoder, new_decoder, save_decoder
-from engine.quant.noise import NOISE_FLOORS
+from engine.quant.blocks import NOISE_FLOORS
 from engine.verdict import Level
 from tests.support.kit import Kit, tiny_config
 from tests.support.paths import ROOT

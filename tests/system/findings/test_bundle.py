@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 
 from engine.errors import BadInput
 from engine.findings import bundle as bundle_module
-from engine.findings import form
+from engine.findings import finding as form
 from engine.findings.bundle import LOG, Bundle
 from engine.findings.capture import (
     Capture,
     capture_alert,
+    capture_command,
     capture_events,
     capture_file,
+    capture_flip,
     capture_metric,
     capture_statement,
 )
-from engine.findings.command import capture_command
 from engine.findings.context import run_blobs
 from engine.findings.finding import Finding, MetricWindow
-from engine.findings.flips import capture_flip
-from engine.findings.report import tree_lines
+from engine.findings.text import tree_lines
 from engine.findings.verify import Checked, check_bundle
 from engine.findings.whys import add_node, blobs_of, close, link, refute
 from engine.log.folder import RunFolder
@@ -130,7 +130,7 @@ def test_the_same_finding_is_written_in_the_same_bytes(world: World) -> None:
 
 def test_the_published_schema_is_that_of_the_reader() -> None:
     published = (ROOT / "engine" / "findings" / "finding.schema.json").read_bytes()
-    assert published == form.schema(), "write engine.findings.form.schema() to the file"
+    assert published == form.schema(), "write engine.findings.finding.schema() to the file"
     assert set(json.loads(published)["$defs"]) >= {"Finding", "Node", "FlipResult"}
 
 
@@ -501,6 +501,18 @@ def test_verify_of_a_folder_names_what_was_changed_and_says_so_in_its_exit_code(
     assert ran.code == 1 and "changed: README.md" in ran.out
     levels = {Path(str(c["folder"])).name: c["level"] for c in checked_json(tmp_path)}
     assert levels == {good.path.name: "pass", "2026-01-01-bad": "fail"}
+
+
+def test_verify_of_a_folder_does_not_ask_for_what_an_open_finding_lacks(
+    world: World, tmp_path: Path
+) -> None:
+    bundle = world.bundle.export(tmp_path)
+    bundle.save(add_node(bundle.load(), "and why that?", why_of=["n3"]))
+    bundle.export()
+    ran = ask("evidence", "verify", tmp_path)
+    assert ran.code == 0 and "E-WHY" not in ran.out
+    asked = ask("why", "verify", "--finding", bundle.path)
+    assert asked.code == 2 and "open: E-WHY-002 n4" in asked.out
 
 
 def test_a_list_is_not_stopped_by_a_finding_that_is_damaged(world: World, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.findings import form
+from engine.findings import finding as form
 from engine.findings.bundle import Bundle
 from engine.findings.finding import Finding
 from tests.support.findings import Ran, ask, flip, hanging_run, starting
@@ -203,7 +203,7 @@ class TestWithdrawing:
         (path,) = (here / "evidence").iterdir()
         assert "~~**e2** supports" in (path / "README.md").read_text()
         page = here / "page.html"
-        from engine.findings.html import report
+        from engine.findings.report import report
 
         page.write_text(report(path))
         assert "<s>e2  supports: flip backend" in page.read_text()

@@ -9,50 +9,62 @@ import sys
 import time
 import xml.etree.ElementTree
 from pathlib import Path
+from typing import get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.findings.chart import Row, metric_figure, sparkline
 from engine.findings.context import kernel_excerpt, view_of
-from engine.findings.logs import Point
-from engine.findings.plot import line_plot, sparkline
+from engine.findings.finding import Locator
+from engine.findings.kinds import KINDS
 from tests.support.findings import hanging_run
 from tests.support.paths import ROOT
 from tests.support.run_folders import Scene, started
 
 
-def points(values: list[float | None]) -> list[Point]:
-    return [Point(unix_s=1000.0 + i, value=v) for i, v in enumerate(values)]
+def points(values: list[float | None]) -> list[Row]:
+    return [(1000.0 + i, v) for i, v in enumerate(values)]
 
 
 @given(st.lists(st.none() | st.floats(width=32), max_size=50), st.text())
 def test_any_numbers_and_any_title_make_a_picture(values: list[float | None], title: str) -> None:
-    text = line_plot(points(values), title.encode("utf-8", "replace").decode())
+    text = metric_figure(points(values), title.encode("utf-8", "replace").decode())
     if title.isprintable():
         xml.etree.ElementTree.fromstring(text)
-    assert "nan" not in text.split("</text>", 1)[1] and "inf" not in text.split("</text>", 1)[1]
-    assert len(sparkline(points(values))) == len(values)
+    numbers = text.split('fill="none" stroke="#999999"/>', 1)[1]
+    if "nan" not in title and "inf" not in title:
+        assert "nan" not in numbers and "inf" not in numbers
+    assert len(sparkline(values)) == len(values)
 
 
-def test_a_gap_breaks_the_line_and_a_lone_value_is_a_dot() -> None:
-    text = line_plot(points([1.0, 2.0, None, 3.0, math.nan, 4.0, 5.0]), "x")
-    assert text.count("<polyline") == 2 and text.count("<circle") == 1
-    assert sparkline(points([1.0, 2.0, None, 3.0])) == "▁▅·█"
+def test_a_gap_breaks_the_line_and_a_lone_value_is_a_sign() -> None:
+    text = metric_figure(points([1.0, 2.0, None, 3.0, math.nan, 4.0, 5.0]), "x")
+    drawn = text.split(">x</text>")[-1]
+    assert drawn.count("<polyline") == 2 and drawn.count("<polygon") == 1
+    assert drawn.count("×") == 1, "what is not finite is marked, what is absent is not"
+    assert sparkline([1.0, 2.0, None, 3.0]) == "▁▅·█"
 
 
-def test_one_spike_among_a_hundred_thousand_points_is_drawn() -> None:
+@pytest.mark.parametrize("odd", [math.nan, None])
+def test_one_spike_among_a_hundred_thousand_points_is_drawn(odd: float | None) -> None:
     values: list[float | None] = [0.5] * 100_000
     values[54_321] = 1000.0
-    values[77_777] = math.nan
-    text = line_plot(points(values), "x")
+    values[77_777] = odd
+    text = metric_figure(points(values), "x")
     assert ">1000<" in text and len(text) < 40_000
-    assert text.count("<polyline") == 2, "the gap is kept too"
-    # The top of the frame is at 24: the spike reaches it.
-    assert ",24.0 " in text
+    assert text.split(">x</text>")[-1].count("<polyline") == 2, "the gap is kept too"
+    # The top of the frame is at 40: the spike reaches it.
+    assert ",40.0 " in text
 
 
 def test_a_gpu_that_does_nothing_is_drawn_at_the_bottom() -> None:
-    assert sparkline(points([0.0, 0.0])) == "▁▁" and sparkline(points([96.0, 96.0])) == "██"
+    assert sparkline([0.0, 0.0]) == "▁▁" and sparkline([96.0, 96.0]) == "██"
+
+
+def test_each_kind_of_evidence_has_its_row() -> None:
+    assert set(KINDS) == set(get_args(Locator))
 
 
 def fake(tmp_path: Path, text: str, code: int = 0) -> tuple[str, ...]:
@@ -87,9 +99,9 @@ def test_a_run_of_before_the_start_of_the_machine_has_no_kernel_lines(tmp_path: 
 
 
 def test_findings_are_read_and_checked_without_torch() -> None:
-    modules = "bundle capture command context differences finding flips form locate logs plot prior receipt"
-    modules += " redact report rules source verify whys"
-    imports = "; ".join(f"import engine.findings.{name}" for name in modules.split())
+    folder = ROOT / "engine" / "findings"
+    modules = [path.stem for path in folder.glob("*.py") if path.stem != "__init__"]
+    imports = "; ".join(f"import engine.findings.{name}" for name in modules)
     code = f"import sys; {imports}; import engine.cli.why, engine.cli.evidence; "
     code += (
         "print([m for m in ('torch', 'numpy', 'safetensors', 'tokenizers') if m in sys.modules])"

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from engine.data.batches import epoch_order
-from engine.findings.context import view_of
-from engine.findings.differences import differences, rows_of
-from engine.findings.receipt import lineage_of
-from engine.findings.source import checkout_state
+from engine.findings.context import checkout_state, view_of
+from engine.findings.receipt import differences, lineage_of, rows_of
 from engine.log.events import Event
 from engine.log.folder import RunFolder
 from engine.spec import spec_from_dict

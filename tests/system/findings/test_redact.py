@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.findings.bundle import Bundle
-from engine.findings.capture import capture_events, capture_metric
-from engine.findings.command import capture_command
-from engine.findings.context import run_blobs
+from engine.findings.capture import capture_command, capture_events, capture_metric
+from engine.findings.context import allowed_environment, checkout_state, run_blobs
 from engine.findings.redact import Redactor, is_secret_name
-from engine.findings.source import allowed_environment, checkout_state
 from engine.findings.verify import check_bundle
 from engine.findings.whys import blobs_of, link, new_finding
 from engine.log.events import FactsRead, Note

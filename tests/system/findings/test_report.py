@@ -11,9 +11,9 @@ import pytest
 from engine.errors import BadInput
 from engine.findings.bundle import Bundle
 from engine.findings.capture import capture_metric
-from engine.findings.figures import flip_figure
-from engine.findings.html import report
+from engine.findings.chart import flip_figure
 from engine.findings.redact import Redactor
+from engine.findings.report import report
 from engine.findings.whys import blobs_of, link, new_finding
 from engine.flips.record import create_flip
 from engine.flips.surroundings import Surroundings

@@ -9,10 +9,8 @@ import msgspec
 import pytest
 
 from engine.errors import BadInput
-from engine.findings.capture import capture_file, capture_statement
-from engine.findings.command import capture_command
+from engine.findings.capture import capture_command, capture_file, capture_flip, capture_statement
 from engine.findings.finding import Finding, FlipResult
-from engine.findings.flips import capture_flip
 from engine.findings.rules import effective_status, is_test_of_cause, judge, observations
 from engine.findings.whys import (
     CannotClose,

@@ -18,7 +18,7 @@ import pytest
 
 from engine.flips import arms, controls
 from engine.flips.arms import Stopped, run_arm
-from engine.flips.flip import run_flip
+from engine.flips.flip import Watching, run_flip
 from engine.flips.judge import Pair
 from engine.flips.plan import Plan, make_plan
 from engine.flips.record import read_pairs, read_plan_of
@@ -56,7 +56,9 @@ def test_an_arm_killed_from_outside_is_said_and_the_flip_goes_on(kit: Kit, tmp_p
             os.kill(view.trainer_pid, signal.SIGKILL)
 
     folder = tmp_path / "flip"
-    verdict = run_flip(plan, folder, lambda *said: heard.append(said), on_arm=kill)
+    verdict = run_flip(
+        plan, folder, Watching(on_pair=lambda *said: heard.append(said), on_arm=kill)
+    )
     assert verdict.pairs_run == 2 and verdict.n_pairs == 1
     assert verdict.verdict == "INCONCLUSIVE" and "the most that the plan allows" in verdict.reason
     first, second = read_pairs(folder)
@@ -155,7 +157,9 @@ def test_controls_are_run_after_a_first_pair_and_remembered(kit: Kit, tmp_path: 
     plan = small_plan(kit, tmp_path, "compute.threads=2")
     heard: list[str] = []
     folder = tmp_path / "flip"
-    verdict = run_flip(plan, folder, lambda what, *_: heard.append(what), use_controls="run")
+    verdict = run_flip(
+        plan, folder, Watching(on_pair=lambda what, *_: heard.append(what)), use_controls="run"
+    )
     assert heard == ["flip", "control same", "control slow"]
     slow = {o.arm: o.run for p in read_pairs(folder / "controls" / "slow") for o in (p.a, p.b)}
     slowed = {
@@ -186,7 +190,7 @@ def test_a_hang_is_decided_before_any_control_is_run(
             stopped.append(view.trainer_pid)
             os.kill(view.trainer_pid, signal.SIGSTOP)
 
-    verdict = run_flip(plan, tmp_path / "flip", on_arm=freeze_b, use_controls="run")
+    verdict = run_flip(plan, tmp_path / "flip", Watching(on_arm=freeze_b), use_controls="run")
     assert verdict.verdict == "B_DID_NOT_COMPLETE" and verdict.grade == "screen", verdict.reason
     assert "B made 0 steps in 20 s, the last phase was " in verdict.reason
     assert "A made 6 in " in verdict.reason and not (tmp_path / "flip" / "controls").exists()

@@ -12,12 +12,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch  # noqa: F401  # here, and not within the deadline of the first example
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from engine.errors import WeightsError
-from engine.formats.apr_tokenizer import embed
+from engine.formats.apr_metadata import embed
 from engine.formats.open import open_weights
 from tests.support.apr_bytes import METADATA, Entry, build_apr, seal, seal_header, take_apart
 

@@ -22,11 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import WeightsError
-from engine.formats.gguf import open_gguf
-from engine.formats.gguf_header import GgufHeader, parse_header
-from engine.formats.gguf_meta import read_config
+from engine.formats.gguf import GgufHeader, open_gguf, parse_header
+from engine.formats.gguf_metadata import check_vocabulary, read_config
 from engine.formats.gguf_tokenizer import build_tokenizer_json
-from engine.formats.gguf_vocabulary import check_vocabulary
 from tests.support.bad_gguf import BAD
 from tests.support.gguf_files import ARCH, F32, UINT32, build, model, pair, tensor, u32
 

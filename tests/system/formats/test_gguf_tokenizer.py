@@ -15,16 +15,15 @@ from tokenizers import Tokenizer
 
 import engine.demo
 from engine.errors import TokenizerError, WeightsError
-from engine.formats.gguf_encode import encode_value
-from engine.formats.gguf_header import GgufMetadata, parse_header
+from engine.formats.gguf import parse_header
+from engine.formats.gguf_metadata import TokenType
 from engine.formats.gguf_tokenizer import (
-    PRE_TOKENIZERS,
     build_tokenizer_json,
+    tokenizer_metadata,
     unsupported_tokenizer,
 )
-from engine.formats.gguf_tokenizer_write import tokenizer_metadata
-from engine.formats.gguf_vocabulary import TokenType
-from engine.formats.tokenizer import open_tokenizer
+from engine.formats.gguf_values import GgufMetadata, encode_value
+from engine.formats.tokenizer import PRE_TOKENIZERS, open_tokenizer
 from tests.support.gguf_files import (
     BOOL,
     STRING,

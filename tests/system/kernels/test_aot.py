@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import pkgutil
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import triton
+from triton.runtime.jit import JITFunction
 
+import engine.kernels
 from engine.kernels import aot
 from engine.kernels.aot import AotFigure, figure, regressions
 from engine.kernels.compiler import ARCHITECTURES, first_stage, key_for
 from engine.kernels.key import Constant, Variant
-from engine.loss import fused as fused_chunks
-from engine.loss import fused_sparse
+from engine.loss import fused
 from tests.support.paths import TESTS
 from tests.support.small_kernels import crowded, scaled
 
@@ -26,9 +32,54 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
 
+def modules() -> list[ModuleType]:
+    """Those of the kernels, imported; but for `aot`, which also runs as a program."""
+    names = (info.name for info in pkgutil.iter_modules(engine.kernels.__path__))
+    return [
+        importlib.import_module(f"{engine.kernels.__name__}.{name}")
+        for name in names
+        if name != "aot"
+    ]
+
+
+def functions_of(module: ModuleType) -> list[JITFunction]:
+    """The `@triton.jit` functions that a module defines, kernels and what they call."""
+    return [
+        value
+        for value in vars(module).values()
+        if isinstance(value, JITFunction) and value.__module__ == module.__name__
+    ]
+
+
+def some_variants(arch: int) -> tuple[Variant, ...]:
+    """One of each function, writing bf16 where one of its variants does: what a quick look compiles."""
+    found: dict[Any, Variant] = {}
+    for variant in aot.all_variants(arch):
+        kept = found.setdefault(variant.function, variant)
+        if "*bf16" in variant.types and "*bf16" not in kept.types:
+            found[variant.function] = variant
+    return tuple(found.values())
+
+
+def idle_functions() -> list[str]:
+    """The `@triton.jit` functions of the kernels that no variant is of and none of it calls."""
+    functions = [function for module in modules() for function in functions_of(module)]
+    listed = {variant.function for arch in ARCHITECTURES for variant in aot.all_variants(arch)}
+    return [
+        f"{function.__module__}.{function.__name__}"
+        for function in functions
+        if function not in listed
+        and not any(
+            re.search(rf"\b{function.__name__}\(", other.src)
+            for other in functions
+            if other is not function
+        )
+    ]
+
+
 NAMES = {
-    name: [arch for arch in ARCHITECTURES if name in {v.name for v in aot.some_variants(arch)}]
-    for name in {v.name: None for arch in ARCHITECTURES for v in aot.some_variants(arch)}
+    name: [arch for arch in ARCHITECTURES if name in {v.name for v in some_variants(arch)}]
+    for name in {v.name: None for arch in ARCHITECTURES for v in some_variants(arch)}
 }
 """Every kernel, and the targets it is meant for."""
 
@@ -41,7 +92,7 @@ def a_third(arch: int) -> tuple[Variant, ...]:
         for some in ([a for a in targets if a < 100], [a for a in targets if a >= 100]):
             if some and some[place % len(some)] == arch:
                 wanted.add(name)
-    return tuple(variant for variant in aot.some_variants(arch) if variant.name in wanted)
+    return tuple(variant for variant in some_variants(arch) if variant.name in wanted)
 
 
 # One test for each target, so that workers share them.
@@ -64,7 +115,7 @@ def test_every_kernel_compiles_and_is_no_worse_than_what_was_kept(
 
 def test_every_kernel_is_compiled_for_a_target_before_blackwell_and_for_one_of_it() -> None:
     for arch in ARCHITECTURES:
-        some, every = aot.some_variants(arch), aot.all_variants(arch)
+        some, every = some_variants(arch), aot.all_variants(arch)
         assert {variant.function for variant in some} == {variant.function for variant in every}
     for name, meant in NAMES.items():
         targets = [a for a in ARCHITECTURES if name in {v.name for v in a_third(a)}]
@@ -129,7 +180,7 @@ def test_figures_are_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_every_kernel_is_launched_by_something() -> None:
-    assert aot.idle_functions() == []
+    assert idle_functions() == []
 
 
 def test_every_file_with_kernels_has_a_parity_test() -> None:
@@ -137,17 +188,14 @@ def test_every_file_with_kernels_has_a_parity_test() -> None:
     tests = "\n".join(
         path.read_text() for path in (TESTS / "unit" / "kernels" / "interpreted").glob("test_*.py")
     )
-    texts = {module.__name__: inspect.getsource(module) for module in aot.modules()}
+    texts = {module.__name__: inspect.getsource(module) for module in modules()}
     launchers = {
-        module.__name__
-        for module in aot.modules()
-        if hasattr(module, "launch") or aot.functions_of(module)
+        module.__name__ for module in modules() if hasattr(module, "launch") or functions_of(module)
     }
-    for form in (fused_chunks, fused_sparse):
-        texts[form.__name__] = inspect.getsource(form)
-        launchers.add(form.__name__)
-    for module in aot.modules():
-        if not aot.functions_of(module):
+    texts[fused.__name__] = inspect.getsource(fused)
+    launchers.add(fused.__name__)
+    for module in modules():
+        if not functions_of(module):
             continue
         # A file is tested through the one that launches its kernels.
         reached = {module.__name__}

@@ -16,8 +16,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.errors import InternalError
-from engine.kernels.bodies import MANIFEST, verify
-from engine.kernels.compiler import _compile, _Source, compile_for, first_stage, key_for
+from engine.kernels.compiler import (
+    MANIFEST,
+    _compile,
+    _Source,
+    compile_for,
+    first_stage,
+    key_for,
+    verify,
+)
 from engine.kernels.key import Variant
 from tests.support.paths import ROOT
 from tests.support.small_kernels import deaf, scaled

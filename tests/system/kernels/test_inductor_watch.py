@@ -29,15 +29,16 @@ def broken(x):
 
 out = {}
 watch = CompileWatch()
-mark = watch.mark()
+counting = CompileWatch()
 
 def stage(name):
-    global mark
+    global counting
     out[name] = {
-        "counts": {n: r.value for n, r in watch.since(mark).items()},
+        "counts": counting.counts()._asdict(),
         "records": [dataclasses.asdict(r) | {"lines": r.lines()} for r in watch.drain()],
     }
-    mark = watch.mark()
+    counting.close()
+    counting = CompileWatch()
 
 stage("unused")
 compiled = torch.compile(cubed, dynamic=False)
@@ -58,6 +59,7 @@ if "many" in sys.argv:
     for size in range(6, 76):
         eager(torch.ones(size, size))
     stage("many")
+counting.close()
 watch.close()
 torch._dynamo.reset()
 torch.compile(cubed, backend="eager")(x)
@@ -90,10 +92,7 @@ def test_the_first_process_misses_and_the_second_is_served_from_disk(
     stages: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     cold, warm = (seen["first"] for seen in stages)
-    assert (cold["counts"]["fxgraph_hit"], cold["counts"]["fxgraph_miss"]) == (0, 2)
-    assert (cold["counts"]["autograd_hit"], cold["counts"]["autograd_miss"]) == (0, 1)
-    assert (warm["counts"]["fxgraph_hit"], warm["counts"]["fxgraph_miss"]) == (2, 0)
-    assert (warm["counts"]["autograd_hit"], warm["counts"]["autograd_miss"]) == (1, 0)
+    assert (cold["counts"]["disk_hits"], warm["counts"]["disk_hits"]) == (0, 2)
     assert [record["disk_hit"] for record in cold["records"]] == [False, False]
     assert [record["disk_hit"] for record in warm["records"]] == [True]
 
@@ -105,10 +104,7 @@ def test_forward_and_backward_are_records_with_their_seconds(
     names = [(record["source"], record["kernel"], record["digest"]) for record in first["records"]]
     assert names == [("inductor", "cubed", "0/0"), ("inductor", "cubed (backward)", "0/0")]
     assert all(record["seconds"] > 0 for record in first["records"])
-    assert first["counts"]["seconds"] == pytest.approx(
-        sum(record["seconds"] for record in first["records"])
-    )
-    assert (first["counts"]["frames"], first["counts"]["graphs"]) == (1, 1)
+    assert first["counts"]["graphs"] == 1
 
 
 @pytest.mark.parametrize("stage", ["unused", "again"])
@@ -141,16 +137,15 @@ def test_more_compilations_than_torch_keeps_are_all_recorded(
     stages: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     many = stages[0]["many"]
-    assert many["counts"]["frames"] == len(many["records"]) == 70
+    assert len(many["records"]) == 70
 
 
 def test_a_count_that_torch_does_not_keep_is_absent_and_not_0(
     stages: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
-    # The eager backend asks neither cache: torch's table answers 0, as it would to a wrong name.
+    # The eager backend asks no cache: torch's table answers 0, as it would to a wrong name.
     counts = stages[0]["many"]["counts"]
-    assert counts["fxgraph_hit"] is None
-    assert counts["autograd_miss"] is None
+    assert counts["graphs"] > 0 and counts["disk_hits"] is None
     assert stages[0]["many"]["records"][0]["disk_hit"] is None
 
 

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from engine.errors import InternalError
 from engine.kernels.dequantize import dequantize_gathered, dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
-from engine.quant.blocks import BLOCK_TYPES, QuantError
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, QuantError
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.quantize import quantize
 from engine.quant.tensor import QuantTensor

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from engine.errors import InternalError
+from engine.kernels.compile_record import CompileRecord, KernelCounts
 from engine.kernels.compiler import key_for
 from engine.kernels.key import Variant
-from engine.kernels.record import CompileRecord, KernelCounts
+from engine.kernels.prewarm import warm_up
 from engine.kernels.registry import KernelRegistry, check_arguments, pointer_type
-from engine.kernels.warm import warm_up
 from tests.support.small_kernels import deaf, scaled
 
 ARCH = 90

@@ -207,7 +207,7 @@ def test_both_ways_to_unpack_codes_give_the_same_bits(
     weight, product = pack(on_gpu(name, 96, 1024)), small_m.product
     for m in (1, 2, 4, 8):
         config = dataclasses.replace(config_for(weight.type, 96, 1024, m, 90), splits=1)
-        x = small_m.whole_numbers(torch.randn(m, 1024, device="cuda").bfloat16())
+        x = small_m.as_integers(torch.randn(m, 1024, device="cuda").bfloat16())
         found = []
         for plain in (False, True):
             monkeypatch.setattr(

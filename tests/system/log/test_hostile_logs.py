@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from engine.cli.main import main
+from engine.log.columns import Stretch, segment_of
 from engine.log.events import Event, Note
 from engine.log.folder import RunFolder
-from engine.log.gather import Gatherer
+from engine.log.follow import Follower
 from engine.log.read import LONGEST_LINE_BYTES, BrokenLog, LogReader
 from engine.log.write import encode
 from tests.support.run_events import finished, numbered, opened, started, step
@@ -98,10 +99,8 @@ def test_a_line_out_of_its_range_is_a_broken_line_and_what_stands_before_it_is_s
     assert code == 65 and "rules could judge" in out
     code, out, _ = engine("runs", run.path.parent, capsys=capsys)
     assert code == 0 and f"@{len(good)}" in out
-    reader = Gatherer(LogReader(run.events))
     with pytest.raises(BrokenLog):
-        while reader.read():
-            pass
+        Follower(run).read_all()
 
 
 def test_steps_out_of_range_are_refused_on_the_fast_path_too(run: RunFolder) -> None:
@@ -111,9 +110,9 @@ def test_steps_out_of_range_are_refused_on_the_fast_path_too(run: RunFolder) -> 
     run.events.write_bytes(
         first + b"".join([*steps[:500], json.dumps(bad).encode() + b"\n", *steps[501:]])
     )
-    reader = LogReader(run.events)
+    assert segment_of(Stretch((0, 0), 0, run.events.read_bytes()[len(first) :])) is None
     with pytest.raises(BrokenLog, match=r"<= 1e\+100") as broken:
-        reader.skim()
+        LogReader(run.events).poll()
     assert len(broken.value.before) == 501
 
 

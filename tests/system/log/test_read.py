@@ -440,6 +440,29 @@ def test_following_in_small_reads_gives_the_view_of_one_read(tmp_path: Path) -> 
     assert picture(small.view)["steps"] == picture(once)["steps"]
 
 
+def test_a_log_is_read_again_from_each_of_its_points(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    events = [opened(100.0), started(), *(step(n) for n in range(1, 2500))]
+    events += [opened(50.0), started(), *(step(n) for n in range(1, 2500))]
+    written = write_log(path, events)
+    reader = LogReader(path)
+    while reader.poll(1 << 19):
+        pass
+    assert len(reader.points) > 8
+    latest = -math.inf
+    begins = {0: 100.0, 2501: 50.0}
+    for point in reader.points[1:-1]:
+        found = LogReader(path, at=point).poll(4096)
+        assert repr(found) == repr(written[point.number : point.number + len(found)])
+        opened_s = begins[max(n for n in begins if n < point.number)]
+        assert point.opened_unix_s == opened_s
+        before = [
+            begins[max(b for b in begins if b <= e.seq)] + e.t_s for e in written[: point.number]
+        ]
+        latest = max(before)
+        assert point.unix_s == pytest.approx(latest)
+
+
 def test_reading_a_run_loads_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, engine.log.follow, engine.log.text\n"
@@ -460,3 +483,7 @@ def test_a_diverged_run_keeps_every_non_finite_number(tmp_path: Path) -> None:
     assert len(losses) == 1999 and all(x is not None and math.isnan(x) for x in losses)
     assert set(view.steps.values("grad_norm")) == {math.inf}
     assert all(isinstance(line.event, StepDone) for line in view.lines[1:])
+
+
+def test_more_lines_are_kept_than_a_screen_shows() -> None:
+    assert read_module.LINES_KEPT >= 1000

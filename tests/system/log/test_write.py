@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import engine.log.recover as recover_module
+import engine.log.write as write_module
 from engine.errors import BadInput, DiskFull, RunLogError
 from engine.log.events import (
     FactsRead,
@@ -33,8 +33,7 @@ from engine.log.events import (
 )
 from engine.log.folder import create_run, is_run, open_run, write_whole
 from engine.log.read import LogReader, decode_line, writer_is_alive
-from engine.log.recover import TAIL_BYTES
-from engine.log.write import LogWriter, encode
+from engine.log.write import TAIL_BYTES, LogWriter, encode
 from tests.support.paths import ROOT
 from tests.support.run_events import JSON, KINDS, events_of, example_of, step
 
@@ -64,7 +63,7 @@ def child(code: str, *arguments: object) -> subprocess.Popen[str]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that does not wait long for a lock."""
-    monkeypatch.setattr(recover_module, "LOCK_PAUSE_S", 0.001)
+    monkeypatch.setattr(write_module, "LOCK_PAUSE_S", 0.001)
 
 
 # One line.

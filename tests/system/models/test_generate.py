@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BadInput, NoAnswer
-from engine.models.completions import StopText
-from engine.models.decode import HISTORY, choose_cuda_graph, draw
+from engine.models.decode import GREEDY, HISTORY, Sampling, choose_cuda_graph
+from engine.models.decode_step import draw
 from engine.models.decoder import Decoder
-from engine.models.generate import GREEDY, Sampling, generate, next_token
-from engine.models.load import load_decoder, save_decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.generate import StopText, generate, next_token
+from engine.models.load import load_decoder, load_packed_decoder, save_decoder
 from tests.support.packed_models import lively, make_config, write
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8], [9, 7, 9, 3, 2], [7] * 20]
@@ -155,7 +154,7 @@ def test_a_host_that_reads_behind_misses_and_adds_no_token(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.models.generate.coverage", lambda *_: None)
-        patch.setattr("engine.models.generate.DecodeSteps", steps)
+        patch.setattr("engine.models.decode_step.DecodeSteps", steps)
         prompts = [[index] for index in script]
         found = tokens_of(
             Decoder(make_config()), prompts, max_tokens=max_tokens, end_ids=[7], tile=rows

@@ -20,14 +20,13 @@ from engine.decision import Decision
 from engine.errors import BadInput, InternalError
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.decoder import Decoder
-from engine.models.fp8 import fp8_linear
-from engine.models.fp8_load import load_fp8_decoder
-from engine.models.freeze import freeze
+from engine.models.fp8 import fp8_linear, load_fp8_decoder
+from engine.models.frozen import freeze
 from engine.models.load import load_decoder, save_decoder
 from engine.models.packed import head_of
+from engine.plan.knobs import choose_backend, choose_teacher_precision
 from engine.spec import RunSpec
 from engine.teachers.build import build_teacher
-from engine.teachers.choose import choose_backend, choose_teacher_precision
 from engine.teachers.fp8 import (
     NOISE_FLOOR_KL,
     Fp8Teacher,

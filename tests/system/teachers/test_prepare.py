@@ -18,8 +18,8 @@ from engine.cli.main import main
 from engine.errors import DiskFull
 from engine.spec import load_spec
 from engine.teachers.store.folder import open_store, shard_path
-from engine.teachers.store.rows import CacheError
-from engine.train.prepare_plan import Plan, Wanted, plan_job
+from engine.teachers.store.manifest import CacheError
+from engine.train.prepare import Plan, Wanted, plan_job
 from engine.train.stopping import StopRequest
 from tests.support import faults
 from tests.support.kit import Kit

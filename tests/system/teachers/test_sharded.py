@@ -22,17 +22,17 @@ from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.machine.reading import measured
 from engine.models.load import save_decoder
-from engine.plan.choose_ranks import choose_teacher_shard
-from engine.plan.choose_running import Running
-from engine.plan.device import Arithmetic
-from engine.plan.fitting import Fitted
+from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
-from engine.plan.memory_decisions import plan_memory
-from engine.plan.memory_model import predict
+from engine.plan.knobs import choose_teacher_shard
+from engine.plan.memory import MemoryPlan
+from engine.plan.run_plan import RunFacts, Running, plan_memory
 from engine.runtime.managed import memory_scope
 from engine.runtime.ranks import Ranks
 from engine.spec import spec_from_dict
 from engine.teachers.sharded import ShardedLayers
+from engine.train import record
+from engine.train.record import logged
 from engine.units import format_bytes
 from tests.support.packed_models import lively, make_config, write
 from tests.support.running import environment
@@ -112,8 +112,8 @@ def test_a_layer_that_is_trained_is_refused() -> None:
 
 
 def _needs(shard: bool, gpus: int = 4, **changes: Any) -> int:
-    budget = predict(
-        spec_from_dict(
+    budget = MemoryPlan(
+        spec=spec_from_dict(
             {
                 "teacher": {"path": "teacher.gguf"},
                 "student": {"config": "student.json"},
@@ -135,7 +135,7 @@ def _needs(shard: bool, gpus: int = 4, **changes: Any) -> int:
             )
             | changes
         ),
-    )
+    ).budget()
     return budget.total_bytes
 
 
@@ -166,14 +166,14 @@ def test_auto_shares_only_what_does_not_fit_whole_and_says_the_arithmetic() -> N
     assert neither.choice == "off" and "does not fit either" in neither.reason
     forced = chosen(None, "on")
     assert forced.choice == "on" and forced.overridden
-    assert chosen(shared, stored=True).choice == "off"
+    assert chosen(shared, stored="rows").choice == "off"
     with pytest.raises(BadInput, match=r"teacher\.shard"):
-        chosen(None, "on", stored=True)
+        chosen(None, "on", stored="rows")
 
 
 def test_the_budget_of_a_teacher_that_does_not_fit_names_the_setting() -> None:
-    budget = predict(
-        spec_from_dict(
+    budget = MemoryPlan(
+        spec=spec_from_dict(
             {
                 "teacher": {"path": "teacher.gguf"},
                 "student": {"config": "student.json"},
@@ -188,12 +188,14 @@ def test_the_budget_of_a_teacher_that_does_not_fit_names_the_setting() -> None:
         student=config_named("qwen2.5-0.5b"),
         device="cuda",
         available=measured(22 * GIB, "a test"),
-    )
+    ).budget()
     with pytest.raises(BadInput, match=r"teacher\.shard=on"):
         budget.refuse_if_too_big()
 
 
-def _planned(folder: Path, available_bytes: int, wanted: str = "auto") -> tuple[Fitted, RunView]:
+def _planned(
+    folder: Path, available_bytes: int, wanted: str = "auto"
+) -> tuple[MemoryPlan, RunView]:
     """What a run of two ranks plans, with nothing to give up but the teacher."""
     teacher = make_config(num_hidden_layers=12)
     spec = spec_from_dict(
@@ -214,7 +216,7 @@ def _planned(folder: Path, available_bytes: int, wanted: str = "auto") -> tuple[
         tokenizers={},
         notes=(),
     )
-    arithmetic = Arithmetic(
+    compute = ComputeDevice(
         device=device,
         precision="fp32",
         memory=memory_scope("native", device),
@@ -226,7 +228,9 @@ def _planned(folder: Path, available_bytes: int, wanted: str = "auto") -> tuple[
     folder.mkdir()
     run = RunFolder(folder)
     with LogWriter(run.events, writer="trainer") as log:
-        fitted = plan_memory(log, spec, inputs, arithmetic, "fp32", running, fused_loss=False)
+        facts = RunFacts(spec=spec, inputs=inputs, compute=compute)
+        fitted = logged(log, plan_memory(facts, running, fused_loss=False))
+        record.write(log, fitted.budget())
     return fitted, Follower(run).read_all()
 
 
@@ -234,12 +238,12 @@ def test_a_teacher_that_does_not_fit_whole_is_shared_by_itself_and_the_log_says_
     tmp_path: Path,
 ) -> None:
     whole, _ = _planned(tmp_path / "plenty", 1 << 40)
-    fitted, _ = _planned(tmp_path / "just", whole.budget.total_bytes)
+    fitted, _ = _planned(tmp_path / "just", whole.total_bytes)
     assert not fitted.teacher_shard
-    fitted, view = _planned(tmp_path / "short", whole.budget.total_bytes - 1)
-    assert fitted.teacher_shard and fitted.budget.fits
+    fitted, view = _planned(tmp_path / "short", whole.total_bytes - 1)
+    assert fitted.teacher_shard and fitted.budget().fits
     said = next(d for d in view.decisions if d.knob == "teacher.shard")
-    assert said.choice == "on" and format_bytes(whole.budget.total_bytes) in said.reason
+    assert said.choice == "on" and format_bytes(whole.total_bytes) in said.reason
     assert view.memory_plan is not None
     items = {name: size for name, size, _ in view.memory_plan.items}
     assert items["teacher layers put together"] > 0

@@ -21,12 +21,26 @@ from hypothesis import strategies as st
 
 from engine.data.batches import Batch
 from engine.errors import DiskFull
-from engine.formats.safetensors_header import read_header
-from engine.teachers.store import write as cache_write
-from engine.teachers.store.folder import Store, open_store, shard_path
-from engine.teachers.store.manifest import Manifest, Measured, write_manifest
-from engine.teachers.store.rows import CacheError, Identity, canonical, uniforms
-from engine.teachers.store.write import ShardWriter, disk_bytes, only_writer, remove_shard
+from engine.formats.safetensors import read_header
+from engine.teachers.store import folder as folder_module
+from engine.teachers.store.folder import (
+    ShardWriter,
+    Store,
+    disk_bytes,
+    only_writer,
+    open_store,
+    remove_shard,
+    shard_path,
+)
+from engine.teachers.store.manifest import (
+    CacheError,
+    Identity,
+    Manifest,
+    Measured,
+    canonical,
+    uniforms,
+    write_manifest,
+)
 
 HIDDEN = Identity(
     form="hidden",
@@ -276,7 +290,7 @@ def _operations(monkeypatch: pytest.MonkeyPatch, deadly: int) -> list[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    for owner, name in ((Path, "replace"), (os, "fsync"), (cache_write, "fsync_folder")):
+    for owner, name in ((Path, "replace"), (os, "fsync"), (folder_module, "fsync_folder")):
         wrap(owner, name)
     return done
 
@@ -319,7 +333,7 @@ def test_a_shard_that_is_missing_between_others_is_made_again_in_its_place(
 
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from engine.teachers.store.write import only_writer\n"
+        "import sys; from pathlib import Path; from engine.teachers.store.folder import only_writer\n"
         "with only_writer(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     first = subprocess.Popen(
@@ -380,7 +394,7 @@ def test_no_store_there_is_said_with_what_makes_one(tmp_path: Path) -> None:
 
 def test_reading_a_store_loads_no_torch() -> None:
     code = (
-        "import sys, engine.teachers.store.folder, engine.teachers.store.write, engine.teachers.store.fit\n"
+        "import sys, engine.teachers.store.folder, engine.teachers.store.manifest\n"
         "assert not {'torch', 'safetensors', 'triton'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

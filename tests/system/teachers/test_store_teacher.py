@@ -21,16 +21,15 @@ from engine.log.folder import open_run
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.loss.objective import distillation_loss
-from engine.loss.types import SparseTargets
 from engine.models.config import read_config
 from engine.models.head import DenseHead, project
 from engine.models.load import load_decoder, new_decoder
 from engine.spec import RunSpec, load_spec
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher
 from engine.teachers.store.folder import open_store, shard_path
-from engine.teachers.store.outputs import as_outputs, sparse_parts
-from engine.teachers.store.rows import CacheError, Identity
+from engine.teachers.store.manifest import CacheError, Identity
+from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train.trainer import Trainer
 from tests.support.kit import Kit
@@ -300,9 +299,9 @@ def _gradients(
     with torch.no_grad():
         start_ND = student.hidden(tokens_BT, documents_BT).flatten(0, 1)  # type: ignore[operator]
     keys = identity.keys(batch)
-    targets = as_outputs(identity, sparse_parts(identity, hidden_NE, teacher.head(), keys))
+    targets = as_targets(identity, sparse_parts(identity, hidden_NE, teacher.head(), keys))
     found = []
-    for sparse in (None, SparseTargets(**targets._asdict())):
+    for sparse in (None, targets):
         hidden_ND = start_ND.clone().requires_grad_()
         terms = distillation_loss(
             hidden_ND,

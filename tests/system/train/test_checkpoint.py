@@ -19,10 +19,8 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError, DiskFull
-from engine.train.checkpoint.file_calls import FileCalls
 from engine.train.checkpoint.manifest import MANIFEST, newest, verify
-from engine.train.checkpoint.retention import prune, set_aside
-from engine.train.checkpoint.write import Sink, save
+from engine.train.checkpoint.write import FileCalls, Sink, prune, save, set_aside
 from tests.support.paths import ROOT
 from tests.support.watched_calls import Halves, WatchedCalls, files
 

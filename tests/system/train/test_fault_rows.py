@@ -22,16 +22,15 @@ import pytest
 import torch
 
 from engine.errors import RunLogError
-from engine.flips.outcome import sum_up
+from engine.flips.arms import sum_up
 from engine.flips.proof import equal
 from engine.log import write as write_module
 from engine.log.events import Note, StopForwarded
 from engine.log.folder import RunFolder, create_run
 from engine.log.follow import Follower
 from engine.log.read import BrokenLog, LogReader
-from engine.log.recover import repair
 from engine.log.view import RunView
-from engine.log.write import LogWriter
+from engine.log.write import LogWriter, repair
 from engine.machine.host import Host
 from engine.machine.kill_counters import read_kill_counters
 from engine.models.config import ModelConfig
@@ -39,15 +38,20 @@ from engine.models.load import new_decoder, save_decoder
 from engine.spec import RunSpec, load_spec
 from engine.teachers.build import build_teacher
 from engine.train import run as trainer_module
+from engine.train.checkpoint.continuing import versions_changed
 from engine.train.checkpoint.manifest import newest
 from engine.train.checkpoint.write import save
-from engine.train.drift import versions_changed
 from engine.train.trainer import Trainer
 from engine.verdict import Level
 from engine.watch.attribution import ExitState, attribute_exit
-from engine.watch.clocks import SUSPENDED, ClockWatch
 from engine.watch.launch import launch
-from engine.watch.memory_guard import GRACE_S, HELD_S, MemoryGuard
+from engine.watch.machine_guard import (
+    GRACE_S,
+    HELD_S,
+    SUSPENDED,
+    ClockWatch,
+    MemoryGuard,
+)
 from engine.watch.supervisor import _Supervisor
 from tests.support.flip_pairs import outcome, plan
 from tests.support.host_trees import MACHINE, write_tree
@@ -242,11 +246,16 @@ def test_a_second_signal_ends_a_run_whose_step_does_not_end(kit: Kit, tmp_path: 
     def forwarded(view: RunView) -> int:
         return sum(isinstance(line.event, StopForwarded) for line in view.lines)
 
-    launched.send_signal(signal.SIGTERM)
-    wait_for(run, lambda view: forwarded(view) == 1)
-    launched.send_signal(signal.SIGTERM)
-    launched.communicate(timeout=240)
-    ended = wait_until_ended(run)
+    try:
+        launched.send_signal(signal.SIGTERM)
+        wait_for(run, lambda view: forwarded(view) == 1)
+        launched.send_signal(signal.SIGTERM)
+        launched.communicate(timeout=240)
+        ended = wait_until_ended(run)
+    finally:
+        if launched.poll() is None:
+            # Its one step has no end: left alone it would keep a core for ever.
+            engine("stop", run, "--now")
     assert launched.returncode == 143 and ended.state == "terminated"
     assert ended.view.exit is not None and "stop requested: SIGTERM" in ended.view.exit.sentence
 

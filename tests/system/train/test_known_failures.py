@@ -12,7 +12,7 @@ import pytest
 from engine.checks.catalogue import ABOUT
 from engine.drills.catalogue import drill
 from engine.export.gate import IDS as GATES
-from engine.watch.rules.registry import RULES
+from engine.watch.rules import RULES
 from tests.support.named_tests import marks_of
 from tests.support.paths import EVIDENCE
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.findings.differences import differences
+from engine.findings.receipt import differences
 from engine.formats.open import open_weights
 from engine.log.beats import read_beats, read_lost_rank
 from engine.log.folder import RunFolder

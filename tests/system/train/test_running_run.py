@@ -9,7 +9,7 @@ import pytest
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
 from engine.log.view import RunView
-from engine.train.phases import PHASES
+from engine.train.step import PHASES
 from tests.support.kit import Kit
 from tests.support.running import engine
 

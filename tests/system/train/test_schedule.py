@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
+from engine.spec import TrainSection
 from engine.train.schedule import learning_rate
 
 SETTINGS: dict[str, Any] = {
-    "peak": 1e-3,
+    "lr": 1e-3,
     "warmup_steps": 10,
-    "total_steps": 110,
-    "kind": "cosine",
-    "final_ratio": 0.1,
+    "steps": 110,
+    "schedule": "cosine",
+    "final_lr_ratio": 0.1,
 }
 
 
 def rate(step: int, **changes: object) -> float:
-    return learning_rate(step, **(SETTINGS | changes))
+    return learning_rate(step, TrainSection(**(SETTINGS | changes)))
 
 
 def test_warmup_is_linear_and_starts_above_zero() -> None:
@@ -42,19 +43,19 @@ def test_cosine_falls_at_every_step_after_the_warmup() -> None:
 
 
 def test_cosine_can_end_at_zero_or_stay_at_the_peak() -> None:
-    assert rate(109, final_ratio=0) == 0
-    assert rate(60, final_ratio=1) == rate(109, final_ratio=1) == 1e-3
+    assert rate(109, final_lr_ratio=0) == 0
+    assert rate(60, final_lr_ratio=1) == rate(109, final_lr_ratio=1) == 1e-3
 
 
 def test_constant_holds_the_peak_after_the_warmup() -> None:
-    assert rate(0, kind="constant") == 1e-4
-    assert {rate(step, kind="constant") for step in (9, 10, 60, 109, 500)} == {1e-3}
+    assert rate(0, schedule="constant") == 1e-4
+    assert {rate(step, schedule="constant") for step in (9, 10, 60, 109, 500)} == {1e-3}
 
 
 def test_edges_without_a_warmup_or_without_anything_after_it() -> None:
     assert rate(0, warmup_steps=0) < 1e-3
-    assert rate(0, warmup_steps=0, kind="constant") == 1e-3
-    assert rate(0, warmup_steps=0, total_steps=1) == 1e-3 * 0.1
+    assert rate(0, warmup_steps=0, schedule="constant") == 1e-3
+    assert rate(0, warmup_steps=0, steps=1) == 1e-3 * 0.1
     assert rate(109, warmup_steps=110) == 1e-3
 
 
@@ -62,18 +63,18 @@ def test_edges_without_a_warmup_or_without_anything_after_it() -> None:
     ("changes", "message"),
     [
         ({"step": -1}, "step: expected 0 or more, found -1"),
-        ({"peak": 0.0}, "peak: expected a finite rate above 0, found 0.0"),
-        ({"peak": float("nan")}, "found nan"),
-        ({"total_steps": 0}, "total_steps: expected 1 or more, found 0"),
+        ({"lr": 0.0}, "peak: expected a finite rate above 0, found 0.0"),
+        ({"lr": float("nan")}, "found nan"),
+        ({"steps": 0}, "total_steps: expected 1 or more, found 0"),
         ({"warmup_steps": 111}, "expected 0 to total_steps = 110, found 111"),
         ({"warmup_steps": -1}, "found -1"),
-        ({"final_ratio": 1.5}, "final_ratio: expected 0 to 1, found 1.5"),
-        ({"kind": "linear"}, "expected cosine or constant, found linear"),
+        ({"final_lr_ratio": 1.5}, "final_ratio: expected 0 to 1, found 1.5"),
+        ({"schedule": "linear"}, "expected cosine or constant, found linear"),
     ],
 )
 def test_values_outside_their_range_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        learning_rate(**({"step": 0} | SETTINGS | changes))
+        rate(**({"step": 0} | changes))  # type: ignore[arg-type]
 
 
 def test_schedule_and_checkpoint_load_without_torch() -> None:

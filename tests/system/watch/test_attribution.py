@@ -26,9 +26,9 @@ from engine.watch.attribution import (
     ExitState,
     attribute_exit,
     exception_name,
+    find_kernel_line,
+    memory_words,
 )
-from engine.watch.kernel_log import find_kernel_line
-from engine.watch.last_memory import memory_words
 from tests.support.run_events import numbered, opened
 
 GROUP = Cgroup(version=2, directory=Path("/cg/run.scope"), mount=Path("/cg"))

@@ -14,17 +14,20 @@ import pytest
 
 from engine.log.events import StackDump
 from engine.machine.surroundings import find_command
-from engine.watch import threads
+from engine.watch import stacks
 from engine.watch.stacks import (
     FOLDER,
     TRAINER_FILE,
     Capture,
+    Looks,
+    Thread,
+    compare,
+    look_at,
     native_frame,
     own_frame,
     read_dump,
     takes_signal,
 )
-from engine.watch.threads import Looks, compare, look_at
 from tests.support.running import environment
 
 DEADLINE_S = 120.0
@@ -98,7 +101,7 @@ class Play:
     def pid(self) -> int:
         return self.process.pid
 
-    def main(self, before: Looks) -> threads.Thread:
+    def main(self, before: Looks) -> Thread:
         return compare(before, look_at(self.pid))[0]
 
     def wait_for_state(self, state: str) -> None:
@@ -139,7 +142,7 @@ def play(tmp_path: Path) -> Iterator[Callable[..., Play]]:
 
 def test_a_spinning_process_computes_and_its_line_is_named(play: Callable[..., Play]) -> None:
     one = play("spin")
-    one.wait_for_state(threads.COMPUTING)
+    one.wait_for_state(stacks.COMPUTING)
     dump = one.capture()
     assert dump.state == "computing" and "% CPU" in dump.summary
     assert dump.python_frame.endswith("in spin") and dump.python_frame in dump.summary
@@ -149,7 +152,7 @@ def test_a_spinning_process_computes_and_its_line_is_named(play: Callable[..., P
 
 def test_a_deadlock_waits_for_a_lock_and_its_line_is_named(play: Callable[..., Play]) -> None:
     one = play("deadlock")
-    one.wait_for_state(threads.LOCK)
+    one.wait_for_state(stacks.LOCK)
     dump = one.capture()
     assert dump.state == "waiting for a lock"
     native = "futex" if find_command("py-spy").absent else "PyThread_acquire_lock_timed"
@@ -169,7 +172,7 @@ def test_stacks_are_taken_of_a_process_in_which_llvm_took_its_signals(
 
 
 @pytest.mark.parametrize(
-    ("act", "state"), [("read_pipe", threads.READING), ("sleep", threads.SLEEPING)]
+    ("act", "state"), [("read_pipe", stacks.READING), ("sleep", stacks.SLEEPING)]
 )
 def test_a_system_call_that_waits_is_told_from_another(
     play: Callable[..., Play], act: str, state: str
@@ -187,12 +190,12 @@ def test_a_stopped_process_gets_no_signal_and_the_word_for_going_on(
 ) -> None:
     one = play("spin")
     os.kill(one.pid, signal.SIGSTOP)
-    one.wait_for_state(threads.STOPPED)
+    one.wait_for_state(stacks.STOPPED)
     dump = one.capture(answered=False)
     assert dump.state == "stopped by a signal" and f"kill -CONT {one.pid}" in dump.summary
     assert dump.python_frame == "" and any("takes no signal" in text for text in dump.missing)
     os.kill(one.pid, signal.SIGCONT)
-    one.wait_for_state(threads.COMPUTING)
+    one.wait_for_state(stacks.COMPUTING)
     assert "  File " not in (one.run / FOLDER / TRAINER_FILE).read_text()
 
 
@@ -202,14 +205,14 @@ def test_stacks_of_an_earlier_look_are_not_taken_for_those_of_this_one(
     one = play("spin")
     assert one.capture().python_frame.endswith("in spin")
     os.kill(one.pid, signal.SIGSTOP)
-    one.wait_for_state(threads.STOPPED)
+    one.wait_for_state(stacks.STOPPED)
     later = one.capture(answered=False)
     assert later.python_frame == "" and later.python_stack == []
 
 
 def test_a_busy_worker_behind_a_waiting_main_thread_is_seen(play: Callable[..., Play]) -> None:
     one = play("main_waits_for_a_worker")
-    one.wait_for_state(threads.LOCK)
+    one.wait_for_state(stacks.LOCK)
     dump = one.capture()
     assert dump.state == "waiting for a lock"
     assert dump.busy_threads == 1 and "1 other threads compute" in dump.summary
@@ -219,7 +222,7 @@ def test_a_busy_worker_behind_a_waiting_main_thread_is_seen(play: Callable[..., 
 def test_a_process_without_the_handler_is_not_ended_by_the_look(play: Callable[..., Play]) -> None:
     one = play("sleep", registered=False)
     assert not takes_signal(one.pid)
-    one.wait_for_state(threads.SLEEPING)
+    one.wait_for_state(stacks.SLEEPING)
     dump = one.capture(answered=False)
     assert any("no handler for the signal" in text for text in dump.missing)
     assert one.process.poll() is None and dump.state == "sleeping"
@@ -227,7 +230,7 @@ def test_a_process_without_the_handler_is_not_ended_by_the_look(play: Callable[.
 
 def test_the_file_holds_all_of_it_and_what_could_not_be_had(play: Callable[..., Play]) -> None:
     one = play("deadlock")
-    one.wait_for_state(threads.LOCK)
+    one.wait_for_state(stacks.LOCK)
     dump = one.capture()
     text = (one.run / dump.path).read_text()
     assert text.startswith("silent for 60 s in training\n")
@@ -265,7 +268,7 @@ Thread 0x00007f0000000002 (most recent call first):
 Current thread 0x00007f0000000001 (most recent call first):
   File "/site-packages/torch/nn/functional.py", line 2510 in rms_norm
   File "/x/engine/models/decoder.py", line 88 in norm
-  File "/x/engine/teachers/quantized.py", line ??? in hidden
+  File "/x/engine/teachers/frozen.py", line ??? in hidden
 """
 
 
@@ -314,25 +317,25 @@ class Recorded:
 
 
 def number_of(name: str) -> int:
-    return next(number for number, known in threads.SYSTEM_CALLS.items() if known == name)
+    return next(number for number, known in stacks.SYSTEM_CALLS.items() if known == name)
 
 
-@pytest.mark.skipif(not threads.SYSTEM_CALLS, reason="the calls of this machine are not listed")
+@pytest.mark.skipif(not stacks.SYSTEM_CALLS, reason="the calls of this machine are not listed")
 @pytest.mark.parametrize(
     ("letter", "ticks", "call", "state"),
     [
-        ("T", 0, "futex", threads.STOPPED),
-        ("t", 0, "futex", threads.STOPPED),
-        ("D", 0, "read", threads.UNINTERRUPTIBLE),
-        ("Z", 0, "read", threads.ENDED),
-        ("R", 0, "", threads.COMPUTING),
+        ("T", 0, "futex", stacks.STOPPED),
+        ("t", 0, "futex", stacks.STOPPED),
+        ("D", 0, "read", stacks.UNINTERRUPTIBLE),
+        ("Z", 0, "read", stacks.ENDED),
+        ("R", 0, "", stacks.COMPUTING),
         # Asleep at the moment of the look, but more than half a core in between.
-        ("S", 60, "futex", threads.COMPUTING),
-        ("S", 40, "futex", threads.LOCK),
-        ("S", 0, "ppoll", threads.INPUT),
-        ("S", 0, "ioctl", threads.DRIVER),
-        ("S", 0, "fsync", threads.DISK),
-        ("S", 0, "", threads.WAITING),
+        ("S", 60, "futex", stacks.COMPUTING),
+        ("S", 40, "futex", stacks.LOCK),
+        ("S", 0, "ppoll", stacks.INPUT),
+        ("S", 0, "ioctl", stacks.DRIVER),
+        ("S", 0, "fsync", stacks.DISK),
+        ("S", 0, "", stacks.WAITING),
     ],
 )
 def test_states_of_a_recorded_thread(

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 
-import engine.watch.active_alerts as ledger_module
 from engine.log.events import (
     AlertCleared,
     AlertRaised,
@@ -27,8 +26,9 @@ from engine.log.events import (
 from engine.log.fold import fold
 from engine.log.view import RunView
 from engine.spec import build_spec
-from engine.watch.active_alerts import Ledger
-from engine.watch.rules.rule import Alert, Case, Rule
+from engine.watch.active_alerts import ActiveAlerts
+from engine.watch.rules import RULES
+from engine.watch.rules.rule import Case, Rule, Symptom
 from engine.watch.watcher import (
     HEAD_ROWS,
     LOOK_S,
@@ -228,11 +228,11 @@ def test_a_log_that_cannot_be_read_is_one_note_and_no_error(watched: Watched) ->
 def test_a_rule_that_fails_is_one_note_and_the_others_go_on(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(case: Case) -> Alert | None:
+    def broken(case: Case) -> Symptom | None:
         raise RuntimeError("planted")
 
     bad = Rule(id="broken", asks="?", reads=("x",), threshold="x", judge=broken)
-    watched.watcher.ledger = Ledger((bad, *ledger_module.RULES))
+    watched.watcher.alerts = ActiveAlerts((bad, *RULES))
     training(watched).pass_seconds(60)
     kinds = [type(event) for event in watched.written]
     assert kinds == [Note, StackDump, AlertRaised]

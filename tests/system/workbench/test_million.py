@@ -1,6 +1,6 @@
 """A run of a million steps: how long until all of it is on the screen or the page, and what a key costs then.
 
-Once with the packs that its supervisor keeps beside the log, once with the log alone.
+Once with the columns that its supervisor keeps beside the log, once with the log alone.
 
 `python -m pytest -m soak -s tests/system/workbench/test_million.py` prints what it measured: seconds by the clock,
 seconds of processor of the viewer and of its helper, and how fast this machine decodes a line now, which
@@ -19,10 +19,9 @@ import msgspec
 import pytest
 from textual.pilot import Pilot
 
-import engine.log.pack_files as pack_files
+import engine.log.columns as columns
 from engine.log.events import Known
 from engine.log.folder import RunFolder
-from engine.log.keeper import Keeper
 from tests.support.long_runs import Written, write_long_run
 from tests.support.screens import on_screen
 from tests.support.terminals import Terminal
@@ -45,22 +44,22 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 @pytest.fixture(scope="module")
 def kept(written: Written) -> Path:
-    """The same run, with the packs that a supervisor keeps."""
+    """The same run, with the columns that a supervisor keeps."""
     run = RunFolder(written.folder.with_name("kept"))
     run.path.mkdir()
     for file in written.folder.iterdir():
         os.link(file, run.path / file.name)
     now = [0.0]
-    keeper = Keeper(run, monotonic=lambda: now[0])
-    begin, ticks = time.process_time(), written.size_bytes // pack_files.CHUNK_BYTES
+    writer = columns.SegmentWriter(run, monotonic=lambda: now[0])
+    begin, ticks = time.process_time(), written.size_bytes // columns.CHUNK_BYTES
     for _ in range(ticks):
         now[0] += 1e6
-        keeper.tick()
+        writer.tick()
     used_s = time.process_time() - begin
-    size = sum(file.stat().st_size for file in (run.path / pack_files.FOLDER).iterdir())
+    size = sum(file.stat().st_size for file in (run.path / columns.FOLDER).iterdir())
     print(
         f"\nkept beside it: {size / 1e6:.0f} MB, {used_s:.1f} s of processor, {1e3 * used_s / ticks:.0f} ms"
-        f" for each {pack_files.CHUNK_BYTES / 1e6:.1f} MB of log"
+        f" for each {columns.CHUNK_BYTES / 1e6:.1f} MB of log"
     )
     return run.path
 
@@ -72,7 +71,7 @@ def folder_of(which: str, written: Written, request: pytest.FixtureRequest) -> P
 def forget(folder: Path, which: str) -> None:
     """The viewer before keeps what it has made."""
     if which == "alone":
-        shutil.rmtree(folder / pack_files.FOLDER, ignore_errors=True)
+        shutil.rmtree(folder / columns.FOLDER, ignore_errors=True)
 
 
 def slowness(written: Written) -> float:
@@ -179,7 +178,7 @@ def test_the_notebook_has_all_of_it_within_seconds(
     for _ in range(TRIES):
         forget(folder, which)
         begin_s, begin = time.monotonic(), time.process_time()
-        snapshot = RunFeed(RunFolder(folder)).read_all()
+        snapshot = RunFeed(RunFolder(folder), keep=True).read_all()
         messages = list(Stream().messages(snapshot))
         taken.append(time.monotonic() - begin_s)
         used.append(time.process_time() - begin)

@@ -8,7 +8,7 @@ import torch
 from engine.bench.linear import StackShape, dequantise_rows, stack_rows
 from engine.bench.rows import table
 from engine.bench.timing import measure_roofline
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import LAYOUTS
 
 SMALL = StackShape(name="small", width=256, key_width=32, inner=512, layers=2, repeats=1)
 CPU = torch.device("cpu")

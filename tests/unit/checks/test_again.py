@@ -18,7 +18,7 @@ from engine.drills.defects_training import defect
 from engine.errors import SpecError
 from engine.log.events import Checked
 from engine.log.fold import fold
-from engine.log.summary import check_lines
+from engine.log.text import check_lines
 from engine.log.view import RunView
 from engine.spec import build_spec
 from tests.support.checked_runs import Run, World, make_run, make_spec, make_world

@@ -14,6 +14,7 @@ from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train.checkpoint.keeper import Keeper
+from engine.train.record import logged
 from tests.support.checked_runs import Run, World, context, make_run, make_world
 from tests.support.kit import Kit
 
@@ -83,7 +84,8 @@ def resumed(world: World, folder: Path) -> Run:
     first.save(run_folder.checkpoints)
     again = make_run(world)
     with LogWriter(run_folder.events, writer="trainer") as log:
-        Keeper(log, run_folder, again.spec).restore(again.trainer, RunView(), False)
+        keeper = Keeper(run_folder, again.spec, sync_log=log.sync)
+        logged(log, keeper.restore(again.trainer, RunView(), False))
     again.context = context(world, again.spec, again.trainer)
     return again
 

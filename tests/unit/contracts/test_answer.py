@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from engine.contracts.answer import Answer, Rank, meet, meet_all
+from engine.contracts.status import Answer, Rank, meet, meet_all
 from engine.verdict import Level, Verdict, lowest
 
 

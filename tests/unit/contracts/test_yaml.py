@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.contracts.load import contract_files, load_all, load_file
+from engine.contracts.contract import contract_files, load_all, load_file
 from engine.contracts.yaml_tree import (
     MAX_BYTES,
     MAX_DEPTH,

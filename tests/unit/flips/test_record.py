@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from engine.errors import BadInput, DiskFull, RunLogError
-from engine.flips import controls, resources, text
-from engine.flips.conclude import conclude
+from engine.flips import controls, surroundings, text
 from engine.flips.controls import SAME, SLOW, Control
 from engine.flips.flip import why_no_more
 from engine.flips.judge import Pair, interval_of, judge
 from engine.flips.plan import Change, Plan
 from engine.flips.record import (
-    FlipVerdict,
     create_flip,
     find_flips,
     open_flip,
@@ -26,6 +24,7 @@ from engine.flips.record import (
     read_verdict,
 )
 from engine.flips.surroundings import Surroundings, device_lock, find_surroundings
+from engine.flips.verdict import FlipVerdict, conclude
 from engine.verdict import Level, Verdict
 from tests.support.flip_pairs import hang, incomplete, outcome, pair, plan, timed
 
@@ -59,7 +58,7 @@ def concluded(
     assert judgement is not None
     here = replace(HERE, engine=engine)
     verdict = conclude(made, flip, judgement, answers, here, interrupted=False, cost_s=1.0)
-    flip.write(verdict)
+    flip.write(verdict.to_json())
     flip.close()
     return verdict
 
@@ -214,8 +213,8 @@ def test_no_pair_is_begun_that_would_not_end_within_the_budget() -> None:
     assert why_no_more(plan(budget_s=1.0), []) == ""
 
 
-def known(run_s: float | None, free: int = 1 << 40) -> resources.Resources:
-    return resources.Resources(
+def known(run_s: float | None, free: int = 1 << 40) -> surroundings.Resources:
+    return surroundings.Resources(
         run_s=run_s,
         run_source="kd-1",
         peak_bytes=2.0**30,
@@ -227,27 +226,27 @@ def known(run_s: float | None, free: int = 1 << 40) -> resources.Resources:
 
 
 def test_what_cannot_fit_is_refused_before_anything_runs() -> None:
-    resources.check(plan(budget_s=100.0), known(50.0))
-    resources.check(plan(budget_s=100.0), known(None))
+    surroundings.check_resources(plan(budget_s=100.0), known(50.0))
+    surroundings.check_resources(plan(budget_s=100.0), known(None))
     with pytest.raises(BadInput, match="at least one pair, 1m42s"):
-        resources.check(plan(budget_s=100.0), known(51.0))
+        surroundings.check_resources(plan(budget_s=100.0), known(51.0))
     with pytest.raises(DiskFull, match="of the flip folder"):
-        resources.check(plan(), known(None, free=1 << 26))
+        surroundings.check_resources(plan(), known(None, free=1 << 26))
 
 
 def test_a_run_that_is_slow_to_load_is_not_taken_for_a_hang() -> None:
-    slow = resources.with_room(plan(run_limit_s=300.0, budget_s=3600.0), known(400.0))
+    slow = surroundings.with_room(plan(run_limit_s=300.0, budget_s=3600.0), known(400.0))
     assert slow.run_limit_s == 1200.0
     assert (
-        resources.with_room(plan(run_limit_s=300.0, budget_s=900.0), known(400.0)).run_limit_s
+        surroundings.with_room(plan(run_limit_s=300.0, budget_s=900.0), known(400.0)).run_limit_s
         == 450.0
     )
     for quick in (known(10.0), known(None)):
-        assert resources.with_room(plan(run_limit_s=300.0), quick).run_limit_s == 300.0
+        assert surroundings.with_room(plan(run_limit_s=300.0), quick).run_limit_s == 300.0
 
 
 def test_the_resource_plan_names_time_memory_and_device() -> None:
-    said = "\n".join(resources.lines(plan(), known(30.0), 2))
+    said = "\n".join(surroundings.resource_lines(plan(), known(30.0), 2))
     assert "about 1m00s a pair (kd-1), 4m00s to 8m00s" in said
     assert "2 controls of the same length" in said
     assert "1.0 GiB predicted by the source, 8.0 GiB available" in said

@@ -21,8 +21,9 @@ from engine.flips.statistics import (
     pairs_needed,
     sign_bound,
     sign_flip_p,
+    t_quantile,
+    t_tail,
 )
-from engine.flips.student import t_quantile, t_tail
 
 NUMBERS = st.floats(-1, 1).filter(lambda x: x == 0 or abs(x) > 1e-9)
 

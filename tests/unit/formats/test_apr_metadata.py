@@ -12,7 +12,7 @@ import pytest
 
 from engine.errors import TokenizerError, WeightsError
 from engine.formats.apr import AprFile
-from engine.formats.apr_tokenizer import EXACT, embed
+from engine.formats.apr_metadata import EXACT, embed
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import ModelConfig
 from tests.support.apr_bytes import FLOATS, METADATA, Entry, build_apr
@@ -159,7 +159,7 @@ def test_metadata_that_contradicts_itself_is_refused(
 def test_a_deflated_bomb_stops_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.formats.apr_tokenizer._LIMIT_BYTES", 10_000)
+    monkeypatch.setattr("engine.formats.apr_metadata._LIMIT_BYTES", 10_000)
     bomb = base64.b64encode(zlib.compress(bytes(10_000_000), 9)).decode()
     weights = opened(tmp_path / "m.apr", METADATA | {EXACT: bomb})
     with pytest.raises(WeightsError, match=r"AP09 .*no end within 10,000 bytes"):

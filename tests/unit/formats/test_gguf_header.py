@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import WeightsError
-from engine.formats.gguf import open_gguf
-from engine.formats.gguf_header import parse_header, read_gguf_header
+from engine.formats.gguf import open_gguf, parse_header, read_gguf_header
 from tests.support.bad_gguf import BAD, ONE
 from tests.support.gguf_files import (
     ARCH,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.errors import WeightsError
-from engine.formats.gguf_encode import encode_value
-from engine.formats.gguf_header import parse_header
-from engine.formats.gguf_meta import config_metadata, read_config, shortest_decimal
+from engine.formats.gguf import parse_header
+from engine.formats.gguf_metadata import config_metadata, read_config, shortest_decimal
+from engine.formats.gguf_values import encode_value
 from engine.models.config import ModelConfig
 from tests.support.gguf_files import (
     ARRAY,

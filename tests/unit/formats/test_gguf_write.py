@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 import engine.demo
 from engine.errors import DiskFull, TokenizerError, WeightsError
-from engine.formats.gguf import open_gguf
-from engine.formats.gguf_header import read_gguf_header
+from engine.formats.gguf import open_gguf, read_gguf_header
 from engine.formats.gguf_write import write_gguf
 from engine.quant.blocks import BLOCK_TYPES, row_bytes
 from engine.quant.tensor import QuantTensor
@@ -299,10 +298,10 @@ def test_a_failure_of_the_tensors_leaves_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(_source: IO[bytes], _target: IO[bytes], _length: int) -> None:
+    def full(_data: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("engine.formats.gguf_write.shutil.copyfileobj", full)
+    monkeypatch.setattr("engine.formats.writing.TensorData.pieces", full)
     with pytest.raises(DiskFull, match="room for them"):
         write_gguf(tmp_path / "m.gguf", config=CONFIG, tensors=[EMBEDDING])
     assert list(tmp_path.iterdir()) == []
@@ -314,7 +313,7 @@ def test_a_file_system_without_hard_links_gets_the_file_too(
     def no_links(*_: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr("engine.formats.gguf_write.os.link", no_links)
+    monkeypatch.setattr("engine.formats.writing.os.link", no_links)
     write_gguf(tmp_path / "m.gguf", config=CONFIG, tensors=[EMBEDDING])
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
     assert list(open_gguf(tmp_path / "m.gguf").tensors) == ["token_embd.weight"]

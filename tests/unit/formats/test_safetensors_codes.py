@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import WeightsError
-from engine.formats.safetensors import open_safetensors, read_header
+from engine.formats.open import open_weights
+from engine.formats.safetensors import read_header
 
 
 def build(header: object, data: bytes = b"") -> bytes:
@@ -98,7 +99,7 @@ def test_shards_that_do_not_fit_their_index_are_refused_by_their_code(
     save_file({"b": torch.ones(2)}, tmp_path / "two.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(WeightsError) as caught:
-        open_safetensors(tmp_path)
+        open_weights(tmp_path)
     assert str(caught.value).startswith(f"{code} weights")
     str(caught.value).encode()
 
@@ -109,20 +110,20 @@ def test_a_tensor_in_two_shards_is_refused_by_its_code(tmp_path: Path) -> None:
     weight_map = {"a": "one.safetensors", "one": "one.safetensors", "two": "two.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(WeightsError, match=r"^ST13 weights"):
-        open_safetensors(tmp_path)
+        open_weights(tmp_path)
 
 
 def test_a_header_that_does_not_start_with_its_brace_is_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(build(b"  \n" + json.dumps({"a": tensor()}).encode(), bytes(8)))
-    (line,) = open_safetensors(path).warnings
+    (line,) = open_weights(path).warnings
     assert line.startswith("ST06") and "3 bytes of white space at byte 8" in line
 
 
 def test_a_field_nobody_knows_is_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(build({"a": tensor(strides=[1])}, bytes(8)))
-    (line,) = open_safetensors(path).warnings
+    (line,) = open_weights(path).warnings
     assert 'tensor "a": unknown field "strides" ignored' in line
 
 

@@ -11,12 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import DiskFull, WeightsError
-from engine.formats.safetensors import (
-    open_safetensors,
-    read_header,
-    tensors_sha256,
-    write_safetensors,
-)
+from engine.formats.open import open_weights
+from engine.formats.safetensors import read_header, tensors_sha256, write_safetensors
 
 TENSORS = {
     "b": torch.arange(6.0).reshape(2, 3),
@@ -37,7 +33,7 @@ def make_shards(folder: Path, weight_map: dict[str, str] | None = None) -> None:
 
 def refusal(path: Path) -> str:
     with pytest.raises(WeightsError) as caught:
-        open_safetensors(path)
+        open_weights(path)
     return str(caught.value)
 
 
@@ -45,7 +41,7 @@ def test_written_tensors_read_back_equal_here_and_in_the_library(tmp_path: Path)
     path = tmp_path / "m.safetensors"
     write_safetensors(path, TENSORS, {"format": "pt"})
     theirs = load_file(path)
-    with open_safetensors(path) as weights:
+    with open_weights(path) as weights:
         assert set(weights.tensors) == set(theirs) == set(TENSORS)
         for name, tensor in TENSORS.items():
             assert weights.get(name).dtype == theirs[name].dtype == tensor.dtype
@@ -65,7 +61,7 @@ def test_strided_and_tied_tensors_are_written_as_what_they_show(tmp_path: Path) 
     write_safetensors(
         tmp_path / "m", {"rows": table, "columns": table.T, "head": table}, dtype=torch.bfloat16
     )
-    with open_safetensors(tmp_path / "m") as weights:
+    with open_weights(tmp_path / "m") as weights:
         assert torch.equal(weights.get("columns"), table.T.bfloat16())
         assert torch.equal(weights.get("head"), weights.get("rows"))
 
@@ -107,7 +103,7 @@ def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     write_safetensors(path, {"w": torch.zeros(1000, 1000)})
     before = path.read_bytes()
-    with open_safetensors(path) as weights:
+    with open_weights(path) as weights:
         tensor = weights.get("w")
         assert str(path) not in Path("/proc/self/maps").read_text()
         tensor.fill_(1.0)
@@ -118,7 +114,7 @@ def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
 def test_a_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     write_safetensors(path, TENSORS)
-    weights = open_safetensors(path)
+    weights = open_weights(path)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(WeightsError, match="as when it was opened"):
         weights.get("b")
@@ -127,13 +123,13 @@ def test_a_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None:
 def test_a_tensor_that_is_not_there_is_refused(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "m", TENSORS)
     with pytest.raises(WeightsError, match='expected tensor "c", found 5 tensors without it'):
-        open_safetensors(tmp_path / "m").get("c")
+        open_weights(tmp_path / "m").get("c")
 
 
 def test_shards_open_as_one(tmp_path: Path) -> None:
     make_shards(tmp_path)
     for path in (tmp_path, tmp_path / INDEX):
-        with open_safetensors(path) as weights:
+        with open_weights(path) as weights:
             assert set(weights.tensors) == {"a", "b"}
             assert torch.equal(weights.get("b"), TENSORS["b"])
             assert weights.tensors["a"].file == tmp_path / "one.safetensors"
@@ -147,7 +143,7 @@ def test_shards_that_are_links_into_the_blobs_of_a_cache_open(tmp_path: Path) ->
     make_shards(blobs)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
-    assert set(open_safetensors(snapshot).tensors) == {"a", "b"}
+    assert set(open_weights(snapshot).tensors) == {"a", "b"}
 
 
 def test_a_shard_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
@@ -158,12 +154,12 @@ def test_a_shard_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> 
     (model / "two.safetensors").rename(outside / "two.safetensors")
     (model / "two.safetensors").symlink_to(outside / "two.safetensors")
     with pytest.raises(WeightsError, match=r"ST18 .*\"two\.safetensors\", a link to"):
-        open_safetensors(model)
+        open_weights(model)
     (model / "two.safetensors").unlink()
     (model / "inner").mkdir()
     (outside / "two.safetensors").rename(model / "inner" / "two.safetensors")
     (model / "two.safetensors").symlink_to("inner/two.safetensors")
-    assert set(open_safetensors(model).tensors) == {"a", "b"}
+    assert set(open_weights(model).tensors) == {"a", "b"}
 
 
 @pytest.mark.parametrize(
@@ -220,18 +216,19 @@ def test_a_broken_shard_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_says_what_is_in_it(tmp_path: Path) -> None:
     assert "found an empty folder" in refusal(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
     (tmp_path / "weights.safetensors").touch()
+    assert "found weights.safetensors" in refusal(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
     text = refusal(tmp_path)
-    assert "found pytorch_model.bin, weights.safetensors" in text
-    assert "hint: convert pytorch_model.bin" in text
+    assert "found only pytorch_model.bin" in text
+    assert "convert it to safetensors" in text
 
 
 def test_a_folder_with_a_file_and_an_index_is_refused(tmp_path: Path) -> None:
     make_shards(tmp_path)
     save_file(TENSORS, tmp_path / "model.safetensors")
-    assert "found both" in refusal(tmp_path)
-    assert set(open_safetensors(tmp_path / "model.safetensors").tensors) == set(TENSORS)
+    assert "found model.safetensors, model.safetensors.index.json" in refusal(tmp_path)
+    assert set(open_weights(tmp_path / "model.safetensors").tensors) == set(TENSORS)
 
 
 def test_the_digest_sees_names_dtypes_shapes_and_values_and_no_order() -> None:

@@ -82,6 +82,10 @@ LFS = (
         (build(b'{"a": }'), "expected JSON, found Expecting value at byte 14"),
         (build(b'{"\xff": 1}'), "expected UTF-8, found another byte at byte 10"),
         (build([]), "expected a JSON object, found list"),
+        (
+            build(b'{"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, -0]}}'),
+            "found the value -0",
+        ),
         (build(b"[" * 50_000), "nested too deep"),
         (build(b'{"a": ' + b"9" * 5000 + b"}"), "expected JSON with unique keys, found"),
         (build(b'{"a": 1, "a": 2}'), 'found the key "a" twice'),

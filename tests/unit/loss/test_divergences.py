@@ -5,7 +5,6 @@ against autograd of that.
 from __future__ import annotations
 
 import itertools
-from typing import get_args
 
 import pytest
 import torch
@@ -13,19 +12,21 @@ from torch import Tensor
 
 from engine.errors import BadInput
 from engine.kernels import kd_loss
+from engine.loss.divergences import ARITHMETIC, Arithmetic, Logits
 from engine.loss.objective import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
-    LossTerms,
     distillation_loss,
-    reference_loss,
 )
-from engine.loss.types import Divergence
-from engine.plan.choose_loss import FUSED_DIVERGENCES, choose_loss_kernel
+from engine.loss.reference import reference_loss
+from engine.loss.types import LossTerms
+from engine.plan.knobs import choose_loss_kernel
+from engine.spec import options
+from engine.spec.divergences import DIVERGENCES, Divergence, fused_divergences
 
 # Shapes: N tokens, V vocabulary, W teacher vocabulary, D student width, E teacher width
 
-ALL: list[tuple[Divergence, float]] = [
+ALL: list[tuple[str, float]] = [
     ("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.9),
 ]  # fmt: skip
 
@@ -41,7 +42,7 @@ def tensors(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> list[Tens
 LABELS_N = torch.tensor([0, 28, -100, *range(10)])
 
 
-def run(parts: list[Tensor], divergence: Divergence, beta: float, **changes: float) -> LossTerms:
+def run(parts: list[Tensor], divergence: str, beta: float, **changes: float) -> LossTerms:
     settings = dict(alpha=0.3, temperature=2.0) | changes
     return distillation_loss(
         *parts[:4],
@@ -55,7 +56,7 @@ def run(parts: list[Tensor], divergence: Divergence, beta: float, **changes: flo
     )
 
 
-def oracle(parts: list[Tensor], divergence: Divergence, beta: float, **changes: float) -> LossTerms:
+def oracle(parts: list[Tensor], divergence: str, beta: float, **changes: float) -> LossTerms:
     settings = dict(alpha=0.3, temperature=2.0) | changes
     return reference_loss(
         parts[0] @ parts[1].t(),
@@ -73,7 +74,7 @@ def oracle(parts: list[Tensor], divergence: Divergence, beta: float, **changes: 
     ("alpha", "temperature"), list(itertools.product([0.0, 0.3], [1.0, 2.0, 0.7]))
 )
 def test_value_and_gradient_are_those_of_the_definition(
-    divergence: Divergence, beta: float, alpha: float, temperature: float
+    divergence: str, beta: float, alpha: float, temperature: float
 ) -> None:
     parts = tensors()
     settings = dict(alpha=alpha, temperature=temperature)
@@ -90,7 +91,7 @@ def test_value_and_gradient_are_those_of_the_definition(
 @pytest.mark.parametrize(("divergence", "beta"), ALL)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_equal_models_have_divergence_and_gradient_exactly_zero(
-    divergence: Divergence, beta: float, temperature: float
+    divergence: str, beta: float, temperature: float
 ) -> None:
     parts = tensors(torch.float32)
     parts = [*parts[:2], parts[0].detach(), parts[1].detach()]
@@ -118,7 +119,7 @@ def test_jsd_of_models_without_anything_in_common_is_the_entropy_of_the_weight(
 @pytest.mark.parametrize(("divergence", "beta"), ALL)
 @pytest.mark.parametrize("near", [True, False])
 def test_no_row_is_below_zero_and_every_row_of_dz_sums_to_zero(
-    divergence: Divergence, beta: float, near: bool
+    divergence: str, beta: float, near: bool
 ) -> None:
     parts = tensors(torch.float32)
     if near:
@@ -203,5 +204,39 @@ def test_fused_where_it_cannot_run_is_refused(change: dict[str, object]) -> None
 
 
 def test_the_kernel_has_the_divergences_that_are_chosen_for_it() -> None:
-    assert kd_loss.DIVERGENCES == FUSED_DIVERGENCES
-    assert set(FUSED_DIVERGENCES) < set(get_args(Divergence))
+    assert list(kd_loss.DIVERGENCES) == fused_divergences()
+
+
+def test_every_divergence_has_its_arithmetic_and_is_tested() -> None:
+    assert ARITHMETIC.keys() == DIVERGENCES.keys() == {name for name, _ in ALL}
+
+
+def test_the_spec_offers_and_explains_every_divergence() -> None:
+    (option,) = (option for option in options() if option.key == "loss.divergence")
+    assert option.allowed == tuple(DIVERGENCES)
+    for name, row in DIVERGENCES.items():
+        assert name in option.doc and row.doc in option.doc
+
+
+def test_a_row_that_is_added_is_trained_with_and_chosen_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the forward KL, as one row in each of the two tables."""
+    forward = ARITHMETIC["forward_kl"]
+
+    def half(logits: Logits, beta: float) -> tuple[Tensor, Tensor]:
+        value_C, slope_CV = forward.differentiate(logits, beta)
+        return value_C / 2, slope_CV / 2
+
+    def half_reference(log_p_MV: Tensor, log_q_MV: Tensor, beta: float) -> Tensor:
+        return forward.reference(log_p_MV, log_q_MV, beta) / 2
+
+    monkeypatch.setitem(DIVERGENCES, "toy", Divergence(doc="half of KL(teacher || student)"))
+    monkeypatch.setitem(ARITHMETIC, "toy", Arithmetic(half, half_reference))
+    parts = tensors()
+    found, wanted = run(parts, "toy", 0.5), oracle(parts, "toy", 0.5)
+    assert float(found.loss.detach()) == pytest.approx(float(wanted.loss.detach()), rel=1e-11)
+    decision = choose_loss_kernel("auto", **(GPU | {"divergence": "toy"}))  # type: ignore[arg-type]
+    assert decision.choice == "eager" and "here is toy" in " ".join(decision.lines())
+    with pytest.raises(ValueError, match="one of forward_kl, reverse_kl, jsd, toy, found kl"):
+        run(parts, "kl", 0.5)

@@ -18,23 +18,23 @@ pytest.importorskip("triton")
 from engine.kernels import kd_loss
 from engine.kernels.key import Variant
 from engine.kernels.registry import pointer_type
-from engine.loss import fused as fused_chunks
+from engine.loss.fused import HELD
 from engine.loss.objective import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
-    LossTerms,
     default_chunk_rows,
     distillation_loss,
 )
-from engine.loss.types import Divergence, LossKernel
+from engine.loss.types import LossKernel, LossTerms
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.models.packed import PackedHead, reserve
-from engine.plan import memory_plan
+from engine.plan import memory
 from tests.support.budgets import (
     DEMO_STUDENT,
     DEMO_TEACHER,
+    PLENTY,
     SEVEN_B,
     SMALL,
     budget_of,
@@ -76,7 +76,7 @@ class Case:
         *,
         alpha: float = 0.3,
         temperature: float = 2.0,
-        divergence: Divergence = "forward_kl",
+        divergence: str = "forward_kl",
         wide: bool = False,
         head: Head | None = None,
         chunk_rows: int | None = 100,
@@ -127,7 +127,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def test_values_and_gradients_are_those_of_float64(
     shape: tuple[int, int, int, int, int],
     dtype: torch.dtype,
-    divergence: Divergence,
+    divergence: str,
     alpha: float,
     temperature: float,
 ) -> None:
@@ -156,7 +156,7 @@ def test_values_and_gradients_are_those_of_float64(
     [(1.0, "forward_kl"), (2.0, "forward_kl"), (3.0, "forward_kl"), (2.0, "reverse_kl")],
 )
 def test_a_student_equal_to_its_teacher_has_divergence_and_gradient_exactly_zero(
-    temperature: float, divergence: Divergence
+    temperature: float, divergence: str
 ) -> None:
     case = Case((64, 9001, 9001, 64, 64), torch.bfloat16)
     case.teacher_NE, case.teacher_WE = case.hidden_ND.detach(), case.head_VD.detach()
@@ -232,7 +232,7 @@ def test_warm_up_knows_each_variant_that_is_launched(
     dtype: torch.dtype,
     alpha: float,
     temperature: float,
-    divergence: Divergence,
+    divergence: str,
 ) -> None:
     launched: set[Variant] = set()
 
@@ -269,7 +269,7 @@ def test_warm_up_knows_each_variant_that_is_launched(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_what_the_kernel_does_not_know_is_refused(dtype: torch.dtype) -> None:
     case = Case((4, 8, 8, 4, 4), dtype, device="cpu")
-    divergence: Divergence = "forward_kl" if dtype == torch.float64 else "jsd"
+    divergence: str = "forward_kl" if dtype == torch.float64 else "jsd"
     with pytest.raises(ValueError, match="expected eager for jsd and for float64"):
         case.run("fused", divergence=divergence)
 
@@ -279,16 +279,15 @@ def test_what_the_kernel_does_not_know_is_refused(dtype: torch.dtype) -> None:
 
 def test_the_plan_knows_the_buffers_of_each_form() -> None:
     spec = spec_of(train__rows=10**6)
-    plan = memory_plan.MemoryPlan(
+    plan = memory.MemoryPlan(
         spec=spec,
         teacher=None,
-        teacher_packed_bytes=None,
-        quantized=False,
+        backend="none",
         teacher_precision="bf16",
         student_precision="bf16",
         student=SMALL,
         device="cuda",
-        shares_heads=True,
+        available=PLENTY,
         fused_loss=True,
     )
     assert plan.chunk_rows == default_chunk_rows(torch.device("cuda"), SMALL.vocab_size, "fused")
@@ -304,7 +303,7 @@ def test_the_plan_knows_the_buffers_of_each_form() -> None:
         assert item(budget, "loss workspace") == each * logits, (divergence, fused)
     budget = budget_of(few, SMALL, None, fused_loss=True)
     assert item(budget, "loss workspace") == (4 + 2) * logits
-    assert memory_plan.FUSED_HELD == fused_chunks.HELD
+    assert memory.FUSED_HELD == HELD
     # Two buffers of one chunk, and dz of four, or of all there are.
     for rows, held in ((64, 256), (32, 128), (128, 256)):
         spec = spec_of(train__rows=4, data__seq_len=64, loss__chunk_rows=rows)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.loss import chunks
+from engine.loss import objective
 from engine.loss.dense import EagerChunks
 from engine.loss.objective import distillation_loss
 from engine.loss.types import Job, Totals
@@ -117,7 +117,7 @@ def test_products_of_several_chunks_at_once_give_the_same_gradients(
         made.append(HoldsThree(job, rows, w_VD))
         return made[-1]
 
-    monkeypatch.setattr(chunks, "_form", form)
+    monkeypatch.setattr(objective, "_form", form)
     for mine, theirs in zip(answer(undivided=undivided), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
     # 30 labelled rows in chunks of 5: two groups.

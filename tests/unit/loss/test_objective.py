@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.loss.objective import (
-    IGNORE_LABEL,
-    LossTerms,
-    default_chunk_rows,
-    distillation_loss,
-    reference_loss,
-)
+from engine.loss.objective import default_chunk_rows, distillation_loss
+from engine.loss.reference import reference_loss
+from engine.loss.types import IGNORE_LABEL, LossTerms
 
 # Shapes: N tokens, V student vocabulary, W teacher vocabulary, D student width, E teacher width.
 

@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from engine.loss.objective import (
     LARGEST_DZ_SUM,
     LOWEST_DIVERGENCE,
-    LossTerms,
     distillation_loss,
 )
-from engine.loss.sparse import SparseTargets
+from engine.loss.types import LossTerms, SparseTargets
 
 # Shapes: N tokens, V vocabulary, D student width, K ids of a token
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from engine.errors import InternalError
 from engine.models import decoder as subject
 from engine.models.config import ModelConfig, count_parameters
-from engine.models.decoder import Decoder
-from engine.models.linear import dense_linear
+from engine.models.decoder import Decoder, dense_linear
 from engine.models.load import new_decoder
 from engine.models.names import hf_names
 from engine.models.rope import RopeScaling, divisors

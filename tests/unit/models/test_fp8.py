@@ -20,12 +20,13 @@ from engine.models.fp8 import (
     dequantise_rows,
     fp8_linear,
     gated_rows,
+    load_fp8_decoder,
     product,
     quantise_rows,
+    refuse_sides,
     round_layer,
 )
-from engine.models.fp8_load import load_fp8_decoder, refuse_sides
-from engine.models.freeze import freeze
+from engine.models.frozen import freeze
 from engine.models.load import load_decoder, save_decoder
 from tests.support.packed_models import lively, make_config, random_tokens, write
 

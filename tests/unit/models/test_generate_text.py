@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from engine.errors import BadInput
 from engine.formats.tokenizer import Tokenizer, open_tokenizer
-from engine.models import completions
-from engine.models.completions import complete
-from engine.models.generate import Generated, Sampling, generate, next_token
+from engine.models import generate as completions
+from engine.models.decode import Sampling
+from engine.models.generate import Generated, complete, generate, next_token
 from tests.support.kit import Kit
 from tests.support.packed_models import lively, make_config
 

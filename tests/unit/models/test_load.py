@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine.errors import DiskFull, InternalError, WeightsError
-from engine.formats.safetensors import open_safetensors, tensors_sha256
-from engine.formats.safetensors_header import TensorInfo
-from engine.formats.weights import Convention
+from engine.formats.open import open_weights
+from engine.formats.safetensors import tensors_sha256
+from engine.formats.weights import Convention, TensorInfo
 from engine.models import load as subject
-from engine.models.config import ROPE_DIVISORS, ModelConfig, config_of
+from engine.models.config import ModelConfig, config_of
 from engine.models.decoder import Decoder
+from engine.models.families import ROPE_DIVISORS
 from engine.models.load import decoder_of, load_decoder, new_decoder, save_decoder
 from engine.models.names import names_for, permute_rows, turned_heads
 from engine.models.rope import RopeScaling, divisors
@@ -144,7 +145,7 @@ def test_save_and_load_keep_every_bit(tied: bool, tmp_path: Path) -> None:
     half = load_decoder(tmp_path / "half", torch.bfloat16)
     for name, parameter in decoder.named_parameters():
         assert torch.equal(half.get_parameter(name), parameter.bfloat16()), name
-    with open_safetensors(tmp_path / "half") as weights:
+    with open_weights(tmp_path / "half") as weights:
         assert {info.dtype for info in weights.tensors.values()} == {"BF16"}
 
 

@@ -18,14 +18,12 @@ from engine.formats.open import open_weights
 from engine.kernels.linear import LIMIT_BYTES
 from engine.models.config import config_of
 from engine.models.decoder import Decoder
-from engine.models.load import load_decoder, save_decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_decoder, load_packed_decoder, save_decoder
 from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 from engine.models.packed_size import packed_size
-from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
 from engine.quant.quantize import quantize
-from engine.teachers.quantized import QuantizedTeacher
+from engine.teachers.frozen import QuantizedTeacher
 from tests.support.packed_models import lively, make_config, random_tokens, write
 
 FAMILIES = ["qwen2", "qwen3", "llama"]

@@ -14,8 +14,8 @@ from engine.models import running
 from engine.models.decoder import Decoder, run_layer
 from engine.models.load import new_decoder
 from engine.models.running import CompiledLayers, checkpointed, has_compiler, set_running
-from engine.train import student as subject
-from engine.train.student import put_to_run
+from engine.train import compile_student as subject
+from engine.train.compile_student import compile_student
 from engine.train.trainer import Trainer
 from tests.support.budgets import config
 from tests.support.kit import Kit
@@ -112,7 +112,7 @@ def test_made_again_keeps_less_and_gives_the_same_bits() -> None:
 
 def eager_put(trainer: Trainer, **settings: Any) -> subject.Agreement | None:
     chosen = dict(compiled=True, packed=False, checkpointing=False, backend="aot_eager") | settings
-    return put_to_run(trainer, length=32, **chosen)  # type: ignore[arg-type]
+    return compile_student(trainer, length=32, **chosen)  # type: ignore[arg-type]
 
 
 def test_a_run_is_compared_and_left_as_it_was(kit: Kit) -> None:

@@ -11,11 +11,12 @@ import torch
 from engine.log.folder import RunFolder
 from engine.log.write import LogWriter
 from engine.machine.reading import measured
-from engine.plan.choose_running import Running, choose_running
-from engine.plan.device import Arithmetic
+from engine.plan.device import ComputeDevice
 from engine.plan.inputs import Inputs
+from engine.plan.run_plan import RunFacts, Running, choose_running
 from engine.runtime.managed import memory_scope
 from engine.spec import spec_from_dict
+from engine.train.record import logged
 from tests.support.packed_models import make_config
 
 PLAIN = {
@@ -28,7 +29,7 @@ PLAIN = {
 
 
 def running(
-    folder: Path, settings: dict[str, str], *, precision: str = "bf16", **how: bool
+    folder: Path, settings: dict[str, str], *, precision: str = "bf16", store: Any = None
 ) -> Running:
     spec: dict[str, Any] = {
         "teacher": {"path": "teacher"},
@@ -46,20 +47,27 @@ def running(
         tokenizers={},
         notes=(),
     )
-    arithmetic = Arithmetic(
+    compute = ComputeDevice(
         device=torch.device("cuda"),
         precision="bf16",
         memory=memory_scope("native", torch.device("cpu")),
         available=measured(1 << 40, "a test"),
     )
     with LogWriter(RunFolder(folder).events, writer="trainer") as log:
-        return choose_running(log, spec_from_dict(spec), inputs, arithmetic, precision, **how)
+        facts = RunFacts(
+            spec=spec_from_dict(spec),
+            inputs=inputs,
+            compute=compute,
+            teacher_precision=precision,
+            store=store,
+        )
+        return logged(log, choose_running(facts))
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    monkeypatch.setattr("engine.plan.choose_running.has_compiler", lambda _device: True)
+    monkeypatch.setattr("engine.plan.run_plan.has_compiler", lambda _device: True)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ def test_of_a_teacher_whose_answers_are_stored_nothing_is_compiled_or_begun_ahea
     tmp_path: Path,
 ) -> None:
     wanted = PLAIN | {"teacher.compile": "on", "teacher.prefetch": "on"}
-    found = running(tmp_path, wanted, asks_teacher=False)
+    found = running(tmp_path, wanted, store=object())
     assert not found.teacher_compiled and not found.prefetches
 
 

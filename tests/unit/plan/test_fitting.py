@@ -2,80 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from engine.bench.teacher import config_named
+from engine.decision import Decision
 from engine.errors import BadInput
 from engine.machine.reading import absent, measured
-from engine.plan.budget import MemoryBudget
 from engine.plan.device import limit_allocator, limited
-from engine.plan.fitting import FEWER_CHUNK_ROWS, Fitted, fit
-from engine.plan.memory_model import predict
+from engine.plan.memory import MemoryPlan
+from engine.plan.run_plan import FEWER_CHUNK_ROWS, fit
 from engine.spec import spec_from_dict
 
 GIB = 2**30
-SPEC = spec_from_dict(
-    {
-        "teacher": {"path": "teacher.gguf"},
-        "student": {"config": "student.json"},
-        "data": {"seq_len": 1024},
-        "train": {"rows": 8},
-        "eval": {"rows": 8},
-    }
-)
+SPEC: dict[str, dict[str, Any]] = {
+    "teacher": {"path": "teacher.gguf"},
+    "student": {"config": "student.json"},
+    "data": {"seq_len": 1024},
+    "train": {"rows": 8},
+    "eval": {"rows": 8},
+}
 TEACHER = config_named("qwen2.5-7b")
 STUDENT = config_named("qwen2.5-0.5b")
 USUAL = 2208
 """Tokens in a chunk of the fused loss where memory is plenty."""
 
 
-def fitted(available_gib: float | None, *, compiled: bool = True, **changes: Any) -> Fitted:
-    """For a Q4_K_M 7B teacher and a 0.5B student, 8 x 1024 tokens in bf16 on a GPU."""
-    available_bytes = None if available_gib is None else round(available_gib * GIB)
-    there = (
-        absent("Not Supported", "a test")
-        if available_bytes is None
-        else measured(available_bytes, "a test")
-    )
-
-    def need(backend: str, again: bool, chunk_rows: int) -> MemoryBudget:
-        return predict(
-            replace(SPEC, loss=replace(SPEC.loss, chunk_rows=chunk_rows)),
-            teacher=TEACHER,
-            teacher_packed_bytes=4_677_000_000,
-            backend=backend,
-            teacher_precision="bf16",
-            student_precision="bf16",
-            student=STUDENT,
-            device="cuda",
-            available=there,
-            compiled=compiled,
-            packed=True,
-            teacher_packed=True,
-            checkpointing=again,
-            fused_loss=True,
-        )
-
-    settings: dict[str, Any] = dict(
-        available_bytes=available_bytes,
-        backend="auto",
-        checkpointing="auto",
-        chunk_rows=0,
-        usual_chunk_rows=USUAL,
+def fitted(
+    available_gib: float | None,
+    *,
+    compiled: bool = True,
+    usual_chunk_rows: int = USUAL,
+    **settings: Any,
+) -> tuple[MemoryPlan, dict[str, Decision]]:
+    """For a Q4_K_M 7B teacher and a 0.5B student, 8 x 1024 tokens in bf16 on a GPU; `settings` with `__` for
+    the dot."""
+    tree = {section: dict(values) for section, values in SPEC.items()}
+    for key, value in settings.items():
+        section, name = key.split("__")
+        tree.setdefault(section, {})[name] = value
+    whole = MemoryPlan(
+        spec=spec_from_dict(tree),
         teacher=TEACHER,
-        quantised_blocks=True,
-        precision="bf16",
-        stored=None,
+        teacher_packed_bytes=4_677_000_000,
+        backend="dequantized",
+        teacher_precision="bf16",
+        student_precision="bf16",
+        student=STUDENT,
+        device="cuda",
+        available=absent("Not Supported", "a test")
+        if available_gib is None
+        else measured(round(available_gib * GIB), "a test"),
+        compiled=compiled,
+        packed=True,
+        teacher_packed=True,
+        fused_loss=True,
     )
-    return fit(need, **(settings | changes))
+    plan, decisions = fit(whole, usual_chunk_rows=usual_chunk_rows, stored=None)
+    return plan, {decision.knob: decision for decision in decisions}
 
 
-def given_up(found: Fitted) -> tuple[str, bool, int]:
-    return found.backend, found.checkpointing, found.chunk_rows
+def given_up(found: tuple[MemoryPlan, Any]) -> tuple[str, bool, int]:
+    plan, _ = found
+    return plan.backend, plan.checkpointing, plan.chunk_rows
 
 
 def test_a_run_that_fits_is_left_as_it_is() -> None:
@@ -95,7 +86,7 @@ def test_smaller_chunks_are_given_up_first_then_dense_weights_then_kept_activati
         (17.0, ("quantized", True, USUAL)),
     ]
     assert [(gib, given_up(fitted(gib))) for gib, _ in wanted] == wanted
-    needs = [fitted(gib).budget.total_bytes for gib, _ in wanted]
+    needs = [fitted(gib)[0].total_bytes for gib, _ in wanted]
     assert needs == sorted(needs, reverse=True)
     assert all(need <= gib * GIB for need, (gib, _) in zip(needs, wanted, strict=True))
 
@@ -105,10 +96,9 @@ def test_24_gib_hold_the_exact_path_with_the_teacher_in_its_blocks(
     compiled: bool, rows: int
 ) -> None:
     """Layers as written keep more activations than compiled ones."""
-    found = fitted(24.0, compiled=compiled)
-    assert given_up(found) == ("quantized", False, rows)
-    assert found.budget.fits
-    said = {decision.knob: decision for decision in found.decisions}
+    plan, said = fitted(24.0, compiled=compiled)
+    assert given_up((plan, said)) == ("quantized", False, rows)
+    assert plan.budget().fits
     assert set(said) == {"teacher.backend", "student.checkpointing", "loss.chunk_rows"}
     assert "of 24.0 GiB available" in said["teacher.backend"].reason
     chunks = said["loss.chunk_rows"]
@@ -117,24 +107,28 @@ def test_24_gib_hold_the_exact_path_with_the_teacher_in_its_blocks(
 
 
 def test_what_the_settings_name_is_kept_whatever_it_needs() -> None:
-    kept = fitted(17.0, backend="dequantized", checkpointing="off", chunk_rows=USUAL)
+    kept = fitted(
+        17.0,
+        teacher__backend="dequantized",
+        student__checkpointing="off",
+        loss__chunk_rows=USUAL,
+    )
     assert given_up(kept) == ("dequantized", False, USUAL)
-    assert all(decision.overridden for decision in kept.decisions)
+    assert all(decision.overridden for decision in kept[1].values())
     with pytest.raises(BadInput, match="expected a run that fits in"):
-        kept.budget.refuse_if_too_big()
+        kept[0].budget().refuse_if_too_big()
 
 
 def test_a_run_that_fits_in_no_way_is_refused_with_what_it_needs_at_least() -> None:
-    found = fitted(8.0)
-    assert found.backend == "quantized" and found.chunk_rows == min(FEWER_CHUNK_ROWS)
+    plan, _ = fitted(8.0)
+    assert plan.backend == "quantized" and plan.chunk_rows == min(FEWER_CHUNK_ROWS)
     with pytest.raises(BadInput, match="found one of"):
-        found.budget.refuse_if_too_big()
+        plan.budget().refuse_if_too_big()
 
 
 def test_chunks_that_are_small_already_are_no_decision() -> None:
-    found = fitted(141.0, usual_chunk_rows=256)
-    assert found.chunk_rows == 256
-    assert "loss.chunk_rows" not in {decision.knob for decision in found.decisions}
+    plan, said = fitted(141.0, usual_chunk_rows=256)
+    assert plan.chunk_rows == 256 and "loss.chunk_rows" not in said
 
 
 def test_a_limit_is_the_least_of_itself_and_of_what_is_there() -> None:

@@ -9,9 +9,8 @@ import torch
 
 from engine.machine.reading import measured
 from engine.models.fp8 import round_layer
-from engine.models.freeze import freeze
-from engine.plan.budget import PHASES, BudgetItem, MemoryBudget
-from engine.plan.memory_model import predict
+from engine.models.frozen import freeze
+from engine.plan.memory import PHASES, BudgetItem, MemoryBudget, MemoryPlan
 from engine.spec import spec_from_dict
 from tests.support.packed_models import lively, make_config
 
@@ -37,7 +36,7 @@ def budget(available: Any = PLENTY, **changes: Any) -> MemoryBudget:
         device="cuda",
         available=available,
     )
-    return predict(spec_from_dict(SPEC), **(values | changes))
+    return MemoryPlan(spec=spec_from_dict(SPEC), **(values | changes)).budget()
 
 
 def item(budget: MemoryBudget, name: str) -> BudgetItem:
@@ -69,7 +68,7 @@ def test_fp8_needs_half_of_bf16_in_its_layers_and_the_same_activations() -> None
 
 def test_a_teacher_that_does_not_fit_in_fp8_is_not_told_to_keep_its_blocks() -> None:
     found = budget(measured(1, "a test"), teacher_packed_bytes=1000)
-    settings = [setting for knob in found.knobs for setting in knob.settings]
+    settings = [setting for knob in found.savings for setting in knob.settings]
     assert settings and not any(setting.startswith("teacher.") for setting in settings)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.models.config import count_parameters
-from engine.plan.budget import PHASES, MemoryBudget
+from engine.plan.memory import PHASES, MemoryBudget
 from tests.support.budgets import SEVEN_B, SMALL, budget_of, spec_of
 
 BODY = dict(student=SMALL, teacher=SEVEN_B, device="cuda", teacher_precision="bf16")

@@ -10,7 +10,7 @@ from engine.bench.teacher import config_named
 from engine.decision import Decision
 from engine.errors import BadInput
 from engine.plan.activations import linear_weights
-from engine.plan.choices import choose_attention, choose_checkpointing, choose_compile
+from engine.plan.knobs import choose_attention, choose_checkpointing, choose_compile
 from tests.support.budgets import config
 
 SHAPE = config_named("qwen2.5-0.5b")

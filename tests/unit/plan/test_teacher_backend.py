@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from engine.decision import Decision
 from engine.errors import BadInput
 from engine.models.config import ModelConfig
-from engine.teachers.choose import choose_backend, choose_kernel, choose_teacher_precision
+from engine.plan.knobs import choose_backend, choose_kernel, choose_teacher_precision
+from engine.runtime.device import choose_precision
 from tests.support.packed_models import make_config
 
 GIB = 2**30
@@ -118,7 +119,7 @@ def test_auto_never_takes_blocks_that_are_absent_or_not_needed(
 
 def test_tf32_is_for_gpus_that_have_it() -> None:
     found = choose_teacher_precision("tf32", device="cuda", capability=(8, 0))
-    assert found is not None and found.choice == "tf32" and found.overridden
+    assert found.choice == "tf32" and found.overridden
     for device, capability, named in (
         ("cuda", (7, 5), "compute capability 7.5"),
         ("cpu", None, "a CPU"),
@@ -129,7 +130,8 @@ def test_tf32_is_for_gpus_that_have_it() -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", "fp32", "bf16"])
 def test_other_precisions_are_chosen_as_the_students_are(wanted: str) -> None:
-    assert choose_teacher_precision(wanted, device="cpu", capability=None) is None
+    found = choose_teacher_precision(wanted, device="cpu", capability=None)
+    assert found == choose_precision("teacher.precision", wanted, "cpu")
 
 
 def test_few_rows_are_multiplied_out_of_their_blocks_and_many_are_not() -> None:

@@ -1,7 +1,7 @@
 """One block of each type, byte by byte, and the values it must give.
 
 Scales are powers of two here, so that every expected value is exact and can be worked out by hand
-from the table in `engine/quant/layout.py`.
+from the table in `engine/quant/blocks.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.layout import LAYOUTS, pack, unpack
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
 from engine.quant.quantize import quantize
-from engine.quant.reference import dequantize
+from engine.quant.reference import dequantize, pack, unpack
 
 # float16: 1 = 3c00, 1/2 = 3800, 1/4 = 3400, -1 = bc00, 2^-10 = 1400, 2^-9 = 1800
 ONE, HALF, QUARTER, MINUS_ONE = b"\x00\x3c", b"\x00\x38", b"\x00\x34", b"\x00\xbc"

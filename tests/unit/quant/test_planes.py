@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.quant.blocks import BLOCK_TYPES, QuantError
-from engine.quant.layout import LAYOUTS
-from engine.quant.layout import unpack as parts_of
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, QuantError
 from engine.quant.planes import (
     ALIGNMENT_BYTES,
     PackedMatrix,
@@ -21,6 +19,7 @@ from engine.quant.planes import (
     take_rows,
     unpack,
 )
+from engine.quant.reference import unpack as parts_of
 from engine.quant.tensor import QuantTensor
 
 matrices = given(

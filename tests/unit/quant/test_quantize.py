@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.quant import quantize as quantize_module
-from engine.quant.blocks import BLOCK_TYPES, QuantError
-from engine.quant.layout import LAYOUTS
-from engine.quant.quantize import LARGEST, quantize
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, QuantError
+from engine.quant.quantize import quantize
 
 QUANTS = list(LAYOUTS)
 PLAIN = [name for name in QUANTS if LAYOUTS[name].scales is None]
@@ -179,7 +178,7 @@ def test_a_refused_value_is_found_in_a_later_chunk(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", [*QUANTS, "F16"])
 def test_values_up_to_the_largest_fit_and_larger_ones_are_refused(name: str) -> None:
-    largest = LARGEST[name]
+    largest = BLOCK_TYPES[name].largest
     x = gaussian(2, 256, seed=8)
     x[0, 3], x[1, 40] = largest, -largest
     y = restored(x, name)

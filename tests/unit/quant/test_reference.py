@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.quant import reference
-from engine.quant.blocks import BLOCK_TYPES, BlockType, QuantError
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS, BlockType, QuantError
 from engine.quant.reference import dequantize
 
 # NaN (quiet, signalling, negative), infinities, subnormals, zeros, the largest and a plain half

@@ -16,13 +16,17 @@ from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.fp8 import round_layer
-from engine.models.freeze import freeze
-from engine.models.joined import JoinedLinear, join
-from engine.models.load_packed import load_packed_decoder
-from engine.teachers.choose import choose_teacher_compile
-from engine.teachers.compiled import CompiledForward, compile_layers, warm_up
+from engine.models.frozen import JoinedLinear, freeze, join
+from engine.models.load import load_packed_decoder
+from engine.plan.knobs import choose_teacher_compile
+from engine.teachers.compiled import (
+    CompiledForward,
+    OpaqueLinear,
+    compile_layers,
+    make_opaque,
+    warm_up,
+)
 from engine.teachers.frozen import FrozenDecoder
-from engine.teachers.opaque import OpaqueLinear, make_opaque
 from tests.support.packed_models import lively, make_batch, make_config, random_tokens, write
 
 # torch's own code generator, at its first import under some versions.
@@ -71,35 +75,31 @@ def test_one_compilation_serves_all_layers_and_any_number_of_rows(
     written = [teacher.hidden(*batch(n)) for n in rows]
     fast(teacher.decoder)
     with CompileWatch() as watch:
-        mark = watch.mark()
         for n, wanted_BTE in zip(rows, written, strict=True):
             found_BTE = teacher.hidden(*batch(n))
             # In fp8 a value half-way between two codes goes either way.
             limit = 0.05 if kind == "fp8" else 1e-5
             assert (found_BTE - wanted_BTE).norm() <= limit * wanted_BTE.norm(), n
-        assert watch.since(mark)["graphs"].number == 1
-        assert watch.since(mark)["graph_breaks"].number == 0
+        assert (watch.counts().graphs, watch.counts().graph_breaks) == (1, 0)
 
 
 def test_other_batches_never_compile(tmp_path: Path) -> None:
     teacher = frozen("dense", tmp_path)
     fast(teacher.decoder)
+    teacher.hidden(*batch(3))
     with CompileWatch() as watch:
-        teacher.hidden(*batch(3))
-        mark = watch.mark()
         for rows, length in ((2, LENGTH + 1), (2, 4), (1, LENGTH)):
             teacher.hidden(*batch(rows, length))
-        assert watch.since(mark)["graphs"].number == 0
+        assert watch.counts().graphs == 0
 
 
 def test_a_run_of_single_rows_has_them_compiled(tmp_path: Path) -> None:
     teacher = frozen("dense", tmp_path)
     fast(teacher.decoder, single=True)
     with CompileWatch() as watch:
-        mark = watch.mark()
         for rows in (1, 2, 1, 5):
             teacher.hidden(*batch(rows))
-        assert watch.since(mark)["graphs"].number == 2
+        assert watch.counts().graphs == 2
 
 
 def test_the_warm_up_compares_and_refuses_another_answer(tmp_path: Path) -> None:
@@ -220,7 +220,6 @@ def test_on_a_gpu_any_batch_of_the_length_is_served_by_one_compilation(
     found = warm_up(teacher, decoder, make_batch(2, 128), 8, teacher.precision)
     assert found.relative_rms < found.allowed
     with CompileWatch() as watch:
-        mark = watch.mark()
         for rows, cut in ((8, 5), (2, 100), (16, 64), (3, 127)):
             tokens_BT = random_tokens(rows, 128).cuda()
             documents_BT = torch.zeros_like(tokens_BT)
@@ -231,4 +230,4 @@ def test_on_a_gpu_any_batch_of_the_length_is_served_by_one_compilation(
                 teacher.hidden(tokens_BT, documents_BT)
             remember(documents_BT, documents_BT.cpu().numpy())
             teacher.hidden(tokens_BT, documents_BT)
-        assert watch.since(mark)["graphs"].number == 0
+        assert watch.counts().graphs == 0

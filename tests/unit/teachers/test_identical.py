@@ -10,9 +10,8 @@ import torch
 from engine.errors import BadInput
 from engine.export.convert import convert
 from engine.models.decoder import Decoder
-from engine.models.load import load_decoder, new_decoder, save_decoder
-from engine.models.load_packed import load_packed_decoder
-from engine.quant.layout import LAYOUTS
+from engine.models.load import load_decoder, load_packed_decoder, new_decoder, save_decoder
+from engine.quant.blocks import LAYOUTS
 from engine.teachers import identity
 from engine.teachers.frozen import FrozenDecoder
 from engine.teachers.identity import check_not_identical, same_values

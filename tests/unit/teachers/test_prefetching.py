@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.load_packed import load_packed_decoder
-from engine.teachers.choose import choose_prefetch
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.models.load import load_packed_decoder
+from engine.plan.knobs import choose_prefetch
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Prefetches
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.truncating import TruncatingTeacher
 from tests.support.kit import Kit
 from tests.support.packed_models import lively, make_config, random_tokens, write

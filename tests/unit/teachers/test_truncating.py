@@ -12,13 +12,11 @@ from torch import Tensor
 from engine.errors import BadInput
 from engine.loss.objective import distillation_loss
 from engine.models.decoder import Decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_packed_decoder
 from engine.teachers import truncating
 from engine.teachers.build import build_teacher
-from engine.teachers.dequantized import DequantizedTeacher
-from engine.teachers.frozen import products
+from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher, products
 from engine.teachers.protocol import Teacher
-from engine.teachers.quantized import QuantizedTeacher
 from engine.teachers.truncating import TruncatingTeacher, dropped_mass
 from tests.support.packed_models import lively, make_batch, make_config, write
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, DiskFull
 from engine.machine.reading import Reading, absent, measured
-from engine.plan.choose_ranks import SHARDED_FROM_BYTES, choose_reshard, choose_sharded
+from engine.plan.knobs import SHARDED_FROM_BYTES, choose_reshard, choose_sharded
 from engine.runtime.parts import is_part, part_name, read_parts
 from engine.runtime.ranks import Ranks
-from engine.train.checkpoint import parts
+from engine.train.checkpoint import keeper as keep
 from engine.train.checkpoint import write as checkpoint
-from engine.train.checkpoint.file_calls import FileCalls
+from engine.train.checkpoint.keeper import Parts
 from engine.train.checkpoint.manifest import verify
-from engine.train.checkpoint.parts import Parts
+from engine.train.checkpoint.write import FileCalls
 from engine.train.ranks.sharding import least_available
 
 TENSORS = {
@@ -63,7 +63,7 @@ def test_a_part_that_could_not_be_written_publishes_nothing(
     def refuse(tensors: object, folder: object) -> None:
         raise OSError(errno.ENOSPC, "rank 1: No space left on device")
 
-    monkeypatch.setattr(parts, "write_parts", refuse)
+    monkeypatch.setattr(keep, "write_parts", refuse)
     with pytest.raises(DiskFull, match="rank 1"):
         _save(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").iterdir()) == []

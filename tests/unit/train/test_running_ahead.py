@@ -22,8 +22,8 @@ from engine.train import optimizer as optimizer_module
 from engine.train import trainer as subject
 from engine.train.checking import step_gradients
 from engine.train.optimizer import build_optimizer
-from engine.train.phases import PHASES, Ledger
-from engine.train.trainer import Step, Trainer
+from engine.train.step import PHASES, Ledger, Step
+from engine.train.trainer import Trainer
 from tests.support.budgets import config, stream_of
 from tests.support.kit import Kit
 from tests.support.trainers import LOSS, TRAIN, build
@@ -252,9 +252,9 @@ def test_one_asked_to_stop_is_told_when_nothing_more_is_under_way(kit: Kit) -> N
     trainer.stop_asked = lambda: asked[0]
     seen = []
     for step in trainer.steps(lambda step: not asked[0]):
-        seen.append((step.step, trainer.step, step.stop_asked))
+        seen.append((step.step, trainer.step, trainer.stops_here))
         asked[0] = step.step >= 2
-        if step.stop_asked:
+        if trainer.stops_here:
             break
     assert seen == [(1, 2, False), (2, 3, False), (3, 3, True)]
 
@@ -279,7 +279,7 @@ def test_the_phases_of_a_step_add_up_to_it(kit: Kit) -> None:
 
 def test_a_ledger_adds_up_the_parts_of_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 6.0, 10.0, 17.0, 18.0])
-    monkeypatch.setattr("engine.train.phases.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("engine.train.step.time.perf_counter", lambda: next(clock))
     first = Ledger(torch.device("cpu"), None)
     for phase in ("data", "student", "data", "student"):
         first.mark(phase)
@@ -298,7 +298,7 @@ def test_between_two_steps_nothing_waits_for_the_device(packed: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     from engine.data.batches import Batches
-    from engine.teachers.dequantized import DequantizedTeacher
+    from engine.teachers.frozen import DequantizedTeacher
 
     device = torch.device("cuda")
     shape = config(width=256, feed_forward=512, vocabulary=1000)

@@ -15,14 +15,16 @@ from torch.nn import functional as F
 
 from engine.errors import CheckpointError
 from engine.train.checkpoint.manifest import newest
-from engine.train.checkpoint.state import TrainingState, capture, restore
-from engine.train.checkpoint.state_files import (
+from engine.train.checkpoint.state import (
     OPTIMIZER_FILE,
     RNG_FILE,
     STATE_FILE,
     STUDENT_FILE,
     TensorWriter,
+    TrainingState,
+    capture,
     pack,
+    restore,
     unpack,
 )
 from engine.train.checkpoint.write import save

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from engine.loss.objective import LARGEST_DZ_SUM, LOWEST_DIVERGENCE
 from engine.models.config import ModelConfig
 from engine.models.load import new_decoder
 from engine.spec import LossSection, TrainSection
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from engine.train import record
 from engine.train import trainer as trainer_module
 from engine.train.step import Step
@@ -59,7 +61,6 @@ def test_the_worst_row_of_any_micro_batch_is_what_is_told(monkeypatch: pytest.Mo
     real, calls = trainer_module.distillation_loss, []
 
     def spoiled(*arguments: object, **named: object) -> object:
-        import dataclasses
 
         terms = real(*arguments, **named)  # type: ignore[arg-type]
         calls.append(1)
@@ -80,14 +81,12 @@ def test_the_worst_row_of_any_micro_batch_is_what_is_told(monkeypatch: pytest.Mo
 
 
 def test_a_broken_invariant_is_an_error_in_the_log(tmp_path: Path) -> None:
-    import dataclasses
-
     run = create_run(tmp_path / "run", "", {})
     sound = _steps()[0]
-    broken = dataclasses.replace(sound, lowest_kl=2 * LOWEST_DIVERGENCE)
+    broken = msgspec.structs.replace(sound, lowest_kl=2 * LOWEST_DIVERGENCE)
     with LogWriter(run.events, writer="trainer") as log:
-        record.step(log, sound, 1.0)
-        record.step(log, broken, 1.0)
+        for event in [*record.step(sound, 1.0), *record.step(broken, 1.0)]:
+            log.write(event)
     view = Follower(run).read_all()
     assert [note.level for note in view.notes] == ["error"]
     assert "divergence" in view.notes[0].text

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.teachers.dequantized import DequantizedTeacher
+from engine.teachers.frozen import DequantizedTeacher
 from tests.support.kit import Kit
 from tests.support.trainers import LOSS, TRAIN, build, snapshot
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput
+from engine.plan.knobs import choose_update
 from engine.train.checkpoint import state
-from engine.train.optimizer import AdamW, FusedAdamW, Looked, choose_update, update_if_finite
+from engine.train.optimizer import AdamW, FusedAdamW, Looked, update_if_finite
 from engine.train.trainer import Trainer
 from tests.support.gpu_trainers import gpu_trainer
 from tests.support.kit import Kit

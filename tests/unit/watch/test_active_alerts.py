@@ -7,12 +7,15 @@ import math
 import random
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import engine.watch.rules as diagnose_package
+from engine.cli.main import main
 from engine.log.events import (
     AlertCleared,
     AlertRaised,
@@ -28,10 +31,10 @@ from engine.log.events import (
 from engine.log.fold import fold
 from engine.log.folder import RunFolder, create_run
 from engine.log.view import SOURCES, RunView
-from engine.watch.active_alerts import LONGEST_QUIET_S, Ledger
+from engine.watch.active_alerts import LONGEST_QUIET_S, ActiveAlerts
 from engine.watch.replay import MOST_LOOKS, diagnose
-from engine.watch.rules.registry import RULES
-from engine.watch.rules.rule import Alert, CannotJudge, Case, Rule, Unknown, alert
+from engine.watch.rules import RULES
+from engine.watch.rules.rule import WARNING, Alert, CannotJudge, Case, Rule, Symptom, Unknown, rule
 from tests.support.diagnosing import START, Log, healthy_step, spec
 from tests.support.run_events import example_of, numbered, opened, runs, write_log
 from tests.support.run_folders import completed, killed, resumed, running, torn, vanished
@@ -40,10 +43,31 @@ from tests.support.run_folders import completed, killed, resumed, running, torn,
 
 
 def test_every_rule_has_an_id_of_its_own_and_says_what_it_asks() -> None:
-    assert len({rule.id for rule in RULES}) == len(RULES)
-    for rule in RULES:
-        assert rule.asks.endswith("?") and rule.reads and rule.threshold
-        assert rule.id.isidentifier() and rule.id.islower()
+    assert len({each.id for each in RULES}) == len(RULES)
+    for each in RULES:
+        assert each.asks.endswith("?") and each.reads and each.threshold
+        assert each.id.isidentifier() and each.id.islower()
+
+
+def test_a_function_in_a_family_is_all_that_a_rule_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = ModuleType("toy")
+
+    @rule(WARNING, asks="Is it a toy?", reads=("step",), threshold="one step")
+    def toy(case: Case) -> Symptom | None:
+        rows = case.steps(1, at_least=1)
+        return Symptom("a toy", [("n", 1, "m")], case.span(rows), meaning="m", no_flip="n")
+
+    family.toy = toy  # type: ignore[attr-defined]
+    rules = (*RULES, *diagnose_package.rules_of(family))
+    monkeypatch.setattr(diagnose_package, "RULES", rules)
+    assert main(["diagnose", "--list"]) == 0
+    assert "toy: Is it a toy?\n  speaks at: one step\n  reads: step\n" in capsys.readouterr().out
+    alerts = ActiveAlerts(rules)
+    said = alerts.look(Log(count=30).case())
+    assert [e.id for e in said if isinstance(e, AlertRaised)] == ["toy"]
+    assert rules[-1].severity == "warning"
 
 
 # Any log.
@@ -115,8 +139,8 @@ def _odd(rng: random.Random) -> dict[str, Any]:
 
 
 def _must_not_fail(case: Case) -> None:
-    for rule in RULES:
-        answer = rule.answer(case)
+    for each in RULES:
+        answer = each.answer(case)
         assert answer is None or isinstance(answer, Alert | Unknown)
         if isinstance(answer, Unknown):
             assert answer.reason
@@ -252,11 +276,11 @@ class Switch:
             id="switch", asks="?", reads=("x",), threshold="x", judge=self.judge, **fields
         )
 
-    def judge(self, case: Case) -> Alert | None:
+    def judge(self, case: Case) -> Symptom | None:
         if self.on is None:
             raise CannotJudge("no input")
         span = case.recent(0.0)
-        found = alert("switch", "warning", "t", [("n", 1, "m")], span, meaning="m", no_flip="n")
+        found = Symptom("t", [("n", 1, "m")], span, meaning="m", no_flip="n")
         return found if self.on else None
 
 
@@ -266,31 +290,31 @@ def case_at(second: float, sessions: int = 1) -> Case:
 
 def test_an_alert_is_raised_once_stands_and_is_cleared_after_quiet() -> None:
     switch = Switch()
-    ledger = Ledger([switch.rule])
+    alerts = ActiveAlerts([switch.rule])
     said: list[tuple[int, str]] = []
     for second in range(200):
         switch.on = 50 <= second < 100
-        said += [(second, type(e).__name__) for e in ledger.look(case_at(second))]
+        said += [(second, type(e).__name__) for e in alerts.look(case_at(second))]
     assert said == [(50, "AlertRaised"), (130, "AlertCleared")]
 
 
 def test_not_knowing_neither_raises_nor_clears() -> None:
     switch = Switch()
-    ledger = Ledger([switch.rule])
+    alerts = ActiveAlerts([switch.rule])
     switch.on = True
-    assert len(ledger.look(case_at(0))) == 1
+    assert len(alerts.look(case_at(0))) == 1
     switch.on = None
-    assert [e for s in range(1, 500) for e in ledger.look(case_at(s))] == []
-    assert ledger.answers["switch"] == Unknown("no input")
+    assert [e for s in range(1, 500) for e in alerts.look(case_at(s))] == []
+    assert alerts.answers["switch"] == Unknown("no input")
 
 
 def test_an_alert_that_flaps_is_a_handful_of_lines() -> None:
     switch = Switch()
-    ledger = Ledger([switch.rule])
+    alerts = ActiveAlerts([switch.rule])
     lines = 0
     for second in range(0, 24 * 3600, 5):
         switch.on = (second // 5) % 20 == 0  # once in 100 s, for a day
-        lines += len(ledger.look(case_at(second)))
+        lines += len(alerts.look(case_at(second)))
     # Quiet of 30 s and 60 s clears it; 120 s never come.
     assert lines == 5
     assert LONGEST_QUIET_S >= 120
@@ -298,21 +322,21 @@ def test_an_alert_that_flaps_is_a_handful_of_lines() -> None:
 
 def test_a_stall_is_over_with_the_first_line_and_the_next_is_another() -> None:
     switch = Switch(clear_after_s=0.0)
-    ledger = Ledger([switch.rule])
+    alerts = ActiveAlerts([switch.rule])
     kinds = []
     for second in range(10):
         switch.on = second % 2 == 0
-        kinds += [type(e) for e in ledger.look(case_at(second))]
+        kinds += [type(e) for e in alerts.look(case_at(second))]
     assert kinds == [AlertRaised, AlertCleared] * 5
 
 
 def test_a_new_session_begins_with_nothing_standing() -> None:
     switch = Switch()
-    ledger = Ledger([switch.rule])
+    alerts = ActiveAlerts([switch.rule])
     switch.on = True
-    assert len(ledger.look(case_at(0, sessions=1))) == 1
-    assert len(ledger.look(case_at(1, sessions=1))) == 0
-    assert len(ledger.look(case_at(2, sessions=2))) == 1
+    assert len(alerts.look(case_at(0, sessions=1))) == 1
+    assert len(alerts.look(case_at(1, sessions=1))) == 0
+    assert len(alerts.look(case_at(2, sessions=2))) == 1
 
 
 def test_a_rule_that_fails_is_named_once_and_left_out() -> None:
@@ -321,20 +345,20 @@ def test_a_rule_that_fails_is_named_once_and_left_out() -> None:
 
     asked = []
 
-    def sound(case: Case) -> Alert | None:
+    def sound(case: Case) -> Symptom | None:
         asked.append(case.now_unix_s)
         return None
 
-    def rule(id: str, judge: Any) -> Rule:
+    def named(id: str, judge: Any) -> Rule:
         return Rule(id=id, asks="?", reads=("x",), threshold="x", judge=judge)
 
-    ledger = Ledger([rule("broken", broken), rule("sound", sound)])
-    said = [event for second in range(5) for event in ledger.look(case_at(second))]
+    alerts = ActiveAlerts([named("broken", broken), named("sound", sound)])
+    said = [event for second in range(5) for event in alerts.look(case_at(second))]
     (note,) = said
     assert isinstance(note, Note) and note.level == "warning"
     assert "broken" in note.text and "ZeroDivisionError" in note.text
     assert asked == [0, 1, 2, 3, 4]
-    assert isinstance(ledger.answers["broken"], Unknown)
+    assert isinstance(alerts.answers["broken"], Unknown)
 
 
 def test_a_running_run_is_diagnosed_too(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from engine.cli.main import main
 from engine.log.events import AlertRaised, NonFinite, Phase
-from engine.watch.rules.registry import RULES
+from engine.watch.rules import RULES
 from tests.support.run_folders import Scene, completed, corrupt, empty, running
 from tests.support.screens import texts_of
 

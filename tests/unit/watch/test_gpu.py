@@ -155,7 +155,7 @@ def test_before_the_first_step_the_stacks_tell_whether_it_is_the_teacher() -> No
     log.silent_s = 40.0
     case = log.case()
     unknown("cpu_bound_teacher", case, "or the stacks")
-    for frame, seen in (("engine/teachers/quantized.py", True), ("engine/data/batches.py", False)):
+    for frame, seen in (("engine/teachers/frozen.py", True), ("engine/data/batches.py", False)):
         stack = ["/x/torch/functional.py:3 in norm", f"/x/{frame}:9 in hidden"]
         dump = StackDump(
             path="p", state="s", summary="s", python_frame="f", native_frame="", python_stack=stack

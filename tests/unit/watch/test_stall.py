@@ -150,7 +150,7 @@ DUMP = StackDump(
     native_frame="mkl_blas",
     python_stack=[
         "/x/engine/models/decoder.py:88 in norm",
-        "/x/engine/teachers/quantized.py:9 in f",
+        "/x/engine/teachers/frozen.py:9 in f",
     ],
 )
 

@@ -9,8 +9,8 @@ import pytest
 
 from engine.log.events import Evaluated, ModelReady, NonFinite
 from engine.train.schedule import learning_rate
-from engine.watch.rules import loss, update
-from engine.watch.rules.update import expected_rate
+from engine.watch.rules import loss, settings, update
+from engine.watch.rules.settings import expected_rate
 from tests.support.diagnosing import LN_V, ROWS, SEQ, Log, quiet, raised, spec, unknown
 from tests.support.run_events import example_of
 
@@ -147,14 +147,7 @@ def test_the_rate_expected_here_is_the_one_the_trainer_works_out(kind: str, warm
         train__steps=100, train__warmup_steps=warm_up, train__schedule=kind, train__lr=3e-4
     ).train
     for step in range(1, 101):
-        theirs = learning_rate(
-            step - 1,
-            peak=train.lr,
-            warmup_steps=warm_up,
-            total_steps=100,
-            kind=kind,  # type: ignore[arg-type]
-            final_ratio=train.final_lr_ratio,
-        )
+        theirs = learning_rate(step - 1, train)
         assert expected_rate(step, train) == pytest.approx(theirs, rel=1e-12)
 
 
@@ -163,7 +156,7 @@ def test_a_rate_that_never_reached_the_optimizer_is_named() -> None:
     assert "never reached" in alert.meaning
     assert "the rate is 0" in raised("learning_rate", steady(30, lr=0.0).case()).meaning
     for off, check in ((0.5, quiet), (2.0, raised)):
-        factor = 1 + off * update.RATE_TOLERANCE
+        factor = 1 + off * settings.RATE_TOLERANCE
         log = Log(count=30, change=lambda n, f=factor: {"lr": f * 1e-3 * min(1.0, n / 20)})  # type: ignore[misc]
         check("learning_rate", log.case())
     unknown("learning_rate", steady(30, lr=None).case(), "not logged")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workbench.tui.names import shortened, told_apart
-from workbench.tui.run_columns import result_lines, setting_lines, wanted_width
-from workbench.tui.run_heads import Headed, heading_lines
+from workbench.tui.run_lines import Headed, heading_lines, result_lines, setting_lines, wanted_width
 
 NAMES = (
     "kd-qwen3-14b-to-0.6b-alpha0.1-tau1.0-lr4e-3-seed0",

@@ -12,7 +12,7 @@ from textual.theme import Theme
 from engine.errors import UsageError
 from tests.support.run_folders import killed
 from tests.support.screens import on_screen, press, text_of
-from workbench.tui.series import SERIES, series_style
+from workbench.plot.series import SERIES, series_style
 from workbench.tui.themes import OWN, OWN_NAMES, chosen_theme, theme_names
 
 

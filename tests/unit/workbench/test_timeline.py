@@ -15,17 +15,11 @@ from engine.log.follow import Follower
 from engine.log.table import Table
 from tests.support.run_folders import Scene, checkpoint, completed, resumed, step
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
+from workbench.plot.canvas import plain
+from workbench.plot.chart import Chart, Line, dots_of, margin_of, render_chart
+from workbench.plot.window import SMALLEST, Window
 from workbench.traces import WindowTraces
-from workbench.tui.canvas import plain
-from workbench.tui.timeline import (
-    SIGNS,
-    TimeLine,
-    clock_ticks,
-    dots_of,
-    margin_of,
-    render_timeline,
-)
-from workbench.tui.window import SMALLEST, Window
+from workbench.tui.widgets.timeline_pane import SIGNS, clock_ticks, signs_of
 
 WIDTH, HEIGHT = 60, 20
 
@@ -43,14 +37,17 @@ def lines_of(
     ascii_only: bool = False,
     width: int = WIDTH,
     height: int = HEIGHT,
+    marks: Sequence[tuple[float, Happening]] = (),
     **fields: object,
 ) -> list[str]:
     table = table_of(ys, steps)
     low, high = table.value("step", 0) or 0.0, table.last("step") or 1.0
     dots = dots_of(width, ascii_only=ascii_only)
     loss, pace = WindowTraces().traces(table, ("loss", "step_s"), low, high, dots, gap=1.5)
-    line = TimeLine(low=low, high=high, losses=(loss,), pace=pace, **fields)  # type: ignore[arg-type]
-    return plain(render_timeline(line, width, height, ascii_only=ascii_only))
+    lines = (Line(trace=loss, slot=0, value=loss.last),)
+    signs = signs_of(marks, ascii_only=ascii_only)
+    chart = Chart(low=low, high=high, lines=lines, below=pace, signs=signs, **fields)  # type: ignore[arg-type]
+    return plain(render_chart(chart, width, height, ascii_only=ascii_only))
 
 
 def cells(lines: Sequence[str], width: int = WIDTH) -> list[str]:

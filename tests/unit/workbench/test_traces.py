@@ -1,4 +1,4 @@
-"""Decimation: no spike is lost, no row is read twice, and NaN is never taken for a value."""
+"""Buckets: no spike is lost, and NaN is never taken for a value."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.traces import LIMIT, Decimator, Trace
+from workbench.traces import LIMIT, Bucket, Trace, buckets_of
 
 VALUES = st.none() | st.floats()
 
 
-def filled(ys: Sequence[float | None], limit: int = LIMIT) -> Decimator:
-    decimator = Decimator(limit)
-    decimator.extend([float(x) for x in range(len(ys))], ys)
-    return decimator
+def filled(ys: Sequence[float | None], limit: int = LIMIT) -> tuple[Bucket, ...]:
+    return buckets_of([float(x) for x in range(len(ys))], ys, limit)
 
 
 def test_one_spike_in_a_million_rows_survives() -> None:
     ys: list[float | None] = [1.0] * 1_000_000
     ys[777_777] = 9.0
-    buckets = filled(ys).buckets()
+    buckets = filled(ys)
     assert max(b.high for b in buckets if b.high is not None) == 9.0
     assert len(buckets) <= LIMIT
 
@@ -31,7 +29,7 @@ def test_one_spike_in_a_million_rows_survives() -> None:
 def test_buckets_cover_every_row_in_order_and_stay_under_the_limit(
     ys: list[float | None], limit: int
 ) -> None:
-    buckets = filled(ys, limit).buckets()
+    buckets = filled(ys, limit)
     assert len(buckets) <= limit
     ends = [x for bucket in buckets for x in (bucket.x_first, bucket.x_last)]
     assert ends == sorted(ends)
@@ -39,20 +37,9 @@ def test_buckets_cover_every_row_in_order_and_stay_under_the_limit(
         assert (ends[0], ends[-1]) == (0.0, len(ys) - 1.0)
 
 
-@given(st.lists(VALUES, max_size=200), st.lists(st.integers(1, 50), max_size=20))
-def test_how_the_rows_arrive_changes_nothing(ys: list[float | None], sizes: list[int]) -> None:
-    whole, pieces = filled(ys, 8), Decimator(8)
-    start = 0
-    for size in [*sizes, len(ys)]:
-        part = ys[start : start + size]
-        pieces.extend([float(x) for x in range(start, start + len(part))], part)
-        start += len(part)
-    assert pieces.buckets() == whole.buckets()
-
-
 @given(st.lists(VALUES, min_size=1, max_size=200))
 def test_extremes_are_of_finite_values_and_the_rest_is_flagged(ys: list[float | None]) -> None:
-    buckets = filled(ys, 4).buckets()
+    buckets = filled(ys, 4)
     finite = [y for y in ys if y is not None and math.isfinite(y)]
     assert min((b.low for b in buckets if b.low is not None), default=None) == min(
         finite, default=None
@@ -66,14 +53,14 @@ def test_extremes_are_of_finite_values_and_the_rest_is_flagged(ys: list[float | 
 
 
 def test_absent_rows_are_neither_values_nor_faults() -> None:
-    (bucket,) = filled([None]).buckets()
+    (bucket,) = filled([None])
     assert (bucket.low, bucket.high, bucket.non_finite) == (None, None, False)
     assert Trace(name="kd", buckets=(bucket,), last=None).is_empty
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 5000))
-def test_the_stride_is_the_smallest_that_fits(count: int) -> None:
-    decimator = filled([1.0] * count, 8)
-    assert decimator.stride == 1 or count / decimator.stride >= 4
-    assert count / decimator.stride <= 8
+@given(st.integers(1, 5000))
+def test_the_buckets_are_as_many_as_fit(count: int) -> None:
+    buckets = filled([1.0] * count, 8)
+    rows = [bucket.x_last - bucket.x_first + 1 for bucket in buckets]
+    assert rows[0] == max(rows) == -(-count // 8) and len(set(rows[:-1])) <= 1

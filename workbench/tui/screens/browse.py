@@ -7,33 +7,34 @@ single   below 18 rows    one of both; z changes between them
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Container
-from textual.events import Resize, ScreenResume
+from textual.containers import Container, VerticalScroll
+from textual.events import Resize
+from textual.reactive import reactive
 from textual.widgets import OptionList, Static
 
 from engine.errors import EngineError
 from engine.log.text import one_line
-from workbench.listing import Listing, Row
+from workbench.jobs import Job
+from workbench.listing import Listing, Row, with_job
+from workbench.plot.chart import chart_of
 from workbench.tui.context import Context
-from workbench.tui.messages import CommandEnded, ListPolled
-from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import PollingScreen
-from workbench.tui.widgets.details_pane import DetailsPane
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.screens.polling import Polled, PollingScreen
+from workbench.tui.widgets.chart_view import ChartView
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.row_list import RowList
+from workbench.tui.widgets.words_view import WordsView
 
 COMMON: tuple[Binding, ...] = (
     Binding("z", "zoom", "zoom", tooltip="the details alone, or the list again"),
     Binding("r", "refresh", "refresh", show=False, tooltip="look again now"),
-    Binding("question_mark", "help", "help", tooltip="this help"),
+    Binding("question_mark", "app.help", "help", tooltip="this help"),
     Binding("escape", "back", "back", tooltip="back to where you were; what goes on goes on"),
     Binding(
         "q", "app.quit", "quit", show=False, tooltip="close the workbench; what goes on goes on"
@@ -50,12 +51,59 @@ def shape_of(width: int, height: int) -> str:
     return "wide" if width >= 100 else "stacked"
 
 
+class DetailsPane(VerticalScroll, can_focus=True):
+    """Draws one row in full."""
+
+    HELP = """\
+# Details
+
+What is known of the row under the cursor. Up, down, page up and page down scroll; `z` gives it the
+whole screen.
+"""
+    DEFAULT_CSS = """
+    DetailsPane {
+        border: round $foreground 40%; padding: 0 1; scrollbar-size-vertical: 1;
+        ChartView { height: 9; margin-bottom: 1; display: none; }
+        &.-plotted ChartView { display: block; }
+    }
+    DetailsPane:focus { border: heavy $primary; }
+    """
+
+    row: reactive[Row | None] = reactive(None, init=False)
+
+    def __init__(self, *, ascii_only: bool, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._ascii_only = ascii_only
+
+    def compose(self) -> ComposeResult:
+        yield ChartView(ascii_only=self._ascii_only)
+        yield WordsView()
+
+    def whole_text(self) -> str:
+        """All that is said of the row."""
+        return "\n".join(self.row.lines) if self.row is not None else ""
+
+    def watch_row(self, before: Row | None, row: Row | None) -> None:
+        if row is None:
+            self.query_one(WordsView).lines = ()
+            self.set_class(False, "-plotted")
+            return
+        if before is None or before.key != row.key:
+            self.scroll_home(animate=False)
+        self.set_class(row.trace is not None, "-plotted")
+        if row.trace is not None:
+            self.query_one(ChartView).chart = chart_of((row.trace,))
+        self.query_one(WordsView).lines = row.lines
+
+
 class BrowseScreen(PollingScreen):
     """Draws listings; a subclass reads them and has keys of its own."""
 
     AUTO_FOCUS = "RowList"
     NOTES: ClassVar[Sequence[str]] = ()
     """What help says below the keys."""
+    JOB: ClassVar[str] = ""
+    """The name of the engine's commands that keys start in the background, one at a time."""
     DEFAULT_CSS = """
     BrowseScreen {
         #head {
@@ -94,14 +142,13 @@ class BrowseScreen(PollingScreen):
     """
 
     def __init__(self, context: Context, title: str) -> None:
-        super().__init__(context.refresh_s)
-        self.context = context
-        self._title = title
+        super().__init__(context)
+        self.title = title
         self._zoomed = False
         self._goto = ""
 
     def compose(self) -> ComposeResult:
-        yield Static(f"{self._title}: reading", id="head", markup=False)
+        yield Static(f"{self.title}: reading", id="head", markup=False)
         with Container(id="both"):
             yield RowList()
             yield DetailsPane(ascii_only=self.context.ascii_only)
@@ -115,26 +162,17 @@ class BrowseScreen(PollingScreen):
     def read(self) -> Listing:
         """The list as it is now; called in a thread. May raise EngineError or OSError."""
 
-    def poll(self) -> ListPolled:
+    def poll(self) -> Polled:
         try:
-            return ListPolled(self.read())
+            return Polled(with_job(self.read(), self.job))
         except (EngineError, OSError) as problem:
             text = str(problem)
-            return ListPolled(Listing(head=f"{self._title}: {one_line(text)}", empty=text))
+            return Polled(Listing(head=f"{self.title}: {one_line(text)}", empty=text))
 
-    def tick(self) -> None:
-        # Hidden behind another screen, a list is not read.
-        if self.is_current:
-            super().tick()
-
-    @on(ScreenResume)
-    def look_again(self) -> None:
-        self.tick()
-
-    @on(ListPolled)
-    def show(self, message: ListPolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Hand the rows down."""
-        listing = message.listing
+        listing: Listing = message.snapshot
         rows = self.query_one(RowList)
         with self.app.batch_update():
             self.query_one("#head", Static).update(listing.head)
@@ -194,42 +232,34 @@ class BrowseScreen(PollingScreen):
         self.set_class(self._zoomed, "-zoomed")
         self.query_one(DetailsPane if self._zoomed else RowList).focus()
 
-    def action_refresh(self) -> None:
-        self.tick()
-
     def action_back(self) -> None:
         if self._zoomed:
             self.action_zoom()
         elif len(self.app.screen_stack) > 2:
             self.app.pop_screen()
 
-    def action_help(self) -> None:
-        title = f"help: {self._title}"
-        self.app.push_screen(HelpScreen(title, bindings_of(self), self.NOTES))
+    # A command in the background
 
-    # Commands
+    @property
+    def job(self) -> Job | None:
+        """The newest command; None before the first."""
+        return self.context.jobs.of(self.JOB)
 
-    def command(self, name: str, call: Callable[[], str]) -> None:
-        """Do something that takes a while in a thread, and say what came of it."""
+    @property
+    def job_runs(self) -> bool:
+        return self.job is not None and self.job.is_alive
 
-        def work() -> None:
-            try:
-                message = CommandEnded(call(), failed=False)
-            except (EngineError, OSError) as error:
-                message = CommandEnded(str(error), failed=True)
-            self.post_message(message)
+    def start_job(self, arguments: Sequence[str]) -> None:
+        """Start `engine ARGUMENTS`."""
+        try:
+            self.context.jobs.start(self.JOB, arguments)
+        except EngineError as problem:
+            self.notify(str(problem), severity="error", markup=False)
+        self.tick()
 
-        threading.Thread(target=work, name=f"engine-{name}", daemon=True).start()
-
-    @on(CommandEnded)
-    def say(self, message: CommandEnded) -> None:
-        """What came of it."""
-        self.notify(
-            message.text,
-            severity="error" if message.failed else "information",
-            timeout=12 if message.failed else 5,
-            markup=False,
-        )
+    def action_stop(self) -> None:
+        if self.job is not None:
+            self.job.stop()
         self.tick()
 
 

@@ -9,26 +9,44 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import DescendantFocus, Resize
 from textual.widgets import Static
 
 from engine.log.folder import RunFolder
-from workbench.compared import AXES, METRICS, CompareFeed, Comparison, axis_text
-from workbench.side_by_side import alerts_words, differences, results_table, settings_note
+from workbench.compared import (
+    AXES,
+    METRICS,
+    Compared,
+    CompareFeed,
+    Comparison,
+    alerts_words,
+    axis_text,
+    differences,
+    results_table,
+    settings_note,
+)
+from workbench.plot.chart import Chart, Line
+from workbench.plot.series import SERIES, series_style
 from workbench.tui.context import Context
-from workbench.tui.messages import ComparePolled
-from workbench.tui.run_columns import Line, Piece, result_lines, setting_lines, wanted_width
-from workbench.tui.run_heads import Headed, heading_lines
-from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import PollingScreen
-from workbench.tui.series import SERIES, series_style
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
-from workbench.tui.widgets.overlay_plot import OverlayPlot
+from workbench.tui.run_lines import (
+    Headed,
+    Piece,
+    heading_lines,
+    result_lines,
+    setting_lines,
+    wanted_width,
+)
+from workbench.tui.run_lines import (
+    Line as Words,
+)
+from workbench.tui.screens.polling import Polled, PollingScreen
+from workbench.tui.widgets.chart_view import ChartView
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.pane_tabs import PaneTabs
-from workbench.tui.widgets.table_pane import TablePane, drawn
-from workbench.tui.widgets.words_view import WordsView, wrapped
+from workbench.tui.widgets.text_pane import TextPane, drawn
+from workbench.tui.widgets.words_view import wrapped
 
 PANES = ("plot", "results", "settings", "alerts")
 PANE_KEYS = Binding.Group("pane")
@@ -37,26 +55,27 @@ GRID, SINGLE = (100, 30), 18
 FRAME = 5
 """Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
-NOTES = (
-    "Every run keeps its letter, its form of line and its colour.",
-    "",
-    "Signs in the plot",
-    "  A to F                   on its line: which run; at its end, too",
-    "  × (X in ASCII)           NaN or infinite; the letter below says whose",
-    "  an open line             steps that are missing, or a minute or more without one",
-    "  ▾ ▴ (v ^ in ASCII)       off the axis",
-    "",
-    "x is steps, tokens so far, or seconds since the run's first line, starting up included.",
-    "Settings are the effective ones: `auto: bf16` is auto, which became bf16.",
-)
 
 
 class CompareScreen(PollingScreen):
     """Draws the polls of one CompareFeed."""
 
+    NOTES = (
+        "Every run keeps its letter, its form of line and its colour.",
+        "",
+        "Signs in the plot",
+        "  A to F                   on its line: which run; at its end, too",
+        "  × (X in ASCII)           NaN or infinite; the letter below says whose",
+        "  an open line             steps that are missing, or a minute or more without one",
+        "  ▾ ▴ (v ^ in ASCII)       off the axis",
+        "",
+        "x is steps, tokens so far, or seconds since the run's first line, starting up included.",
+        "Settings are the effective ones: `auto: bf16` is auto, which became bf16.",
+    )
+
     AUTO_FOCUS = "#plot"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark", "help", "help", tooltip="this help"),
+        Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("escape,q", "back", "back", tooltip="the cursor away, or back to the runs"),
         *(
             Binding(
@@ -95,6 +114,7 @@ class CompareScreen(PollingScreen):
         .pane:focus, .pane:focus-within { border: heavy $primary; }
         #results, #beside { width: 1fr; height: 1fr; }
         #settings, #alerts { height: 1fr; }
+        #results Static, #settings Static { text-wrap: nowrap; }
     }
     CompareScreen.-grid PaneTabs { display: none; }
     CompareScreen.-grid #settings { height: auto; max-height: 60%; }
@@ -105,9 +125,8 @@ class CompareScreen(PollingScreen):
 
     def __init__(self, context: Context, chosen: Mapping[int, RunFolder]) -> None:
         """`chosen` gives each style its run."""
-        super().__init__(context.refresh_s)
+        super().__init__(context)
         assert 2 <= len(chosen) <= len(SERIES), chosen
-        self._ascii_only = context.ascii_only
         self._feed = CompareFeed(chosen)
         self._comparison: Comparison | None = None
         self._metric, self._axis, self._log_y = 0, 0, False
@@ -119,36 +138,32 @@ class CompareScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
         with Vertical(id="body"):
-            yield OverlayPlot(ascii_only=self._ascii_only, id="plot", classes="pane")
+            plot = ChartView(ascii_only=self.context.ascii_only, id="plot", classes="pane")
+            plot.can_focus = True
+            yield plot
             with Horizontal(id="below"):
-                yield TablePane("2 results", id="results", classes="pane")
+                yield TextPane("2 results", id="results")
                 with Vertical(id="beside"):
-                    yield TablePane("3 settings that differ", id="settings", classes="pane")
-                    with VerticalScroll(id="alerts", classes="pane") as pane:
-                        pane.border_title = "4 alerts"
-                        yield WordsView(id="alert_words")
-        yield PaneTabs(PANES)
+                    yield TextPane("3 settings that differ", id="settings")
+                    yield TextPane("4 alerts", id="alerts")
+        yield PaneTabs({name: (str(n), name) for n, name in enumerate(PANES, start=1)})
         yield KeyBar()
 
-    def poll(self) -> ComparePolled:
-        return ComparePolled(self._feed.poll())
+    def poll(self) -> Polled:
+        return Polled(self._feed.poll())
 
-    def tick(self) -> None:
-        if self.is_current:
-            super().tick()
-
-    @on(ComparePolled)
-    def show(self, message: ComparePolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Hand the runs down."""
-        self._comparison = message.comparison
-        runs = message.comparison.runs
+        self._comparison = message.snapshot
+        runs: tuple[Compared, ...] = message.snapshot.runs
         slots = [run.slot for run in runs]
         names = [run.snapshot.run.name for run in runs]
         rows, letters = results_table(runs), [series_style(slot).letter for slot in slots]
         settings = [(found.key, found.values) for found in differences(runs)]
         note = settings_note(runs, letters)
 
-        def settings_at(width: int) -> list[Line]:
+        def settings_at(width: int) -> list[Words]:
             lines = setting_lines(slots, settings, width)
             return [*lines, *((Piece(row),) for row in wrapped(note, width) if note)]
 
@@ -156,32 +171,62 @@ class CompareScreen(PollingScreen):
             self._draw_plot()
             self._wanted = wanted_width(names, rows)
             self._share_width()
-            self.query_one("#results", TablePane).show(
+            self.query_one("#results", TextPane).show(
                 lambda width: result_lines(slots, names, rows, width)
             )
-            self.query_one("#settings", TablePane).show(settings_at)
-            self.query_one("#alert_words", WordsView).lines = tuple(alerts_words(runs, letters))
+            self.query_one("#settings", TextPane).show(settings_at)
+            alerts = alerts_words(runs, letters)
+            self.query_one("#alerts", TextPane).show(
+                lambda width: [row for line in alerts for row in wrapped(line, width)]
+            )
 
-    @on(OverlayPlot.Moved)
+    @on(ChartView.Resized)
     def _draw_plot(self) -> None:
         comparison = self._comparison
         if comparison is None:
             return
         metric, axis = METRICS[self._metric], AXES[self._axis]
-        plot = self.query_one("#plot", OverlayPlot)
+        plot = self.query_one("#plot", ChartView)
         plot.border_title = f"1 {metric.name} by {axis}{', log y' if self._log_y else ''}"
-        plot.show(comparison, metric, axis, cursor=self._cursor, log_y=self._log_y)
+        plot.chart = self._chart(comparison, plot.dots)
         self.query_one("#head", Static).update(self._heading(comparison))
+
+    def _chart(self, comparison: Comparison, dots: int) -> Chart:
+        """The metric of every run over the axis; with a cursor, the legend tells the values there."""
+        metric, axis = METRICS[self._metric], AXES[self._axis]
+        low, high = comparison.extent(metric, axis) or (0.0, 1.0)
+        lines = (
+            Line(
+                slot=run.slot,
+                letter=series_style(run.slot).letter,
+                trace=run.trace(metric, axis, low, high, dots),
+                value=self._value(run),
+            )
+            for run in comparison.runs
+        )
+        return Chart(
+            low=low,
+            high=high,
+            lines=tuple(lines),
+            cursor=self._cursor,
+            log_y=self._log_y,
+            x_name=axis,
+            x_text=lambda x: axis_text(axis, x),
+            y_text=metric.text,
+        )
+
+    def _value(self, run: Compared) -> float | None:
+        """The metric at the cursor, or the newest."""
+        metric, axis = METRICS[self._metric], AXES[self._axis]
+        if self._cursor is None:
+            return run.trace(metric, axis, 0.0, 0.0, 1).last
+        return run.value_at(metric, axis, self._cursor)
 
     def _heading(self, comparison: Comparison) -> Content:
         metric, axis = METRICS[self._metric], AXES[self._axis]
         runs = []
         for run in comparison.runs:
-            value = (
-                run.trace(metric, axis, 0.0, 0.0, 1).last
-                if self._cursor is None
-                else run.value_at(metric, axis, self._cursor)
-            )
+            value = self._value(run)
             said = "no value" if value is None else metric.text(value)
             runs.append(Headed(run.slot, run.snapshot.run.name, said))
         first = ["compare"]
@@ -194,7 +239,7 @@ class CompareScreen(PollingScreen):
             max(1, self.size.width - 2),
             first=first,
             rows=2 if self.size.height >= SINGLE else 1,
-            ascii_only=self._ascii_only,
+            ascii_only=self.context.ascii_only,
         )
         return Content("\n").join(Content("").join(map(drawn, line)) for line in lines)
 
@@ -260,7 +305,7 @@ class CompareScreen(PollingScreen):
             return
         axis = AXES[self._axis]
         low, high = self._comparison.extent(METRICS[self._metric], axis) or (0.0, 0.0)
-        width = (high - low) / max(1, self.query_one(OverlayPlot).dots - 1)
+        width = (high - low) / max(1, self.query_one("#plot", ChartView).dots - 1)
         if axis == "step":
             # No less than a step: between two of them there is nothing to be told.
             width = max(1.0, width)
@@ -273,15 +318,9 @@ class CompareScreen(PollingScreen):
         self._cursor = float(round(before)) if axis == "step" else before
         self._draw_plot()
 
-    def action_refresh(self) -> None:
-        self.tick()
-
     def action_back(self) -> None:
         if self._cursor is not None:
             self._cursor = None
             self._draw_plot()
         else:
             self.app.pop_screen()
-
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: compare", bindings_of(self), NOTES))

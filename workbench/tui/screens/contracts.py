@@ -7,9 +7,8 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from engine.errors import EngineError
 from workbench.contracts import JOB, ContractsFeed
-from workbench.listing import Listing, with_job
+from workbench.listing import Listing
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 
@@ -29,6 +28,7 @@ class ContractsScreen(BrowseScreen):
     """The contracts of the project in the current folder."""
 
     NOTES = NOTES
+    JOB = JOB
     ACTING = frozenset({"run", "run_all", "stop"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding(
@@ -43,33 +43,18 @@ class ContractsScreen(BrowseScreen):
         self._feed = ContractsFeed(root)
 
     def read(self) -> Listing:
-        return with_job(self._feed.poll(), self.context.jobs.of(JOB))
+        return self._feed.poll()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        if action not in ("run", "run_all", "stop"):
-            return True
-        job = self.context.jobs.of(JOB)
-        runs = job is not None and job.is_alive
         if action == "stop":
-            return runs
-        return not runs and self.is_mounted and self.selected is not None
+            return self.job_runs
+        if action in ("run", "run_all"):
+            return not self.job_runs and self.is_mounted and self.selected is not None
+        return True
 
     def action_run(self) -> None:
         if self.selected is not None:
-            self._start(self.selected.key)
+            self.start_job(["contracts", "run", self.selected.key])
 
     def action_run_all(self) -> None:
-        self._start()
-
-    def _start(self, *ids: str) -> None:
-        try:
-            self.context.jobs.start(JOB, ["contracts", "run", *ids])
-        except EngineError as problem:
-            self.notify(str(problem), severity="error", markup=False)
-        self.tick()
-
-    def action_stop(self) -> None:
-        job = self.context.jobs.of(JOB)
-        if job is not None:
-            job.stop()
-        self.tick()
+        self.start_job(["contracts", "run"])

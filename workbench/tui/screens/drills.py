@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from engine.errors import EngineError
 from engine.log.folder import RunFolder, is_run
 from workbench.drills import JOB, DrillsFeed, drill_arguments, new_folder
-from workbench.listing import Listing, with_job
+from workbench.listing import Listing
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.runs import RunsScreen
@@ -27,6 +26,7 @@ class DrillsScreen(BrowseScreen):
     """Every drill that the engine has."""
 
     NOTES = NOTES
+    JOB = JOB
     ACTING = frozenset({"run", "stop"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
         Binding(
@@ -43,48 +43,32 @@ class DrillsScreen(BrowseScreen):
         self._feed = DrillsFeed()
 
     def read(self) -> Listing:
-        return with_job(self._feed.poll(), self.context.jobs.of(JOB))
+        return self._feed.poll()
 
     def _run(self) -> Path | None:
         """The run of the selected drill: that of one that goes on, else of its last result."""
         if not self.is_mounted or (row := self.selected) is None:
             return None
-        job = self.context.jobs.of(JOB)
-        if job is not None and job.is_alive and job.arguments[1] == row.key:
-            folder = Path(job.arguments[3]) / row.key
+        if self.job is not None and self.job_runs and self.job.arguments[1] == row.key:
+            folder = Path(self.job.arguments[3]) / row.key
             if is_run(folder):
                 return folder
         found = self._feed.results.get(row.key)
         return None if found is None else found.run
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        job = self.context.jobs.of(JOB)
-        runs = job is not None and job.is_alive
         if action == "open_run":
             return self._run() is not None
         if action == "run":
-            return not runs
-        if action == "stop":
-            return runs
-        return True
+            return not self.job_runs
+        return self.job_runs if action == "stop" else True
 
     def action_run(self) -> None:
         row = self.selected
-        if row is None:
-            return
-        try:
-            self.context.jobs.start(JOB, drill_arguments(row.key, new_folder(row.key)))
-        except EngineError as problem:
-            self.notify(str(problem), severity="error", markup=False)
-        self.tick()
+        if row is not None:
+            self.start_job(drill_arguments(row.key, new_folder(row.key)))
 
     def action_open_run(self) -> None:
         folder = self._run()
         if folder is not None:
             self.post_message(RunsScreen.Opened(RunFolder(folder)))
-
-    def action_stop(self) -> None:
-        job = self.context.jobs.of(JOB)
-        if job is not None:
-            job.stop()
-        self.tick()

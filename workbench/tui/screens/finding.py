@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar, cast, get_args
 
 from textual.binding import Binding, BindingType
 
-from engine.findings.finding import Kind
-from workbench import findings
-from workbench.finding_tree import FindingFeed, node_of, tested_id
+from engine.errors import BadInput
+from engine.findings import changes
+from engine.findings.bundle import LOG, Bundle
+from engine.findings.changes import Done
+from engine.findings.finding import Kind, Says
+from engine.findings.verify import check_bundle
+from engine.findings.whys import OUTCOMES
+from workbench.findings import FindingFeed, node_of, tested_id
 from workbench.linking import PARTS, captured
 from workbench.listing import Listing
 from workbench.tui.context import Context
@@ -32,7 +37,6 @@ NOTES = (
     "",
     "Every change is what `engine why` does, under the lock of the finding.",
 )
-KINDS = get_args(Kind)
 WHERE = "a run, a flip or a file; ! COMMAND; or : what you say"
 
 
@@ -61,7 +65,7 @@ class FindingScreen(BrowseScreen):
 
     def __init__(self, context: Context, path: Path) -> None:
         super().__init__(context, f"finding {path.name}")
-        self.path = path
+        self.bundle = Bundle(path)
         self._feed = FindingFeed(path, ascii_only=context.ascii_only)
 
     def read(self) -> Listing:
@@ -77,145 +81,135 @@ class FindingScreen(BrowseScreen):
         return node_of(finding, self.selected.key if self.selected is not None else "")
 
     def _ask(
-        self,
-        title: str,
-        fields: Sequence[Field],
-        send: Callable[[Values], str],
-        *,
-        note: str = "",
+        self, title: str, send: Callable[[Values], Done | str], *fields: Field, note: str = ""
     ) -> None:
+        """Open a form; what it does is said, and the cursor goes to the entry that it is about."""
+
+        def sent(values: Values) -> str:
+            done = send(values)
+            return done if isinstance(done, str) else done.said
+
         def done(said: str | None) -> None:
             if said is not None:
                 self.notify(said, markup=False)
                 self.goto(said.partition(":")[0].partition(" ")[0])
 
-        self.app.push_screen(FormScreen(title, fields, send, note=note), done)
+        self.app.push_screen(FormScreen(title, fields, sent, note=note), done)
 
     # Keys
 
     def action_add(self) -> None:
-        node, _ = self._place()
+        def send(v: Values) -> Done:
+            parents, kind = v["of"].replace(",", " ").split(), cast(Kind, v["kind"])
+            return changes.add(self.bundle, v["claim"], why_of=parents, kind=kind)
 
-        def send(v: Values) -> str:
-            return findings.add_why(self.path, v["claim"], why_of=v["of"], kind=v["kind"])
-
-        fields = (
+        self._ask(
+            "add an answer to a why",
+            send,
             Field(name="claim", label="because", hint="the attention ran on the CPU"),
-            Field(name="of", label="why of", value=node, hint="n1, or several: n1 n3"),
-            Field(name="kind", label="kind", value="hypothesis", options=KINDS),
+            Field(name="of", label="why of", value=self._place()[0], hint="n1, or several: n1 n3"),
+            Field(name="kind", label="kind", value="hypothesis", options=get_args(Kind)),
         )
-        self._ask("add an answer to a why", fields, send)
 
     def action_link(self) -> None:
         node, alternative = self._place()
         finding = self._feed.finding
         assert finding is not None
 
-        def send(v: Values) -> str:
+        def send(v: Values) -> Done:
             answers = tested_id(finding, v["node"], v["answers"]) if v["says"] == "answers" else ""
-            return findings.link_evidence(
-                self.path,
+            return changes.link(
+                self.bundle,
                 v["node"],
                 lambda: captured(v["where"], v["part"]),
-                says=v["says"],
+                says=cast(Says, v["says"]),
                 answers=answers,
                 outcome=v["outcome"],
                 result=v["result"],
             )
 
-        fields = (
+        said = "answers" if alternative else "supports"
+        self._ask(
+            "link evidence",
+            send,
             Field(name="where", label="evidence", hint=WHERE),
             Field(name="part", label="part", hint=f"of a run: {PARTS}"),
             Field(name="node", label="node", value=node),
-            Field(
-                name="says",
-                label="it",
-                value="answers" if alternative else "supports",
-                options=("supports", "contradicts", "answers"),
-            ),
+            Field(name="says", label="it", value=said, options=get_args(Says)[:3]),
             Field(name="answers", label="alternative", value=alternative, hint="for answers: a1"),
-            Field(
-                name="outcome",
-                label="it is",
-                value="excluded",
-                options=("excluded", "holds", "undecided"),
-            ),
+            Field(name="outcome", label="it is", value="excluded", options=OUTCOMES),
             Field(name="result", label="test showed", hint="for answers: what the test showed"),
+            note="A command is run now, without a shell; part `exit 0` makes it a reproduction.",
         )
-        note = "A command is run now, without a shell; part `exit 0` makes it a reproduction."
-        self._ask("link evidence", fields, send, note=note)
 
     def action_alternative(self) -> None:
-        node, _ = self._place()
+        def send(v: Values) -> Done:
+            asked = {name: v[name] for name in ("test", "if_true", "if_false", "minutes")}
+            return changes.suspect(self.bundle, v["node"], v["claim"], **asked)
 
-        def send(v: Values) -> str:
-            return findings.name_alternative(
-                self.path,
-                v["node"],
-                v["claim"],
-                test=v["test"],
-                if_true=v["if_true"],
-                if_false=v["if_false"],
-                minutes=v["minutes"],
-            )
-
-        fields = (
+        self._ask(
+            "another explanation",
+            send,
             Field(name="claim", label="or", hint="the disk was slow"),
             Field(name="test", label="cheapest test", hint="engine flip RUN --set data.workers=0"),
             Field(name="if_true", label="if it is so", hint="what the test shows then"),
             Field(name="if_false", label="if not", hint="what the test shows then"),
             Field(name="minutes", label="minutes", hint="what the test costs"),
-            Field(name="node", label="instead of", value=node),
+            Field(name="node", label="instead of", value=self._place()[0]),
         )
-        self._ask("another explanation", fields, send)
 
     def action_refute(self) -> None:
-        node, _ = self._place()
-
-        def send(v: Values) -> str:
-            return findings.refute_node(self.path, v["node"], v["reason"])
-
-        fields = (
+        self._ask(
+            "say that a claim is wrong",
+            lambda v: changes.refute(self.bundle, v["node"], v["reason"]),
             Field(name="reason", label="reason", hint="both arms completed"),
-            Field(name="node", label="node", value=node),
+            Field(name="node", label="node", value=self._place()[0]),
         )
-        self._ask("say that a claim is wrong", fields, send)
 
     def action_withdraw(self) -> None:
-        row = self.selected
-
-        def send(v: Values) -> str:
-            return findings.withdraw_entry(self.path, v["entry"].strip(), v["reason"])
-
-        fields = (
+        entry = "" if self.selected is None else self.selected.key.partition("@")[0]
+        hint = "a claim, evidence or an alternative: n2, e3, a1"
+        self._ask(
+            "take an entry back",
+            lambda v: changes.withdraw(self.bundle, v["entry"], v["reason"]),
             Field(name="reason", label="reason", hint="it is of another run"),
-            Field(
-                name="entry",
-                label="entry",
-                value="" if row is None else row.key.partition("@")[0],
-                hint="a claim, evidence or an alternative: n2, e3, a1",
-            ),
+            Field(name="entry", label="entry", value=entry, hint=hint),
+            note="It is kept, struck out, and supports nothing any more.",
         )
-        note = "It is kept, struck out, and supports nothing any more."
-        self._ask("take an entry back", fields, send, note=note)
 
     def action_verify(self) -> None:
+        def verify() -> str:
+            verdict = check_bundle(self.bundle).verdict
+            return f"{verdict.level.name}: {verdict.reason}"
+
         self._feed.forget()
-        self.command("verify", lambda: findings.verify(self.path))
+        self.command("verify", verify)
 
     def action_close(self) -> None:
-        def send(v: Values) -> str:
-            return findings.close_finding(self.path, outcome=v["outcome"], text=v["text"])
+        def send(v: Values) -> Done:
+            unresolved = v["outcome"] == "unresolved"
+            if unresolved and not v["text"]:
+                expected = "why it stays unresolved"
+                raise BadInput.expected("finding", self.bundle.path, expected, "no reason")
+            reason = v["text"] if unresolved else ""
+            return changes.close(self.bundle, unresolved=reason, text=v["text"])
 
-        fields = (
-            Field(name="text", label="in a sentence", hint="the root cause, or why there is none"),
-            Field(
-                name="outcome", label="as", value="root-cause", options=("root-cause", "unresolved")
-            ),
+        hint, outcomes = "the root cause, or why there is none", ("root-cause", "unresolved")
+        self._ask(
+            "close the finding",
+            send,
+            Field(name="text", label="in a sentence", hint=hint),
+            Field(name="outcome", label="as", value="root-cause", options=outcomes),
         )
-        self._ask("close the finding", fields, send)
 
     def action_export(self) -> None:
-        fields = (Field(name="to", label="copy to", hint="another evidence folder; empty: here"),)
-        note = "It is entered into LOG.md of its evidence folder."
-        self._ask("export", fields, lambda v: findings.export(self.path, v["to"]), note=note)
+        def send(v: Values) -> str:
+            done = changes.export(self.bundle, Path(v["to"]) if v["to"] else None)
+            return f"exported: {done.path}, entered into {done.path.parent / LOG}"
+
+        self._ask(
+            "export",
+            send,
+            Field(name="to", label="copy to", hint="another evidence folder; empty: here"),
+            note="It is entered into LOG.md of its evidence folder.",
+        )

@@ -22,37 +22,18 @@ from textual.widgets import Static
 from engine.errors import EngineError
 from engine.log.folder import RunFolder
 from workbench.feed import RunFeed
-from workbench.flips import (
-    FLIPS,
-    FlipFeed,
-    FlipSnapshot,
-    flip_lines,
-    folder_for,
-    going_on,
-)
-from workbench.launch import StartedFlip, start_flip
+from workbench.flips import FLIPS, FlipFeed, FlipSnapshot, flip_lines, going_on
+from workbench.launch import StartedFlip
 from workbench.suspicions import Suspicion, settings_of, suspicions
-from workbench.tui.messages import FlipPolled
-from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.polling import PollingScreen
-from workbench.tui.widgets.flip_form import FlipForm
-from workbench.tui.widgets.flip_plan import FlipPlan
+from workbench.tui.context import Context
+from workbench.tui.screens.polling import Polled, PollingScreen
+from workbench.tui.widgets.flip_form import FlipForm, FlipPlan
 from workbench.tui.widgets.forest_plot import ForestPlot
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.words_view import WordsView
 
 SHORT = 18
 """Rows below which nothing has a border."""
-NOTES = (
-    "A flip runs this spec twice in turn, A as it is and B with one setting changed, until the",
-    "interval of B/A lies on one side of the margin, or inside it. The plan is registered first.",
-    "",
-    "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says how many pairs it would take;",
-    "`measured` needs controls of the last day (controls: run makes them), else it is a `screen`.",
-    "",
-    "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it goes on, and E",
-    "lists it. ctrl+x ends it with what was measured.",
-)
 
 
 class Suggested(Message):
@@ -66,7 +47,19 @@ class Suggested(Message):
 class FlipScreen(PollingScreen):
     """Form and progress of a flip of one run; with `folder`, a flip that there is."""
 
+    NOTES = (
+        "A flip runs this spec twice in turn, A as it is and B with one setting changed, until the",
+        "interval of B/A lies on one side of the margin, or inside it. The plan is registered first.",
+        "",
+        "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says how many pairs it would take;",
+        "`measured` needs controls of the last day (controls: run makes them), else it is a `screen`.",
+        "",
+        "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it goes on, and E",
+        "lists it. ctrl+x ends it with what was measured.",
+    )
+
     AUTO_FOCUS = ""
+    POLLS_BEHIND = True
     ACTING = frozenset({"start", "stop", "keep"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "start", "start", tooltip="register the plan and run it"),
@@ -76,7 +69,7 @@ class FlipScreen(PollingScreen):
             "ctrl+w", "keep", "to a finding", tooltip="put its verdict into a five-whys finding"
         ),
         Binding("escape", "back", "back", tooltip="back to where you were; a flip goes on"),
-        Binding("f1", "help", "help", tooltip="this help"),
+        Binding("f1", "app.help", "help", tooltip="this help"),
     ]
     CSS = """
     FlipScreen {
@@ -99,21 +92,16 @@ class FlipScreen(PollingScreen):
 
     def __init__(
         self,
+        context: Context,
         run: RunFolder | None,
         found: tuple[Suspicion, ...] | None = None,
         *,
-        refresh_s: float,
-        ascii_only: bool,
-        flips: Path = Path(FLIPS),
         folder: Path | None = None,
-        about: str = "",
     ) -> None:
-        """`found` is what the run suggests, read from it where it is None; `about` names the knob or
-        the alert whose line the cursor begins on."""
-        super().__init__(refresh_s)
+        """`found` is what the run suggests, read from it where it is None."""
+        super().__init__(context)
         assert run is not None or folder is not None, "a run to flip, or a flip"
-        self._run, self._found, self._flips, self._about = run, found, flips, about
-        self._ascii_only = ascii_only
+        self._run, self._found, self._flips = run, found, Path(FLIPS)
         self._feed: FlipFeed | None = None if folder is None else FlipFeed(folder)
         self._started: StartedFlip | None = None
         self._snapshot: FlipSnapshot | None = None
@@ -123,10 +111,10 @@ class FlipScreen(PollingScreen):
     def compose(self) -> ComposeResult:
         yield Static(f"flip {self._called}: what is to be tested?", id="head", markup=False)
         with Vertical(id="before"):
-            yield FlipForm(about=self._about)
+            yield FlipForm()
             yield FlipPlan(self._run, self._flips)
         with Vertical(id="flip"):
-            yield ForestPlot(ascii_only=self._ascii_only)
+            yield ForestPlot(ascii_only=self.context.ascii_only)
             with VerticalScroll(id="told"):
                 yield WordsView(id="progress")
         yield KeyBar()
@@ -139,7 +127,7 @@ class FlipScreen(PollingScreen):
     def on_resize(self) -> None:
         self.set_class(self.size.height < SHORT, "-short")
 
-    def poll(self) -> FlipPolled:
+    def poll(self) -> Polled:
         if not self._looked and self._run is not None:
             self._looked = True
             folder = going_on(self._flips, self._run.path)
@@ -148,7 +136,7 @@ class FlipScreen(PollingScreen):
             elif self._found is None:
                 view = RunFeed(self._run).read_all().view
                 self.post_message(Suggested(suspicions(view, settings_of(self._run))))
-        return FlipPolled(None if self._feed is None else self._feed.poll())
+        return Polled(None if self._feed is None else self._feed.poll())
 
     # Before it starts
 
@@ -171,32 +159,26 @@ class FlipScreen(PollingScreen):
         if self._feed is not None or self._run is None:
             return
         wanted = self.query_one(FlipForm).wanted
+        folder = wanted.folder(self._flips)
         problem = wanted.problem()
+        try:
+            if not problem:
+                self._started = wanted.start(self._run.path, folder)
+        except EngineError as error:
+            problem = str(error)
         if problem:
             self.notify(problem, severity="error", timeout=15, markup=False)
-            return
-        folder = folder_for(self._flips, wanted.assignment)
-        try:
-            self._started = start_flip(
-                self._run.path,
-                wanted.assignment,
-                folder,
-                hypothesis=wanted.hypothesis,
-                budget=wanted.budget,
-                options=wanted.options,
-            )
-        except EngineError as error:
-            self.notify(str(error), severity="error", timeout=15, markup=False)
             return
         self._feed = FlipFeed(folder, self._started)
         self.tick()
 
     # From then on
 
-    @on(FlipPolled)
-    def show(self, message: FlipPolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Draw the flip as it is now."""
-        snapshot = self._snapshot = message.snapshot
+        snapshot: FlipSnapshot | None = message.snapshot
+        self._snapshot = snapshot
         self.draw_keys()
         if snapshot is None:
             return
@@ -205,7 +187,7 @@ class FlipScreen(PollingScreen):
             self.call_after_refresh(self.query_one("#told").focus)
         self.query_one("#head", Static).update(f"flip {self._called}: {snapshot.state}")
         self.query_one(ForestPlot).snapshot = snapshot
-        lines = flip_lines(snapshot, ascii_only=self._ascii_only)[1:]
+        lines = flip_lines(snapshot, ascii_only=self.context.ascii_only)[1:]
         self.query_one("#progress", WordsView).lines = tuple(lines)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -215,12 +197,7 @@ class FlipScreen(PollingScreen):
         if action == "stop":
             return self._started is not None and self._started.is_alive
         if action == "keep":
-            return (
-                snapshot is not None
-                and snapshot.plan is not None
-                and snapshot.verdict is not None
-                and not snapshot.going_on
-            )
+            return snapshot is not None and snapshot.has_ended
         return True
 
     def action_edit(self) -> None:
@@ -232,9 +209,9 @@ class FlipScreen(PollingScreen):
 
     def action_keep(self) -> None:
         # Evidence is no part of the first frame.
-        from workbench.tui.screens.keep_flip import keep_form
+        from workbench.tui.screens.finding_forms import keep_form
 
-        if self._snapshot is not None and self._snapshot.verdict is not None:
+        if self._snapshot is not None and self._snapshot.has_ended:
             self.app.push_screen(keep_form(self._snapshot), self._kept)
 
     def _kept(self, said: str | None) -> None:
@@ -245,6 +222,3 @@ class FlipScreen(PollingScreen):
         if self._snapshot is not None and self._snapshot.going_on:
             self.app.notify("the flip goes on; E lists it", markup=False)
         self.app.pop_screen()
-
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: flip", bindings_of(self), NOTES))

@@ -12,8 +12,8 @@ from workbench.flips import FLIPS, FlipFeed, FlipsFeed
 from workbench.listing import Listing, beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
+from workbench.tui.screens.finding_forms import keep_form
 from workbench.tui.screens.flip import FlipScreen
-from workbench.tui.screens.keep_flip import keep_form
 
 NOTES = (
     "+ decided   ? inconclusive   ! invalid, or the arms compute different things   ~ goes on",
@@ -55,14 +55,7 @@ class FlipsScreen(BrowseScreen):
         return True
 
     def _push(self, run: RunFolder | None, folder: Path | None) -> None:
-        self.app.push_screen(
-            FlipScreen(
-                run,
-                refresh_s=self.context.refresh_s,
-                ascii_only=self.context.ascii_only,
-                folder=folder,
-            )
-        )
+        self.app.push_screen(FlipScreen(self.context, run, folder=folder))
 
     def action_open(self) -> None:
         if self.selected is not None:
@@ -76,7 +69,7 @@ class FlipsScreen(BrowseScreen):
         if self.selected is None:
             return
         snapshot = FlipFeed(Path(self.selected.key)).poll()
-        if snapshot.verdict is None or snapshot.plan is None or snapshot.going_on:
+        if not snapshot.has_ended:
             self.notify("it has no verdict yet", severity="warning", markup=False)
             return
         self.app.push_screen(keep_form(snapshot), self._kept)

@@ -1,4 +1,4 @@
-"""A form over a screen: some lines to fill in, and what the engine says when they are sent.
+"""What is asked over a screen: a question with several answers, or a form of some lines.
 
 The form stays until what it asks for was done or it is left; a refusal is shown below the lines, which
 keep what was typed.
@@ -6,7 +6,6 @@ keep what was typed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,12 +14,12 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
+from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from engine.errors import EngineError
-from workbench.tui.messages import CommandEnded
 from workbench.tui.printable import as_title
+from workbench.tui.screens.polling import CommandEnded, run_command
 from workbench.tui.widgets.choice import Choice
 
 KEYS = "enter does it   tab next line   esc leaves"
@@ -126,21 +125,14 @@ class FormScreen(ModalScreen[str | None]):
         self.query_one("#said", Static).update("")
         self.query_one("#keys", Static).update("doing it")
 
-        def work() -> None:
-            try:
-                message = CommandEnded(self._send(values), failed=False)
-            except (EngineError, OSError) as error:
-                message = CommandEnded(str(error), failed=True)
-            self.post_message(message)
-
-        threading.Thread(target=work, name="engine-form", daemon=True).start()
+        run_command(self, "form", lambda: self._send(values))
 
     @on(CommandEnded)
     def hear(self, message: CommandEnded) -> None:
         """Close when it was done; else say why not."""
         message.stop()
         self._sending = False
-        if not message.failed:
+        if message.problem is None:
             self.dismiss(message.text)
             return
         self.query_one("#said", Static).update(message.text)
@@ -149,3 +141,43 @@ class FormScreen(ModalScreen[str | None]):
 
     def action_leave(self) -> None:
         self.dismiss(None)
+
+
+NO = "n"
+
+
+class ChooseScreen(ModalScreen[str]):
+    """Asks; the result is the key of an answer. Escape, q and enter are the careful answer, n."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter", f"answer('{NO}')", "no", tooltip="change nothing"),
+    ]
+    CSS = """
+    ChooseScreen { align: center middle; }
+    ChooseScreen > VerticalScroll {
+        width: 72; max-width: 96%; height: auto; max-height: 96%; padding: 0 2;
+        border: heavy $warning; background: $surface;
+    }
+    ChooseScreen #answers { margin-top: 1; text-style: bold; }
+    """
+
+    def __init__(self, title: str, question: str, answers: Sequence[tuple[str, str]]) -> None:
+        """`answers` are keys with what each does; `n` is always one of them."""
+        super().__init__()
+        assert NO in dict(answers), answers
+        self._title, self._question, self._answers = title, question, tuple(answers)
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = as_title(self._title)
+            yield Static(self._question, markup=False)
+            words = "\n".join(f"{key}  {words}" for key, words in self._answers)
+            yield Static(words, id="answers", markup=False)
+
+    def on_key(self, event: Key) -> None:
+        if event.character in dict(self._answers):
+            event.stop()
+            self.dismiss(event.character)
+
+    def action_answer(self, answer: str) -> None:
+        self.dismiss(answer)

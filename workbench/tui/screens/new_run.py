@@ -1,48 +1,157 @@
-"""A run that is to be started: choose a spec, change settings, see what is wrong, start it."""
+"""A run that is to be started: choose a spec, change settings, see what is wrong, start it.
+
+The form is `engine.spec`'s own table of settings. Each change is checked as it is typed, in the words
+of the engine; what will be run is shown as the command that a shell would run.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from rich.text import Text
 from textual import on
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.events import Resize
 from textual.message import Message
-from textual.widgets import Static
+from textual.screen import ModalScreen, Screen
+from textual.widgets import DataTable, Input, OptionList, Static
 
 from engine.errors import EngineError
 from engine.log.folder import RunFolder, is_run
 from workbench.drafts import (
     OPTIONS,
     Draft,
+    Setting,
+    allowed_text,
     draft_like,
     find_specs,
     open_draft,
     value_text,
 )
-from workbench.feed import RunFeed
 from workbench.launch import check_run, start_run
 from workbench.tui.context import Context
-from workbench.tui.screens.choose import ChooseScreen
-from workbench.tui.screens.drafting import DraftScreen
-from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.pick_spec import PickSpecScreen
+from workbench.tui.layout import is_low, is_tiny
+from workbench.tui.names import shortened
+from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.run import RunScreen
+from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 
-NOTES = (
-    "Before a setting: `!` its value is wrong, `*` it was typed here, `+` the file or the environment",
-    "sets it otherwise than by default. Nothing before it: the default.",
-    "",
-    "Starting runs `engine distill SPEC --set ... --detach`, as it is shown; the run goes on by itself.",
-    "k asks the engine to look at the inputs, too: weights, tokenizers, room on the disk.",
-)
+LOW = 18
+"""On fewer rows, what a setting means and the command make room for the settings."""
+NARROW = 60
 
 
-class NewRunScreen(DraftScreen):
-    """Edits one draft."""
+def shown_path(path: Path) -> str:
+    """A path as it would be typed from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+class PickSpecScreen(ModalScreen[Path | None]):
+    """Asks; the result is the path of a spec file, None when it was left."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "leave", tooltip="choose none"),
+        Binding("tab", "app.focus_next", "list or path", tooltip="from the list to the line"),
+    ]
+    CSS = """
+    PickSpecScreen { align: center middle; }
+    PickSpecScreen > Vertical {
+        width: 96; max-width: 98%; height: auto; max-height: 90%; padding: 0 1;
+        border: heavy $primary; background: $surface;
+    }
+    PickSpecScreen OptionList { height: auto; max-height: 16; border: none; padding: 0; }
+    PickSpecScreen Input { height: 1; border: none; padding: 0; background: $panel; }
+    PickSpecScreen Input:focus { background: $primary 30%; }
+    PickSpecScreen .words { color: $text-muted; }
+    """
+
+    def __init__(self, specs: Sequence[Path]) -> None:
+        super().__init__()
+        self._specs = tuple(specs)
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "choose a spec"
+            yield OptionList(*(shown_path(path) for path in self._specs), markup=False)
+            yield Input(placeholder="or tab, and type the path of one", compact=True)
+            yield Static("enter takes it   esc leaves", classes="words", markup=False)
+
+    def on_mount(self) -> None:
+        options = self.query_one(OptionList)
+        if self._specs:
+            options.highlighted = 0
+            options.focus()
+        else:
+            self.query_one(Input).focus()
+
+    @on(OptionList.OptionSelected)
+    def take(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(self._specs[event.option_index])
+
+    @on(Input.Submitted)
+    def take_typed(self, event: Input.Submitted) -> None:
+        if event.value.strip():
+            self.dismiss(Path(event.value.strip()).expanduser())
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+class SettingsTable(CellTable):
+    """Draws settings. Before the key stands `!` where a value is wrong, `*` where it is typed, and
+    `+` where file or environment differ from the default."""
+
+    def __init__(self) -> None:
+        super().__init__(show_header=False)
+        self._settings: tuple[Setting, ...] = ()
+
+    def on_resize(self) -> None:
+        self.show(self._settings)
+
+    def show(self, settings: Sequence[Setting]) -> None:
+        """Draw settings."""
+        self._settings = tuple(settings)
+        width = self.size.width
+        if width:
+            texts = {setting.option.key: _texts(setting, width) for setting in settings}
+            self.fill(("key", "value", "source"), [Text("")] * 3, texts, _cells)
+
+
+def _texts(setting: Setting, width: int) -> list[str]:
+    sign = "!" if setting.problems else "*" if setting.source == "typed" else " "
+    if sign == " " and not setting.is_default:
+        sign = "+"
+    is_wide = width >= NARROW
+    key = setting.option.key if is_wide else setting.option.key.split(".")[1]
+    room = max(8, width - 26 - (14 if is_wide else 0))
+    value = shortened(setting.value or "(empty)", room)
+    return [f"{sign} {key}  ", value, f"  {setting.source}" if is_wide else ""]
+
+
+def _cells(_: str, texts: Sequence[str]) -> list[Text]:
+    style = "" if texts[0].startswith(" ") else "bold"
+    return [Text(text, s, no_wrap=True) for text, s in zip(texts, (style, style, ""), strict=True)]
+
+
+class NewRunScreen(Screen[None]):
+    """Edits one draft, and starts it."""
+
+    NOTES = (
+        "Before a setting: `!` its value is wrong, `*` it was typed here, `+` the file or the environment",
+        "sets it otherwise than by default. Nothing before it: the default.",
+        "",
+        "Starting runs `engine distill SPEC --set ... --detach`, as it is shown; the run goes on by itself.",
+        "k asks the engine to look at the inputs, too: weights, tokenizers, room on the disk.",
+    )
 
     class Done(Message):
         """The engine has answered; `problem` when it refused."""
@@ -66,12 +175,58 @@ class NewRunScreen(DraftScreen):
         Binding("slash", "filter", "filter", tooltip="settings by name"),
         Binding("a", "save", "save as", tooltip="write all settings as a new spec file"),
         Binding("Y", "copy_command", "copy command", tooltip="copy the command that is shown"),
-        Binding("question_mark", "help", "help", tooltip="this help"),
+        Binding("question_mark", "app.help", "help", tooltip="this help"),
     ]
+    AUTO_FOCUS = ""
+    CSS = """
+    NewRunScreen {
+        #head { height: auto; max-height: 2; padding: 0 1; background: $panel; text-style: bold; }
+        #line { display: none; height: 1; border: none; padding: 0 1; background: $primary 30%; }
+        #about { height: auto; max-height: 5; padding: 0 1; }
+        #wrong { height: auto; max-height: 5; padding: 0 1; color: $text-error; }
+        #said { height: auto; max-height: 8; padding: 0 1; color: $text-accent; }
+        #command { height: auto; max-height: 4; padding: 0 1; background: $panel; }
+    }
+    NewRunScreen.-asking #line { display: block; }
+    NewRunScreen.-low.-asking { #command { display: none; } }
+    NewRunScreen.-low { #wrong { max-height: 2; } #about { max-height: 2; } #command { max-height: 1; } }
+    NewRunScreen.-tiny > * { display: none; }
+    NewRunScreen.-tiny #head { display: block; height: 1fr; max-height: 100%; }
+    """
 
     def __init__(self, context: Context, *, like: RunFolder | None = None) -> None:
         super().__init__()
         self._given, self._like = context, like
+        self.title = "a new run"
+        self._draft: Draft | None = None
+        self._before: Draft | None = None
+        """What the draft was before the line that is typed now."""
+        self._asked = ""
+        self._only, self._pattern = False, ""
+        self._settings: dict[str, Setting] = {}
+        self._busy = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head", markup=False)
+        yield SettingsTable()
+        yield Input(id="line", compact=True, disabled=True)
+        yield Static(id="about", markup=False)
+        yield Static(id="wrong", markup=False)
+        yield Static(id="said", markup=False)
+        yield Static(id="command", markup=False)
+        yield KeyBar()
+
+    @on(Resize)
+    def lay_out(self) -> None:
+        """Less beside the settings on a low screen, nothing but the heading on a tiny one."""
+        self.set_class(self.size.height < LOW, "-low")
+        self.set_class(is_tiny(*self.size), "-tiny")
+        self._draw()
+
+    def _take(self, draft: Draft) -> None:
+        self._draft = draft
+        self._leave_line()
+        self._say("")
 
     def on_mount(self) -> None:
         self._draw_keys()
@@ -128,6 +283,162 @@ class NewRunScreen(DraftScreen):
             return draft
         return draft.edited("run.out", str(folder))
 
+    # One line for a value, a path or words
+
+    def _ask(self, what: str, value: str, hint: str) -> None:
+        line = self.query_one("#line", Input)
+        self._asked, self._before = what, self._draft
+        line.disabled, line.value, line.placeholder = False, value, hint
+        line.cursor_position = len(value)
+        self.add_class("-asking")
+        line.focus()
+
+    def _leave_line(self) -> None:
+        self._asked = ""
+        self.remove_class("-asking")
+        self.query_one("#line", Input).disabled = True
+        self._draw()
+        self.query_one(SettingsTable).focus()
+
+    @on(Input.Changed)
+    def hear(self, event: Input.Changed) -> None:
+        """A value is checked, and words filter, as they are typed."""
+        if self._asked in OPTIONS and self._before is not None:
+            self._draft = self._before.edited(self._asked, event.value)
+        elif self._asked == "filter":
+            self._pattern = event.value
+        self._draw()
+
+    @on(Input.Submitted)
+    def send(self, event: Input.Submitted) -> None:
+        """Keep what was typed; a value that is wrong stays on the line."""
+        asked, text = self._asked, event.value.strip()
+        if asked == "save":
+            self._save(Path(text).expanduser())
+        elif asked == "filter" or not self._setting(asked).problems:
+            self._leave_line()
+
+    def action_back(self) -> None:
+        if self._asked == "filter":
+            self._pattern = ""
+        if self._asked in OPTIONS:
+            self._draft = self._before
+        if self._asked:
+            self._leave_line()
+        else:
+            self.app.pop_screen()
+
+    # Settings
+
+    def _setting(self, key: str) -> Setting:
+        return self._settings[key]
+
+    def _draw(self) -> None:
+        draft = self._draft
+        if draft is None:
+            self.query_one("#head", Static).update("a new run: o chooses a spec")
+            return
+        _, problems = draft.build()
+        settings = draft.settings(problems)
+        self._settings = {setting.option.key: setting for setting in settings}
+        changed = sum(not setting.is_default for setting in settings)
+        wrong = f", {len(problems)} problem{'s' if len(problems) > 1 else ''}" if problems else ""
+        rest = f": {changed} settings are not the default{wrong}{self._busy}"
+        if is_low(*self.size):
+            rest = f": {changed} changed{wrong}{self._busy}"
+        # What is wrong is told before where the file lies.
+        room = max(12, self.size.width - 2 - len("a new run from ") - len(rest))
+        file = shortened(shown_path(draft.file), room)
+        self.query_one("#head", Static).update(f"a new run from {file}{rest}")
+        words = self._pattern.casefold().split()
+        self.query_one(SettingsTable).show(
+            [
+                setting
+                for setting in settings
+                if all(word in setting.option.key for word in words)
+                and (not self._only or not setting.is_default or setting.problems)
+            ]
+        )
+        self.query_one("#command", Static).update(draft.command)
+        self._describe()
+        # What is typed now comes first; the others follow in the order of the file.
+        first = self._settings[self._asked].problems if self._asked in OPTIONS else ()
+        others = [problem for problem in problems if problem not in first]
+        wrong_words = self.query_one("#wrong", Static)
+        wrong_words.update("\n".join([*first, *others]))
+        wrong_words.display = bool(problems)
+
+    @on(DataTable.RowHighlighted)
+    def _describe(self) -> None:
+        key = self._asked if self._asked in OPTIONS else self.query_one(SettingsTable).key
+        setting = self._settings.get(key or "")
+        words = ""
+        if setting is not None:
+            option = setting.option
+            default = value_text(option.default) or "(empty)"
+            words = f"{option.key}: {allowed_text(option)}; default {default}; {setting.source}"
+            words += f"\n{option.doc}"
+        self.query_one("#about", Static).update(words)
+
+    @on(DataTable.RowSelected)
+    def action_edit(self) -> None:
+        setting = self._settings.get(self.query_one(SettingsTable).key or "")
+        if setting is not None:
+            self._ask(setting.option.key, setting.value, allowed_text(setting.option))
+
+    def action_cycle(self) -> None:
+        """Go on to the next allowed value of the setting under the cursor."""
+        setting = self._settings.get(self.query_one(SettingsTable).key or "")
+        if setting is None or self._draft is None:
+            return
+        option = setting.option
+        values = option.allowed or (("false", "true") if option.type_name == "bool" else ())
+        if not values:
+            self.action_edit()
+            return
+        place = values.index(setting.value) if setting.value in values else -1
+        self._draft = self._draft.edited(option.key, values[(place + 1) % len(values)])
+        self._draw()
+
+    def action_reset(self) -> None:
+        key = self.query_one(SettingsTable).key
+        if key is not None and self._draft is not None:
+            self._draft = self._draft.edited(key, None)
+            self._draw()
+
+    def action_only(self) -> None:
+        self._only = not self._only
+        self._draw()
+
+    def action_filter(self) -> None:
+        self._ask("filter", self._pattern, "words of a setting's name")
+
+    # Keeping it
+
+    def action_save(self) -> None:
+        if self._draft is not None:
+            self._ask("save", f"{self._draft.file.stem}-2.toml", "the path of the new file")
+
+    def _save(self, path: Path) -> None:
+        assert self._draft is not None
+        try:
+            saved = self._draft.save_as(path)
+        except (EngineError, OSError) as problem:
+            self._say(str(problem))
+            return
+        self._take(saved)
+        self._say(f"saved as {path}")
+
+    def action_copy_command(self) -> None:
+        if self._draft is not None:
+            self.app.copy_to_clipboard(self._draft.command)
+            self.notify("copied the command", markup=False)
+
+    def _say(self, words: str) -> None:
+        said = self.query_one("#said", Static)
+        said.update(words)
+        said.display = bool(words)
+
     # What the engine does
 
     def action_check(self) -> None:
@@ -175,21 +486,9 @@ class NewRunScreen(DraftScreen):
         self._draw()
         self._say(message.said)
         if message.run is not None:
-            given = self._given
-            feed = RunFeed(message.run)
-            self.app.switch_screen(
-                RunScreen(
-                    feed,
-                    refresh_s=given.refresh_s,
-                    read_only=given.read_only,
-                    ascii_only=given.ascii_only,
-                )
-            )
+            self.app.switch_screen(RunScreen(self._given, message.run))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         # While a line is typed, its letters are no commands.
-        shut = self.ACTING | {"only", "filter", "copy_command", "help"}
+        shut = self.ACTING | {"only", "filter", "copy_command"}
         return not (self._asked and action in shut)
-
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: a new run", bindings_of(self), NOTES))

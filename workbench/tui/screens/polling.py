@@ -1,42 +1,91 @@
-"""A screen that is fed by a poll in a thread."""
+"""A screen that is fed by a poll in a thread, and has the engine do things in threads of their own."""
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from textual import on, work
-from textual.events import Resize
+from textual.events import Resize, ScreenResume
 from textual.geometry import Size
+from textual.message import Message
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import Tooltip
 from textual.widgets._toast import ToastRack
 from textual.worker import Worker, get_current_worker
 
+from engine.errors import EngineError
+from workbench.tui.context import Context
 from workbench.tui.keys import is_offered
 from workbench.tui.layout import is_tiny
-from workbench.tui.messages import ComparePolled, FlipPolled, ListPolled, RunPolled, RunsPolled
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 
 
+class Polled(Message):
+    """What a poll found: one frozen value, which may say that it is `behind` and there is more to read."""
+
+    def __init__(self, snapshot: Any) -> None:
+        super().__init__()
+        self.snapshot = snapshot
+        self.behind: bool = getattr(snapshot, "behind", False)
+
+
+Problem = EngineError | OSError
+
+
+class CommandEnded(Message):
+    """A command of the engine that a key started has ended: what it said, or why it refused."""
+
+    def __init__(
+        self, text: str, problem: Problem | None, answer: Callable[[Problem], bool] | None = None
+    ) -> None:
+        """`answer` may deal with a refusal; it says whether it has."""
+        super().__init__()
+        self.text, self.problem, self.answer = text, problem, answer
+
+
+def run_command(
+    node: Widget,
+    name: str,
+    call: Callable[[], str],
+    answer: Callable[[Problem], bool] | None = None,
+) -> None:
+    """Have the engine do something in a thread; `node` gets CommandEnded."""
+
+    def work() -> None:
+        try:
+            message = CommandEnded(call(), None)
+        except (EngineError, OSError) as problem:
+            message = CommandEnded(str(problem), problem, answer)
+        node.post_message(message)
+
+    # A daemon, not a worker: quitting must not wait for the engine, and the engine does not need us.
+    threading.Thread(target=work, name=f"engine-{name}", daemon=True).start()
+
+
 class PollingScreen(Screen[None]):
-    """Polls every `refresh_s`, one poll at a time, and posts what it found to itself.
+    """Polls every `context.refresh_s`, one poll at a time, and posts what it found to itself.
 
     A thread cannot be cancelled, and a feed belongs to one thread at a time: a tick that finds a
     poll going on does nothing.
     """
 
+    POLLS_BEHIND: ClassVar[bool] = False
+    """Whether it goes on polling while another screen hides it."""
     ACTING: ClassVar[frozenset[str]] = frozenset()
     """The actions of this class that start, stop or change a run, a flip or evidence: read-only mode
     has none of them."""
 
-    def __init__(self, refresh_s: float) -> None:
+    def __init__(self, context: Context) -> None:
         super().__init__()
-        self._refresh_s = refresh_s
+        self.context = context
         self._polling: Worker[None] | None = None
 
     @abstractmethod
-    def poll(self) -> ComparePolled | RunPolled | RunsPolled | FlipPolled | ListPolled:
+    def poll(self) -> Polled:
         """Read what is new; called in a thread, so it touches no widget."""
 
     @on(Resize)
@@ -52,18 +101,28 @@ class PollingScreen(Screen[None]):
     def on_mount(self) -> None:
         own = [child for child in self.children if not isinstance(child, ToastRack | Tooltip)]
         own[0].add_class("-first")
-        self.set_interval(self._refresh_s, self.tick)
+        self.set_interval(self.context.refresh_s, self.tick)
         self.draw_keys()
         self.tick()
 
+    @on(ScreenResume)
+    def look_again(self) -> None:
+        if not self.POLLS_BEHIND:
+            self.tick()
+
     def tick(self) -> None:
-        """Poll, unless a poll is going on."""
+        """Poll, unless a poll is going on or nobody sees what it would find."""
+        if not (self.is_current or self.POLLS_BEHIND):
+            return
         # Whatever became of an event, and whichever screen is on top: it is laid out for its terminal.
         shown = self.app.screen
         if shown.outer_size and shown.outer_size != self.app.size:
             _resize(shown, self.app.size)
         if self._polling is None or self._polling.is_finished:
             self._polling = self._poll_in_thread()
+
+    def action_refresh(self) -> None:
+        self.tick()
 
     def draw_keys(self) -> None:
         """Show the keys that do something now."""
@@ -73,6 +132,31 @@ class PollingScreen(Screen[None]):
             if binding.show and is_offered(self.app, self, binding.action)
         ]
         self.query_one(KeyBar).draw(bindings)
+
+    def command(
+        self,
+        name: str,
+        call: Callable[[], str],
+        answer: Callable[[Problem], bool] | None = None,
+    ) -> None:
+        """Have the engine do something, and say what came of it."""
+        self.notify(f"{name}: asking the engine", markup=False)
+        run_command(self, name, call, answer)
+
+    @on(CommandEnded)
+    def say(self, message: CommandEnded) -> None:
+        """What the engine answered, or why it refused, unless that is a question."""
+        if message.problem is None:
+            self.notify(message.text, markup=False)
+        elif message.answer is None or not message.answer(message.problem):
+            self.notify(
+                message.text,
+                title="the engine refused",
+                severity="error",
+                timeout=15,
+                markup=False,
+            )
+        self.tick()
 
     @work(thread=True, exclusive=True, group="poll")
     def _poll_in_thread(self) -> None:

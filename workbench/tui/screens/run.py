@@ -1,7 +1,12 @@
-"""One run: its status, losses, pace, machine, decisions, log and result."""
+"""One run: its panes, a replay of how it was, and the keys that ask, stop and resume.
+
+What it shows comes from the table of panes (`workbench.panes`); what its keys do to a run is in `actions`.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from textual import on
@@ -9,68 +14,66 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.events import DescendantFocus, Resize
+from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Input
 
 from engine.log.folder import RunFolder
 from workbench.feed import RunFeed, Snapshot
 from workbench.marks import FlipLook, FlipSeen, Happening, happenings
-from workbench.tui.layout import PANE_LABELS, PANES, Layout, arrange
-from workbench.tui.messages import RunPolled
-from workbench.tui.screens.acting import RESUME, STOP
-from workbench.tui.screens.help import HelpScreen
-from workbench.tui.screens.replay_screen import lays_out_anew
-from workbench.tui.screens.suspecting import SuspectingScreen
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
-from workbench.tui.widgets.ledger_pane import LedgerPane
+from workbench.panes import PANES, Pane
+from workbench.suspicions import Suspicion, of_alert, settings_of, suspicions
+from workbench.tui.context import Context
+from workbench.tui.layout import Layout, arrange
+from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
+from workbench.tui.screens.flip import FlipScreen
+from workbench.tui.screens.mark import MarkScreen
+from workbench.tui.screens.polling import Polled, PollingScreen
+from workbench.tui.screens.replay import TICK_S, Replay, Replayed
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.log_pane import LogPane
 from workbench.tui.widgets.pane_tabs import PaneTabs
 from workbench.tui.widgets.status_line import StatusLine
 from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
-from workbench.words import (
-    alert_words,
-    check_words,
-    decision_words,
-    kernel_words,
-    machine_words,
-    result_words,
-)
 
 PANE_KEYS = Binding.Group("pane")
-NOTES = (
-    "The digit of the chosen pane once more zooms it, too.",
-    "",
-    "Signs in plots",
-    "  solid, dashed, dotted  loss, ce, kd; in ASCII three characters",
-    "  ◆ (H in ASCII)         held-out loss of the student",
-    "  × (X in ASCII)         NaN or infinite: no line goes over it",
-    "  ▾ ▴ (v ^ in ASCII)     off the axis",
-    "  dashed level           ln V, the loss of guessing; the share of it that CE has; the teacher's",
-    "Signs on the row of marks",
-    "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
-    "",
-    "A replay shows every pane as it was: arrows go through time, space plays, v is how fast.",
-    "Closing this screen does nothing to a run: it goes on by itself.",
-)
 
 
-class RunScreen(SuspectingScreen):
+class RunScreen(PollingScreen):
     """Draws the snapshots of one RunFeed."""
 
+    NOTES = (
+        "The key of the chosen pane once more zooms it, too.",
+        "",
+        "Signs in plots",
+        "  solid, dashed, dotted  loss, ce, kd; in ASCII three characters",
+        "  ◆ (H in ASCII)         held-out loss of the student",
+        "  × (X in ASCII)         NaN or infinite: no line goes over it",
+        "  ▾ ▴ (v ^ in ASCII)     off the axis",
+        "  dashed level           ln V, the loss of guessing; the share of it that CE has; the teacher's",
+        "Signs on the row of marks",
+        "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
+        "",
+        "A replay shows every pane as it was: arrows go through time, space plays, v is how fast.",
+        "Closing this screen does nothing to a run: it goes on by itself.",
+    )
+
     AUTO_FOCUS = "#loss"
+    POLLS_BEHIND = True
+    ACTING = frozenset({"stop", "resume", "flip", "why"})
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark", "help", "help", tooltip="this help"),
+        Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; the run goes on"),
         *(
             Binding(
-                str(digit),
-                f"pane('{name}')",
-                PANE_LABELS.get(name, name),
+                pane.key,
+                f"pane('{pane.id}')",
+                pane.name,
                 group=PANE_KEYS,
-                tooltip=f"a pane: {', '.join(PANE_LABELS.get(name, name) for name in PANES)}",
+                tooltip=f"a pane: {', '.join(other.name for other in PANES)}",
             )
-            for digit, name in enumerate(PANES, start=1)
+            for pane in PANES
         ),
         Binding("z", "zoom", "zoom", tooltip="the chosen pane alone, or all panes again"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis of the chosen plot on or off"),
@@ -106,7 +109,6 @@ class RunScreen(SuspectingScreen):
         #right { width: 3fr; }
         .pane { border: round $foreground 40%; height: 1fr; padding: 0 1; }
         .pane:focus, .pane:focus-within { border: heavy $primary; }
-        TextPane { scrollbar-size-vertical: 1; }
         #loss { height: 2fr; padding: 0; }
         #pace { height: 1fr; max-height: 13; }
         #device { height: auto; max-height: 10; }
@@ -135,61 +137,73 @@ class RunScreen(SuspectingScreen):
     }
     """
 
-    def __init__(
-        self, feed: RunFeed, *, refresh_s: float, read_only: bool, ascii_only: bool
-    ) -> None:
-        super().__init__(refresh_s, read_only=read_only, ascii_only=ascii_only)
-        self._feed = feed
-        self._chosen, self._zoomed, self._paused = "loss", False, False
-        self._flip_look = FlipLook(feed.run)
+    def __init__(self, context: Context, run: RunFolder) -> None:
+        super().__init__(context)
+        self.run = run
+        self.title = f"run {run.name}"
+        self._feed = RunFeed(run, keep=not context.read_only)
+        self._snapshot: Snapshot | None = None
+        self._chosen, self._zoomed, self._paused = PANES[0].id, False, False
+        self._flip_look = FlipLook(run)
         self._flips: tuple[FlipSeen, ...] = ()
         self._marks: tuple[Happening, ...] = ()
-
-    @property
-    def run(self) -> RunFolder:
-        """The run that is shown."""
-        return self._feed.run
+        self._replay: Replay | None = None
+        self._past: Snapshot | None = None
+        """The run as it was at the time that a replay has come to."""
+        self._player: Timer
 
     def compose(self) -> ComposeResult:
-        ascii_only = self._ascii_only
-        yield StatusLine(
-            self._feed.run.name, ascii_only=ascii_only, read_only=self.read_only, id="status"
-        )
+        ascii_only, read_only = self.context.ascii_only, self.context.read_only
+        yield StatusLine(self.run.name, ascii_only=ascii_only, read_only=read_only, id="status")
         with Vertical(id="body"):
             with Horizontal(id="top"):
-                with Vertical(id="left"):
-                    yield TimelinePane(ascii_only=ascii_only, id="loss", classes="pane")
-                    yield LedgerPane(ascii_only=ascii_only, id="pace", classes="pane")
-                with Vertical(id="right"):
-                    yield TextPane("3 device and host", machine_words, id="device", classes="pane")
-                    yield TextPane("4 decisions", decision_words, id="decisions", classes="pane")
-                    yield TextPane("6 result", result_words, id="result", classes="pane")
-                    yield TextPane("7 checks", check_words, id="checks", classes="pane")
-                    yield TextPane("8 JIT", kernel_words, id="kernels", classes="pane")
-                    yield TextPane("9 alerts", alert_words, id="alerts", classes="pane")
-            yield LogPane(id="log", classes="pane")
-        yield PaneTabs(PANES, PANE_LABELS)
+                for column in ("left", "right"):
+                    with Vertical(id=column):
+                        yield from (self._made(pane) for pane in PANES if pane.column == column)
+            yield from (self._made(pane) for pane in PANES if pane.column == "below")
+        yield PaneTabs({pane.id: (pane.key, pane.name) for pane in PANES})
         yield KeyBar()
 
-    def poll(self) -> RunPolled:
+    def _made(self, pane: Pane) -> Widget:
+        title = pane.numbered_title
+        if pane.id == "loss":
+            return TimelinePane(title, ascii_only=self.context.ascii_only, id=pane.id)
+        if pane.id == "log":
+            return LogPane(title, id=pane.id)
+        return TextPane(title, id=pane.id, help=pane.help)
+
+    # Textual calls the handlers of every class of a screen, so none calls that of its base.
+
+    def on_mount(self) -> None:
+        self._player = self.set_interval(TICK_S, self._play, pause=True)
+
+    def on_unmount(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+
+    @property
+    def shown(self) -> Snapshot | None:
+        """What the panes show: the run as it is, or as it was."""
+        return self._snapshot if self._replay is None else self._past
+
+    def poll(self) -> Polled:
         snapshot = self._feed.poll()
         # Walks long lists, and looks into other folders: no work for the thread that draws.
         self._flips = self._flip_look.look()
         self._marks = happenings(snapshot.view, self._flips)
-        return RunPolled(snapshot)
+        return Polled(snapshot)
 
-    @on(RunPolled)
-    def show(self, message: RunPolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Hand a snapshot down to every widget."""
-        before = self._snapshot
-        self._snapshot = message.snapshot
+        before, self._snapshot = self._snapshot, message.snapshot
         if not self._paused:
-            self.hand_down()
-        if lays_out_anew(before, message.snapshot):
+            self._hand_down()
+        if _needs(before) != _needs(self._snapshot):
             self.draw_keys()
             self.lay_out()
 
-    def hand_down(self) -> None:
+    def _hand_down(self) -> None:
         snapshot = self.shown
         if snapshot is None:
             return
@@ -199,11 +213,12 @@ class RunScreen(SuspectingScreen):
             line.whole = self._snapshot if self._replay is not None else None
             line.marks = self._marks if self._replay is None else _until(self._marks, snapshot)
             line.snapshot = snapshot
-            self.query_one(LedgerPane).snapshot = snapshot
             self.query_one(LogPane).snapshot = snapshot
-            for pane in self.query(TextPane):
-                pane.snapshot = snapshot
-            self.tell_replay()
+            for pane in PANES:
+                if pane.has_lines:
+                    lines_for = partial(pane.lines, snapshot, self.context.ascii_only)
+                    self.query_one(f"#{pane.id}", TextPane).show(lines_for)
+            self._tell_replay()
 
     # Layout
 
@@ -228,11 +243,12 @@ class RunScreen(SuspectingScreen):
         for mode in ("grid", "tabs", "single", "status"):
             self.set_class(layout.mode == mode, f"-{mode}")
         self.set_class(self._zoomed, "-zoomed")
-        for name in PANES:
-            self.query_one(f"#{name}").display = name in layout.panes
-        for column, names in (("left", PANES[:2]), ("right", (*PANES[2:4], *PANES[5:]))):
-            self.query_one(f"#{column}").display = not layout.panes.isdisjoint(names)
-        self.query_one("#top").display = layout.panes != frozenset({"log"})
+        columns = {pane.column for pane in PANES if pane.id in layout.panes}
+        for pane in PANES:
+            self.query_one(f"#{pane.id}").display = pane.id in layout.panes
+        for column in ("left", "right"):
+            self.query_one(f"#{column}").display = column in columns
+        self.query_one("#top").display = columns != {"below"}
         self.query_one(PaneTabs).chosen = self._chosen
 
     def _pane(self, name: str) -> Widget:
@@ -250,8 +266,8 @@ class RunScreen(SuspectingScreen):
     def choose_focused(self, event: DescendantFocus) -> None:
         """A pane that gets the focus, by tab or by mouse, is the chosen one."""
         for widget in event.widget.ancestors_with_self:
-            if widget.id in PANES and widget.id != self._chosen:
-                self._chosen = widget.id
+            if widget.has_class("pane") and widget.id not in (None, self._chosen):
+                self._chosen = str(widget.id)
                 self.lay_out()
 
     def action_zoom(self) -> None:
@@ -283,18 +299,13 @@ class RunScreen(SuspectingScreen):
     def action_pause(self) -> None:
         if self._replay is not None:
             self._replay.is_playing = not self._replay.is_playing
-            self.tell_replay()
+            self._tell_replay()
             self.draw_keys()
             return
         self._paused = not self._paused
         self.query_one(StatusLine).paused = self._paused
         if not self._paused:
-            self.hand_down()
-
-    def action_help(self) -> None:
-        self.app.push_screen(
-            HelpScreen(f"help: run {self._feed.run.name}", bindings_of(self), NOTES)
-        )
+            self._hand_down()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "scrub":
@@ -303,8 +314,167 @@ class RunScreen(SuspectingScreen):
         if action == "speed":
             return self._replay is not None
         if action in ("flip", "why"):
-            return not self.read_only and self._snapshot is not None
-        return self.may_act(action) if action in ("stop", "resume") else True
+            return not self.context.read_only and self._snapshot is not None
+        if action in ("stop", "resume"):
+            return (target := self.target()) is not None and target.can(action)
+        return True
+
+    # Replay
+
+    def draw_keys(self) -> None:
+        """While a replay is shown: the keys of the replay."""
+        replay = self._replay
+        if replay is None:
+            super().draw_keys()
+            return
+        keys = [
+            Binding("question_mark", "app.help", "help"),
+            Binding("space", "pause", "pause" if replay.is_playing else "play"),
+            Binding("left,right", "scrub(-1)", "time"),
+            Binding("v", "speed", f"{replay.speed}x"),
+            Binding("p", "replay", "end replay"),
+            Binding("z", "zoom", "zoom"),
+        ]
+        self.query_one(KeyBar).draw(keys)
+
+    def action_replay(self) -> None:
+        if self._replay is not None:
+            self._end_replay()
+            return
+        if self._snapshot is None or self._snapshot.view.first_unix_s is None:
+            return
+        line = self.query_one(TimelinePane)
+        begin = line.cursor_unix_s
+        if begin is None:
+            begin = self._snapshot.view.first_unix_s
+        self._past = None
+        self._player.resume()
+        self._replay = Replay(self.run, begin, self.post_message)
+        line.show_time(begin)
+        line.focus()
+        self.draw_keys()
+        self._tell_replay()
+
+    def _end_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+        self._player.pause()
+        self._replay, self._past = None, None
+        self._hand_down()
+        self.draw_keys()
+        self.lay_out()
+
+    def _tell_replay(self) -> None:
+        live, replay = self._snapshot, self._replay
+        words = ""
+        if replay is not None and live is not None:
+            words = replay.words(live.view.first_unix_s or 0.0, live.view.last_unix_s or 0.0)
+        self.query_one(StatusLine).replay = words
+
+    def _play(self) -> None:
+        replay, live = self._replay, self._snapshot
+        if replay is not None and live is not None and replay.is_playing:
+            replay.tick(live.view.last_unix_s or 0.0)
+            self.query_one(TimelinePane).show_time(replay.unix_s)
+            self._tell_replay()
+            if not replay.is_playing:
+                self.draw_keys()
+
+    @on(Replayed)
+    def show_past(self, message: Replayed) -> None:
+        """Draw the run as it was."""
+        if self._replay is not None:
+            before, self._past = self._past, message.snapshot
+            self._hand_down()
+            if _needs(before) != _needs(self._past):
+                self.lay_out()
+
+    @on(TimelinePane.Moved)
+    def seek(self, message: TimelinePane.Moved) -> None:
+        """In a replay the cursor is the time that is shown."""
+        replay, live = self._replay, self._snapshot
+        if replay is not None and live is not None:
+            last = live.view.steps.last("clock_s")
+            # After the last step a run still has an end to show.
+            is_end = last is not None and message.unix_s >= last
+            replay.seek(live.view.last_unix_s or 0.0 if is_end else message.unix_s)
+            self._tell_replay()
+
+    def action_scrub(self, columns: int) -> None:
+        self.query_one(TimelinePane).action_move(columns)
+
+    def action_speed(self) -> None:
+        if self._replay is not None:
+            self._replay.next_speed()
+            self._tell_replay()
+            self.draw_keys()
+
+    # Keys that act on the run, or ask why
+
+    def target(self) -> Target | None:
+        snapshot = self._snapshot
+        if snapshot is None:
+            return None
+        alive = snapshot.alive.trainer or snapshot.alive.supervisor
+        return Target(self.run, snapshot.state, alive, snapshot.view.last_step)
+
+    def action_stop(self) -> None:
+        if (target := self.target()) is not None:
+            ask_to_stop(self, target)
+
+    def action_resume(self) -> None:
+        if (target := self.target()) is not None:
+            ask_to_resume(self, target)
+
+    @on(TimelinePane.Opened)
+    def open_marks(self, message: TimelinePane.Opened) -> None:
+        """Show what is under the cursor."""
+        self.app.push_screen(MarkScreen(message.marks), self._flip_of)
+
+    def _flip_of(self, mark: Happening | None) -> None:
+        """Open the flip of a mark: one that there is, or the form filled with what its alert names."""
+        if mark is not None and mark.folder is not None:
+            # It has begun: looking at it starts nothing.
+            self._push_flip(folder=mark.folder)
+        elif mark is not None:
+            self._ask_for_flip(mark)
+
+    def action_flip(self) -> None:
+        self._ask_for_flip(None)
+
+    def _ask_for_flip(self, mark: Happening | None) -> None:
+        snapshot = self.shown
+        if snapshot is None or self.context.read_only:
+            return
+        found = suspicions(snapshot.view, settings_of(self.run))
+        if mark is not None and mark.alert is not None:
+            named = of_alert(mark.alert)
+            others = [one for one in found if one.assignment != named.assignment]
+            found = (named, *others)
+        self._push_flip(found)
+
+    def _push_flip(
+        self, found: tuple[Suspicion, ...] | None = None, folder: Path | None = None
+    ) -> None:
+        self.app.push_screen(
+            FlipScreen(self.context, self.run if folder is None else None, found, folder=folder)
+        )
+
+    def action_why(self) -> None:
+        # Evidence is no part of the first frame.
+        from workbench.tui.screens.finding_forms import finding_form
+
+        if self._snapshot is not None:
+            self.app.push_screen(finding_form(self.run, self._snapshot.view), self._begun)
+
+    def _begun(self, path: str | None) -> None:
+        if path is not None:
+            self.notify(f"begun: {path}; w lists the findings", markup=False)
+
+
+def _needs(snapshot: Snapshot | None) -> object:
+    """What the panes and keys that are shown depend on."""
+    return snapshot and (snapshot.state, snapshot.alive, bool(snapshot.view.alerts))
 
 
 def _until(marks: tuple[Happening, ...], snapshot: Snapshot) -> tuple[Happening, ...]:

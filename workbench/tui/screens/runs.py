@@ -8,34 +8,46 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import ScreenResume
 from textual.message import Message
 from textual.widgets import DataTable, Input, Static
 
 from engine.log.folder import RunFolder
-from workbench.runs_feed import RunsFeed, RunsSnapshot
+from engine.units import format_count, format_value
+from workbench.plot.series import SERIES, series_style
+from workbench.runs_feed import RunRow, RunsFeed, RunsSnapshot
 from workbench.tui.context import Context
 from workbench.tui.layout import is_low
-from workbench.tui.messages import RunsPolled
 from workbench.tui.names import shortened
-from workbench.tui.runs_words import heading, nothing, told
-from workbench.tui.screens.acting import RESUME, STOP, ActingScreen, Target
-from workbench.tui.screens.help import HelpScreen
-from workbench.tui.series import SERIES
-from workbench.tui.widgets.key_bar import KeyBar, bindings_of
+from workbench.tui.screens.actions import RESUME, STOP, Target, ask_to_resume, ask_to_stop
+from workbench.tui.screens.polling import Polled, PollingScreen
+from workbench.tui.widgets.filter_line import FilterLine
+from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.runs_table import COLUMNS, RunsTable, matching
 
 SORT_KEYS = Binding.Group("sort")
-NOTES = (
-    "Runs are found in the folders that were named and one level below, whoever started them.",
-    "A filter is words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
-    "Marks stay with their runs until they are taken back: the letter and the colour are those of",
-    "the run in the comparison, too.",
-)
 
 
-class RunsScreen(ActingScreen):
+NO_RUNS = """\
+No run in {folders} yet.
+
+Start one with n, or from another terminal:
+
+  make demo                  the example run, with this screen on it
+  apr-workbench demo         the same
+  engine distill SPEC.toml   a run of your own
+
+It appears here as soon as it has begun."""
+
+
+class RunsScreen(PollingScreen):
     """Draws the snapshots of one RunsFeed."""
+
+    NOTES = (
+        "Runs are found in the folders that were named and one level below, whoever started them.",
+        "A filter is words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
+        "Marks stay with their runs until they are taken back: the letter and the colour are those of",
+        "the run in the comparison, too.",
+    )
 
     class Opened(Message):
         """A run was chosen."""
@@ -45,9 +57,9 @@ class RunsScreen(ActingScreen):
             self.run = run
 
     AUTO_FOCUS = "RunsTable"
-    ACTING = ActingScreen.ACTING | {"start", "again"}
+    ACTING = frozenset({"stop", "resume", "start", "again"})
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("question_mark", "help", "help", tooltip="this help"),
+        Binding("question_mark", "app.help", "help", tooltip="this help"),
         Binding("q", "app.quit", "quit", tooltip="close the workbench; runs go on"),
         Binding("enter", "open", "open", tooltip="open the run under the cursor"),
         Binding("slash", "filter", "filter", tooltip="filter by name, state or alert"),
@@ -77,11 +89,10 @@ class RunsScreen(ActingScreen):
             height: 1; padding: 0 1; background: $panel; text-style: bold;
             text-wrap: nowrap; text-overflow: ellipsis;
         }
-        Input { display: none; height: 1; border: none; padding: 0 1; }
+        FilterLine { padding: 0 1; }
         #empty { padding: 1 2; display: none; height: 1fr; }
         #detail { height: auto; max-height: 6; padding: 0 1; background: $panel; }
     }
-    RunsScreen.-filtering Input { display: block; }
     RunsScreen.-empty {
         #empty { display: block; }
         RunsTable, #detail { display: none; }
@@ -89,8 +100,7 @@ class RunsScreen(ActingScreen):
     """
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context.refresh_s)
-        self.context = context
+        super().__init__(context)
         self._feed = RunsFeed(context.folders)
         self._snapshot: RunsSnapshot | None = None
         self._pattern = ""
@@ -98,27 +108,17 @@ class RunsScreen(ActingScreen):
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
-        # Disabled until a filter is typed, so that no other key can end up in it.
-        yield Input(placeholder="words of a name, a state, an alert", compact=True, disabled=True)
+        yield FilterLine("words of a name, a state, an alert")
         yield RunsTable(ascii_only=self.context.ascii_only)
         yield Static(id="empty", markup=False)
         yield Static(id="detail", markup=False)
         yield KeyBar()
 
-    def poll(self) -> RunsPolled:
-        return RunsPolled(self._feed.poll())
+    def poll(self) -> Polled:
+        return Polled(self._feed.poll())
 
-    def tick(self) -> None:
-        # Hidden behind a run, the list is not read: the screen of that run reads it already.
-        if self.is_current:
-            super().tick()
-
-    @on(ScreenResume)
-    def look_again(self) -> None:
-        self.tick()
-
-    @on(RunsPolled)
-    def show(self, message: RunsPolled) -> None:
+    @on(Polled)
+    def show(self, message: Polled) -> None:
         """Hand the rows down."""
         self._snapshot = message.snapshot
         there = {row.path for row in message.snapshot.rows}
@@ -132,7 +132,7 @@ class RunsScreen(ActingScreen):
             return
         rows = matching(snapshot.rows, self._pattern)
         with self.app.batch_update():
-            self.query_one("#head", Static).update(self._heading(len(rows)))
+            self.query_one("#head", Static).update(self._heading(snapshot, len(rows)))
             self.set_class(not rows, "-empty")
             self.query_one("#empty", Static).update(nothing(snapshot, self._pattern))
             table = self.query_one(RunsTable)
@@ -142,15 +142,27 @@ class RunsScreen(ActingScreen):
             # A table that was hidden could not have the focus; it can as soon as it is drawn.
             self.call_after_refresh(self.query_one(RunsTable).focus)
 
-    def _heading(self, count: int) -> str:
-        assert self._snapshot is not None
-        return heading(
-            self._snapshot,
-            self.size.width,
-            shown=count if self._pattern else None,
-            marked=self._marked.values(),
-            read_only=self.context.read_only,
-        )
+    def _heading(self, snapshot: RunsSnapshot, count: int) -> str:
+        """The first line, at most as wide as the screen where that is possible; `count` is how many runs the
+        filter leaves."""
+        every = len(snapshot.rows)
+        counted = f"{every}" if not self._pattern else f"{count} of {every}"
+        parts = []
+        going_on = sum(row.alive for row in snapshot.rows)
+        parts += [f"{going_on} going on"] if going_on else []
+        ill = sum(bool(row.alerts) and row.alive for row in snapshot.rows)
+        parts += [f"! {ill} with alerts"] if ill else []
+        if self._marked:
+            parts.append(
+                f"marked {''.join(series_style(slot).letter for slot in sorted(self._marked.values()))}"
+            )
+        parts += ["still reading"] if snapshot.behind else []
+        parts += ["read-only"] if self.context.read_only else []
+        parts += [snapshot.error] if snapshot.error else []
+        counted += f" run{'' if every == 1 else 's'} in "
+        # The folders are known best: they make room for what is not.
+        room = self.size.width - len(counted) - sum(len(part) + 2 for part in parts) - 2
+        return "  ".join([counted + shortened(_folders(snapshot), max(12, room)), *parts])
 
     def _draw_detail(self) -> None:
         row = self.query_one(RunsTable).selected
@@ -182,9 +194,6 @@ class RunsScreen(ActingScreen):
 
     def action_sort(self, index: int) -> None:
         self.query_one(RunsTable).sort_by(index)
-
-    def action_refresh(self) -> None:
-        self.tick()
 
     # Marks
 
@@ -226,10 +235,18 @@ class RunsScreen(ActingScreen):
             return None
         return Target(RunFolder(row.path), row.state, row.alive, row.last_step)
 
+    def action_stop(self) -> None:
+        if (target := self.target()) is not None:
+            ask_to_stop(self, target)
+
+    def action_resume(self) -> None:
+        if (target := self.target()) is not None:
+            ask_to_resume(self, target)
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("stop", "resume"):
-            return self.may_act(action)
-        return action != "clear_filter" or self.has_class("-filtering")
+            return (target := self.target()) is not None and target.can(action)
+        return action != "clear_filter" or self.query_one(FilterLine).display
 
     def action_start(self) -> None:
         from workbench.tui.screens.new_run import NewRunScreen
@@ -246,13 +263,11 @@ class RunsScreen(ActingScreen):
     # Filter
 
     def action_filter(self) -> None:
-        self.add_class("-filtering")
-        self.query_one(Input).disabled = False
-        self.query_one(Input).focus()
+        self.query_one(FilterLine).begin()
 
     def action_clear_filter(self) -> None:
-        self.query_one(Input).value = ""
-        self._leave_filter(kept=False)
+        self.query_one(FilterLine).drop()
+        self.query_one(RunsTable).focus()
 
     @on(Input.Changed)
     def filter_by(self, event: Input.Changed) -> None:
@@ -260,13 +275,33 @@ class RunsScreen(ActingScreen):
         self._draw()
 
     @on(Input.Submitted)
-    def keep_filter(self, event: Input.Submitted) -> None:
-        self._leave_filter(kept=bool(event.value))
-
-    def _leave_filter(self, *, kept: bool) -> None:
-        self.set_class(kept, "-filtering")
-        self.query_one(Input).disabled = True
+    def keep_filter(self) -> None:
+        self.query_one(FilterLine).leave()
         self.query_one(RunsTable).focus()
 
-    def action_help(self) -> None:
-        self.app.push_screen(HelpScreen("help: runs", bindings_of(self), NOTES))
+
+def nothing(snapshot: RunsSnapshot, pattern: str) -> str:
+    """What is said where no run is shown."""
+    if not snapshot.rows:
+        return NO_RUNS.format(folders=_folders(snapshot))
+    return f"None of the {len(snapshot.rows)} runs has {pattern!r} in it."
+
+
+def _folders(snapshot: RunsSnapshot) -> str:
+    return ", ".join(str(folder) for folder in snapshot.folders)
+
+
+def told(row: RunRow) -> list[str]:
+    """A run in full: where it is, how far, what is wrong."""
+    lines = [str(row.path)]
+    if row.total_steps is not None:
+        words = [f"step {row.last_step}/{row.total_steps}"]
+        words += [] if row.loss is None else [f"loss {format_value(row.loss)}"]
+        words += [] if row.heldout is None else [f"held-out {format_value(row.heldout)}"]
+        speed = row.tokens_per_second
+        words += [] if speed is None else [f"{format_count(speed)} tok/s"]
+        lines.append(", ".join(words))
+    lines += [f"{severity}: {name}" for severity, name in row.alerts[:3]]
+    if row.error is not None:
+        lines.append(row.error)
+    return lines

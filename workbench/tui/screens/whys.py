@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
-from workbench.findings import EVIDENCE, FindingsFeed, begin, slug_of
+from engine.findings.changes import begin, slug_of
+from workbench.findings import EVIDENCE, FindingsFeed
 from workbench.listing import Listing, beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys

@@ -1,8 +1,10 @@
-"""What a flip will test: suggestions of the run, and the lines of the plan that they fill in."""
+"""What a flip will test: suggestions of the run, the lines that they fill in, and the plan that would be
+registered; a moment later, from the engine, what it takes or why it cannot be run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
@@ -10,54 +12,29 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.reactive import reactive
+from textual.timer import Timer
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from engine.errors import UsageError
-from engine.flips.amounts import parse_share, parse_time
+from engine.errors import EngineError
+from engine.log.folder import RunFolder
 from engine.log.text import one_line
+from workbench.flips import Wanted
 from workbench.suspicions import Suspicion
 from workbench.tui.widgets.choice import Choice
+from workbench.tui.widgets.words_view import WordsView
 
 CONTROLS = ("auto", "run", "skip")
 LINES = (
-    ("assignment", "B differs in", "", "teacher.backend=quantized"),
-    ("hypothesis", "hypothesis", "", "what you expect, in a sentence"),
-    ("margin", "margin", "5%", "what is too small to matter"),
-    ("budget", "budget", "5m", "of all pairs, as 90s or 5m"),
-    ("steps", "steps", "12", "of each run"),
+    ("assignment", "B differs in", "teacher.backend=quantized"),
+    ("hypothesis", "hypothesis", "what you expect, in a sentence"),
+    ("margin", "margin", "what is too small to matter"),
+    ("budget", "budget", "of all pairs, as 90s or 5m"),
+    ("steps", "steps", "of each run"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What the form says."""
-
-    assignment: str
-    hypothesis: str
-    margin: str
-    budget: str
-    steps: str
-    controls: str
-
-    def problem(self) -> str:
-        """What is wrong before anything is read; empty when nothing is."""
-        if not self.assignment:
-            return "name one setting and its other value; `engine spec` lists them"
-        try:
-            parse_time("budget", self.budget)
-            parse_share("margin", self.margin)
-        except UsageError as problem:
-            return str(problem)
-        if not self.steps.isdecimal():
-            return f"steps: expected a number, found {self.steps!r}"
-        return ""
-
-    @property
-    def options(self) -> list[str]:
-        """The options of `engine flip` beside setting, hypothesis and budget."""
-        said = ["--margin", self.margin, "--steps", self.steps]
-        return [*said, "--controls", self.controls]
+START = Wanted(assignment="")
+CHECK_AFTER_S = 0.4
+"""Without typing, until the engine is asked whether both arms can be run."""
 
 
 class FlipForm(VerticalScroll, can_focus=False):
@@ -100,16 +77,15 @@ Enter starts; tab goes through the lines; the plan below is the one that will be
     found: reactive[tuple[Suspicion, ...] | None] = reactive(None, init=False)
     """What the run suggests; None while that is not known."""
 
-    def __init__(self, *, about: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__(id="form")
-        self._about = about
 
     def compose(self) -> ComposeResult:
         yield OptionList(markup=False)
-        for name, label, value, hint in LINES:
+        for name, label, hint in LINES:
             with Horizontal(classes="line"):
                 yield Static(label, classes="label", markup=False)
-                yield Input(value, id=name, placeholder=hint, compact=True)
+                yield Input(getattr(START, name), id=name, placeholder=hint, compact=True)
         with Horizontal(classes="line"):
             yield Static("controls", classes="label", markup=False)
             yield Choice(CONTROLS, id="controls")
@@ -125,14 +101,8 @@ Enter starts; tab goes through the lines; the plan below is the one that will be
         if not possible:
             self.query_one("#assignment", Input).focus()
             return
-        about = [i for i in possible if found is not None and self._is_about(found[i])]
-        options.highlighted = (about or possible)[0]
+        options.highlighted = possible[0]
         options.focus()
-
-    def _is_about(self, suspicion: Suspicion) -> bool:
-        return bool(self._about) and (
-            suspicion.knob == self._about or suspicion.source.startswith(f"alert {self._about}:")
-        )
 
     @property
     def wanted(self) -> Wanted:
@@ -169,3 +139,71 @@ def _option(suspicion: Suspicion) -> Option:
         text = f"/ {suspicion.assignment}   not here: {one_line(suspicion.impossible)}"
         return Option(Content.styled(text, "$text-muted"), disabled=True)
     return Option(f"  {suspicion.assignment}   {one_line(suspicion.source)}")
+
+
+class FlipPlan(VerticalScroll, can_focus=False):
+    """Draws the plan for what a form says."""
+
+    class Checked(Message):
+        """What the engine says of the form."""
+
+        def __init__(self, wanted: Wanted, lines: list[str], *, refused: bool) -> None:
+            super().__init__()
+            self.wanted, self.lines, self.refused = wanted, lines, refused
+
+    DEFAULT_CSS = """
+    FlipPlan { height: 1fr; padding: 0 1; border-top: solid $foreground 40%; }
+    FlipPlan.-refused #plan { color: $text-error; }
+    """
+
+    def __init__(self, run: RunFolder | None, flips: Path) -> None:
+        """`flips` is the folder that a flip would be made in."""
+        super().__init__()
+        self._run, self._flips = run, flips
+        self._wanted: Wanted | None = None
+        self._timer: Timer | None = None
+
+    def compose(self) -> ComposeResult:
+        yield WordsView(id="plan")
+
+    def preview(self, wanted: Wanted) -> None:
+        """Show the plan for another form, or what is wrong with it."""
+        if self._timer is not None:
+            self._timer.stop()
+        self._wanted = wanted
+        lines = [wanted.problem()]
+        try:
+            if not lines[0] and self._run is not None:
+                plan = wanted.plan(self._run.path)
+                self._say([*plan, "", "asking the engine what it takes"], refused=False)
+                self._timer = self.set_timer(CHECK_AFTER_S, lambda: self._check(wanted))
+                return
+        except EngineError as problem:
+            lines = [str(problem)]
+        self._say(lines, refused=bool(wanted.assignment))
+
+    def _say(self, lines: list[str], *, refused: bool) -> None:
+        self.query_one("#plan", WordsView).lines = tuple(lines)
+        self.set_class(refused, "-refused")
+
+    def _check(self, wanted: Wanted) -> None:
+        """Ask the engine, in a thread, whether both arms can be run."""
+        run = self._run
+        if run is None:
+            return
+
+        def work() -> None:
+            try:
+                lines = wanted.check(run.path, self._flips)
+                self.post_message(self.Checked(wanted, lines, refused=False))
+            except (EngineError, OSError) as problem:
+                self.post_message(self.Checked(wanted, str(problem).splitlines(), refused=True))
+
+        threading.Thread(target=work, name="engine-plan", daemon=True).start()
+
+    @on(Checked)
+    def show_answer(self, message: Checked) -> None:
+        """What the engine says, unless the form says something else by now."""
+        message.stop()
+        if message.wanted == self._wanted:
+            self._say(message.lines, refused=message.refused)

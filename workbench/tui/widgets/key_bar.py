@@ -79,7 +79,7 @@ class KeyBar(Static):
         self._shown = bindings
         groups = grouped(bindings)
         # Help is what the keys without room are found by.
-        groups.sort(key=lambda group: group[2][0].action != "help")
+        groups.sort(key=lambda group: group[2][0].action not in ("help", "app.help"))
         widths = [len(f"{keys} {words}") for keys, words, _ in groups]
         room, used, count = self.size.width, 0, 0
         for index, width in enumerate(widths):

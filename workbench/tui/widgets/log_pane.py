@@ -1,22 +1,256 @@
-"""Pane 5: the log of the run, newest last, with a filter.
+"""The log of a run, newest last, with a filter: those lines that are on show are read from the disk.
 
 A filter is words to look for, whatever their case; with `!` before them, words to leave out
 (`!step` hides the steps). It goes back from the newest line, and shows what it has found meanwhile.
+Lines too long for the width go on below, indented.
 """
 
 from __future__ import annotations
 
+import textwrap
 from typing import ClassVar
 
-from textual import on
+from rich.segment import Segment
+from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
+from textual.events import MouseScrollUp
+from textual.geometry import Region, Size
+from textual.message import Message
 from textual.reactive import reactive
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
 from textual.widgets import Input
+from textual.worker import get_current_worker
 
+from engine.log.events import (
+    AlertRaised,
+    Evaluated,
+    NonFinite,
+    Note,
+    StackDump,
+    StepDone,
+    TrainerExited,
+)
+from engine.log.text import line_text
+from engine.log.view import LogLine
 from workbench.feed import Snapshot
-from workbench.tui.widgets.log_view import LogView
+from workbench.log import Log
+from workbench.tui.widgets.filter_line import FilterLine
+
+FILTER_ROWS = 4000
+"""So many lines are looked through between two looks at the screen."""
+
+
+def role_of(line: LogLine) -> str:
+    """What kind of line it is; the words say it too."""
+    match line.event:
+        case NonFinite() | AlertRaised():
+            return "log--bad"
+        case Note(level="error" | "warning"):
+            return "log--bad"
+        case TrainerExited(returncode=code) if code != 0:
+            return "log--bad"
+        case StepDone():
+            return "log--step"
+        case Evaluated() | StackDump():
+            return "log--key"
+    return "log--plain"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """A line as rows of a width; rows after the first are indented to where the words of the first
+    begin."""
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, max(width, 12), subsequent_indent="         ") or [""]
+
+
+class LogView(ScrollView, can_focus=True):
+    """The scrolling lines of a log pane: those on show are read from the disk."""
+
+    HELP = """# Log
+
+    Every line of the run, newest last; the oldest are as near as the newest. It follows its end until you
+    read back; f follows again. / filters: words to look for, whatever their case, or !words to leave out.
+    """
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "log--bad",
+        "log--step",
+        "log--key",
+        "log--plain",
+    }
+    DEFAULT_CSS = """
+    LogView {
+        overflow-x: hidden;
+        overflow-y: scroll;
+        scrollbar-size-vertical: 1;
+        .log--bad { color: $text-error; text-style: bold; }
+        .log--step { color: $text-muted; }
+        .log--key { color: $text-accent; }
+        .log--plain { color: $foreground; }
+    }
+    """
+
+    follow: reactive[bool] = reactive(True)
+    book: reactive[Log | None] = reactive(None)
+    pattern: reactive[str] = reactive("")
+
+    class Filtered(Message):
+        """Rows that the filter shows, of the rows [begin, end) of the log."""
+
+        def __init__(self, pattern: str, begin: int, end: int, rows: list[int]) -> None:
+            super().__init__()
+            self.pattern = pattern
+            self.begin, self.end, self.rows = begin, end, rows
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._earlier: list[int] = []
+        self._later: list[int] = []
+        self._sought: tuple[int, int] = (0, 0)
+        self._drawn: object = None
+        self._rows: list[tuple[str, str]] = []
+
+    @property
+    def shown(self) -> int:
+        """How many lines the filter shows, as far as it has looked."""
+        if not self.pattern:
+            return 0 if self.book is None else len(self.book)
+        return len(self._earlier) + len(self._later)
+
+    @property
+    def share_filtered(self) -> float:
+        """How much of the log the filter has looked at."""
+        total = 0 if self.book is None else len(self.book)
+        return (self._sought[1] - self._sought[0]) / total if self.pattern and total else 1.0
+
+    def watch_book(self, before: Log | None, log: Log | None) -> None:
+        if before is not None and log is not None and self.pattern:
+            if len(log) < self._sought[1] or log.asides[: len(before.asides)] != before.asides:
+                # Lines have moved: a filter of the old rows says nothing about the new ones.
+                self._filter_again()
+            else:
+                self._filter(log, self.pattern)
+        self._lay_out()
+
+    def watch_pattern(self) -> None:
+        self._filter_again()
+        self._lay_out()
+
+    def watch_follow(self, follow: bool) -> None:
+        if follow:
+            self.scroll_end(animate=False)
+
+    def on_resize(self) -> None:
+        self._lay_out()
+
+    def _filter_again(self) -> None:
+        self._earlier, self._later = [], []
+        total = 0 if self.book is None else len(self.book)
+        self._sought = (total, total)
+        if self.pattern and self.book is not None:
+            self._filter(self.book, self.pattern)
+
+    @work(thread=True, exclusive=True, group="filter")
+    def _filter(self, log: Log, pattern: str) -> None:
+        """Look through what is new, then back from there, the newest first."""
+        worker = get_current_worker()
+        low, high = self._sought
+        stretches = [(high, len(log))] if len(log) > high else []
+        while low > 0:
+            stretches.append((max(0, low - FILTER_ROWS), low))
+            low = max(0, low - FILTER_ROWS)
+        for start, stop in stretches:
+            if worker.is_cancelled:
+                return
+            rows = log.matching(start, stop, pattern)
+            self.post_message(self.Filtered(pattern, start, stop, rows))
+
+    @on(Filtered)
+    def take_filtered(self, message: Filtered) -> None:
+        """Show what the filter found, unless another one is meant by now."""
+        if message.pattern != self.pattern:
+            return
+        low, high = self._sought
+        if message.end == low:
+            self._earlier += reversed(message.rows)
+            self._sought = (message.begin, high)
+            if not self.follow and message.rows:
+                self.scroll_to(y=self.scroll_y + len(message.rows), animate=False)
+        elif message.begin == high:
+            self._later += message.rows
+            self._sought = (low, message.end)
+        self._lay_out()
+
+    def _row(self, index: int) -> int:
+        """The row of the log that is the index-th on show."""
+        if not self.pattern:
+            return index
+        older = len(self._earlier)
+        return self._earlier[older - 1 - index] if index < older else self._later[index - older]
+
+    def _lay_out(self) -> None:
+        width = self.scrollable_content_region.width
+        if width <= 0:
+            return
+        self._drawn = None
+        # The scroll bar is always there, so another length of the log takes no layout of the screen.
+        self.set_reactive(LogView.virtual_size, Size(width, self.shown))
+        self.vertical_scrollbar.window_virtual_size = self.shown
+        if self.follow:
+            self.scroll_end(animate=False, immediate=True)
+        self.refresh()
+
+    def _lines(self, start: int, stop: int) -> list[LogLine]:
+        if self.book is None:
+            return []
+        if not self.pattern:
+            return self.book.lines(start, stop)
+        rows = [self._row(index) for index in range(max(0, start), min(stop, self.shown))]
+        return [line for row in rows for line in self.book.lines(row, row + 1)]
+
+    def _draw(self) -> None:
+        """Wrap the lines on show. At the end of the log the last row of its last line is at the bottom;
+        elsewhere the first row of the first line is at the top."""
+        height, width = self.size.height, self.scrollable_content_region.width
+        top = round(self.scroll_y)
+        if top >= self.shown - height:
+            last = self._lines(self.shown - height, self.shown)
+            self._rows = [(r, role_of(x)) for x in last for r in wrapped(line_text(x), width)]
+            self._rows = self._rows[-height:]
+        else:
+            lines = self._lines(top, top + height)
+            self._rows = [(r, role_of(x)) for x in lines for r in wrapped(line_text(x), width)]
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        wanted = (self.book, self.pattern, self._sought, self.scroll_y, self.size)
+        if wanted != self._drawn:
+            self._drawn = wanted
+            self._draw()
+        return super().render_lines(crop)
+
+    def render_line(self, y: int) -> Strip:
+        text, role = self._rows[y] if y < len(self._rows) else ("", "log--plain")
+        style, width = self.get_component_rich_style(role), self.size.width
+        return Strip([Segment(text, style)]).adjust_cell_length(width, style)
+
+    def action_scroll_up(self) -> None:
+        self.follow = False
+        super().action_scroll_up()
+
+    def action_page_up(self) -> None:
+        self.follow = False
+        super().action_page_up()
+
+    def action_scroll_home(self) -> None:
+        self.follow = False
+        super().action_scroll_home()
+
+    def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
+        self.follow = False
 
 
 class LogPane(Vertical):
@@ -25,20 +259,15 @@ class LogPane(Vertical):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "clear_filter", "clear filter", show=False),
     ]
-    DEFAULT_CSS = """
-    LogPane {
-        Input { display: none; height: 1; border: none; padding: 0; }
-        &.-filtering Input { display: block; }
-    }
-    """
-
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
+
+    def __init__(self, title: str, *, id: str) -> None:
+        super().__init__(id=id, classes="pane")
+        self._title = title
 
     def compose(self) -> ComposeResult:
         yield LogView()
-        words = "show lines with these words; !words hides them"
-        # Disabled until a filter is typed, so that no other key can end up in it.
-        yield Input(placeholder=words, compact=True, disabled=True)
+        yield FilterLine("show lines with these words; !words hides them")
 
     def on_mount(self) -> None:
         self.watch(self.view, "follow", self._write_title)
@@ -61,16 +290,14 @@ class LogPane(Vertical):
 
     def start_filter(self) -> None:
         """Let the user type a filter."""
-        self.add_class("-filtering")
-        self.query_one(Input).disabled = False
-        self.query_one(Input).focus()
+        self.query_one(FilterLine).begin()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return action != "clear_filter" or self.has_class("-filtering")
+        return action != "clear_filter" or self.query_one(FilterLine).display
 
     def action_clear_filter(self) -> None:
-        self.query_one(Input).value = ""
-        self._leave_filter(kept=False)
+        self.query_one(FilterLine).drop()
+        self.view.focus()
 
     @on(Input.Changed)
     def filter_by(self, event: Input.Changed) -> None:
@@ -81,11 +308,7 @@ class LogPane(Vertical):
     @on(Input.Submitted)
     def keep_filter(self, event: Input.Submitted) -> None:
         event.stop()
-        self._leave_filter(kept=bool(event.value))
-
-    def _leave_filter(self, *, kept: bool) -> None:
-        self.set_class(kept, "-filtering")
-        self.query_one(Input).disabled = True
+        self.query_one(FilterLine).leave()
         self.view.focus()
 
     def _write_title(self) -> None:
@@ -95,6 +318,6 @@ class LogPane(Vertical):
         some = f", {view.shown} of {total} lines" if view.pattern else f", {total} lines"
         looked = view.share_filtered
         far = f", looked through {looked:.0%}" if looked < 1 else ""
-        title = f"5 log, {following}{some}{far}"
+        title = f"{self._title}, {following}{some}{far}"
         if title != self.border_title:
             self.border_title = title

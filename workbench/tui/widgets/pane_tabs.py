@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from textual.content import Content
 from textual.reactive import reactive
@@ -17,18 +17,11 @@ class PaneTabs(Static):
 
     chosen: reactive[str] = reactive("")
 
-    def __init__(
-        self,
-        panes: Sequence[str],
-        labels: Mapping[str, str] | None = None,
-        *,
-        id: str | None = None,
-    ) -> None:
-        """`panes` in the order of their digits, from 1; `labels` names those that are called otherwise
-        than their id."""
-        super().__init__(id=id, markup=False)
-        self._labels = {name: (labels or {}).get(name, name) for name in panes}
-        self.set_reactive(PaneTabs.chosen, panes[0])
+    def __init__(self, panes: Mapping[str, tuple[str, str]]) -> None:
+        """`panes` gives the id of each its key and its name."""
+        super().__init__(markup=False)
+        self._panes = panes
+        self.set_reactive(PaneTabs.chosen, next(iter(panes)))
 
     def watch_chosen(self) -> None:
         self._write()
@@ -38,16 +31,15 @@ class PaneTabs(Static):
 
     def _write(self) -> None:
         width = self.size.width
-        named = [f" {digit} {label}" for digit, label in enumerate(self._labels.values(), start=1)]
         # The brackets of the chosen one take one cell more.
-        has_names = sum(map(len, named)) + 1 <= width
+        has_names = 1 + sum(len(f" {key} {name}") for key, name in self._panes.values()) <= width
         parts = []
-        for digit, (name, label) in enumerate(self._labels.items(), start=1):
-            is_chosen = name == self.chosen
-            words = f"{digit} {label}" if is_chosen or has_names else f"{digit}"
+        for pane, (key, name) in self._panes.items():
+            is_chosen = pane == self.chosen
+            words = f"{key} {name}" if is_chosen or has_names else key
             text = f"[{words}]" if is_chosen else f" {words}"
             content = Content.styled(text, "bold reverse" if is_chosen else "")
-            parts.append(content.stylize(Style.from_meta({"@click": f"screen.pane('{name}')"})))
+            parts.append(content.stylize(Style.from_meta({"@click": f"screen.pane('{pane}')"})))
         # Apart as far as there is room for it.
         gap = " " if sum(len(part.plain) + 1 for part in parts) <= width else ""
         self.update(Content(gap).join(parts))

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.cells import cell_len
 from rich.text import Text
 from textual.reactive import reactive
-from textual.widgets import DataTable
 
 from engine.units import format_count, format_seconds, format_value
+from workbench.plot.series import series_style
 from workbench.runs_feed import RunRow
 from workbench.tui.names import told_apart
-from workbench.tui.series import series_style
+from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.status_line import bar_text
 
 ABSENT = "-"
@@ -124,11 +123,9 @@ def _is_as_before(before: RunRow, row: RunRow) -> bool:
     )
 
 
-class RunsTable(DataTable[Text]):
+class RunsTable(CellTable):
     """Draws rows; `sorted_by` is the index of a column, `backwards` turns its order around, and
     `marked` gives marked runs the index of their style."""
-
-    DEFAULT_CSS = "RunsTable { height: 1fr; scrollbar-size-vertical: 1; }"
 
     rows_shown: reactive[tuple[RunRow, ...]] = reactive((), init=False)
     sorted_by: reactive[int] = reactive(AGE, init=False)
@@ -136,15 +133,12 @@ class RunsTable(DataTable[Text]):
     marked: reactive[Mapping[Path, int]] = reactive({}, init=False)
 
     def __init__(self, *, ascii_only: bool) -> None:
-        super().__init__(cursor_type="row", cell_padding=0, zebra_stripes=False)
+        super().__init__()
         self._ascii_only = ascii_only
-        self._by_path: dict[Path, RunRow] = {}
-        self._paths: list[Path] = []
-        self._texts: dict[Path, list[str]] = {}
-        self._known: dict[Path, tuple[tuple[int, ...], RunRow, list[str]]] = {}
+        self._by_key: dict[str, RunRow] = {}
+        self._known: dict[str, tuple[tuple[int, ...], RunRow, list[str]]] = {}
         self._is_roomy = False
         self._shown: tuple[int, ...] = ()
-        self._head: tuple[list[Text], list[int]] = ([], [])
 
     def on_resize(self) -> None:
         self._fill()
@@ -160,13 +154,11 @@ class RunsTable(DataTable[Text]):
     @property
     def selected(self) -> RunRow | None:
         """The row under the cursor."""
-        if not self.is_valid_row_index(self.cursor_row):
-            return None
-        return self._by_path.get(self._paths[self.cursor_row])
+        return self._by_key.get(self.key or "")
 
     def watch_rows_shown(self) -> None:
-        self._by_path = {row.path: row for row in self.rows_shown}
-        self._known = {path: known for path, known in self._known.items() if path in self._by_path}
+        self._by_key = {str(row.path): row for row in self.rows_shown}
+        self._known = {key: known for key, known in self._known.items() if key in self._by_key}
         self._fill()
 
     def watch_sorted_by(self) -> None:
@@ -195,91 +187,54 @@ class RunsTable(DataTable[Text]):
             text = f"{bar:>{BAR_CELLS + 5}} {text}"
         return self._gap + text
 
-    def _all_texts(self, rows: Iterable[RunRow]) -> dict[Path, list[str]]:
+    def _all_texts(self, rows: Iterable[RunRow]) -> dict[str, list[str]]:
         """The words of each row; names get the width that the other columns leave."""
-        texts = {row.path: self._words(row) for row in rows}
+        texts = {str(row.path): self._words(row) for row in rows}
         others = [
             max([self._title(index).cell_len, *(len(row[place]) for row in texts.values())])
             for place, index in enumerate(self._shown[1:])
         ]
         room = self.size.width - self.scrollbar_size_vertical - 2 - sum(others)
-        names = tuple(self._by_path[path].name for path in texts)
+        names = tuple(self._by_key[key].name for key in texts)
         short = told_apart(names, max(NAME_CELLS, room))
         return {
-            path: [self._name_cell(path, name), *words]
-            for (path, words), name in zip(texts.items(), short, strict=True)
+            key: [f"{self._letter(key)} {name}", *words]
+            for (key, words), name in zip(texts.items(), short, strict=True)
         }
 
     def _words(self, row: RunRow) -> list[str]:
         """The words of a row behind its name; of a run that has not changed, only its age is new."""
-        known = self._known.get(row.path)
+        known = self._known.get(str(row.path))
         if known is None or known[0] != self._shown or not _is_as_before(known[1], row):
             known = (self._shown, row, [self._text(row, index) for index in self._shown[1:]])
-            self._known[row.path] = known
+            self._known[str(row.path)] = known
         words = [*known[2]]
         if AGE in self._shown:
             words[self._shown.index(AGE) - 1] = self._text(row, AGE)
         return words
 
-    def _name_cell(self, path: Path, name: str) -> str:
-        slot = self.marked.get(path)
-        return f"{' ' if slot is None else series_style(slot).letter} {name}"
+    def _letter(self, key: str) -> str:
+        slot = self.marked.get(self._by_key[key].path)
+        return " " if slot is None else series_style(slot).letter
 
-    def _cells(self, path: Path, texts: Sequence[str]) -> list[Text]:
-        slot = self.marked.get(path)
+    def _cells(self, key: str, texts: Sequence[str]) -> list[Text]:
+        slot = self.marked.get(self._by_key[key].path)
         styles = ["" if slot is None else f"bold {series_style(slot).colour}"]
         styles += [""] * (len(texts) - 1)
         return [
-            Text(
-                text,
-                style,
-                justify="right" if COLUMNS[index].right else "left",
-                no_wrap=True,
-            )
+            Text(text, style, justify="right" if COLUMNS[index].right else "left", no_wrap=True)
             for text, style, index in zip(texts, styles, self._shown, strict=True)
         ]
 
     def _fill(self) -> None:
-        if not self.size.width:
-            return
         width = self.size.width
+        if not width:
+            return
         if self._is_roomy != (width >= ROOMY):
             self._is_roomy = width >= ROOMY
             self._known.clear()
         self._shown = tuple(i for i, c in enumerate(COLUMNS) if c.least_width <= width)
-        selected = self.selected
         rows = in_order(self.rows_shown, self.sorted_by, backwards=self.backwards)
-        texts = self._all_texts(rows)
-        paths = [row.path for row in rows]
-        head = [self._title(index) for index in self._shown]
-        widths = [
-            max([title.cell_len, *(cell_len(words[place]) for words in texts.values())])
-            for place, title in enumerate(head)
-        ]
-        if (head, widths) != self._head:
-            # Columns of known widths: none has to be measured, cell by cell, before it is drawn.
-            self._head = (head, widths)
-            self.clear(columns=True)
-            for index, title, width in zip(self._shown, head, widths, strict=True):
-                self.add_column(title, key=COLUMNS[index].name, width=width)
-            self._paths = []
-        if paths and paths == self._paths:
-            self._update(texts)
-        else:
-            self.clear()
-            for path in paths:
-                self.add_row(*self._cells(path, texts[path]), key=str(path))
-        self._paths, self._texts = paths, texts
-        if selected is not None and selected.path in texts:
-            self.move_cursor(row=paths.index(selected.path), animate=False)
-
-    def _update(self, texts: Mapping[Path, list[str]]) -> None:
-        """Write what has changed, which in a long list is little."""
-        for path, words in texts.items():
-            before = self._texts.get(path)
-            if before == words:
-                continue
-            for place, cell in enumerate(self._cells(path, words)):
-                if before is None or before[place] != words[place]:
-                    name = COLUMNS[self._shown[place]].name
-                    self.update_cell(str(path), name, cell)
+        names = [COLUMNS[index].name for index in self._shown]
+        titles = [self._title(index) for index in self._shown]
+        self.fill(names, titles, self._all_texts(rows), self._cells)

@@ -1,5 +1,4 @@
-"""A pane of words that scrolls. The panes of device, decisions and result differ only in the
-words."""
+"""A pane of lines that scrolls: words of a snapshot, or of several runs, each in its letter and colour."""
 
 from __future__ import annotations
 
@@ -9,57 +8,85 @@ from rich.cells import cell_len
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.reactive import reactive
 from textual.widgets import Static
 
-from workbench.feed import Snapshot
+from workbench.plot.series import series_style
 from workbench.tui.printable import as_title
+from workbench.tui.run_lines import Line, Piece
 
-Words = Callable[[Snapshot], Sequence[str]]
-"""The lines of a pane. A line that does not begin with a space is a heading of those that do."""
+LinesFor = Callable[[int], Sequence[str | Line]]
+"""The lines at a width."""
 
 
-class TextPane(VerticalScroll):
-    """Draws the words of a snapshot."""
+def drawn(piece: Piece) -> Content:
+    """Words as they are drawn."""
+    colour = "" if piece.slot is None else series_style(piece.slot).colour
+    return Content.styled(piece.text, " ".join(x for x in ("bold" * piece.bold, colour) if x))
 
-    snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
 
-    def __init__(self, title: str, words: Words, *, id: str, classes: str) -> None:
-        super().__init__(id=id, classes=classes)
+def text_of(line: str | Line) -> str:
+    """A line without its colours."""
+    return line if isinstance(line, str) else "".join(piece.text for piece in line).rstrip()
+
+
+class TextPane(VerticalScroll, can_focus=True):
+    """Draws the lines that are made for its width."""
+
+    DEFAULT_CSS = "TextPane { scrollbar-size-vertical: 1; }"
+
+    def __init__(self, title: str, *, id: str, help: str = "") -> None:
+        super().__init__(id=id, classes="pane")
         self.border_title = as_title(title)
-        self._words = words
-        self._lines: Sequence[str] = ()
+        self.HELP = help or None  # type: ignore[misc]
+        self._lines_for: LinesFor | None = None
+        self._lines: Sequence[str | Line] = ()
 
     def compose(self) -> ComposeResult:
         yield Static(markup=False)
 
     def whole_text(self) -> str:
         """Every line, also those that are scrolled away."""
-        return "\n".join(self._lines)
+        return "\n".join(map(text_of, self._lines))
 
-    def watch_snapshot(self, snapshot: Snapshot | None) -> None:
-        if snapshot is None:
+    def on_resize(self) -> None:
+        self._write()
+
+    def show(self, lines_for: LinesFor) -> None:
+        """Draw other lines."""
+        self._lines_for = lines_for
+        self._write()
+
+    def _write(self) -> None:
+        width = self.scrollable_content_region.width
+        # A pane that is hidden has no width: it is written when it gets one.
+        if self._lines_for is None or width <= 0:
             return
-        lines = self._words(snapshot)
-        if lines != self._lines:
-            before, self._lines = self._lines, lines
-            has_parts = any(line.startswith(" ") for line in lines)
-            text = self.query_one(Static)
-            text.update(
-                Content("\n").join(
-                    Content.styled(line, "bold" if has_parts and not line.startswith(" ") else "")
-                    for line in lines
-                ),
-                # A layout of the whole screen costs more than everything else in a second.
-                layout=not _same_height(before, lines, text.size.width),
-            )
+        before, lines = self._lines, self._lines_for(width)
+        if lines == before:
+            return
+        self._lines = lines
+        text = self.query_one(Static)
+        # Laying out the whole screen costs more than everything else in a second.
+        layout = not _same_height(before, lines, text.size.width)
+        text.update(Content("\n").join(_contents(lines)), layout=layout)
 
 
-def _same_height(before: Sequence[str], after: Sequence[str], width: int) -> bool:
+def _contents(lines: Sequence[str | Line]) -> list[Content]:
+    """Lines as they are drawn. A plain one that does not begin with a space is a heading of those that do."""
+    has_parts = any(isinstance(line, str) and line.startswith(" ") for line in lines)
+    return [
+        Content.styled(line, "bold" if has_parts and not line.startswith(" ") else "")
+        if isinstance(line, str)
+        else Content("").join(map(drawn, line))
+        for line in lines
+    ]
+
+
+def _same_height(before: Sequence[str | Line], after: Sequence[str | Line], width: int) -> bool:
     """Whether the lines that differ take one row each, before and after."""
     if len(before) != len(after):
         return False
     changed = (
         line for pair in zip(before, after, strict=True) if pair[0] != pair[1] for line in pair
     )
-    return all(cell_len(line) <= width for line in changed)
+    return all(cell_len(text_of(line)) <= width for line in changed)

@@ -1,25 +1,34 @@
-"""Pane 1: loss, marks and step time of a run over one x axis, with a cursor."""
+"""The time line of a run: loss, marks and step time over one x axis, with a cursor and the keys that move it.
+
+What is on the x axis is a step or a time; both ends of it are those of the whole run, also while an earlier
+state of the run is shown.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
-from rich.segment import Segment
-from textual.geometry import Region
+from textual.binding import Binding, BindingType
+from textual.events import Click
+from textual.message import Message
 from textual.reactive import reactive
-from textual.strip import Strip
 
 from engine.log.table import Table
 from engine.log.text import clock_text
 from engine.log.view import RunView
+from engine.units import format_count, format_seconds, format_value
 from workbench.feed import Snapshot
+from workbench.marks import PRESSING, Happening, Kind
+from workbench.plot.chart import Chart, Level, Line, Point, Sign, columns_of, margin_of
+from workbench.plot.window import Window
 from workbench.traces import WindowTraces
-from workbench.tui.canvas import Row, fit
-from workbench.tui.run_line import LOSSES, fault_words, heldout_marks, levels_of, step_words
-from workbench.tui.timeline import TimeLine, clock_ticks, dots_of, render_timeline
-from workbench.tui.widgets.timeline_cursor import TimelineCursor
+from workbench.tui.widgets.chart_view import ChartView
 
+LOSSES = ("loss", "ce", "kd")
 TWO_ROWS = 18
 """From so many rows on, what is under the cursor takes two."""
 GAP_STEPS = 1.5
@@ -27,8 +36,20 @@ GAP_OF_MEDIAN, GAP_S = 20.0, 5.0
 """On an axis of time, steps further apart than this many times a step, and than this, are not joined."""
 
 
-class TimelinePane(TimelineCursor):
-    """Draws the time line of a snapshot."""
+SIGNS: dict[Kind, tuple[str, str]] = {
+    "nan": ("×", "X"),
+    "alert": ("!", "!"),
+    "restart": ("R", "R"),
+    "flip": ("F", "F"),
+    "late compile": ("C", "C"),
+    "checkpoint": ("s", "s"),
+    "compile": ("c", "c"),
+}
+"""How each kind of mark is drawn, with and without Unicode."""
+
+
+class TimelinePane(ChartView, can_focus=True):
+    """Draws the time line of a snapshot, with a window on the run and a cursor in it."""
 
     HELP = """# Time line
 
@@ -40,39 +61,51 @@ class TimelinePane(TimelineCursor):
     waited for, c a compile, s checkpoint saved. Where several are in one column, the first of these is
     drawn, and the line under the cursor names all. On a small screen they stand on the axis.
     """
-    COMPONENT_CLASSES: ClassVar[set[str]] = {
-        "plot--trace0",
-        "plot--trace1",
-        "plot--trace2",
-        "plot--mark",
-        "plot--level",
-        "plot--cross",
-        "plot--axis",
-        "plot--legend",
-        "plot--cursor",
-    }
-    DEFAULT_CSS = """
-    TimelinePane {
-        .plot--trace0 { color: $text-primary; text-style: bold; }
-        .plot--trace1 { color: $text-warning; }
-        .plot--trace2 { color: $text-success; }
-        .plot--mark { color: $text-accent; text-style: bold; }
-        .plot--level { color: $text-muted; }
-        .plot--cross { color: $text-error; text-style: bold; }
-        .plot--axis { color: $text-muted; }
-        .plot--legend { color: $foreground; }
-        .plot--cursor { color: $text-accent; }
-    }
-    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "move(-1)", "cursor", tooltip="the cursor to an earlier step"),
+        Binding("right", "move(1)", "cursor", tooltip="the cursor to a later step"),
+        Binding("shift+left,less_than_sign", "move(-10)", "faster", tooltip="ten columns back"),
+        Binding("shift+right,greater_than_sign", "move(10)", "faster", tooltip="ten columns on"),
+        Binding("home", "end_of(-1)", "first", tooltip="the cursor to the first step"),
+        Binding("end", "end_of(1)", "last", tooltip="the cursor to the newest step"),
+        Binding("left_square_bracket", "mark(-1)", "mark", tooltip="to the mark before"),
+        Binding("right_square_bracket", "mark(1)", "mark", tooltip="to the next mark"),
+        Binding("enter", "open", "open mark", tooltip="what the mark under the cursor is"),
+        Binding("plus,equals_sign", "zoom(0.5)", "zoom in", tooltip="half as much of the run"),
+        Binding("minus", "zoom(2.0)", "zoom out", tooltip="twice as much of the run"),
+        Binding("0", "whole", "whole run", tooltip="the whole run again"),
+        Binding("comma", "pan(-0.5)", "pan", tooltip="half a width back"),
+        Binding("full_stop", "pan(0.5)", "pan", tooltip="half a width on"),
+        Binding("t", "by_time", "time axis", tooltip="x is the step, or the time"),
+        Binding("escape", "drop", "no cursor", show=False, tooltip="take the cursor away"),
+    ]
 
+    class Moved(Message):
+        """The cursor is at another time."""
+
+        def __init__(self, unix_s: float) -> None:
+            super().__init__()
+            self.unix_s = unix_s
+
+    class Opened(Message):
+        """Marks under the cursor are asked for."""
+
+        def __init__(self, marks: list[Happening]) -> None:
+            super().__init__()
+            self.marks = marks
+
+    snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
+    whole: reactive[Snapshot | None] = reactive(None, repaint=False)
+    """The run that gives the ends of the axis, when `snapshot` is an earlier state of it."""
+    marks: reactive[tuple[Happening, ...]] = reactive(())
+    by_time: reactive[bool] = reactive(False)
+    window: reactive[Window] = reactive(Window())
     log_y: reactive[bool] = reactive(False)
 
-    def __init__(self, *, ascii_only: bool, id: str, classes: str) -> None:
-        super().__init__(id=id, classes=classes)
-        self._ascii_only = ascii_only
+    def __init__(self, title: str, *, ascii_only: bool, id: str) -> None:
+        super().__init__(ascii_only=ascii_only, id=id, classes="pane")
+        self._title = title
         self._traces = WindowTraces()
-        self._drawn: tuple[object, ...] | None = None
-        self._rows: list[Row] = []
 
     def watch_snapshot(self, before: Snapshot | None, snapshot: Snapshot | None) -> None:
         if _view_of(before) is not _view_of(snapshot):
@@ -90,48 +123,48 @@ class TimelinePane(TimelineCursor):
         self._write_title()
 
     def _write_title(self) -> None:
-        words = ["1 loss, nats per token", "log axis" if self.log_y else ""]
+        words = [self._title, "log axis" if self.log_y else ""]
         words += ["by time" if self.by_time else ""]
         words += ["zoomed, 0 shows all" if self.window.span is not None else ""]
         self.border_title = ", ".join(word for word in words if word)
 
     # Drawing
 
-    def time_line(self, width: int) -> TimeLine:
-        """What is drawn on a width."""
+    def charted(self) -> tuple[object, ...]:
+        views = _view_of(self.snapshot), _view_of(self.whole)
+        return (*views, self.marks, self.window, self.log_y, self.by_time)
+
+    def made(self) -> Chart:
         snapshot = self.snapshot
         if snapshot is None:
-            return TimeLine(low=0.0, high=1.0, losses=())
+            return Chart(signs=())
         view, steps = snapshot.view, snapshot.view.steps
         low, high = self.window.bounds(*self._ends())
-        count, gap = dots_of(width, ascii_only=self._ascii_only), GAP_STEPS
+        gap = GAP_STEPS
         if self.by_time:
             typical = steps.value("step_s", len(steps) // 2) if len(steps) else None
             known = typical is not None and math.isfinite(typical)
             gap = max(GAP_S, GAP_OF_MEDIAN * typical if known and typical is not None else 0.0)
         names = (*LOSSES, "step_s")
-        *traces, pace = self._traces.traces(steps, names, low, high, count, x=self._x, gap=gap)
-        placed = ((self._place(mark), mark) for mark in self.marks)
+        *traces, pace = self._traces.traces(steps, names, low, high, self.dots, x=self._x, gap=gap)
         # What came after the last step, or before the first, stands at that end of the axis.
         first, last = self._ends()
-        return TimeLine(
+        placed = [(min(max(self._place(mark), first), last), mark) for mark in self.marks]
+        losses = [trace for trace in traces if not trace.is_empty]
+        return Chart(
             low=low,
             high=high,
-            losses=tuple(traces),
-            pace=pace,
-            heldout=heldout_marks(view, low, high, by_time=self.by_time),
+            lines=tuple(Line(trace=t, slot=n, value=t.last) for n, t in enumerate(losses)),
+            below=pace,
+            points=heldout_points(view, low, high, by_time=self.by_time),
             levels=levels_of(view),
-            marks=tuple(
-                (min(max(x, first), last), mark)
-                for x, mark in placed
-                if low <= min(max(x, first), last) <= high
-            ),
+            signs=signs_of(placed, ascii_only=self._ascii_only),
             fault=fault_words(view),
             cursor=self.window.cursor,
             readout=self._readout(steps),
             log_y=self.log_y,
             x_name="time" if self.by_time else "step",
-            x_text=clock_text if self.by_time else lambda x: f"{x:.0f}",
+            x_text=clock_text if self.by_time else "{:.0f}".format,
             ticks=clock_ticks if self.by_time else None,
         )
 
@@ -150,36 +183,221 @@ class TimelinePane(TimelineCursor):
             return (words, marks)
         return (f"{marks} | {words}" if marks else words,)
 
-    def render_lines(self, crop: Region) -> list[Strip]:
-        # Lines are asked for one by one: the plot is drawn once for all of them.
-        wanted = (
-            _view_of(self.snapshot),
-            _view_of(self.whole),
-            self.marks,
-            self.window,
-            self.log_y,
-            self.by_time,
-            self.size,
-        )
-        # Views are long: the same one is known by itself.
-        if self._drawn is None or any(
-            a is not b and (isinstance(a, RunView) or a != b)
-            for a, b in zip(wanted, self._drawn, strict=True)
-        ):
-            self._drawn = wanted
-            line = self.time_line(self.size.width)
-            self._rows = render_timeline(line, *self.size, ascii_only=self._ascii_only)
-        return super().render_lines(crop)
+    # What is where
 
-    def render_line(self, y: int) -> Strip:
-        row = self._rows[y] if y < len(self._rows) else fit((), self.size.width)
-        return Strip(
-            [
-                Segment(span.text, self.get_component_rich_style(f"plot--{span.role}"))
-                for span in row
-            ],
-            self.size.width,
+    @property
+    def _x(self) -> str:
+        return "clock_s" if self.by_time else "step"
+
+    @property
+    def _table(self) -> Table:
+        snapshot = self.whole or self.snapshot
+        return RunView().steps if snapshot is None else snapshot.view.steps
+
+    def _ends(self) -> tuple[float, float]:
+        table = self._table
+        places = [self._place(mark) for mark in self.marks] if not len(table) else []
+        first = table.value(self._x, 0) if len(table) else min(places, default=0.0)
+        last = table.last(self._x) if len(table) else max(places, default=1.0)
+        return first or 0.0, last or 0.0
+
+    def _place(self, mark: Happening) -> float:
+        return mark.unix_s if self.by_time else mark.step
+
+    def _row_of(self, x: float) -> int:
+        return min(self._table.find(self._x, x), max(0, len(self._table) - 1))
+
+    @property
+    def cursor_unix_s(self) -> float | None:
+        """The time under the cursor; None without one."""
+        if self.window.cursor is None or not len(self._table):
+            return None
+        return self._table.value("clock_s", self._row_of(self.window.cursor))
+
+    def show_time(self, unix_s: float) -> None:
+        """Put the cursor at a time, without a message."""
+        if len(self._table):
+            row = min(self._table.find("clock_s", unix_s), len(self._table) - 1)
+            self.window = self.window.moved(self._table.value(self._x, row) or 0.0, *self._ends())
+
+    # Keys
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "drop":
+            # In a replay the cursor is the time, and escape ends it.
+            return self.window.cursor is not None and self.whole is None
+        if action == "open":
+            return bool(self._under())
+        if action == "mark":
+            return bool(self.marks)
+        if action in ("whole", "pan"):
+            return self.window.span is not None
+        return True
+
+    def _move_to(self, x: float) -> None:
+        self.window = self.window.moved(x, *self._ends())
+        if (unix_s := self.cursor_unix_s) is not None:
+            self.post_message(self.Moved(unix_s))
+
+    def action_move(self, columns: int) -> None:
+        table = self._table
+        if not len(table):
+            return
+        low, high = self.window.bounds(*self._ends())
+        rows = table.find(self._x, high) - table.find(self._x, low) + 1
+        cells = columns_of(self.size.width)
+        cursor = self.window.cursor
+        here = len(table) - 1 if cursor is None else self._row_of(cursor)
+        row = here + columns * max(1, rows // cells) if cursor is not None or columns < 0 else here
+        self._move_to(table.value(self._x, min(max(0, row), len(table) - 1)) or 0.0)
+
+    def action_end_of(self, side: int) -> None:
+        self._move_to(self._ends()[0 if side < 0 else 1])
+
+    def action_mark(self, side: int) -> None:
+        first, last = self._ends()
+        at = self.window.cursor
+        if at is None:
+            at = first - 1 if side > 0 else last + 1
+        places = sorted({min(max(self._place(mark), first), last) for mark in self.marks})
+        beyond = [x for x in places if (x > at if side > 0 else x < at)]
+        if beyond:
+            self._move_to(beyond[0] if side > 0 else beyond[-1])
+
+    def _under(self) -> list[Happening]:
+        """The marks in the column of the cursor."""
+        if self.window.cursor is None:
+            return []
+        low, high = self.window.bounds(*self._ends())
+        cells = columns_of(self.size.width)
+        placed = [(min(max(self._place(m), low), high), m) for m in self.marks]
+        return marks_near(placed, self.window.cursor, (high - low) / cells / 2 + 0.5)
+
+    def action_open(self) -> None:
+        if marks := self._under():
+            self.post_message(self.Opened(marks))
+
+    def action_zoom(self, factor: float) -> None:
+        self.window = self.window.zoomed(factor, *self._ends())
+
+    def action_whole(self) -> None:
+        self.window = Window(cursor=self.window.cursor)
+
+    def action_pan(self, share: float) -> None:
+        self.window = self.window.panned(share, *self._ends())
+
+    def action_by_time(self) -> None:
+        unix_s = self.cursor_unix_s
+        self.by_time = not self.by_time
+        self.window = Window()
+        if unix_s is not None:
+            self.show_time(unix_s)
+
+    def action_drop(self) -> None:
+        self.window = replace(self.window, cursor=None)
+
+    def on_click(self, event: Click) -> None:
+        low, high = self.window.bounds(*self._ends())
+        width = self.size.width
+        offset = event.get_content_offset(self)
+        cells = max(1, columns_of(width) - 1)
+        if offset is not None and len(self._table):
+            share = min(max((offset.x - margin_of(width) - 2) / cells, 0.0), 1.0)
+            row = self._row_of(low + share * (high - low))
+            self._move_to(self._table.value(self._x, row) or 0.0)
+
+
+def signs_of(placed: Sequence[tuple[float, Happening]], *, ascii_only: bool) -> tuple[Sign, ...]:
+    """Marks with their x as signs, the most pressing last."""
+    order = sorted(placed, key=lambda item: PRESSING.index(item[1].kind), reverse=True)
+    return tuple(
+        Sign(
+            x=x,
+            text=SIGNS[mark.kind][ascii_only],
+            role="cross" if mark.kind in ("nan", "alert") else "mark",
         )
+        for x, mark in order
+    )
+
+
+def marks_near(
+    marks: Sequence[tuple[float, Happening]], x: float, within: float
+) -> list[Happening]:
+    """The marks at most `within` from x, the nearest first, of equals the most pressing."""
+    near = [(abs(place - x), PRESSING.index(mark.kind), mark) for place, mark in marks]
+    return [m for d, _, m in sorted(near, key=lambda item: item[:2]) if d <= within]
+
+
+ROUND_SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+
+
+def clock_ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` unix times in [low, high] that are round on a local clock."""
+    wanted = (high - low) / max(1, count)
+    every = next((s for s in ROUND_SECONDS if s >= wanted), None)
+    if every is None:
+        every = 86400 * math.ceil(wanted / 86400)
+    offset = time.localtime(low).tm_gmtoff
+    first = math.ceil((low + offset) / every) * every - offset
+    return [first + every * index for index in range(int((high - first) // every) + 1)]
+
+
+def heldout_points(view: RunView, low: float, high: float, *, by_time: bool) -> tuple[Point, ...]:
+    """Held-out losses of the student in a window, each at its step or at the time of it."""
+    points = []
+    for done in view.evals:
+        if done.subject in ("student", "untrained") and done.loss is not None:
+            x = float(done.step)
+            if by_time and len(view.steps):
+                row = min(view.steps.find("step", x), len(view.steps) - 1)
+                x = view.steps.value("clock_s", row) or 0.0
+            elif len(view.steps):
+                x = max(x, view.steps.value("step", 0) or 0.0)
+            if low <= x <= high:
+                points.append(Point(x=x, y=done.loss))
+    return tuple(points)
+
+
+def levels_of(view: RunView) -> tuple[Level, ...]:
+    """Losses to compare with: of a model that gives each of V tokens the same probability, the share of it
+    that CE has in the objective, and the teacher's own."""
+    levels = []
+    student, teacher = view.models.get("student"), view.eval_of("teacher")
+    if student is not None and student.vocab_size > 1:
+        guessing = math.log(student.vocab_size)
+        levels.append(Level(y=guessing, name="ln V"))
+        alpha = view.started.alpha if view.started is not None else 0.0
+        if 0.0 < alpha < 1.0:
+            levels.append(Level(y=alpha * guessing, name="alpha ln V"))
+    if teacher is not None and teacher.loss is not None and math.isfinite(teacher.loss):
+        levels.append(Level(y=teacher.loss, name="teacher"))
+    return tuple(levels)
+
+
+def fault_words(view: RunView) -> str:
+    """Which steps are not finite."""
+    if not view.non_finite:
+        return ""
+    first, others = view.non_finite[0].step, len({fault.step for fault in view.non_finite}) - 1
+    return f"not finite: {first}" + (f" and {others} more" if others else "")
+
+
+def step_words(steps: Table, row: int) -> str:
+    """All numbers of one step."""
+
+    def text(name: str, digits: int = 4) -> str:
+        return format_value(steps.value(name, row), digits)
+
+    pace = steps.value("tokens_per_s", row)
+    parts = [
+        f"step {steps.value('step', row):.0f} at {clock_text(steps.value('unix_s', row) or 0.0)}:",
+        *(f"{n} {text(n)}" for n in LOSSES if steps.value(n, row) is not None),
+        format_seconds(steps.value("step_s", row)),
+        *([] if pace is None else [f"{format_count(pace)} tok/s"]),
+        f"|g| {text('grad_norm', 3)}",
+        f"lr {steps.value('lr', row) or 0.0:.2e}",
+    ]
+    return "  ".join(parts)
 
 
 def _view_of(snapshot: Snapshot | None) -> RunView | None:

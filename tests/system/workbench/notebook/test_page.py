@@ -15,7 +15,7 @@ import pytest
 from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 
-from engine.findings.html import report
+from engine.findings.report import report
 from tests.support import notebook_lab
 from tests.support.hostile_logs import hostile_run
 from tests.support.notebook_lab import (

@@ -71,7 +71,7 @@ def test_what_is_copied_cannot_act_on_a_terminal(here: Path) -> None:
 def test_what_is_too_long_for_a_clipboard_is_in_the_file_alone(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workbench.tui.shell.CLIPBOARD_BYTES", 10)
+    monkeypatch.setattr("workbench.tui.app.CLIPBOARD_BYTES", 10)
     killed(here / "runs" / "kd")
 
     async def script(pilot: Pilot[None]) -> None:

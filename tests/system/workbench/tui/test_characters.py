@@ -11,10 +11,13 @@ from textual.pilot import Pilot
 
 from tests.support.run_folders import completed, killed
 from tests.support.screens import on_screen, press, text_of, texts_of, words_of
+from workbench import panes
 from workbench.tui.app import refresh_seconds
-from workbench.tui.layout import PANES, arrange
+from workbench.tui.layout import arrange
 from workbench.tui.names import shortened
 from workbench.tui.printable import drawable, is_utf8
+
+PANES = [pane.id for pane in panes.PANES]
 
 
 @given(

@@ -12,12 +12,19 @@ from textual.pilot import Pilot
 from engine.log.folder import RunFolder
 from tests.support.run_folders import completed, corrupt, evaluated, killed, resumed, running, torn
 from tests.support.screens import on_screen, poll, press, shows, text_of, words_of
-from workbench.compared import AXES, METRICS, Compared, CompareFeed
-from workbench.side_by_side import differences, results_table, settings_note
+from workbench.compared import (
+    AXES,
+    METRICS,
+    Compared,
+    CompareFeed,
+    differences,
+    results_table,
+    settings_note,
+)
+from workbench.plot.canvas import plain
+from workbench.plot.chart import Chart, Line, dots_of, render_chart
+from workbench.plot.series import SERIES
 from workbench.traces import Bucket, Trace
-from workbench.tui.canvas import plain
-from workbench.tui.overlay import Line, Overlay, dots_of, render_overlay
-from workbench.tui.series import SERIES
 
 METRIC = {metric.name: metric for metric in METRICS}
 SIZES = [
@@ -161,15 +168,14 @@ def line(slot: int, *ys: float | None, gap: float = math.inf, xs: tuple[float, .
         bad = y is not None and not math.isfinite(y)
         value = None if bad else y
         buckets.append(Bucket(x_first=x, x_last=x, low=value, high=value, non_finite=bad))
-    return Line(
-        slot=slot, trace=Trace(name="run", buckets=tuple(buckets), last=1.0, gap=gap), value=1.0
-    )
+    trace = Trace(name="run", buckets=tuple(buckets), last=1.0, gap=gap)
+    return Line(slot=slot, letter=SERIES[slot].letter, trace=trace, value=1.0)
 
 
 def drawn(*lines: Line, ascii_only: bool = True, **changes: object) -> list[str]:
     top = max(b.x_last for one in lines for b in one.trace.buckets)
-    overlay = Overlay(low=0.0, high=top, lines=lines, **changes)  # type: ignore[arg-type]
-    return plain(render_overlay(overlay, 60, 16, ascii_only=ascii_only))
+    chart = Chart(low=0.0, high=top, lines=lines, **changes)  # type: ignore[arg-type]
+    return plain(render_chart(chart, 60, 16, ascii_only=ascii_only))
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
@@ -216,8 +222,8 @@ def test_the_cursor_is_a_line_with_its_place_named() -> None:
 @pytest.mark.parametrize("height", [0, 1, 4, 5, 9, 30])
 def test_any_size_gives_rows_of_that_size(width: int, height: int) -> None:
     lines = (line(0, 1.0, math.inf, None), line(5, -3.0, 1e300, 1e-300))
-    overlay = Overlay(low=0.0, high=2.0, lines=lines, cursor=1.0, log_y=height % 2 == 0)
-    rows = plain(render_overlay(overlay, width, height, ascii_only=False))
+    chart = Chart(low=0.0, high=2.0, lines=lines, cursor=1.0, log_y=height % 2 == 0)
+    rows = plain(render_chart(chart, width, height, ascii_only=False))
     assert [len(row) for row in rows] == [width] * (height if width else 0)
     assert dots_of(width, ascii_only=False) >= 1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from engine.contracts.resolve import checked_contracts
+from engine.contracts.contract import checked_contracts
 from engine.contracts.run import Runner
 from engine.errors import BadInput
 from tests.support.contract_files import make_project

@@ -26,9 +26,9 @@ from tests.support.screens import on_screen, poll, press, settle, shows, text_of
 from workbench.feed import RunFeed
 from workbench.flips import FlipFeed, FlipsFeed, going_on
 from workbench.launch import start_flip
+from workbench.plot.canvas import plain
+from workbench.plot.forest import render_forest
 from workbench.suspicions import settings_of, suspicions
-from workbench.tui.canvas import plain
-from workbench.tui.forest import render_forest
 from workbench.tui.screens.flip import FlipScreen
 
 

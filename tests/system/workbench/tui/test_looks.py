@@ -16,7 +16,6 @@ from tests.support.run_folders import completed, running
 from tests.support.screens import on_screen, poll, settle
 from workbench.tui.app import WorkbenchApp
 from workbench.tui.screens.run import RunScreen
-from workbench.tui.widgets.ledger_pane import LedgerPane
 from workbench.tui.widgets.log_pane import LogPane
 from workbench.tui.widgets.text_pane import TextPane
 from workbench.tui.widgets.timeline_pane import TimelinePane
@@ -37,7 +36,7 @@ class Counts:
 
         def dirty(widget: Widget, *regions: Any) -> None:
             for part in widget.ancestors_with_self:
-                if isinstance(part, TextPane | LedgerPane | TimelinePane | LogPane):
+                if isinstance(part, TextPane | TimelinePane | LogPane):
                     self.drawn[str(part.id)] += 1
             set_dirty(widget, *regions)
 

@@ -22,7 +22,7 @@ from tests.support.run_events import picture, runs
 from tests.support.run_folders import START_UNIX_S, completed, killed, resumed
 from workbench.feed import RunFeed
 from workbench.replay import ReplayFeed
-from workbench.tui.screens.replaying import clock
+from workbench.tui.screens.replay import clock
 
 
 def read(run: RunFolder) -> ReplayFeed:

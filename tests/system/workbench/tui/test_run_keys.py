@@ -12,8 +12,8 @@ from engine.log.folder import RunFolder
 from tests.support.run_folders import completed, killed, running
 from tests.support.screens import on_screen, poll, press, texts_of, words_of
 from workbench.log import matches
-from workbench.tui.screens import acting
-from workbench.tui.widgets.log_view import LogView
+from workbench.tui.screens import actions
+from workbench.tui.widgets.log_pane import LogView
 
 
 def test_the_log_is_filtered_as_it_is_typed(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(f"resume {run.name}")
         raise BadInput("checkpoint: damaged", hint="use an older one")
 
-    monkeypatch.setattr(acting, "stop_run", stop)
-    monkeypatch.setattr(acting, "resume_run", resume)
+    monkeypatch.setattr(actions, "stop_run", stop)
+    monkeypatch.setattr(actions, "resume_run", resume)
     return asked
 
 

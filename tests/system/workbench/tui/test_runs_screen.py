@@ -14,7 +14,7 @@ from engine.log.events import AlertRaised
 from engine.log.folder import RunFolder
 from tests.support.run_folders import completed, corrupt, empty, killed, resumed, running, torn
 from tests.support.screens import on_screen, press, text_of, texts_of, words_of
-from workbench.tui.screens import acting
+from workbench.tui.screens import actions
 from workbench.tui.widgets.runs_table import RunsTable
 
 
@@ -212,8 +212,8 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise BadInput("settings: memory.allocator = 'managed' (was 'auto')", hint=hint)
         return run
 
-    monkeypatch.setattr(acting, "stop_run", stop)
-    monkeypatch.setattr(acting, "resume_run", resume)
+    monkeypatch.setattr(actions, "stop_run", stop)
+    monkeypatch.setattr(actions, "resume_run", resume)
     return asked
 
 

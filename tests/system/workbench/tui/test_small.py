@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,12 @@ from tests.support.screens import on_screen, poll, press, text_of, words_of
 from workbench.feed import RunFeed
 from workbench.listing import Row
 from workbench.marks import happenings
+from workbench.plot.canvas import Span, plain
+from workbench.plot.chart import Chart, Level, Line, chart_of, legend_rows, render_chart
 from workbench.traces import Bucket, Trace
-from workbench.tui.canvas import Span, plain
-from workbench.tui.legend import Level, legend_rows
-from workbench.tui.plot import render_plot
-from workbench.tui.timeline import TimeLine, render_timeline
 from workbench.tui.widgets.row_list import lines_of
 from workbench.tui.widgets.status_line import compact
+from workbench.tui.widgets.timeline_pane import signs_of
 
 BRAILLE = {chr(0x2800 + bits) for bits in range(1, 256)}
 
@@ -67,13 +67,14 @@ def test_a_nan_is_a_cross_on_the_smallest_curve(tmp_path: Path) -> None:
     on_screen([completed(tmp_path / "kd", nan=(30,)).path], (40, 12), script)
 
 
-def low_line(**changes: object) -> TimeLine:
+def low_line(**changes: object) -> Chart:
     buckets = [
         Bucket(x_first=x, x_last=x, low=9 - x / 9, high=9 - x / 9, non_finite=False)
         for x in range(60)
     ]
-    losses = (Trace(name="loss", buckets=tuple(buckets), last=2.5),)
-    return TimeLine(low=0.0, high=59.0, losses=losses, **changes)  # type: ignore[arg-type]
+    trace = Trace(name="loss", buckets=tuple(buckets), last=2.5)
+    chart = Chart(low=0.0, high=59.0, lines=(Line(trace=trace, slot=0, value=2.5),), signs=())
+    return replace(chart, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ascii_only", [True, False])
@@ -86,14 +87,14 @@ def test_on_few_rows_marks_stand_on_the_axis_and_the_cursor_takes_the_legend(
         for mark in happenings(RunFeed(killed(tmp_path / "kd")).read_all().view, ())
         if mark.kind == "checkpoint"
     ]
-    line = low_line(marks=((30.0, mark),))
-    rows = plain(render_timeline(line, 38, height, ascii_only=ascii_only))
+    line = low_line(signs=signs_of([(30.0, mark)], ascii_only=ascii_only))
+    rows = plain(render_chart(line, 38, height, ascii_only=ascii_only))
     assert [len(row) for row in rows] == [38] * height
     assert "loss 2.5" in rows[0]
     assert sum("s" in row[7:] for row in rows[1:]) == 1, rows
     assert not ascii_only or "".join(rows).isascii()
     told = low_line(cursor=30.0, readout=("step 30: loss 5.6",))
-    assert plain(render_timeline(told, 38, height, ascii_only=ascii_only))[0].startswith("step 30")
+    assert plain(render_chart(told, 38, height, ascii_only=ascii_only))[0].startswith("step 30")
 
 
 def test_a_level_outside_the_plot_names_no_line_in_it() -> None:
@@ -104,7 +105,8 @@ def test_a_level_outside_the_plot_names_no_line_in_it() -> None:
     ]
     trace = Trace(name="loss", buckets=tuple(buckets), last=values[-1])
     levels = [Level(y=0.8, name="alpha ln V"), Level(y=3.0, name="teacher")]
-    rows = plain(render_plot([trace], 70, 16, levels=levels))
+    chart = replace(chart_of([trace]), levels=tuple(levels))
+    rows = plain(render_chart(chart, 70, 16, ascii_only=False))
     assert any(" teacher " in row for row in rows[2:])
     assert not any("al" in row for row in rows[2:]), rows
 
@@ -115,7 +117,8 @@ def test_two_levels_on_one_row_do_not_write_over_each_other() -> None:
     ]
     trace = Trace(name="loss", buckets=tuple(buckets), last=9.0)
     levels = [Level(y=3.0, name="ln V"), Level(y=3.0001, name="teacher")]
-    rows = plain(render_plot([trace], 70, 16, levels=levels))
+    chart = replace(chart_of([trace]), levels=tuple(levels))
+    rows = plain(render_chart(chart, 70, 16, ascii_only=False))
     assert any(" ln V " in row and " teacher " in row for row in rows[2:]), rows
 
 

@@ -21,7 +21,7 @@ from tests.support.run_folders import Scene, completed, corrupt, killed, resumed
 from tests.support.screens import on_screen, poll, press, texts_of, words_of
 from workbench.tui.screens.flip import FlipScreen
 from workbench.tui.screens.run import RunScreen
-from workbench.tui.widgets.log_view import LogView
+from workbench.tui.widgets.log_pane import LogView
 from workbench.tui.widgets.timeline_pane import TimelinePane
 
 SIZES = [(40, 12), (80, 24), (120, 40), (160, 45)]

@@ -12,11 +12,16 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from engine.errors import BadInput
+from engine.findings import changes
 from engine.findings.bundle import LOG, Bundle, find_bundles, logged_seal
-from engine.findings.capture import Capture, capture_events, capture_statement
-from engine.findings.command import capture_command
+from engine.findings.capture import (
+    Capture,
+    capture_command,
+    capture_events,
+    capture_flip,
+    capture_statement,
+)
 from engine.findings.context import run_blobs
-from engine.findings.flips import capture_flip
 from engine.findings.verify import check_bundle
 from engine.findings.whys import add_alternative, add_node, blobs_of, link, refute
 from engine.log.folder import RunFolder
@@ -34,8 +39,7 @@ from tests.support.findings import (
     with_answered_alternative,
 )
 from tests.support.screens import on_screen, poll, press, settle, shows, texts_of, words_of
-from workbench.finding_tree import FindingFeed
-from workbench.findings import FindingsFeed, add_why, keep_flip
+from workbench.findings import FindingFeed, FindingsFeed, keep_flip
 from workbench.linking import captured
 from workbench.listing import Row
 from workbench.tui.screens.finding import FindingScreen
@@ -167,9 +171,8 @@ def _fields(world: World) -> dict[str, object]:
 
 def test_a_change_of_a_logged_finding_enters_it_again(world: World) -> None:
     world.bundle.export()
-    assert add_why(world.bundle.path, "a third", why_of="n1, n2", kind="process") == (
-        "n5: why of n1, n2"
-    )
+    done = changes.add(world.bundle, "a third", why_of=["n1", "n2"], kind="process")
+    assert done.said == "n5: why of n1, n2"
     seal = logged_seal(world.evidence / LOG, world.bundle.path.name)
     assert seal == world.bundle.load().seal
     assert check_bundle(world.bundle).integrity.level == Level.PASS

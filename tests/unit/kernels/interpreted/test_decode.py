@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 
 from engine.kernels.key import Variant
 from engine.kernels.registry import REGISTRY
-from engine.models.decode import DecodeSteps
+from engine.models.decode_step import DecodeSteps
 from engine.models.decoder import Decoder
-from engine.models.load_packed import load_packed_decoder
+from engine.models.load import load_packed_decoder
 from tests.support.packed_models import lively, make_config, write
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5] * 16, [8]]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.quant.blocks import BLOCK_TYPES
-from engine.quant.layout import LAYOUTS
+from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
 from engine.quant.planes import PackedMatrix, pack
 from engine.quant.reference import dequantize
 from engine.quant.tensor import QuantTensor

@@ -18,7 +18,7 @@ from engine.quant.tensor import QuantTensor
 pytest.importorskip("triton")
 
 from engine.kernels import small_m
-from engine.kernels.small_m_inputs import LARGEST, Inputs, whole_numbers
+from engine.kernels.small_m_inputs import LARGEST, Inputs, as_integers
 from engine.kernels.small_m_table import Config
 from tests.support.random_blocks import error, random_matrix
 
@@ -34,7 +34,7 @@ def times(
     rows = sum(weight.shape[0] for weight in weights)
     y = torch.full((splits, len(x_MK), rows), torch.nan)
     config = Config("codes", padded, part, 1, 1, splits)
-    small_m.products(whole_numbers(x_MK), [pack(weight) for weight in weights], y, config)
+    small_m.products(as_integers(x_MK), [pack(weight) for weight in weights], y, config)
     return y.sum(0)
 
 
@@ -103,7 +103,7 @@ def numbers(found: Inputs) -> Tensor:
 
 def test_whole_numbers_are_the_nearest() -> None:
     x_MK = torch.randn(3, 512) * torch.tensor([1e-30, 1.0, 1e30])[:, None]
-    found = whole_numbers(x_MK)
+    found = as_integers(x_MK)
     n_MBE = numbers(found)
     x_MBE = x_MK.view(3, 2, 256)
     assert torch.equal(n_MBE.abs().amax(-1), torch.full((3, 2), LARGEST))

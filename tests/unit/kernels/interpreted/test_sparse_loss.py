@@ -1,5 +1,5 @@
 """The fused form of the loss against some ids of each token answers as the eager form does, which is held
-against float64 autograd in `test_sparse_targets.py`. In fp32: the interpreter's bf16 is wrong.
+against float64 autograd in `tests/unit/loss/test_sparse.py`. In fp32: the interpreter's bf16 is wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from engine.loss import fused_sparse
+from engine.loss import fused
 from engine.loss.sparse import SparseChunks
 from engine.loss.types import Chunks, Job, SparseTargets, Totals
 
@@ -67,7 +67,7 @@ def test_rows_are_those_of_the_eager_form(
             divergence="forward_kl", beta=0.5, kernel="fused", chunk_rows=3,
             wants_hidden=True, wants_head=True,
         )  # fmt: skip
-        found, mine = answers(fused_sparse.FusedSparseChunks, job, h_CD, w_VD)
+        found, mine = answers(fused.FusedSparseChunks, job, h_CD, w_VD)
         wanted, theirs = answers(SparseChunks, job, h_CD, w_VD)
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-6)
         assert float(mine.ce) == pytest.approx(float(theirs.ce), rel=1e-5)

@@ -1,0 +1,167 @@
+"""The reference pages that are made from the code: `python docs/pages.py` writes them, a test compares them.
+
+Each page is a table that the program itself reads (settings, checks, alert rules, drills, limits, commands),
+printed as Markdown. Nothing here imports torch, so the pages are made anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS.parent)]
+
+HEAD = "<!-- Made from the code by `make docs`; a change belongs there. -->\n\n"
+
+
+def cell(text: object) -> str:
+    """Text inside a table: a bar would end the cell."""
+    return str(text).replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def table(header: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+TYPES = {"str": "text", "int": "integer", "float": "number", "bool": "`true`, `false`"}
+
+
+def settings() -> str:
+    from engine.spec import options
+
+    text = "# Settings\n\nEvery setting of a spec, one table for each section of the TOML file. "
+    text += "`engine spec` prints the same as a file to start from; `--set section.key=value` changes one.\n"
+    sections: dict[str, list[tuple[object, ...]]] = {}
+    for option in options():
+        section, key = option.key.split(".", 1)
+        values = (
+            ", ".join(f"`{value}`" for value in option.allowed or ()) or TYPES[option.type_name]
+        )
+        default = option.default
+        shown = (
+            "empty"
+            if default == ""
+            else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        )
+        sections.setdefault(section, []).append((f"`{key}`", values, shown, option.doc))
+    for section, rows in sections.items():
+        text += f"\n## {section}\n\n" + table(
+            ("setting", "values", "default", "what it does"), rows
+        )
+    return text
+
+
+def checks() -> str:
+    from engine.checks.catalogue import CATALOGUE
+
+    text = (
+        "# First-minute checks\n\n"
+        "What is proved about a run before and during its first steps. `engine checks RUN` shows the answers "
+        "of a run; `checks.skip` leaves one out, and the log says so. A check that stops a run ends it before "
+        "the next step.\n"
+    )
+    for about in CATALOGUE:
+        stops = "stops the run" if about.stops else "warns"
+        text += f"\n## {about.id}\n\n{about.question}\n\n"
+        text += (
+            f"- asked: {about.when.value}; {stops}\n- failed: {about.means}\n- do: {about.remedy}\n"
+        )
+    return text
+
+
+def alerts() -> str:
+    from engine.watch.rules import RULES
+
+    text = (
+        "# Alerts\n\n"
+        "The rules that watch a run from another process, and that `engine diagnose RUN` asks afterwards. An "
+        "alert carries its numbers, what each is held against, and the flip that would test the suspicion.\n"
+    )
+    for rule in RULES:
+        text += f"\n## {rule.id}\n\n{rule.asks}\n\n- speaks at: {rule.threshold}\n- reads: {rule.reads}\n"
+    return text
+
+
+def commands() -> str:
+    from engine.cli.main import EPILOG, build_parser
+
+    parser = build_parser()
+    text = f"# Commands\n\n{parser.description}\n\n{EPILOG[0].upper()}{EPILOG[1:]}.\n"
+    for word, one in subcommands(parser):
+        text += command(one, f"engine {word}", level=2)
+    return text
+
+
+def subcommands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser]]:
+    return [
+        (word, one)
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for word, one in action.choices.items()
+    ]
+
+
+def command(parser: argparse.ArgumentParser, name: str, level: int) -> str:
+    """Its description, arguments and options, and those of the commands below it."""
+    text = f"\n{'#' * level} {name}\n\n"
+    if parser.description:
+        text += f"```text\n{parser.description.strip()}\n```\n"
+    rows: list[tuple[object, ...]] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+            continue
+        word = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+        if isinstance(word, tuple):
+            word = " ".join(word)
+        if action.choices is not None and action.metavar is None:
+            word = "{" + ",".join(map(str, action.choices)) + "}"
+        names = ", ".join(f"`{f'{option} {word}'.strip()}`" for option in action.option_strings)
+        rows.append((names or f"`{word}`", (action.help or "") % vars(action)))
+    if rows:
+        text += "\n" + table(("argument", "meaning"), rows)
+    for word, one in subcommands(parser):
+        text += command(one, f"{name} {word}", level + 1)
+    return text
+
+
+def drills() -> str:
+    from engine.drills.catalogue import DRILLS
+
+    text = "# Drills\n\nKnown defects that `engine drill` plants in a short real run, and what must name each.\n\n"
+    rows: list[tuple[object, ...]] = [
+        (f"`{drill.id}`", drill.what, ", ".join(f"`{one.id}`" for one in drill.expected))
+        for drill in DRILLS
+    ]
+    return text + table(("drill", "defect", "named by"), rows)
+
+
+def limits() -> str:
+    from engine.limits import markdown
+
+    return markdown()
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/settings.md": settings,
+    "reference/checks.md": checks,
+    "reference/alerts.md": alerts,
+    "reference/commands.md": commands,
+    "reference/drills.md": drills,
+    "limits.md": limits,
+}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        path = DOCS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((HEAD if name != "limits.md" else "") + page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""A pytest plugin, loaded by name into the processes that run tests of contracts: it keeps the tests
+that were asked for and writes down what became of each.
+
+It is told by the environment: `APR_CONTRACT_NODES` holds the asked for, one a line, and
+`APR_CONTRACT_REPORT` the file to write. A node stands for all of its parameters, and a class for what is
+in it. With `APR_CONTRACT_MUTATED`, the first failure of a node is enough and the rest of it is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_DETAIL = 300
+_nodes: list[str] = []
+_outcomes: dict[str, dict[str, str]] = {}
+_errors: list[str] = []
+
+
+def _asked(nodeid: str) -> str | None:
+    for node in _nodes:
+        if nodeid == node or nodeid.startswith((f"{node}[", f"{node}::")):
+            return node
+    return None
+
+
+def pytest_configure() -> None:
+    _nodes[:] = os.environ["APR_CONTRACT_NODES"].splitlines()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if _asked(item.nodeid) is not None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    node = _asked(item.nodeid)
+    if os.environ.get("APR_CONTRACT_MUTATED") and any(
+        found["outcome"] == "failed" and _asked(id_) == node for id_, found in _outcomes.items()
+    ):
+        pytest.skip("this planted bug was seen already")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    outcome, known = _outcome(report), _outcomes.get(report.nodeid)
+    # The call says it, unless what goes before or after it went wrong.
+    if outcome is not None and (known is None or known["outcome"] == "passed"):
+        _outcomes[report.nodeid] = {"outcome": outcome, "detail": _detail(report)}
+
+
+def _outcome(report: pytest.TestReport) -> str | None:
+    if report.failed:
+        return "failed" if report.when == "call" else "errors"
+    if report.skipped:
+        return "xfailed" if hasattr(report, "wasxfail") else "skipped"
+    return "passed" if report.when == "call" else None
+
+
+def _detail(report: Any) -> str:
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2])[:_DETAIL]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr or "")
+    return " ".join(text.split())[:_DETAIL]
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _errors.append(f"{report.nodeid}: {_detail(report)[-_DETAIL:]}")
+
+
+def pytest_sessionfinish() -> None:
+    found = {
+        node: [value for id_, value in _outcomes.items() if _asked(id_) == node] for node in _nodes
+    }
+    text = json.dumps({"nodes": found, "errors": _errors})
+    Path(os.environ["APR_CONTRACT_REPORT"]).write_text(text, encoding="utf-8")

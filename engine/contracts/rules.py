@@ -1,0 +1,223 @@
+"""The rules of a contract that has been read: upstream's first, then ours for `dialect: engine-1`.
+
+Upstream's semantics are those of `aprender-contracts` schema/validator.rs: which rules ask kernels only,
+and how often each answers. Text is compared without the white space around it, which upstream does for
+some fields only; a blank is empty here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from engine.contracts.problems import nearest
+from engine.contracts.schema import DIALECT, Path, Walk
+
+Rows = list[tuple[Path, dict[str, Any]]]
+
+# Rule, block, the field of each of its rows that must not be empty, and what is said where it is.
+NOT_EMPTY = (
+    ("SCHEMA-005", "proof_obligations", "property", "empty"),
+    (
+        "SCHEMA-008",
+        "falsification_tests",
+        "prediction",
+        "empty: what would be seen if the rule holds?",
+    ),
+    ("SCHEMA-009", "falsification_tests", "if_fails", "empty: what would a failure mean?"),
+    ("SCHEMA-011", "kani_harnesses", "obligation", "empty"),
+    ("SCHEMA-012", "kani_harnesses", "bound", "none: how far was it unwound?"),
+)
+UNIQUE = (
+    ("SCHEMA-006", "proof_obligations", "formal", "here a second time: {}"),
+    ("SCHEMA-007", "falsification_tests", "id", "{} is the id of an earlier test"),
+    ("SCHEMA-010", "kani_harnesses", "id", "{} is the id of an earlier harness"),
+)
+# Rule, field, and the types of obligation that may have it.
+ONLY_ON = (
+    ("SCHEMA-014", "requires", ("postcondition",)),
+    ("SCHEMA-015", "applies_to_phase", ("loop_invariant", "loop_variant")),
+    ("SCHEMA-016", "parent_contract", ("subcontract",)),
+)
+# Obligations of these types compare numbers, so that "equal" has to say how equal.
+NUMERIC = frozenset({"equivalence", "linearity", "conservation", "roundtrip"})
+
+
+def check_upstream(contract: dict[str, Any], walk: Walk) -> None:
+    """The rules of `pv validate`."""
+    metadata = contract.get("metadata", {})
+    for rule, field, text in (
+        ("SCHEMA-001", "references", "empty: a contract says what it rests on"),
+        ("SCHEMA-002", "version", "empty"),
+    ):
+        if _empty(metadata, ("metadata", field), walk):
+            walk.add(rule, ("metadata", field), text)
+    if metadata.get("kind", "kernel") == "kernel" and not metadata.get("registry"):
+        _check_kernel(contract, walk)
+    for rule, block, field, text in NOT_EMPTY:
+        for path, row in _rows(contract, block):
+            if _empty(row, (*path, field), walk):
+                walk.add(rule, (*path, field), text)
+    for rule, block, field, text in UNIQUE:
+        _check_unique(_rows(contract, block), field, set(), rule, text, walk)
+    for path, row in _rows(contract, "proof_obligations"):
+        _check_obligation(path, row, metadata.get("depends_on", ()), walk)
+
+
+def _rows(contract: dict[str, Any], *block: str) -> Rows:
+    """What can be read of the rows of a block, each with its path."""
+    found: Any = contract
+    for key in block:
+        found = found.get(key, {})
+    items = found.items() if isinstance(found, dict) else enumerate(found)
+    return [((*block, key), row) for key, row in items if isinstance(row, dict)]
+
+
+def _empty(row: dict[str, Any], path: Path, walk: Walk) -> bool:
+    """Absent or blank; not so where its form was the problem."""
+    return row.get(str(path[-1])) in (None, "", [], {}) and path not in walk.broken
+
+
+def _check_unique(rows: Rows, field: str, seen: set[str], rule: str, text: str, walk: Walk) -> None:
+    for path, row in rows:
+        if (value := row.get(field)) is None:
+            continue
+        if value in seen:
+            walk.add(rule, (*path, field), text.format(value))
+        seen.add(value)
+
+
+def _check_kernel(contract: dict[str, Any], walk: Walk) -> None:
+    if _empty(contract, ("equations",), walk):
+        walk.add("SCHEMA-003", ("equations",), "expected one equation or more, found none")
+    for path, row in _rows(contract, "equations"):
+        if _empty(row, (*path, "formula"), walk):
+            walk.add("SCHEMA-004", (*path, "formula"), "empty")
+    if _empty(contract, ("qa_gate",), walk):
+        walk.add("SCHEMA-013", ("qa_gate",), "none: nothing says when the contract is kept")
+    obligations, tests, kani, ours = (
+        len(contract.get(block, ()))
+        for block in (
+            "proof_obligations",
+            "falsification_tests",
+            "kani_harnesses",
+            "proof_harnesses",
+        )
+    )
+    for count, block in (
+        (obligations, "proof_obligations"),
+        (tests, "falsification_tests"),
+        # The harnesses that run here count as Kani's do upstream.
+        (kani + ours, "kani_harnesses"),
+    ):
+        if not count and (block,) not in walk.broken:
+            walk.add("PROVABILITY-001", (block,), "a kernel has one or more, found none")
+    if tests < obligations:
+        text = f"{tests} tests of {obligations} obligations: expected no fewer tests"
+        walk.add("PROVABILITY-001", ("falsification_tests",), text)
+
+
+def _check_obligation(path: Path, row: dict[str, Any], known: Iterable[str], walk: Walk) -> None:
+    type_ = row.get("type", "invariant")
+    for rule, field, types in ONLY_ON:
+        if field in row and type_ not in types and (*path, "type") not in walk.broken:
+            walk.add(rule, (*path, field), f"only on {' or '.join(types)}, found on {type_}")
+    parent = row.get("parent_contract")
+    if type_ == "subcontract" and parent is not None and parent not in known:
+        text = f"{parent} is not in metadata.depends_on"
+        walk.add("SCHEMA-017", (*path, "parent_contract"), text)
+    for rule, field in (("SCHEMA-021", "na_reason"), ("SCHEMA-022", "na_owner")):
+        if row.get("applies_to") == "not_applicable":
+            if _empty(row, (*path, field), walk):
+                walk.add(rule, (*path, field), "not_applicable, and this is empty")
+        elif field in row:
+            walk.add("SCHEMA-023", (*path, field), "only with applies_to: not_applicable")
+
+
+def check_own(contract: dict[str, Any], walk: Walk) -> None:
+    """Our rules that one file alone can answer: ids, claims, tolerances, what was demoted, planted bugs."""
+    if "verification_summary" in contract:
+        text = "counts written by hand are not read; `engine contracts status` counts"
+        walk.add("W-LVL", ("verification_summary",), text)
+    for path, row in _rows(contract, "kani_harnesses"):
+        if "actually_verified" in row:
+            text = "a verdict written by hand is not read; a receipt says it"
+            walk.add("W-LVL", (*path, "actually_verified"), text)
+    if contract.get("dialect") != DIALECT:
+        return
+    metadata = contract.get("metadata", {})
+    obligations, tests, proofs = (
+        _rows(contract, block)
+        for block in ("proof_obligations", "falsification_tests", "proof_harnesses")
+    )
+    planted = _rows(contract, "qa_gate", "planted")
+    for path, row in [(("metadata",), metadata), *obligations, *tests]:
+        demoted, by = _is_demoted(row), row.get("demoted_by")
+        if (*path, "status") not in walk.broken and demoted != bool(by):
+            text = "demoted: by which finding?" if demoted else "only with status: demoted"
+            walk.add("W-DEMOTE", (*path, "demoted_by"), text)
+    active = [(path, row) for path, row in tests if not _is_demoted(row)]
+    _check_ids(obligations, tests, active, proofs, planted, walk)
+    if _is_demoted(metadata):
+        return  # nothing is claimed any more
+    answered = {id_ for _, row in active for id_ in row.get("obligations", ())}
+    answered |= {row.get("obligation") for _, row in proofs}
+    for path, row in obligations:
+        if _is_demoted(row):
+            continue
+        if "id" in row and row["id"] not in answered:
+            text = f"{row['id']} is claimed, and no active test or proof is of it"
+            walk.add("W-CLAIM", path, text)
+        tolerance, here = row.get("tolerance"), (*path, "tolerance")
+        if isinstance(tolerance, float):
+            walk.add("W-TOL", here, "a bare number: expected value, kind and derivation")
+        elif tolerance is None and row.get("type") in NUMERIC and here not in walk.broken:
+            walk.add("W-TOL", here, f"none, on an obligation of type {row['type']}")
+    caught = {id_ for _, row in planted for id_ in row.get("turns_red", ())}
+    for path, row in active:
+        if "id" in row and row["id"] not in caught:
+            text = f"no planted bug turns {row['id']} red: a test that was never seen to fail"
+            walk.add("W-CTRL", path, text)
+
+
+def _is_demoted(row: dict[str, Any]) -> bool:
+    return row.get("status") == "demoted"
+
+
+def _check_ids(
+    obligations: Rows, tests: Rows, active: Rows, proofs: Rows, planted: Rows, walk: Walk
+) -> None:
+    """Every id is there once, and every id that is named is there."""
+    for path, row in obligations:
+        if _empty(row, (*path, "id"), walk):
+            walk.add("W-REF", (*path, "id"), "an obligation without an id cannot be named")
+    text = "{} is the id of an earlier obligation"
+    _check_unique(obligations, "id", set(), "W-REF", text, walk)
+    for path, row in tests:
+        if not row.get("obligations") and not row.get("demoted_by"):
+            text = "of which obligation is this the test?"
+            walk.add("W-REF", (*path, "obligations"), text)
+    # Receipts are kept by id.
+    taken = {row["id"] for _, row in tests if "id" in row}
+    text = "{} is the id of an earlier test, proof or planted bug"
+    _check_unique([*proofs, *planted], "id", taken, "W-REF", text, walk)
+    for rows, field, targets in (
+        (tests, "obligations", obligations),
+        (proofs, "obligation", obligations),
+        (planted, "turns_red", active),
+    ):
+        known = {row["id"] for _, row in targets if "id" in row}
+        for path, id_ in _named(rows, field):
+            if id_ is not None and id_ not in known:
+                near = nearest(id_, known) if known else ""
+                walk.add("W-REF", path, f"{id_} is not there{near}")
+
+
+def _named(rows: Rows, field: str) -> Iterator[tuple[Path, str | None]]:
+    """The ids, one or a list of them, that a field of each row names."""
+    for path, row in rows:
+        found = row.get(field, ())
+        if isinstance(found, str):
+            yield (*path, field), found
+        else:
+            yield from (((*path, field, i), id_) for i, id_ in enumerate(found))

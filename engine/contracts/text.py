@@ -1,0 +1,83 @@
+"""Contracts in words, the same on every surface: a line of each, and everything of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.contracts.contract import Contract
+from engine.contracts.status import Check, Rank, Status
+from engine.log.text import one_line
+from engine.units import format_seconds
+from engine.verdict import Level
+
+SIGNS = {Level.PASS: "+", Level.FAIL: "!", Level.UNKNOWN: "?"}
+
+
+def summary(status: Status) -> str:
+    """`+ PASS kd-loss-v1: proven, 3h02m old`, with the reason where it does not pass."""
+    level = status.answer.level
+    why = "" if level is Level.PASS else f"; {one_line(str(status.answer))}"
+    age = "never run" if status.age_s is None else f"{_age(status.age_s)} old"
+    reached = status.reached.name.lower()
+    return f"{SIGNS[level]} {level.name} {status.id}: {reached}, {age}{why}"
+
+
+def contract_lines(status: Status) -> Iterator[str]:
+    """All of one contract: its answer, equations, claims, and each check with its last result."""
+    yield f"{status.id}: {status.answer.level.name}"
+    yield f"  {one_line(str(status.answer))}"
+    age = "no receipt yet" if status.age_s is None else f"oldest receipt {_age(status.age_s)} old"
+    yield f"  level {status.reached.name.lower()}, {age}"
+    for problem in status.problems:
+        yield f"  {one_line(problem)}"
+    contract = status.contract
+    if contract is None:
+        return
+    yield f"  {one_line(contract.description)}"
+    stale = [c.answer.text for c in status.checks if c.answer.rank is Rank.WITNESS_STALE]
+    if stale:
+        yield "stale"
+        for text in dict.fromkeys(stale):
+            yield f"  {text}; `engine contracts run {status.id}`"
+        yield f"  bound: {', '.join(contract.binds) or 'nothing'}"
+    yield from _claims(contract)
+    tests = {falsifier.id: falsifier for falsifier in contract.falsifiers}
+    planted = {bug.id: bug for bug in contract.planted}
+    for kind, title in (("test", "falsifiers"), ("proof", "proofs"), ("planted", "planted bugs")):
+        checks = [check for check in status.checks if check.kind == kind]
+        if checks:
+            yield title
+        for check in checks:
+            yield from _check(check)
+            if kind == "test":
+                falsifier = tests[check.id]
+                yield f"      {falsifier.test}"
+                yield f"      if it fails: {one_line(falsifier.if_fails)}"
+                if falsifier.differs:
+                    yield f"      not as published: {one_line(falsifier.differs)}"
+            elif kind == "planted":
+                bug = planted[check.id]
+                yield f"      in {bug.module}; must turn red: {', '.join(bug.turns_red)}"
+
+
+def _claims(contract: Contract) -> Iterator[str]:
+    for title, pairs in (("equations", contract.equations), ("obligations", contract.obligations)):
+        if pairs:
+            yield title
+        yield from (f"  {name}: {one_line(text)}" for name, text in pairs)
+    if contract.demoted or contract.demoted_by:
+        yield "demoted"
+    if contract.demoted_by:
+        yield f"  all of it, by {contract.demoted_by}"
+    yield from (f"  {id_}: {one_line(text)} (by {by})" for id_, text, by in contract.demoted)
+
+
+def _check(check: Check) -> Iterator[str]:
+    answer = check.answer
+    age = "never run" if check.age_s is None else f"{_age(check.age_s)} ago"
+    yield f"  {SIGNS[answer.level]} {check.id}: {answer.level.name.lower()}, {age}; {one_line(answer.text)}"
+    yield f"      {one_line(check.says)}"
+
+
+def _age(age_s: float) -> str:
+    return format_seconds(float(int(age_s)))

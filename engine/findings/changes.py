@@ -1,0 +1,183 @@
+"""Changes of a finding on disk, as `engine why`, the screens and the notebook make them.
+
+Each holds the lock of the finding's folder, so that a shell and a screen may work on the same one, and
+returns what was done in a few words. Evidence is taken before the lock: a command may run for minutes.
+What is refused is raised in the engine's own words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import BadInput
+from engine.findings import whys
+from engine.findings.bundle import LOG, Bundle
+from engine.findings.capture import Blob, Capture
+from engine.findings.finding import Finding, Kind, Says
+from engine.findings.verify import Checked, check_bundle
+
+Take = Callable[[], Capture]
+"""Takes evidence when it is called, be it by running a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    finding: Finding
+    """As it is on disk now."""
+    said: str
+    """What was done, the id of the entry first."""
+    reopened: bool
+    """Whether it was closed before."""
+
+
+def slug_of(text: str) -> str:
+    """A name for a finding, from some words."""
+    words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return words[:48].strip("-") or "finding"
+
+
+def begin(
+    folder: Path, slug: str, claim: str, *, title: str = "", take: Take | None = None
+) -> Bundle:
+    """A new finding in `folder`, with evidence under its first node. Raises BadInput."""
+    finding, blobs = whys.new_finding(slug, claim, title=title), list[Blob]()
+    path = Bundle.path_of(folder, finding)
+    if take is not None and not path.exists():
+        capture = take()
+        finding = whys.link(finding, "n1", capture, relative_to=path)
+        blobs = capture.blobs
+    return Bundle.create(folder, finding, blobs)
+
+
+def add(
+    bundle: Bundle, claim: str, *, why_of: Sequence[str], kind: Kind = "hypothesis", id_: str = ""
+) -> Done:
+    """Add an answer to why `why_of` is so."""
+    return _changed(
+        bundle,
+        lambda f: whys.add_node(f, claim, why_of=why_of, kind=kind, id_=id_),
+        lambda f: f"{f.nodes[-1].id}: why of {', '.join(why_of)}",
+    )
+
+
+def link(
+    bundle: Bundle,
+    node: str,
+    take: Take,
+    *,
+    says: Says = "supports",
+    answers: str = "",
+    outcome: str = "",
+    result: str = "",
+    claim: str = "",
+) -> Done:
+    """Put evidence under a node; with `answers` it is the test of that alternative, with `claim` it goes
+    under a new answer to why the node is so."""
+    bundle.load().node(node)  # before a command is run for nothing
+    if says == "answers" and not (answers and result.strip()):
+        expected = "an alternative and what its test showed"
+        raise BadInput.expected("evidence", node, expected, answers or "neither")
+    capture = take()
+
+    def change(finding: Finding) -> Finding:
+        if claim:
+            finding = whys.add_node(finding, claim, why_of=[node])
+        under = finding.nodes[-1].id if claim else node
+        finding = whys.link(finding, under, capture, says=says, relative_to=bundle.path)
+        if says == "answers":
+            own = finding.node(node).evidence[-1].id
+            finding = whys.answer(finding, answers, outcome=outcome, text=result, evidence=own)
+        return finding
+
+    def said(finding: Finding) -> str:
+        if claim:
+            new = finding.nodes[-1]
+            return f"{new.id}: why of {node}, with {new.evidence[-1].id}"
+        return f"{finding.node(node).evidence[-1].id} {says} {node}"
+
+    return _changed(bundle, change, said, capture.blobs)
+
+
+def refute(bundle: Bundle, node: str, reason: str) -> Done:
+    """Say that a claim is wrong, and why."""
+    return _changed(bundle, lambda f: whys.refute(f, node, reason), lambda _: f"{node}: refuted")
+
+
+def withdraw(bundle: Bundle, entry: str, reason: str) -> Done:
+    """Take back a node, evidence or an alternative, which stays, struck out."""
+    return _changed(
+        bundle, lambda f: whys.withdraw(f, entry, reason), lambda _: f"{entry}: withdrawn"
+    )
+
+
+def suspect(
+    bundle: Bundle,
+    node: str,
+    claim: str,
+    *,
+    test: str,
+    if_true: str,
+    if_false: str,
+    minutes: float | str,
+) -> Done:
+    """Name another explanation and the test that would tell."""
+    try:
+        cost = float(minutes)
+    except ValueError:
+        raise BadInput.expected("alternative", node, "a cost in minutes", repr(minutes)) from None
+
+    asked = {"test": test, "if_true": if_true, "if_false": if_false}
+    return _changed(
+        bundle,
+        lambda f: whys.add_alternative(f, node, claim, **asked, minutes=cost),
+        lambda f: f"{f.node(node).alternatives[-1].id}: alternative to {node}",
+    )
+
+
+def answer(bundle: Bundle, alternative: str, outcome: str, text: str, *, evidence: str) -> Done:
+    """What the test of an alternative showed, by evidence that is linked already."""
+    return _changed(
+        bundle,
+        lambda f: whys.answer(f, alternative, outcome=outcome, text=text, evidence=evidence),
+        lambda _: f"{alternative}: {outcome}",
+    )
+
+
+def close(bundle: Bundle, *, unresolved: str = "", text: str = "") -> Done:
+    """Close as root cause, or as unresolved for a reason. Raises CannotClose with the rules that stand
+    against it, and BadInput for a bundle that is not sound."""
+    known = _sound(bundle).problems
+    outcome = "unresolved" if unresolved else "root cause"
+    return _changed(
+        bundle,
+        lambda f: whys.close(f, unresolved=unresolved, text=text, known=known),
+        lambda f: f"{f.slug}: closed, {outcome}",
+    )
+
+
+def export(bundle: Bundle, to: Path | None = None) -> Bundle:
+    """Enter it into LOG.md; with `to`, copy it into that evidence folder first. Raises BadInput for a
+    bundle that is not sound."""
+    # An entry that LOG.md has of it is made again, so it need not fit.
+    _sound(bundle, but=LOG)
+    return bundle.export(to)
+
+
+def _sound(bundle: Bundle, but: str = "") -> Checked:
+    checked = check_bundle(bundle)
+    if faults := [fault for fault in checked.faults if fault.where != but]:
+        raise BadInput.expected("finding", bundle.path, "a sound bundle", str(faults[0]))
+    return checked
+
+
+def _changed(
+    bundle: Bundle,
+    change: Callable[[Finding], Finding],
+    said: Callable[[Finding], str],
+    blobs: Iterable[Blob] = (),
+) -> Done:
+    before, done = bundle.change(lambda finding: (change(finding), blobs))
+    return Done(done, said(done), before.closed is not None and done.closed is None)

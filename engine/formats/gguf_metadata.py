@@ -1,0 +1,329 @@
+"""The configuration of a model, between GGUF metadata and a Hugging Face `config.json`.
+
+    GGUF, after `<architecture>.`          config.json
+    block_count                            num_hidden_layers
+    embedding_length                       hidden_size
+    feed_forward_length                    intermediate_size
+    context_length                         max_position_embeddings
+    attention.head_count                   num_attention_heads
+    attention.head_count_kv                num_key_value_heads      (absent: as many as heads)
+    attention.key_length                   head_dim                 (absent: width / heads)
+    attention.layer_norm_rms_epsilon       rms_norm_eps
+    rope.freq_base                         rope_theta
+    rope.scaling.*                         rope_parameters          (linear, yarn)
+    tokenizer.ggml.{bos,eos,padding}_token_id   bos_token_id, eos_token_id, pad_token_id
+
+Not in the metadata: whether the head is tied (there is no `output.weight`) and how many tokens
+there are (the rows of `token_embd.weight`). Llama 3.1's scaled rotary positions are a tensor,
+`rope_freqs.weight`; whoever loads the model turns it into numbers.
+
+GGUF stores reals as fp32. 1e-6 comes back as 9.99999997e-07; `read_config` answers with the
+shortest decimal that is the same fp32 number, so a configuration survives the way there and back.
+
+An architecture is a row of `engine.models.families`. Another one is refused by name (GG17), and so is
+a mixture of experts under the name `llama`.
+
+**The vocabulary**: whether the arrays of tokens fit each other and the embedding. Only types and counts are
+looked at, which takes no time; texts are read by `engine.formats.gguf_tokenizer`.
+
+    tokenizer.ggml.tokens         STRING    one text for each row of `token_embd.weight`
+    tokenizer.ggml.token_type     INT32     one for each token: see `TokenType`
+    tokenizer.ggml.scores         FLOAT32   one for each token
+    tokenizer.ggml.merges         STRING    "left right", in order of rank
+    tokenizer.ggml.*_token_id     UINT32    the id of a token with a role
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NoReturn
+
+from engine.errors import WeightsError
+from engine.formats.gguf_values import (
+    LARGEST_REAL,
+    GgufMetadata,
+    GgufValue,
+    ValueType,
+    quoted,
+    refuse,
+)
+from engine.formats.weights import TensorInfo
+from engine.models.families import ACTIVATION, EMBEDDING, FAMILIES, HEAD, Family
+
+_COUNTS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+}
+_YARN = {
+    "rope.scaling.attn_factor": "attention_factor",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+TOKENS = "tokenizer.ggml.tokens"
+TOKEN_TYPES = "tokenizer.ggml.token_type"
+SCORES = "tokenizer.ggml.scores"
+MERGES = "tokenizer.ggml.merges"
+ENDS = ("eos", "eot", "eom")
+"""Roles of tokens that end a text; the first is the one a model is asked to stop at."""
+
+_ELEMENTS = {
+    TOKENS: ValueType.STRING,
+    TOKEN_TYPES: ValueType.INT32,
+    SCORES: ValueType.FLOAT32,
+    MERGES: ValueType.STRING,
+}
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    """Special: `<|im_start|>`."""
+    USER_DEFINED = 4
+    """Found in text before it is split, but not special."""
+    UNUSED = 5
+    """Fills a row of the embedding that no token has: `[PAD151937]`."""
+    BYTE = 6
+
+
+def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """What a Hugging Face `config.json` of this model says. Raises `WeightsError` GG17, GG18."""
+    family = _family(metadata)
+    reader = _Reader(metadata, family.name)
+    config: dict[str, Any] = {
+        "architectures": [family.hf_class],
+        "model_type": family.name,
+        "hidden_act": ACTIVATION,
+        **{hf: reader.count(key) for key, hf in _COUNTS.items()},
+    }
+    heads = config["num_attention_heads"]
+    config["num_key_value_heads"] = reader.count("attention.head_count_kv", heads)
+    config["head_dim"] = reader.count("attention.key_length", config["hidden_size"] // heads)
+    config["rms_norm_eps"] = reader.real("attention.layer_norm_rms_epsilon")
+    config["rope_theta"] = reader.real("rope.freq_base", 10_000.0)
+    config["rope_parameters"] = {
+        "rope_theta": config["rope_theta"],
+        **_rope_scaling(reader, config["head_dim"]),
+    }
+    if window := reader.get("attention.sliding_window"):
+        config |= {"sliding_window": window, "use_sliding_window": True}
+    if family.gguf_biases:
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    config["vocab_size"] = _vocab_size(reader, tensors)
+    config["tie_word_embeddings"] = HEAD.gguf not in tensors
+    ends = [end for end in (token_id(metadata, name) for name in ENDS) if end is not None]
+    ends = list(dict.fromkeys(ends))
+    config["bos_token_id"] = token_id(metadata, "bos")
+    config["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
+    if (padding := token_id(metadata, "padding")) is not None:
+        config["pad_token_id"] = padding
+    return config
+
+
+def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufValue]:
+    """The metadata that says what a `config.json` says; `where` names it in errors.
+
+    Each number is checked for its kind, and none against the others: they are those of a model
+    that runs.
+    """
+    arch = config.get("model_type")
+    family = FAMILIES.get(arch) if isinstance(arch, str) else None
+    if family is None:
+        _refuse_config(where, f"a model_type of {', '.join(FAMILIES)}", arch)
+    heads = config.get("num_attention_heads")
+    shared = config.get("num_key_value_heads")
+    head_dim = config.get("head_dim")
+    if head_dim is None and type(heads) is int and type(config.get("hidden_size")) is int and heads:
+        head_dim = config["hidden_size"] // heads
+    counts: dict[str, Any] = {key: config.get(hf) for key, hf in _COUNTS.items()}
+    counts |= {
+        "attention.head_count_kv": heads if shared is None else shared,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "vocab_size": config.get("vocab_size"),
+    }
+    if family.gguf_rope_dimension:
+        counts["rope.dimension_count"] = head_dim
+    nested = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    reals: dict[str, Any] = {
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "rope.freq_base": nested.get("rope_theta", config.get("rope_theta")),
+    }
+    values: dict[str, GgufValue] = {}
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind in ("linear", "yarn"):
+        values[f"{arch}.rope.scaling.type"] = GgufValue(type=ValueType.STRING, value=kind)
+        reals["rope.scaling.factor"] = nested.get("factor")
+        if kind == "yarn":
+            length = nested.get("original_max_position_embeddings")
+            counts["rope.scaling.original_context_length"] = length
+            reals |= {key: nested[hf] for key, hf in _YARN.items() if nested.get(hf) is not None}
+    elif kind not in ("default", "llama3"):
+        _refuse_config(where, "rotary positions of default, linear, yarn or llama3", kind)
+    values |= {f"{arch}.{key}": uint32(number, key, where) for key, number in counts.items()}
+    for key, number in reals.items():
+        if type(number) not in (int, float) or not 0 < number < LARGEST_REAL:
+            _refuse_config(where, f"{key} between 0 and {LARGEST_REAL:g}", number)
+        values[f"{arch}.{key}"] = GgufValue(type=ValueType.FLOAT32, value=float(number))
+    ends = config.get("eos_token_id")
+    roles = dict(zip(ENDS, ends if isinstance(ends, list) else [ends], strict=False))
+    roles |= {"bos": config.get("bos_token_id"), "padding": config.get("pad_token_id")}
+    for name, number in roles.items():
+        if number is not None:
+            key = f"tokenizer.ggml.{name}_token_id"
+            values[key] = uint32(number, key, where)
+    return values
+
+
+def shortest_decimal(real: float) -> float:
+    """The number of fewest digits that is stored as the same fp32 number."""
+    stored = struct.pack("<f", real)
+    shorter = (float(f"{real:.{digits}g}") for digits in range(1, 9))
+    return next((one for one in shorter if struct.pack("<f", one) == stored), real)
+
+
+def uint32(number: Any, key: str, where: object) -> GgufValue:
+    """A count or an id to write, as the type that other readers insist on."""
+    if type(number) is not int or not 0 <= number < 2**32:
+        _refuse_config(where, f"{key} from 0 to 2^32 - 1", number)
+    return GgufValue(type=ValueType.UINT32, value=number)
+
+
+class _Reader:
+    """Values of one architecture, each checked for its kind. Raises `WeightsError` GG17."""
+
+    def __init__(self, metadata: GgufMetadata, arch: str) -> None:
+        self.metadata = metadata
+        self.arch = arch
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(f"{self.arch}.{key}")
+
+    def count(self, key: str, absent: int | None = None) -> int:
+        """An integer from 1; one for each layer is taken when all are the same."""
+        found = self.get(key)
+        if isinstance(found, list) and len(set(found)) == 1:
+            found = found[0]
+        if found is None and absent is not None:
+            return absent
+        if type(found) is not int or not 1 <= found < 2**31:
+            self.refuse(key, "an integer from 1 to 2^31 - 1", found)
+        return found
+
+    def real(self, key: str, absent: float | None = None) -> float:
+        found = self.get(key)
+        if found is None and absent is not None:
+            return absent
+        if type(found) is not float or not 0 < found < LARGEST_REAL:
+            self.refuse(key, f"a number between 0 and {LARGEST_REAL:g}", found)
+        return shortest_decimal(found)
+
+    def refuse(self, key: str, expected: str, found: object) -> NoReturn:
+        where = f"{self.metadata.path}, key {quoted(f'{self.arch}.{key}')}"
+        refuse("GG17", where, expected, "none" if found is None else f"{found!r:.80}")
+
+
+def _family(metadata: GgufMetadata) -> Family:
+    where = f'{metadata.path}, key "general.architecture"'
+    known = f"one of {', '.join(FAMILIES)}"
+    found = metadata.get("general.architecture")
+    if found is None:
+        refuse("GG17", where, known, "none", "the file may hold no model, or only part of one")
+    if not isinstance(found, str) or found not in FAMILIES:
+        refuse("GG17", where, known, f"{found!r:.80}, which is not supported")
+    experts = metadata.get(f"{found}.expert_count")
+    if experts:
+        refuse("GG17", where, known, f"{found} with {experts!r:.40} experts, not supported")
+    return FAMILIES[found]
+
+
+def _rope_scaling(reader: _Reader, head_dim: int) -> dict[str, Any]:
+    """What `rope_parameters` says beside the base."""
+    kind = reader.get("rope.scaling.type")
+    found: dict[str, Any] = {"rope_type": "default"}
+    if kind in ("linear", "yarn"):
+        found = {"rope_type": kind, "factor": reader.real("rope.scaling.factor")}
+        if kind == "yarn":
+            length = reader.count("rope.scaling.original_context_length")
+            found["original_max_position_embeddings"] = length
+            present = {key: hf for key, hf in _YARN.items() if reader.get(key) is not None}
+            found |= {hf: reader.real(key) for key, hf in present.items()}
+    elif kind not in (None, "none"):
+        reader.refuse("rope.scaling.type", "none, linear or yarn", kind)
+    turned = reader.count("rope.dimension_count", head_dim)
+    if turned != head_dim:
+        found["partial_rotary_factor"] = turned / head_dim
+    return found
+
+
+def _vocab_size(reader: _Reader, tensors: Mapping[str, TensorInfo]) -> int:
+    """Rows of the embedding; what the metadata says only where there is none."""
+    if EMBEDDING.gguf in tensors:
+        return tensors[EMBEDDING.gguf].shape[0]
+    tokens = reader.metadata.entry(TOKENS)
+    return reader.count("vocab_size", None if tokens is None else tokens.count)
+
+
+def _refuse_config(where: object, expected: str, found: object) -> NoReturn:
+    raise WeightsError.expected(
+        "model configuration for GGUF",
+        where,
+        expected,
+        "none" if found is None else f"{found!r:.80}",
+    )
+
+
+def check_vocabulary(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Refuses tokenizer arrays of a wrong type or length (GG08, GG18); answers warnings."""
+    for key, element in _ELEMENTS.items():
+        entry = metadata.entry(key)
+        if entry is not None and entry.element is not element:
+            found = (
+                entry.type.name if entry.element is None else f"an array of {entry.element.name}"
+            )
+            where = f"{metadata.path} @{entry.start}"
+            refuse("GG08", where, f"{key} as an array of {element.name}", found)
+    tokens = metadata.entry(TOKENS)
+    if tokens is None:
+        return []
+    for key in (SCORES, TOKEN_TYPES):
+        entry = metadata.entry(key)
+        if entry is not None and entry.count != tokens.count:
+            where = f"{metadata.path} @{entry.start}"
+            refuse("GG08", where, f"{key} for {tokens.count:,} tokens", f"{entry.count:,}")
+    embedding = tensors.get(EMBEDDING.gguf)
+    if embedding is not None and tokens.count != embedding.shape[0]:
+        refuse(
+            "GG18",
+            f"{metadata.path}, tensor {quoted(EMBEDDING.gguf)}",
+            f"a row for each token of the tokenizer, {tokens.count:,}",
+            f"{embedding.shape[0]:,} rows",
+            "the tokenizer may be that of another model",
+        )
+    return [
+        f"{metadata.path}: {key} {metadata[key]!r:.40} is ignored: {tokens.count:,} tokens"
+        for key in metadata
+        if key.startswith("tokenizer.ggml.")
+        and key.endswith("_token_id")
+        and not _is_token(metadata[key], tokens.count)
+    ]
+
+
+def token_id(metadata: GgufMetadata, name: str) -> int | None:
+    """The id of a token with a role: bos, eos, padding. None when it has no token."""
+    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    tokens = metadata.entry(TOKENS)
+    fits = _is_token(found, tokens.count if tokens is not None else 2**31)
+    return found if fits else None
+
+
+def _is_token(number: object, count: int) -> bool:
+    return type(number) is int and 0 <= number < count

@@ -1,0 +1,127 @@
+"""Files written whole or not at all, tensor by tensor.
+
+A GGUF or .apr file lists its tensors before their data, and an iterable of tensors tells them one at a
+time, each perhaps quantized only then. So the data goes to an unnamed temporary file beside the target
+(`TensorData`), what stands before it is made when the last tensor has been seen, and the data is copied
+behind it. Host memory peaks at one tensor; the disk holds the data twice while it is copied.
+
+The file appears under its name only when all of it is on the disk. Nothing is ever overwritten, and
+a write that fails leaves nothing behind (a killed one: the partial file).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from engine.errors import BadInput, DiskFull, WeightsError
+from engine.signals import partial_output
+
+if TYPE_CHECKING:
+    import torch
+
+COPY_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A tensor in the data file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+class TensorData:
+    """Tensors one after the other in a file, each padded to `alignment`."""
+
+    def __init__(self, file: IO[bytes], alignment: int) -> None:
+        self.tensors: dict[str, Placed] = {}
+        self._file, self._alignment, self._end = file, alignment, 0
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], raw: memoryview) -> None:
+        padding = -len(raw) % self._alignment
+        self._file.write(raw)
+        self._file.write(bytes(padding))
+        self.tensors[name] = Placed(dtype=dtype, shape=shape, offset=self._end, bytes=len(raw))
+        self._end += len(raw) + padding
+
+    def pieces(self) -> Iterator[bytes]:
+        """What was written, from the beginning."""
+        self._file.seek(0)
+        while piece := self._file.read(COPY_BYTES):
+            yield piece
+
+
+@contextmanager
+def new_file(path: Path, partial: Path, alignment: int) -> Iterator[tuple[IO[bytes], TensorData]]:
+    """A file to write, under the name `partial`, and where its tensors wait. It becomes `path` when all
+    of it is on the disk, and is gone when anything fails. Raises `WeightsError`, `DiskFull`."""
+    if os.path.lexists(path):
+        raise unwritable(path, FileExistsError(errno.EEXIST, "exists"))
+    try:
+        file = partial.open("xb")
+    except FileExistsError as error:
+        hint = "remove it if no other process is writing there"
+        raise WeightsError.expected(
+            "weights to write", partial, "nothing at that path", "something", hint=hint
+        ) from error
+    except OSError as error:
+        raise unwritable(path, error) from error
+    try:
+        with partial_output(partial), file, tempfile.TemporaryFile(dir=path.parent) as data:
+            yield file, TensorData(data, alignment)
+            file.flush()
+            os.fsync(file.fileno())
+            _publish(partial, path)
+            fsync_folder(path.parent)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _publish(partial: Path, path: Path) -> None:
+    """Gives a finished file its name, unless something has that name by now."""
+    try:
+        os.link(partial, path)  # unlike a rename, it never replaces
+        partial.unlink()
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        # A file system without hard links: exFAT, some network shares.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+        partial.rename(path)
+
+
+def unwritable(path: Path, error: OSError) -> BadInput:
+    """The error to raise for a write that the system refused: `DiskFull` or `WeightsError`."""
+    reason = str(error.strerror)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull.expected("weights to write", path, "room for them", reason)
+    if isinstance(error, FileExistsError):
+        return WeightsError.expected("weights to write", path, "nothing at that path", "something")
+    return WeightsError.expected("weights to write", path, "a path that can be written", reason)
+
+
+def fsync_folder(path: Path) -> None:
+    """Makes a new or renamed entry of a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def tensor_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> memoryview:
+    """The bytes of a tensor in row-major order, in host memory, cast to `dtype` if given."""
+    import torch
+
+    flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

@@ -1,0 +1,703 @@
+"""Every setting that a run chooses for itself where the user does not: one row each, with its chooser.
+
+    KNOBS["student.compile"].decide(facts)      a Decision: the choice, its reason, what was rejected and why
+
+A chooser is pure: `choose(wanted, *, fact, fact, ...)`. The names of its keywords are the facts that it looks at,
+and are looked up in whatever knows the run (`engine.plan.run_plan.RunFacts`); what must be computed for one
+decision, such as the bytes that a run needs either way, is given with it. What a setting may be and what
+it means is in `engine.spec.sections`. Choosers of what is known before a spec's models are (device, allocator,
+threads) are further down, in `engine.runtime.device` and `engine.machine`.
+
+To add one: the setting in its section, a chooser and its row here, and whoever acts on the choice.
+
+The sums behind them: what compiling a student saves was measured for Qwen2.5-0.5B's shape, 8 x 1024 tokens, on
+one H200: forward and backward take 47 ms compiled and 63 ms eager, both packed. That is memory traffic,
+which grows with tokens and weights, so the saving is scaled by their product; a slower GPU saves more. For a
+teacher of Qwen2.5-7B's shape in bf16 it is 178.1 ms eager and 156.6 ms compiled, scaled by tokens,
+layers and their columns (model and feed-forward width).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from engine.decision import SET_BY_USER, Decision, decide
+from engine.errors import BadInput
+from engine.machine.allocator import choose_allocator
+from engine.machine.threads import choose_thread_wait
+from engine.models.attention import LEAST_CAPABILITY, MOST_HEAD_DIM
+from engine.models.config import ModelConfig, count_parameters
+from engine.models.packed_size import without_blocks
+from engine.runtime.device import choose_device, choose_precision, choose_threads
+from engine.spec import Option, options
+from engine.spec.divergences import DIVERGENCES, fused_divergences
+from engine.units import format_bytes, format_count, format_seconds
+
+Capability = tuple[int, int] | None
+"""Compute capability of the GPU; None on a CPU."""
+
+KERNEL_CAPABILITY = (8, 0)
+"""The first compute capability that our kernels compile for."""
+TF32_CAPABILITY = (8, 0)
+"""The first with tf32 products."""
+FP8_CAPABILITY = (8, 9)
+"""The first with products of 8-bit floats."""
+COMPILE_S = 15.0
+"""One layer, forward and backward, with nothing in a cache, and the comparison after it: 8 s on 16 cores."""
+SAVED_S_PER_TOKEN_AND_WEIGHT = 15.3e-3 / 8192 / 358e6
+TEACHER_COMPILE_S = 10.0
+"""One layer, forward alone: 3 to 5 s on the machine of an H200, and the comparison."""
+SAVED_S_PER_TOKEN_AND_COLUMN = 21.5e-3 / 8192 / (28 * (3584 + 18944))
+SAVED_S_PER_LAYER = 2.2e-3 / 24
+"""Of a step, whatever its tokens: the gaps between some 70 kernels, compiled, on one H200."""
+PREFETCH_GAIN = "0.5 % of a step (7B teacher, 0.5B student, 8 x 1024 tokens on an H200)"
+SHARDED_FROM_BYTES = 16 * 2**30
+"""Of one checkpoint: 12 bytes a parameter. Under it, gathering it on the first rank takes seconds."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    key: str
+    """Its section and name in a spec."""
+    choose: Callable[..., Decision]
+    """Called with the value that the user wants (`auto` or 0 where the engine is to choose) and its facts."""
+    known_as: tuple[tuple[str, str], ...] = ()
+    """Facts that the run knows by another name than the chooser."""
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What the choice depends on."""
+        return tuple(inspect.signature(self.choose).parameters)[1:]
+
+    @cached_property
+    def option(self) -> Option:
+        """Its values, its default and what it means."""
+        return next(option for option in options() if option.key == self.key)
+
+    def decide(self, known: Any, **computed: Any) -> Decision:
+        """The choice for a run of which `known` has a `spec` and the facts, as attributes; those that are
+        `computed` for this decision go before."""
+        names = dict(self.known_as)
+        found = {
+            fact: computed[fact] if fact in computed else getattr(known, names.get(fact, fact))
+            for fact in self.facts
+        }
+        return self.choose(known.spec.value(self.key), **found)
+
+
+# How layers are run
+
+
+def choose_compile(
+    wanted: str,
+    *,
+    device: str,
+    has_compiler: bool,
+    steps: int,
+    tokens_per_step: int,
+    layer_weights: int,
+) -> Decision:
+    """Whether layers are compiled. `steps` are those of the whole run, so that a resumed run decides
+    as it did; `has_compiler` says whether torch.compile can make code for the device here.
+
+    Raises BadInput for `on` where it cannot run.
+    """
+    saved_s = steps * tokens_per_step * layer_weights * SAVED_S_PER_TOKEN_AND_WEIGHT
+    return _compile(
+        "student.compile",
+        wanted,
+        device=device,
+        lacks=None if has_compiler else "a run that can be compiled",
+        hint="--set student.compile=off",
+        pays=saved_s >= COMPILE_S,
+        sums=_compile_sums(steps, tokens_per_step, saved_s, COMPILE_S),
+    )
+
+
+def choose_teacher_compile(
+    wanted: str,
+    *,
+    config: ModelConfig,
+    device: str,
+    precision: str,
+    has_compiler: bool,
+    steps: int,
+    tokens_per_step: int,
+) -> Decision:
+    """Whether the teacher's layers are compiled, otherwise as `choose_compile`. Raises BadInput for `on`
+    where they cannot be.
+    """
+    columns = config.num_hidden_layers * (config.hidden_size + config.intermediate_size)
+    saved_s = steps * tokens_per_step * columns * SAVED_S_PER_TOKEN_AND_COLUMN
+    sums = _compile_sums(steps, tokens_per_step, saved_s, TEACHER_COMPILE_S)
+    if precision == "fp8":
+        sums = "as written, rounding activations to 8 bits takes longer than it saves"
+    return _compile(
+        "teacher.compile",
+        wanted,
+        device=device,
+        lacks=None if has_compiler else "a compiler",
+        hint="`--set teacher.compile=off` needs none",
+        pays=precision == "fp8" or saved_s >= TEACHER_COMPILE_S,
+        sums=sums,
+    )
+
+
+def _compile(
+    knob: str, wanted: str, *, device: str, lacks: str | None, hint: str, pays: bool, sums: str
+) -> Decision:
+    """`lacks` is what there would have to be, and is not."""
+    why_not = None
+    refused = {}
+    if lacks is not None:
+        why_not = "torch.compile finds no compiler for this device (Triton on a GPU, g++ on a CPU)"
+        refused = {"on": (lacks, why_not, hint)}
+    elif device != "cuda":
+        why_not = "on a CPU the products are most of the time, and they stay as they are"
+    elif not pays:
+        why_not = sums
+    return decide(
+        knob,
+        wanted,
+        "off" if why_not else "on",
+        why_not or sums,
+        against={
+            "off": why_not or "more kernels and more memory traffic",
+            "on": why_not or sums,
+        },
+        refused=refused,
+    )
+
+
+def _compile_sums(steps: int, tokens: int, saved_s: float, costs_s: float) -> str:
+    return (
+        f"{format_count(steps)} steps of {format_count(tokens)} tokens save about "
+        f"{format_seconds(saved_s)}, compiling costs about {format_seconds(costs_s)}"
+    )
+
+
+def choose_graphs(
+    wanted: str,
+    *,
+    device: str,
+    packed: bool,
+    checkpointing: bool,
+    accumulation: int,
+    ranks: int,
+    allocator: str,
+    layers: int,
+    needed_bytes: int,
+    given_bytes: int,
+) -> Decision:
+    """Whether the student's layers are launched as CUDA graphs (`engine.train.cuda_graphs`).
+    `needed_bytes` is what the run needs then, `given_bytes` what it needs without. Raises BadInput for
+    `on` where it cannot be.
+    """
+    knob = "student.graphs"
+    hindrances = {
+        "a CPU has none": device != "cuda",
+        "layers of several GPUs wait for each other between kernels": ranks > 1,
+        "the gradients of a graph are overwritten by its next launch, so nothing accumulates": (
+            accumulation > 1
+        ),
+        "only packed attention is captured": not packed,
+        "layers that make their activations again are not captured": checkpointing,
+        f"a graph's memory is native, and this run's is {allocator}": allocator != "native",
+    }
+    hindrance = next((text for text, holds in hindrances.items() if holds), None)
+    refused = {}
+    if hindrance is not None:
+        refused = {"on": ("a run whose layers can be captured", hindrance, f"--set {knob}=off")}
+    what = (
+        f"a step is about {format_seconds(layers * SAVED_S_PER_LAYER)} shorter, and the run needs "
+        f"{format_bytes(needed_bytes)} in the place of {format_bytes(given_bytes)}"
+    )
+    return decide(
+        knob,
+        wanted,
+        "off",
+        hindrance or f"with it {what}",
+        against={
+            "off": "a gap before each of some thousand kernels",
+            "on": hindrance or what,
+        },
+        refused=refused,
+    )
+
+
+def give_up_graphs(step: int, why: str) -> Decision:
+    """Layers launched one by one from `step` on, because they could not be captured."""
+    return Decision(
+        knob="student.graphs",
+        choice="off",
+        reason=f"from step {step} on, layers are launched one by one, which computes the same",
+        rejected=(("on", f"they could not be captured: {why}"),),
+    )
+
+
+def choose_attention(
+    knob: str,
+    wanted: str,
+    *,
+    config: ModelConfig,
+    device: str,
+    precision: str,
+    capability: Capability,
+) -> Decision:
+    """Packed or masked, for `student.attention` or `teacher.attention`.
+
+    Raises BadInput for `packed` where no kernel is.
+    """
+    heads = config.head_dim
+    why_not = None
+    if device != "cuda" or capability is None:
+        why_not = "a CPU has no kernel for packed documents"
+    elif capability < LEAST_CAPABILITY:
+        why_not = f"needs compute capability {_dotted(LEAST_CAPABILITY)}, this GPU has {_dotted(capability)}"
+    elif precision not in ("bf16", "fp8"):
+        why_not = f"its kernel takes bf16, and products are in {precision}"
+    elif heads > MOST_HEAD_DIM or heads % 8:
+        why_not = f"its kernel takes heads of up to {MOST_HEAD_DIM} in multiples of 8, here they have {heads}"
+    refused = {}
+    if why_not is not None:
+        refused = {"packed": ("a GPU and a model that have it", why_not, f"--set {knob}=masked")}
+    return decide(
+        knob,
+        wanted,
+        "masked" if why_not else "packed",
+        why_not
+        or "each document attends by itself: no mask, and no work that is hidden afterwards",
+        against={
+            "masked": "reads a mask in each layer and computes what it hides",
+            "packed": why_not or "the same but for rounding, and faster",
+        },
+        refused=refused,
+    )
+
+
+def choose_prefetch(wanted: str, *, device: str) -> Decision:
+    """Whether the teacher begins with the next batch while the optimizer steps."""
+    if device != "cuda":
+        why_not = "a CPU has one queue of work: nothing would run beside anything"
+    else:
+        why_not = f"measured gain: {PREFETCH_GAIN}; its temporaries serve nothing else"
+    return decide(
+        "teacher.prefetch", wanted, "off", why_not, against={"off": why_not, "on": why_not}
+    )
+
+
+# Which kernels
+
+
+def choose_loss_kernel(
+    wanted: str, *, device: str, capability: Capability, has_triton: bool, divergence: str
+) -> Decision:
+    """Which form of the loss. Raises BadInput for `fused` where it cannot run."""
+    lacks = _lacks_for_kernels(device, capability, has_triton)
+    if lacks is None and not DIVERGENCES[divergence].fused:
+        lacks = f"loss.divergence {' or '.join(fused_divergences())}", divergence
+    fused = "everything between the products in one kernel, which reads each logit once from memory"
+    eager = "the same in plain torch, in about ten passes over the logits"
+    anywhere = "plain torch runs anywhere"
+    return _fused_or("loss.kernel", wanted, lacks, fused, {"eager": eager}, anywhere, fused)
+
+
+def choose_update(
+    wanted: str, *, device: str, capability: Capability, has_triton: bool, ranks: int
+) -> Decision:
+    """What makes an update of gradients. Raises BadInput for `fused` where it cannot run."""
+    lacks = _lacks_for_kernels(device, capability, has_triton)
+    if lacks is None and ranks > 1:
+        lacks = "weights that one GPU has whole", f"weights shared out over {ranks} ranks"
+    fused = "norm, clipping and AdamW read and write each number once"
+    torchs = "torch's passes over gradients and weights"
+    anywhere = "torch's own runs anywhere"
+    return _fused_or(
+        "train.update", wanted, lacks, fused, {"torch": torchs}, anywhere, "set by hand"
+    )
+
+
+def _lacks_for_kernels(
+    device: str, capability: Capability, has_triton: bool
+) -> tuple[str, str] | None:
+    """What our kernels need and what there is instead; None where they run."""
+    if device != "cuda" or capability is None:
+        return "a GPU", "a CPU"
+    if capability < KERNEL_CAPABILITY:
+        needed = f"a GPU of compute capability {_dotted(KERNEL_CAPABILITY)} or later"
+        return needed, f"compute capability {_dotted(capability)}"
+    return None if has_triton else ("triton", "none installed")
+
+
+def _fused_or(
+    knob: str,
+    wanted: str,
+    lacks: tuple[str, str] | None,
+    fused: str,
+    plain: dict[str, str],
+    anywhere: str,
+    unwanted: str,
+) -> Decision:
+    """Our kernel, which is `fused`, or the one `plain` form, which runs `anywhere`. `lacks` is what the kernel
+    needs and what there is instead; `unwanted`: why not, where it could run and the user set the other."""
+    (name,) = plain
+    reasons, against, refused = {"fused": fused, **plain}, {"fused": unwanted, **plain}, {}
+    if lacks is not None:
+        reasons[name] = anywhere
+        against["fused"] = "needs {}; here is {}".format(*lacks)
+        refused["fused"] = (*lacks, f"`--set {knob}=auto` runs with any")
+    best = "fused" if lacks is None else name
+    return decide(knob, wanted, best, reasons, against=against, refused=refused, explained=True)
+
+
+def choose_kernel(
+    wanted: str, *, device: str, tokens: int, fused_up_to: int, most: int
+) -> Decision:
+    """How a quantized teacher multiplies `tokens` rows.
+
+    `fused_up_to` is the measured number of rows up to which multiplying out of the blocks is faster
+    than making them dense first; `most` is what the fused kernels can take at all. Each product goes
+    by its own shape; the reason is of the largest. Raises BadInput for `fused` where it cannot run.
+    """
+    knob, refused = "teacher.kernel", {}
+    why = f"{tokens} rows in a forward pass, and fused products are faster up to {fused_up_to}"
+    if device != "cuda":
+        refused = {"fused": ("a GPU", "a CPU", f"`--set {knob}=auto` runs anywhere")}
+        why = "on a CPU blocks are made dense before a product"
+    elif tokens > most:
+        refused = {
+            "fused": (
+                f"at most {most} rows in a forward pass",
+                f"{tokens}: train.rows x data.seq_len",
+                f"`--set {knob}=auto` makes blocks dense where there are more",
+            )
+        }
+    return decide(
+        knob,
+        wanted,
+        "fused" if device == "cuda" and tokens <= fused_up_to else "dequantize",
+        why,
+        against={
+            "fused": why,
+            "dequantize": why if device != "cuda" else "reads more for so few rows",
+        },
+        refused=refused,
+        explained=True,
+    )
+
+
+# The teacher's arithmetic and form
+
+
+def choose_teacher_precision(wanted: str, *, device: str, capability: Capability) -> Decision:
+    """As the student's, and tf32 and fp8, which teachers alone have. Raises BadInput where there are no
+    such products.
+    """
+    knob = "teacher.precision"
+    least = {"tf32": TF32_CAPABILITY, "fp8": FP8_CAPABILITY}.get(wanted)
+    if least is None:
+        return choose_precision(knob, wanted, device)
+    if device != "cuda" or capability is None or capability < least:
+        found = "a CPU" if capability is None else f"compute capability {_dotted(capability)}"
+        raise BadInput.expected(
+            knob,
+            wanted,
+            f"a GPU of compute capability {_dotted(least)} or later",
+            found,
+            hint="teacher.precision=fp32 is exact and runs anywhere",
+        )
+    rejected = {
+        "tf32": (("fp32", "exact products, slower"), ("bf16", "half of the memory, rounded more")),
+        "fp8": (("bf16", "rounded less, 1.6 times the time and twice the memory of the layers"),),
+    }
+    measured = "what it costs is measured on held-out rows (check teacher_fp8_within_noise_floor)"
+    return Decision(
+        knob=knob,
+        choice=wanted,
+        reason=measured if wanted == "fp8" else SET_BY_USER,
+        rejected=rejected[wanted],
+        overridden=True,
+    )
+
+
+# contract: apr-distill-teacher-backend-selection-v1
+def choose_backend(
+    wanted: str,
+    *,
+    config: ModelConfig | None,
+    quantised_blocks: bool,
+    dense_bytes: int,
+    packed_bytes: int | None,
+    available_bytes: int | None,
+    precision: str = "bf16",
+    stored: str | None = None,
+) -> Decision:
+    """`config` is the teacher's, None where there is none to use; `precision` its arithmetic. `stored`
+    says in words what there is of its outputs, where they are to be read and not computed.
+
+    `dense_bytes` and `packed_bytes` are what the whole run needs at its peak with either teacher,
+    `packed_bytes` None where the file has no blocks or nobody knows. Dense weights are the faster,
+    so `auto` takes them where they fit in `available_bytes`. Where neither fits, `auto` still names
+    a backend: refusing a run for its memory is the budget's part.
+
+    Weights in 8-bit floats are dense ones of a byte each: fp8 and `quantized` exclude each other.
+
+    Raises BadInput for `quantized` of a file without blocks, and of one in fp8.
+    """
+    if config is None:
+        why = "switched off by the user" if wanted == "none" else "no teacher.path is given"
+        return Decision(
+            knob="teacher.backend",
+            choice="none",
+            reason=f"{why}: the objective is cross entropy alone",
+            rejected=(("dequantized", "needs teacher.path"), ("quantized", "needs teacher.path")),
+            overridden=wanted == "none",
+        )
+    if wanted == "quantized" and not quantised_blocks:
+        raise without_blocks("teacher.path")
+    dense = f"with dense weights the run needs {_of(dense_bytes, available_bytes)}"
+    if stored is not None:
+        return Decision(
+            knob="teacher.backend",
+            choice="cached",
+            reason=stored,
+            rejected=(
+                ("dequantized", f"computes what is stored; {dense}"),
+                ("none", "a teacher is given"),
+            ),
+            overridden=wanted == "cached",
+        )
+    if precision == "fp8":
+        if wanted == "quantized":
+            raise BadInput.expected(
+                "teacher.backend",
+                wanted,
+                "dequantized, or auto: teacher.precision=fp8 makes 8-bit floats of all layers",
+                "weights that would stay in their blocks",
+                hint="`--set teacher.precision=bf16` keeps blocks",
+            )
+        return Decision(
+            knob="teacher.backend",
+            choice="dequantized",
+            reason=f"layers in 8-bit floats, a byte a weight: {dense}",
+            rejected=(
+                ("quantized", "teacher.precision=fp8 makes 8-bit floats of blocks"),
+                ("none", "a teacher is given"),
+            ),
+            overridden=wanted != "auto",
+        )
+    if not quantised_blocks:
+        packed = "the file has no quantized blocks"
+    elif packed_bytes is None:
+        packed = "with weights in blocks the run needs less"
+    else:
+        packed = f"with weights in blocks the run needs {_of(packed_bytes, available_bytes)}"
+    fits = available_bytes is None or dense_bytes <= available_bytes
+    choice = wanted if wanted != "auto" else "dequantized"
+    if wanted == "auto" and not fits and quantised_blocks:
+        choice = "quantized"
+    weights = f"{format_count(count_parameters(config))} weights"
+    if choice == "quantized":
+        reason, other = f"{weights}: {packed}", "dequantized"
+        why_not = dense if not fits else f"{dense}, and is faster"
+    else:
+        reason, other = f"{weights}: {dense}", "quantized"
+        why_not = packed if not quantised_blocks else f"{packed}, and is slower"
+        if not fits and not quantised_blocks:
+            reason += f"; {packed}, so that there is no smaller way"
+    if wanted == "auto" and available_bytes is None:
+        reason += ", and how much there is is unknown"
+    return Decision(
+        knob="teacher.backend",
+        choice=choice,
+        reason=reason,
+        rejected=((other, why_not), ("none", "a teacher is given")),
+        overridden=wanted != "auto",
+    )
+
+
+# What memory decides: the numbers are bytes that the whole run needs at its peak on each GPU
+
+
+def choose_checkpointing(
+    wanted: str, *, without_bytes: int, with_bytes: int, available_bytes: int | None
+) -> Decision:
+    """Whether activations are recomputed in the backward pass, by what the run needs either way."""
+    without = f"without it the run needs {_of(without_bytes, available_bytes)}"
+    within = f"with it {format_bytes(with_bytes)}"
+    helps, neither = _helps(without_bytes, with_bytes, available_bytes)
+    if wanted == "auto" and neither:
+        without += f", and {within} it does not fit either"
+    return decide(
+        "student.checkpointing",
+        wanted,
+        "on" if helps else "off",
+        {"on": f"{without}, {within}", "off": without},
+        against={"off": without, "on": f"{within}, and a third more of the forward pass"},
+        explained=True,
+    )
+
+
+def choose_chunk_rows(
+    wanted: int,
+    *,
+    taken_rows: int,
+    usual_rows: int,
+    fewer_rows: list[int],
+    usual_bytes: int,
+    available_bytes: int | None,
+) -> Decision:
+    """How many tokens' logits are held at a time: `usual_rows`, with which the run needs `usual_bytes`, or the
+    most of `fewer_rows` with which it fits."""
+    needs = f"with chunks of {usual_rows} tokens the run needs {_of(usual_bytes, available_bytes)}"
+    if wanted:
+        rejected, reason = {}, SET_BY_USER
+    elif taken_rows == usual_rows:
+        rejected, reason = {str(fewer_rows[0]): "smaller products, which are slower"}, needs
+    else:
+        rejected = {str(usual_rows): needs}
+        reason = f"{needs}; smaller products are a little slower and need less"
+    return Decision(
+        knob="loss.chunk_rows",
+        choice=str(taken_rows),
+        reason=reason,
+        rejected=tuple(rejected.items()),
+        overridden=wanted != 0,
+    )
+
+
+def choose_teacher_shard(
+    wanted: str,
+    *,
+    ranks: int,
+    whole_bytes: int,
+    shared_bytes: int,
+    available_bytes: int | None,
+    stored: str | None = None,
+) -> Decision:
+    """Whether the ranks share the teacher's layers. `whole_bytes` and `shared_bytes` are what the run needs
+    with all of them on each GPU and with its share, when everything else is given up that `auto` may
+    give up. `stored`: what there is of the teacher's outputs in a store.
+
+    Raises BadInput for `on` where they come out of one: a rank that misses a row asks the teacher alone.
+    """
+    knob = "teacher.shard"
+    if stored is not None:
+        why = "its outputs are stored: a rank that misses a row asks the teacher alone"
+        every = "without teacher.cache every rank asks the teacher in every step"
+        refused = {"on": ("a teacher that computes", "one whose outputs are stored", every)}
+        return decide(
+            knob, wanted, "off", why, against={"on": why}, refused=refused, explained=True
+        )
+    needs = _of(whole_bytes, available_bytes)
+    whole = f"with the teacher whole on each GPU the run needs {needs}"
+    shared = f"with its layers shared by {ranks} GPUs {format_bytes(shared_bytes)}"
+    helps, neither = _helps(whole_bytes, shared_bytes, available_bytes)
+    if wanted == "auto" and neither:
+        whole += f", and {shared} it does not fit either"
+    return decide(
+        knob,
+        wanted,
+        "on" if helps else "off",
+        {"on": f"{whole}, {shared}", "off": whole},
+        against={"off": whole, "on": f"{shared}: gathers every layer"},
+    )
+
+
+def choose_reshard(
+    wanted: str, *, kept_bytes: int, given_bytes: int, available_bytes: int | None
+) -> Decision:
+    """Whether layers give their gathered weights back between forward and backward. `kept_bytes` and
+    `given_bytes` are what the run needs if they keep them, and if not.
+    """
+    kept = f"kept, the run needs {_of(kept_bytes, available_bytes)}"
+    twice = f"gathers every layer twice a step, to need {format_bytes(given_bytes)}"
+    return decide(
+        "student.reshard",
+        wanted,
+        "off" if available_bytes is None or kept_bytes <= available_bytes else "on",
+        {"on": kept, "off": f"{kept}, and each layer is gathered once a step"},
+        against={"off": kept, "on": twice},
+    )
+
+
+def choose_sharded(wanted: str, *, whole_bytes: int) -> Decision:
+    """Whether each rank writes its part of a checkpoint of `whole_bytes` itself."""
+    size = f"a checkpoint is {format_bytes(whole_bytes)}"
+    return decide(
+        "checkpoint.sharded",
+        wanted,
+        "on" if whole_bytes >= SHARDED_FROM_BYTES else "off",
+        {
+            "on": f"{size}: every rank writes its own part, none sees all",
+            "off": f"{size}: the first rank writes it whole, as a run on one GPU would",
+        },
+        against={
+            "off": f"{size}: one rank would write all of it while the others wait",
+            "on": f"{size}, and in parts it needs torch to be read",
+        },
+    )
+
+
+def _helps(plain_bytes: int, less_bytes: int, available_bytes: int | None) -> tuple[bool, bool]:
+    """Whether a run fits only with the smaller need, and whether it fits with neither."""
+    if available_bytes is None or plain_bytes <= available_bytes:
+        return False, False
+    return less_bytes <= available_bytes, less_bytes > available_bytes
+
+
+def _of(needed_bytes: int, available_bytes: int | None) -> str:
+    if available_bytes is None:
+        return format_bytes(needed_bytes)
+    return f"{format_bytes(needed_bytes)} of {format_bytes(available_bytes)} available"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+_KNOBS = (
+    Knob("compute.device", choose_device),
+    Knob("memory.allocator", choose_allocator),
+    Knob("student.precision", partial(choose_precision, "student.precision")),
+    Knob("compute.threads", choose_threads),
+    Knob("compute.thread_wait", choose_thread_wait),
+    Knob("teacher.precision", choose_teacher_precision),
+    Knob("loss.kernel", choose_loss_kernel),
+    Knob("student.compile", choose_compile),
+    Knob(
+        "student.attention",
+        partial(choose_attention, "student.attention"),
+        (("config", "student"), ("precision", "student_precision")),
+    ),
+    Knob(
+        "teacher.attention",
+        partial(choose_attention, "teacher.attention"),
+        (("config", "teacher"), ("precision", "teacher_precision")),
+    ),
+    Knob(
+        "teacher.compile",
+        choose_teacher_compile,
+        (("config", "teacher"), ("precision", "teacher_precision")),
+    ),
+    Knob("teacher.prefetch", choose_prefetch),
+    Knob("teacher.shard", choose_teacher_shard),
+    Knob(
+        "teacher.backend",
+        choose_backend,
+        (("config", "teacher"), ("precision", "teacher_precision")),
+    ),
+    Knob("student.checkpointing", choose_checkpointing),
+    Knob("loss.chunk_rows", choose_chunk_rows),
+    Knob("student.reshard", choose_reshard),
+    Knob("student.graphs", choose_graphs),
+    Knob("teacher.kernel", choose_kernel),
+    Knob("train.update", choose_update),
+    Knob("checkpoint.sharded", choose_sharded),
+)
+KNOBS = {knob.key: knob for knob in _KNOBS}
+"""In the order in which a run asks for them."""

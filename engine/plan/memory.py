@@ -1,0 +1,826 @@
+"""What a run will need on its device, item by item, known from headers before anything is there.
+
+    MemoryPlan(spec=..., teacher=..., student=..., ...).budget()     a MemoryBudget: items, phases, the peak
+
+A run passes through phases, and not everything is alive in each: the teacher's temporaries are gone
+before the student's activations grow, and those are gone when the optimizer steps. So each item
+says in which phases it is alive, a phase needs the sum of its items, and the run needs the largest
+of these sums. The table marks what is alive in that phase.
+
+    memory on cuda: 24.1 GiB at its peak (loss), of 138.2 GiB that are there (cuMemGetInfo free)
+
+      item                        GiB  at peak  how
+      teacher weights         14.190     *      7.62G numbers of 2 bytes
+      ...
+
+A budget that does not fit is refused, with every setting that would make it fit or bring it nearer.
+What is there and not measured is not 0: nothing is refused then, and the table says why. What may be taken
+must be read when CUDA has begun on the device: its context, some hundred MiB, is then no longer in what is
+free, and is no item of the budget.
+
+Letters: P student parameters, V and D its vocabulary and width, W and E the teacher's, N = B*T
+tokens of one forward pass, C rows of one chunk of the loss, R ranks, L weights of a layer, G = V D of the
+embedding (and of a head of its own).
+
+Of the trainer: weights fp32, 4 P; AdamW's moments, 8 P, from the first step on; gradients, 4 P,
+from the end of the backward pass to the start of the next step, so they are beside an evaluation
+and not beside the activations, unless passes are accumulated. A tied embedding has two gradients,
+of the head and of the lookup, which are summed last: 8 V D more then. The fused AdamW step and the
+clipping work in place.
+
+Of the loss: two buffers (C, V) in fp32, four with a teacher, and one in bf16 for the products; of the
+fused form one, two with a teacher, and one in the dtype of the products for each of some chunks. The
+gradients of the hidden states, 4 N D, and of the head, 4 V D, which becomes the weights' gradient.
+
+Of several GPUs: each rank keeps 1/R of weights, moments and gradients. Beside them:
+
+    forward, loss   the embedding gathered, 4 G, and every layer, or the one that computes and the next
+    backward        gradients of a layer before their reduction, and the copy that is sent
+    its end         the gradient of the embedding, whole: it is reduced last
+    evaluation      a plain copy of the student, put together for evaluations and files
+
+A teacher whose layers are shared out is 1/R of them on each rank, embedding, norm and head whole, and two
+layers put together: one that computes and the next (`engine.teachers.sharded`). Before the first step every
+rank has the whole student, which is checked as one; its gradients are then whole too. That is more than
+the rest where ranks are many.
+
+Bytes are those asked for: torch rounds each tensor up to 512 bytes, and what is free may lie in
+pieces that are too small. Not covered: the host's memory of a run on a GPU; on a CPU, the interpreter, the
+libraries and the corpus (a few hundred MiB); what loading a model holds for a moment, one tensor of the
+file. Nothing here loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from engine.errors import BadInput
+from engine.machine.reading import Reading
+from engine.models.config import ModelConfig, count_parameters
+from engine.models.packed_size import SCRATCH_LIMIT_BYTES
+from engine.plan.activations import (
+    Forward,
+    linear_sizes,
+    linear_weights,
+    query_width,
+    shared_width,
+)
+from engine.spec import RunSpec
+from engine.spec.divergences import DIVERGENCES
+from engine.teachers.store.manifest import HIDDEN, Identity
+from engine.units import format_bytes, format_count
+
+ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
+"""Of one number, by the precision of the products; tf32 is fp32 in memory, and fp8 is bf16 but for the
+weights of the layers."""
+
+EVAL_ROWS_AT_ONCE = 16
+"""Held-out rows of one forward pass."""
+
+# What other modules use, here for where torch is not; a test holds each to its original.
+CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 640 * 2**20}
+FUSED_CHUNK_BYTES = 1280 * 2**20
+FUSED_HELD = 4
+SMALLEST_CHUNK_ROWS = 16
+EVAL_CHUNK_ROWS = 2048
+CUBLAS_WORKSPACE_BYTES = 32 * 2**20
+"""What torch gives cuBLAS in each thread that launches products: the main one and autograd's."""
+
+_Settings = tuple[str, ...]
+
+PHASES = (
+    "teacher evaluation",
+    "teacher forward",
+    "loss",
+    "backward",
+    "last gradients",
+    "evaluation",
+)
+"""In the order of a run. The first is before the first step, the last after any step; a student's
+forward pass needs least and is not one; the optimizer's step is less than the evaluation after it.
+"""
+_TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION = PHASES
+_STEP = (_TEACHER, _LOSS, _BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetItem:
+    name: str
+    bytes: int
+    how: str
+    """The arithmetic in words."""
+    phases: tuple[str, ...] = PHASES
+    """Those in which it is alive."""
+    lasting: bool = False
+    """Whether it stays once it is there. What passes is made anew in each step or evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """A change of settings and what the run would need with it."""
+
+    settings: tuple[str, ...]
+    """As on the command line: `train.rows=2`."""
+    total_bytes: int
+    saved_bytes: int
+    fits: bool
+
+    @property
+    def text(self) -> str:
+        settings = " ".join(f"--set {setting}" for setting in self.settings)
+        end = "fits" if self.fits else "not enough alone"
+        return (
+            f"{settings}: {format_bytes(self.saved_bytes)} less, "
+            f"{format_bytes(self.total_bytes)} in all: {end}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBudget:
+    device: str
+    items: tuple[BudgetItem, ...]
+    available: Reading
+    """Bytes that this run may take, read when nothing of it was on the device yet."""
+    savings: tuple[Saving, ...] = ()
+    """What would need less; only where the budget does not fit."""
+
+    def bytes_in(self, phase: str) -> int:
+        return sum(item.bytes for item in self.items if phase in item.phases)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most; the earliest of equals."""
+        return max(PHASES, key=self.bytes_in)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.bytes_in(self.peak_phase)
+
+    @property
+    def fits(self) -> bool | None:
+        """None when nobody knows what is there."""
+        available = self.available.number
+        return None if available is None else self.total_bytes <= available
+
+    def lines(self) -> list[str]:
+        """The table for people."""
+        peak = self.peak_phase
+        there = (
+            f"of what is there: {self.available}"
+            if self.available.value is None
+            else f"of {format_bytes(self.available.number)} that are there"
+        )
+        out = [
+            f"memory on {self.device}: {format_bytes(self.total_bytes)} at its peak ({peak}), "
+            f"{there} ({self.available.source})",
+            "",
+        ]
+        width = max(len(item.name) for item in self.items)
+        out.append(f"  {'item':{width}}  {'size':>10}  at peak  how")
+        for item in sorted(self.items, key=lambda item: (not item.lasting, -item.bytes)):
+            mark = "*" if peak in item.phases else " "
+            size = format_bytes(item.bytes)
+            out.append(f"  {item.name:{width}}  {size:>10}     {mark}     {item.how}")
+        out += ["", f"  {'phase':{width}}  {'size':>10}"]
+        out += [f"  {p:{width}}  {format_bytes(self.bytes_in(p)):>10}" for p in PHASES]
+        return out
+
+    def refuse_if_too_big(self) -> None:
+        """Raises BadInput, with the table and what would need less, when the run needs more than is there."""
+        if self.fits is not False:
+            return
+        lines = [*self.lines(), "", "  what would need less:"]
+        lines += [f"    {saving.text}" for saving in self.savings] or ["    a smaller model"]
+        raise BadInput(
+            f"memory: {self.device} — expected a run that fits in "
+            f"{format_bytes(self.available.number)}, found one of "
+            f"{format_bytes(self.total_bytes)}\n" + "\n".join(lines),
+            hint=_hint(self.savings),
+        )
+
+
+def _hint(savings: tuple[Saving, ...]) -> str:
+    fitting = [saving for saving in savings if saving.fits]
+    if fitting:
+        best = " ".join(f"--set {setting}" for setting in fitting[0].settings)
+        return f"`{best}` makes it fit"
+    return "no setting makes it fit; a smaller teacher or student, or a smaller data.seq_len, needs less"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Everything the need for memory depends on: settings, shapes, precisions already chosen, the device, and
+    how layers are run (`engine.models.running`)."""
+
+    spec: RunSpec
+    teacher: ModelConfig | None
+    backend: str
+    """Of the teacher; `none` without one."""
+    teacher_precision: str
+    student_precision: str
+    student: ModelConfig
+    device: str
+    """`cpu` or `cuda`."""
+    available: Reading
+    """Bytes that the run may take."""
+    teacher_packed_bytes: int | None = None
+    """What the weights of a quantized teacher take, without its scratch; beside the dequantized backend, what the
+    other one would need. None where the file has no blocks."""
+    shares_heads: bool = True
+    """Whether bf16 attention with a mask takes fewer key/value heads than query heads on this GPU
+    (`engine.models.decoder`: capability 9), without copying them."""
+    compiled: bool = False
+    packed: bool = False
+    teacher_packed: bool = False
+    """Whether the teacher's attention is packed."""
+    checkpointing: bool = False
+    graphs: bool = False
+    """Whether the student's layers are captured, with their activations and gradients."""
+    store: Identity | None = None
+    """What the backend `cached` would read."""
+    fused_loss: bool = False
+    reshard: bool = True
+    """Whether a rank gives a layer's gathered weights back before their backward pass."""
+    teacher_shard: bool = False
+    """Whether the teacher's layers are shared by the ranks too."""
+    teacher_packed_layers: tuple[int, ...] = ()
+    """Bytes of each layer of a quantized teacher."""
+    prefetches: bool = False
+    """Whether the teacher begins with the next batch early, on a stream of its own."""
+
+    @property
+    def stored(self) -> Identity | None:
+        """Of the teacher's outputs, where the run reads them from a store."""
+        return self.store if self.backend == "cached" else None
+
+    @property
+    def quantized(self) -> bool:
+        return self.backend == "quantized"
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that share the student; the rest is of one of them."""
+        return self.spec.compute.gpus
+
+    @property
+    def each(self) -> int:
+        """Bytes of a number in the student's products."""
+        return ITEM_BYTES[self.student_precision]
+
+    @property
+    def teacher_each(self) -> int:
+        return ITEM_BYTES[self.teacher_precision]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def teaching(self) -> ModelConfig | None:
+        """The teacher, when the objective asks it."""
+        return self.teacher if self.spec.loss.alpha < 1 else None
+
+    def share(self, size: int) -> int:
+        """What a rank has of something that all of them share."""
+        return -(-size // self.ranks)
+
+    @property
+    def tokens(self) -> int:
+        return self.spec.train.rows * self.spec.data.seq_len
+
+    def student_pass(self, rows: int) -> Forward:
+        forward = self._pass(self.student, rows, self.each, 4)
+        return replace(
+            forward,
+            packed=self.packed and self.each == 2,
+            compiled=self.compiled,
+            checkpointing=self.checkpointing,
+        )
+
+    def teacher_pass(self, config: ModelConfig, rows: int) -> Forward:
+        forward = self._pass(config, rows, self.teacher_each, self.teacher_each)
+        return replace(forward, packed=self.teacher_packed and self.teacher_each == 2)
+
+    def _pass(self, config: ModelConfig, rows: int, products: int, residual: int) -> Forward:
+        return Forward(
+            config=config,
+            rows=rows,
+            seq_len=self.spec.data.seq_len,
+            product_bytes=products,
+            residual_bytes=residual,
+            fused_norms=self.on_gpu,
+            # In fp32 no CUDA kernel does, in bf16 some; the CPU's does.
+            shares_heads=not self.on_gpu or (products == 2 and self.shares_heads),
+        )
+
+    @property
+    def chunk_rows(self) -> int:
+        """Tokens whose logits are held at a time."""
+        each = FUSED_CHUNK_BYTES if self.fused_loss else CHUNK_BYTES[self.device]
+        most = each // (4 * self.student.vocab_size)
+        wanted = self.spec.loss.chunk_rows or max(most, SMALLEST_CHUNK_ROWS)
+        return min(wanted, self.tokens)
+
+    def changed(self, settings: _Settings) -> MemoryPlan:
+        """The plan with other settings, each as on the command line."""
+        plan = self
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            section, _, name = key.partition(".")
+            match key:
+                case "teacher.backend":
+                    plan = replace(plan, backend=value)
+                case "teacher.precision":
+                    plan = replace(plan, teacher_precision=value)
+                case "teacher.shard":
+                    plan = replace(plan, teacher_shard=value == "on")
+                case "student.precision":
+                    plan = replace(plan, student_precision=value)
+                case "student.checkpointing":
+                    plan = replace(plan, checkpointing=value == "on")
+                case _:
+                    changed = replace(getattr(plan.spec, section), **{name: int(value)})
+                    plan = replace(plan, spec=replace(plan.spec, **{section: changed}))
+        return plan
+
+    def items(self) -> tuple[BudgetItem, ...]:
+        """Every item that is not empty."""
+        parts = (_teacher_items, _student_items, _rank_items, _loss_items, _evaluation_items)
+        return tuple(item for part in parts for item in part(self) if item.bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        """What the phase that needs most needs."""
+        return MemoryBudget(
+            device=self.device, items=self.items(), available=self.available
+        ).total_bytes
+
+    def budget(self) -> MemoryBudget:
+        """What the run will need, and where it does not fit, which settings would need less."""
+        budget = MemoryBudget(device=self.device, items=self.items(), available=self.available)
+        if budget.fits is not False or self.available.number is None:
+            return budget
+        return replace(budget, savings=_savings(self, self.available.number))
+
+
+def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
+    config, each = plan.teacher, plan.teacher_each
+    if config is None:
+        return
+    if plan.stored is not None:
+        yield from _stored_items(plan, config, plan.stored)
+        return
+    yield from _shared_teacher(plan, config, _teacher_weights(plan, config))
+    if plan.quantized:
+        sizes = linear_sizes(config)
+        largest = max(sizes["q"] + sizes["k"] + sizes["v"], sizes["gate"] + sizes["up"])
+        yield BudgetItem(
+            "dequantisation scratch",
+            min(each * max(largest, sizes["down"]), SCRATCH_LIMIT_BYTES),
+            f"gate and up of a layer, {format_count(largest)} x {each} bytes, at most "
+            f"{format_bytes(SCRATCH_LIMIT_BYTES)}",
+            lasting=True,
+        )
+    if plan.teaching is None:
+        return
+    forward = plan.teacher_pass(config, plan.spec.train.rows)
+    yield BudgetItem(
+        "teacher temporaries",
+        forward.passing(),
+        f"the widest moment of a layer, {format_count(plan.tokens)} tokens"
+        + (", on a stream of its own" if plan.prefetches else ""),
+        phases=PHASES[1:] if plan.prefetches else (_TEACHER,),
+        # What one stream has freed, no other is given.
+        lasting=plan.prefetches,
+    )
+    if plan.prefetches:
+        yield BudgetItem(
+            "prefetched hidden states",
+            each * plan.tokens * config.hidden_size,
+            "of the next batch, beside those of this one",
+            phases=(_LAST, _EVALUATION),
+        )
+    yield BudgetItem(
+        "teacher hidden states",
+        each * plan.tokens * config.hidden_size,
+        f"{format_count(plan.tokens)} tokens x {config.hidden_size} x {each} bytes",
+        phases=(_LOSS, _BACKWARD, _LAST),
+    )
+
+
+def _teacher_weights(plan: MemoryPlan, config: ModelConfig) -> BudgetItem:
+    if plan.quantized:
+        assert plan.teacher_packed_bytes is not None
+        return BudgetItem(
+            "teacher weights",
+            plan.teacher_packed_bytes,
+            "blocks as they are in the file, and the rest as floats",
+            lasting=True,
+        )
+    if plan.teacher_precision == "fp8":
+        return _fp8_weights(config, plan.teacher_each)
+    parameters = count_parameters(config)
+    return BudgetItem(
+        "teacher weights",
+        plan.teacher_each * parameters,
+        f"{format_count(parameters)} x {plan.teacher_each} bytes",
+        lasting=True,
+    )
+
+
+def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
+    """Matrices of the layers: a byte a number, and a scale in fp32 a row; all else as it is computed."""
+    matrices = linear_weights(config)
+    rest = count_parameters(config) - matrices
+    query, shared = query_width(config), shared_width(config)
+    rows = query + 2 * shared + 2 * config.hidden_size + 2 * config.intermediate_size
+    return BudgetItem(
+        "teacher weights",
+        matrices + 4 * config.num_hidden_layers * rows + each * rest,
+        f"{format_count(matrices)} x 1 byte in the layers, with a scale a row, "
+        f"{format_count(rest)} x {each} bytes beside them",
+        lasting=True,
+    )
+
+
+def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> Iterator[BudgetItem]:
+    """No body: it is loaded for a row that is not stored, and is not in the plan."""
+    head = config.vocab_size * config.hidden_size
+    if stored.form == HIDDEN:
+        yield BudgetItem(
+            "teacher head",
+            plan.teacher_each * head,
+            f"{format_count(head)} x {plan.teacher_each} bytes; in blocks, less",
+            lasting=True,
+        )
+    # On a GPU those of the next batch arrive meanwhile, in memory that nothing else is given.
+    yield BudgetItem(
+        "teacher outputs",
+        round(stored.token_bytes * plan.tokens) * (2 if plan.on_gpu else 1),
+        f"{format_count(plan.tokens)} tokens x {stored.token_bytes:,.0f} bytes: {stored.words}"
+        + (", and the next batch's" if plan.on_gpu else ""),
+        phases=PHASES[1:] if plan.on_gpu else (_LOSS, _BACKWARD, _LAST),
+        lasting=plan.on_gpu,
+    )
+
+
+def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
+    parameters, layers = count_parameters(plan.student), plan.student.num_hidden_layers
+    count, tokens = format_count(parameters), plan.tokens
+    of_all = f", shared by {plan.ranks} GPUs" if plan.ranks > 1 else ""
+    yield BudgetItem(
+        "student weights",
+        plan.share(4 * parameters),
+        f"{count} x 4 bytes{of_all}",
+        lasting=True,
+    )
+    yield BudgetItem(
+        "AdamW moments",
+        plan.share(8 * parameters),
+        f"{count} x 2 x 4 bytes{of_all}, from the first step on",
+        phases=PHASES[1:],
+        lasting=True,
+    )
+    accumulated = plan.spec.train.accumulation > 1
+    yield BudgetItem(
+        "gradients",
+        plan.share(4 * parameters),
+        f"{count} x 4 bytes{of_all}, "
+        + ("kept between passes" if accumulated else "from the backward pass on"),
+        phases=(*_STEP, _LAST, _EVALUATION) if accumulated else (_LAST, _EVALUATION),
+    )
+    kept = plan.student_pass(plan.spec.train.rows).kept()
+    largest = sorted(kept.items(), key=lambda term: -term[1])[:3]
+    words = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+    yield BudgetItem(
+        "student activations",
+        sum(kept.values()),
+        f"{format_count(tokens)} tokens, {layers} layers: {words}, ...",
+        phases=PHASES[1:] if plan.graphs else (_LOSS, _BACKWARD),
+        lasting=plan.graphs,
+    )
+    if plan.graphs:
+        ends = 1 if plan.student.tie_word_embeddings else 2
+        inside = parameters - ends * plan.student.vocab_size * plan.student.hidden_size
+        yield BudgetItem(
+            "gradients in the graph",
+            4 * inside,
+            f"{format_count(inside)} x 4 bytes, kept from step to step",
+            phases=_STEP,
+        )
+    yield BudgetItem(
+        "tokens of a pass",
+        3 * 8 * tokens,
+        f"ids, documents and labels of {format_count(tokens)} tokens, 8 bytes each",
+        phases=(*_STEP, _LAST),
+    )
+    if plan.on_gpu:
+        yield BudgetItem(
+            "cuBLAS workspaces",
+            2 * CUBLAS_WORKSPACE_BYTES,
+            f"{format_bytes(CUBLAS_WORKSPACE_BYTES)} for each of the two threads",
+            lasting=True,
+        )
+
+
+def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
+    student, tokens = plan.student, plan.tokens
+    width, head = student.hidden_size, student.vocab_size * student.hidden_size
+    chunk, buffers = plan.chunk_rows, _loss_buffers(plan)
+    # For the products: a copy of the eager form's, and the fused form's own.
+    narrow = plan.each if plan.fused_loss or (plan.on_gpu and plan.each == 2) else 0
+    held = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
+    yield BudgetItem(
+        "loss workspace",
+        student.vocab_size * (4 * buffers * chunk + narrow * held),
+        f"{buffers} x {format_count(chunk)} rows x {student.vocab_size} x 4 bytes"
+        + (f", and {format_count(held)} rows x {narrow} bytes" if narrow else ""),
+        phases=(_LOSS,),
+    )
+    yield BudgetItem(
+        "operands of the loss",
+        _operands(plan),
+        "labelled hidden states and heads in the dtype of the products",
+        phases=(_LOSS,),
+    )
+    yield BudgetItem(
+        "student hidden states",
+        4 * tokens * width,
+        f"{format_count(tokens)} tokens x {width} x 4 bytes",
+        phases=(_LOSS, _BACKWARD, _LAST),
+    )
+    yield BudgetItem(
+        "gradients of the loss",
+        4 * (head + tokens * width),
+        f"4 bytes x (head {format_count(head)} + hidden {format_count(tokens * width)})",
+        phases=(_LOSS, _BACKWARD),
+    )
+    narrow_each = plan.each if plan.each < 4 else 0
+    scaled = tokens * width * (4 + narrow_each)
+    # One layer: two gradients of feed-forward width, the residual's, and a matrix's in both
+    # dtypes. The hidden states' gradient is gone by then.
+    matrix = linear_sizes(student)["down"] * (4 + narrow_each)
+    forward = plan.student_pass(plan.spec.train.rows)
+    inside = 2 * plan.each * tokens * student.intermediate_size + matrix + forward.again()
+    yield BudgetItem(
+        "backward temporaries",
+        max(scaled, inside + plan.each * tokens * width),
+        "the larger of a second gradient of the hidden states and a layer's gradients",
+        phases=(_BACKWARD,),
+    )
+    # Tied: the head's and the lookup's, beside their sum, which is the gradient or is added to it.
+    again = 2 * student.tie_word_embeddings + (plan.spec.train.accumulation > 1)
+    kept = sum(forward.kept().values())
+    first = inside + (4 + plan.each) * tokens * width + kept // student.num_hidden_layers
+    yield BudgetItem(
+        "end of backward",
+        max(4 * head * again + 4 * tokens * width, first),
+        "the larger of the embedding's gradients not yet summed and the first layer's",
+        phases=(_LAST,),
+    )
+
+
+def _loss_buffers(plan: MemoryPlan) -> int:
+    """Of logits' size in fp32 (`engine.loss.dense`, `fused_chunks`, `sparse_targets`)."""
+    sparse = plan.stored is not None and plan.stored.form != HIDDEN
+    if plan.fused_loss:
+        return 1 if plan.teaching is None or sparse else 2
+    if plan.teaching is None:
+        return 2
+    if sparse:
+        return 3
+    return DIVERGENCES[plan.spec.loss.divergence].buffers
+
+
+def _operands(plan: MemoryPlan) -> int:
+    """Hidden states, with and without those that have no label, and copies of the heads.
+
+    On a CPU, products are in fp32 whatever the dtype of what is multiplied.
+    """
+    vocabulary, tokens, width = plan.student.vocab_size, plan.tokens, plan.student.hidden_size
+    each = plan.each
+    total = tokens * width * (each if each == 4 else 2 * each)
+    if plan.on_gpu and each < 4:
+        total += each * vocabulary * width
+    elif each < 4:
+        total += 4 * tokens * width
+    if (teacher := plan.teaching) is not None:
+        total += plan.teacher_each * tokens * teacher.hidden_size
+        if not plan.on_gpu and plan.teacher_each < 4:
+            total += 4 * (vocabulary + tokens) * teacher.hidden_size
+    return total
+
+
+def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
+    rows = min(EVAL_ROWS_AT_ONCE, plan.spec.eval.rows)
+    how = f"{rows} rows at once, logits of {EVAL_CHUNK_ROWS} tokens in fp32, twice"
+    # Autocast keeps no copies when there is nothing to differentiate: one weight at a time.
+    cast = plan.each * max(linear_sizes(plan.student).values()) if plan.each < 4 else 0
+    yield BudgetItem(
+        "evaluation workspace",
+        _workspace(plan, plan.student_pass(rows)) + cast,
+        how,
+        phases=(_EVALUATION,),
+    )
+    if plan.teacher is None or plan.stored is not None:
+        return
+    yield BudgetItem(
+        "teacher evaluation workspace",
+        _workspace(plan, plan.teacher_pass(plan.teacher, rows)),
+        how,
+        phases=(_TEACHER_EVALUATION,),
+    )
+    if plan.teacher_each < 4 and not plan.on_gpu and not plan.quantized:
+        head = plan.teacher.vocab_size * plan.teacher.hidden_size
+        yield BudgetItem(
+            "teacher head in fp32",
+            4 * head,
+            f"{format_count(head)} x 4 bytes: a CPU has no product of bf16 with fp32 sums",
+            phases=(_TEACHER_EVALUATION,),
+        )
+
+
+def _workspace(plan: MemoryPlan, forward: Forward) -> int:
+    """The larger of the forward pass, beside what the batch before it left, and the logits."""
+    config = forward.config
+    logits = 4 * min(EVAL_CHUNK_ROWS, forward.tokens) * config.vocab_size
+    # Of every token, and of those with a label; a CPU has these in fp32.
+    each = forward.residual_bytes
+    hidden = forward.tokens * config.hidden_size * (2 * each if plan.on_gpu else each + 4)
+    left = hidden + logits if plan.spec.eval.rows > EVAL_ROWS_AT_ONCE else 0
+    return max(forward.passing() + left, hidden + 2 * logits)
+
+
+def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
+    """Nothing for a run of one process."""
+    if plan.ranks == 1:
+        return
+    parameters = count_parameters(plan.student)
+    tables = 1 if plan.student.tie_word_embeddings else 2
+    outside = tables * plan.student.vocab_size * plan.student.hidden_size
+    layer = (parameters - outside) // plan.student.num_hidden_layers
+    layers = "every layer" if not plan.reshard else "two layers, and what arrives for them"
+    yield BudgetItem(
+        "gathered weights",
+        4 * outside,
+        f"embedding and head, {format_count(outside)} x 4 bytes",
+        phases=(_TEACHER, _LOSS, _BACKWARD, _LAST),
+    )
+    yield BudgetItem(
+        "gathered layers",
+        _gathered(plan, parameters - outside, layer),
+        f"{layers}, {format_count(layer)} x 4 bytes each",
+        phases=(_LOSS, _BACKWARD) if plan.reshard else (_TEACHER, _LOSS, _BACKWARD),
+    )
+    yield BudgetItem(
+        "gradients being reduced",
+        4 * 2 * layer,
+        f"of a layer, twice {format_count(layer)} x 4 bytes",
+        phases=(_BACKWARD,),
+    )
+    yield BudgetItem(
+        "embedding's gradient",
+        4 * outside,
+        f"{format_count(outside)} x 4 bytes, until it is reduced",
+        phases=(_LAST,),
+    )
+    yield BudgetItem(
+        "whole student",
+        4 * parameters,
+        f"{format_count(parameters)} x 4 bytes, for evaluations and files",
+        phases=(_TEACHER_EVALUATION, _EVALUATION),
+    )
+    yield from _before_the_first_step(plan, parameters, outside, layer)
+
+
+def _gathered(plan: MemoryPlan, layers: int, layer: int) -> int:
+    """Of a student's `layers`: all, or two and what arrives for them."""
+    return 4 * (min(4 * layer, layers) if plan.reshard else layers)
+
+
+def _shared_teacher(
+    plan: MemoryPlan, config: ModelConfig, weights: BudgetItem
+) -> Iterator[BudgetItem]:
+    """The item of a teacher's weights as one rank has them, with what it gathers."""
+    if plan.ranks == 1 or not plan.teacher_shard:
+        yield weights
+        return
+    count = config.num_hidden_layers
+    layers = plan.teacher_packed_layers if plan.quantized else ()
+    if not layers:
+        outside = plan.teacher_each * _outside_layers(config)
+        layers = ((weights.bytes - outside) // count,) * count
+    inside = sum(layers)
+    yield replace(
+        weights,
+        bytes=weights.bytes - inside + plan.share(inside),
+        how=f"{weights.how}; layers, {format_bytes(inside)}, shared by {plan.ranks} GPUs",
+    )
+    rooms = min(2, count)
+    yield BudgetItem(
+        "teacher layers put together",
+        rooms * max(layers),
+        f"{rooms} of at most {format_bytes(max(layers))}: one computes, the next arrives",
+        lasting=True,
+    )
+
+
+def _outside_layers(config: ModelConfig) -> int:
+    """Numbers in embedding, last norm and head."""
+    tables = 1 if config.tie_word_embeddings else 2
+    return (tables * config.vocab_size + 1) * config.hidden_size
+
+
+def _before_the_first_step(
+    plan: MemoryPlan, parameters: int, outside: int, layer: int
+) -> Iterator[BudgetItem]:
+    """Where the whole student needs more than its parts do later: the rest of it."""
+    parts = plan.share(12 * parameters) + 4 * outside
+    inside = _gathered(plan, parameters - outside, layer)
+    more = {
+        _LOSS: 4 * parameters - parts - inside,
+        _BACKWARD: 4 * parameters - parts - inside - 8 * layer,
+        _LAST: 8 * parameters - parts - plan.share(4 * parameters) - 4 * outside,
+    }
+    for phase, size in more.items():
+        if size > 0:
+            yield BudgetItem(
+                f"whole student, {phase}",
+                size,
+                "what the checks before the first step need beyond what steps do",
+                phases=(phase,),
+            )
+
+
+def _savings(plan: MemoryPlan, available: float) -> tuple[Saving, ...]:
+    """Single changes that need less, those that fit first; where none fits, several at once.
+
+    Each has a ladder of settings, from the mildest change to the strongest. Fewer rows go with more
+    accumulation, so that the optimizer sees the same batch; it has to keep its gradients between passes
+    then, which can cost more than it saves. None changes what is learned but for rounding, except
+    `eval.rows`, which changes how well the result is known.
+    """
+    total = plan.total_bytes
+
+    def saving(settings: _Settings, needed: int) -> Saving:
+        return Saving(
+            settings=settings,
+            total_bytes=needed,
+            saved_bytes=total - needed,
+            fits=needed <= available,
+        )
+
+    singles = [
+        saving(*_mildest(plan, ladder, available)) for ladder in _ladders(plan) if len(ladder)
+    ]
+    singles = [single for single in singles if single.saved_bytes > 0]
+    singles.sort(key=lambda single: (not single.fits, -single.saved_bytes))
+    if len(singles) < 2 or singles[0].fits:
+        return tuple(singles)
+    together: _Settings = ()
+    needed = total
+    for ladder in _ladders(plan):
+        if needed <= available or not ladder:
+            continue
+        settings, less = _mildest(plan.changed(together), ladder, available)
+        if less < needed:
+            together, needed = (*together, *settings), less
+    return (*singles, saving(together, needed))
+
+
+def _mildest(plan: MemoryPlan, ladder: list[_Settings], available: float) -> tuple[_Settings, int]:
+    """The first step that fits and what it needs; where none does, the step that needs least."""
+    steps = [(settings, plan.changed(settings).total_bytes) for settings in ladder]
+    least = min(steps, key=lambda step: step[1])
+    return next((step for step in steps if step[1] <= available), least)
+
+
+def _ladders(plan: MemoryPlan) -> Iterator[list[_Settings]]:
+    spec = plan.spec
+    loaded = plan.teacher is not None and plan.stored is None
+    if loaded and not plan.quantized and plan.teacher_precision != "fp8":
+        if plan.teacher_packed_bytes is not None:
+            yield [("teacher.backend=quantized",)]
+        if plan.teacher_precision != "bf16":
+            yield [("teacher.precision=bf16",)]
+    if loaded and plan.ranks > 1 and not plan.teacher_shard:
+        yield [("teacher.shard=on",)]
+    batch = spec.train.rows * spec.train.accumulation
+    yield [
+        (f"train.rows={rows}", f"train.accumulation={batch // rows}")
+        for rows in range(spec.train.rows - 1, 0, -1)
+        if batch % rows == 0
+    ]
+    powers = [1 << power for power in range(plan.chunk_rows.bit_length(), 0, -1)]
+    yield [
+        (f"loss.chunk_rows={rows}",)
+        for rows in powers
+        if SMALLEST_CHUNK_ROWS <= rows < plan.chunk_rows
+    ]
+    if plan.student_precision != "bf16":
+        yield [("student.precision=bf16",)]
+    if not plan.checkpointing:
+        yield [("student.checkpointing=on",)]
+    at_once = min(spec.eval.rows, EVAL_ROWS_AT_ONCE)
+    yield [(f"eval.rows={rows}",) for rows in (8, 4, 2, 1) if rows < at_once]

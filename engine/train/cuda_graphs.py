@@ -1,0 +1,280 @@
+"""The student's layers, forward and backward, as two CUDA graphs: launched as a whole, not kernel by kernel.
+
+A pass through the layers of a small student is some 1,700 kernels of some ten microseconds. Launched one
+by one, each begins a microsecond after the one before has ended, and the host is busy throughout. A
+graph is the same kernels with the same arguments, captured once and launched by one call.
+
+What is captured has its addresses for good:
+
+    into it      embedded tokens, rotations, where documents begin      copied before each launch
+    out of it    hidden states, gradients of the weights                 overwritten by the next launch
+    weights      must stay where they were; that is checked
+
+A batch has as many documents as it has. The graph has room for some, and the rest of the room are
+documents of no tokens at the end; a batch with more has it captured again, with room for twice as many.
+
+autograd sees one function between embedded tokens and hidden states. Its backward pass puts the
+gradients into `.grad` itself: they lie in the graph, and a copy would cost what it saves. So they are
+valid until the next backward pass, and there is no accumulating. The oracle are the layers launched one
+by one (`engine.train.compile_student` compares before the first step).
+
+A capture can fail in the middle of a run, when a batch needs more room than the GPU has left. It is made
+before anything of the step depends on it: it writes into tensors of its own, accumulates no gradient and
+draws no random number. So the step goes on with layers launched one by one, as do all after it, wherever
+nothing of the failed capture is left:
+
+    a pass before the capture failed, or instantiating after it     nothing was being captured
+    a pass under capture failed, and CUDA ended the capture whole   the graph is dropped with its memory
+    CUDA says that the capture was invalidated (a wait for the      the run ends: torch leaves its allocators
+    device inside of it)                                            and its current stream in the capture
+
+The last has its cause in the code that is captured, and is then met before the first step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from engine.errors import InternalError, TrainingFailed
+from engine.models.attention import LENGTH_STEP
+from engine.models.decoder import Decoder, Sight, see_packed
+
+# Shapes: B rows, T tokens, N = B*T, D student width, S documents that there is room for
+
+LEAST_ROOM = 32
+"""Documents. Room that is not used costs some microseconds a layer."""
+WARM_UP = 3
+"""Passes before a capture: libraries take their workspaces, compilers compile."""
+
+_Made = TypeVar("_Made")
+
+
+class NotCaptured(Exception):
+    """Why there is no graph; nothing of the attempt is left on the device."""
+
+
+class Graphs:
+    """Hidden states of training batches of `rows` rows of `length` tokens, in `dtype` under autocast."""
+
+    def __init__(
+        self,
+        student: Decoder,
+        rows: int,
+        length: int,
+        dtype: torch.dtype,
+        given_up: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """`given_up` is told why, when there will be no graphs any more."""
+        self.given_up = given_up
+        self.shape = (rows, length)
+        self.captures = 0
+        """How often it was captured."""
+        self._student, self._dtype = student, dtype
+        self._weights = [
+            p
+            for part in (student.layers, student.norm)
+            for p in part.parameters()
+            if p.requires_grad
+        ]
+        self._room = 0
+        self._captured: _Captured | None = None
+
+    def takes(self, tokens_BT: Tensor) -> bool:
+        """Whether it is for this batch."""
+        return tokens_BT.shape == self.shape and torch.is_grad_enabled()
+
+    def hidden(self, embedded_BTD: Tensor, documents_BT: Tensor) -> Tensor | None:
+        """Hidden states (B, T, D) after the last norm, valid until the next call; None where the layers
+        could not be captured, which leaves everything as it was. TrainingFailed where it does not.
+        """
+        sight = see_packed(self._student.config, documents_BT, self._dtype)
+        assert sight.starts_S is not None
+        documents = len(sight.starts_S) - 1
+        if self._captured is None or documents > self._room:
+            self._room = max(LEAST_ROOM, 1 << (documents - 1).bit_length())
+            # What it holds is freed first: both would not always fit.
+            self._captured = None
+            try:
+                self._captured = _Captured(
+                    self._student, self._weights, embedded_BTD, sight, self._room, self._dtype
+                )
+            except (NotCaptured, torch.OutOfMemoryError) as failed:
+                if embedded_BTD.is_cuda:
+                    # Raises where the device itself is broken: then nothing can go on.
+                    torch.cuda.synchronize(embedded_BTD.device)
+                why = f"room for {self._room} documents: {_brief(failed)}"
+            if self._captured is None:
+                # Here, where no exception holds what the attempt had in memory.
+                if embedded_BTD.is_cuda:
+                    torch.cuda.empty_cache()
+                self.given_up(why)
+                return None
+            self.captures += 1
+        self._captured.look(sight)
+        found: Tensor = _Launched.apply(embedded_BTD, self._captured)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Launched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, embedded_BTD: Tensor, captured: _Captured) -> Tensor:
+        ctx.captured = captured
+        return captured.forward(embedded_BTD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream_BTD: Tensor) -> Any:
+        return ctx.captured.backward(upstream_BTD), None
+
+
+def _gradients(of: Tensor, inputs: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
+    with warnings.catch_warnings():
+        # Of a second capture: the weights' nodes know the stream of the first. Nothing is accumulated here,
+        # the gradients are handed back.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
+        return torch.autograd.grad(of, inputs, upstream)
+
+
+def _pass_aside(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
+    """Goes forward and back some times on a stream of its own; zeros where upstream gradients go. Raises
+    NotCaptured.
+    """
+    device = inputs[0].device
+    try:
+        aside: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP):
+                hidden_BTD = run()
+                upstream_BTD = torch.zeros_like(hidden_BTD)
+                _gradients(hidden_BTD, inputs, upstream_BTD)
+        torch.cuda.current_stream(device).wait_stream(aside)
+    except RuntimeError as error:
+        raise NotCaptured(_brief(error)) from error
+    return upstream_BTD
+
+
+def _capture(graph: Any, pool: Any, launch: Callable[[], _Made]) -> _Made:
+    """What `launch` returns, captured. Raises NotCaptured where it fails and the capture ends whole,
+    TrainingFailed where CUDA ends it.
+    """
+    failure, found, begun = None, None, False
+    try:
+        # Others' threads may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            begun = True
+            try:
+                found = launch()
+            except RuntimeError as error:
+                # Not past the end of the capture: if that succeeds, all is as before.
+                failure = _brief(error)
+    except RuntimeError as error:
+        if not begun:
+            # Of something before it, for which the device was waited.
+            raise
+        raise TrainingFailed(
+            f"student.graphs: the layers could not be captured: {failure or _brief(error)}; CUDA has ended "
+            "the capture itself, and torch cannot go on after that",
+            hint="--set student.graphs=off launches them one by one",
+        ) from error
+    if failure is None:
+        try:
+            graph.instantiate()
+        except RuntimeError as error:
+            failure = _brief(error)
+    if failure is not None or found is None:
+        raise NotCaptured(failure)
+    return found
+
+
+def _brief(error: Exception) -> str:
+    """The first line: CUDA's go on with advice."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+class _Captured:
+    def __init__(
+        self,
+        student: Decoder,
+        weights: list[nn.Parameter],
+        embedded_BTD: Tensor,
+        sight: Sight,
+        room: int,
+        dtype: torch.dtype,
+    ) -> None:
+        device, length = embedded_BTD.device, embedded_BTD.shape[1]
+        self._weights, self._at = weights, [p.data_ptr() for p in weights]
+        self._x_BTD = embedded_BTD.detach().clone().requires_grad_()
+        longest = -(-length // LENGTH_STEP) * LENGTH_STEP
+        self._sight = Sight(
+            sight.cos_XT1R.clone(),
+            sight.sin_XT1R.clone(),
+            None,
+            torch.zeros(room + 1, dtype=torch.int32, device=device),
+            torch.empty(longest, dtype=torch.bool),
+        )
+        self.look(sight)
+
+        def run() -> Tensor:
+            # Without its cache: casts of weights that were made outside would be captured as they were then.
+            with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
+                x_BTD: Tensor = self._x_BTD
+                for layer in student.layers:
+                    x_BTD = student.run_layer(layer, x_BTD, self._sight)
+                hidden_BTD: Tensor = student.norm(x_BTD)
+            return hidden_BTD
+
+        inputs = [self._x_BTD, *weights]
+        # Casts from before the capture would keep the weights' nodes of then, whose stream is not captured.
+        torch.clear_autocast_cache()
+        self._upstream_BTD = _pass_aside(run, inputs)
+
+        def run_back() -> list[Tensor]:
+            return [_plain(g) for g in _gradients(hidden_BTD, inputs, self._upstream_BTD)]
+
+        # Kept apart from what is launched, so that instantiating is no part of a capture.
+        self._graphs: list[Any] = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(2)]
+        hidden_BTD = _capture(self._graphs[0], None, run)
+        self._slope_BTD, *self._grads = _capture(self._graphs[1], self._graphs[0].pool(), run_back)
+        self._hidden_BTD = hidden_BTD.detach()
+
+    def look(self, sight: Sight) -> None:
+        """Takes over where the tokens of a batch are."""
+        starts_S, room_S = sight.starts_S, self._sight.starts_S
+        assert starts_S is not None and room_S is not None
+        self._sight.cos_XT1R.copy_(sight.cos_XT1R)
+        self._sight.sin_XT1R.copy_(sight.sin_XT1R)
+        room_S[: len(starts_S)].copy_(starts_S)
+        room_S[len(starts_S) :].fill_(self._x_BTD.shape[0] * self._x_BTD.shape[1])
+
+    def forward(self, embedded_BTD: Tensor) -> Tensor:
+        if [p.data_ptr() for p in self._weights] != self._at:
+            raise InternalError(
+                "CUDA graph of the student: expected the weights where they were, found some moved"
+            )
+        with torch.no_grad():
+            self._x_BTD.copy_(embedded_BTD)
+        self._graphs[0].replay()
+        return self._hidden_BTD.detach()
+
+    def backward(self, upstream_BTD: Tensor) -> Tensor:
+        if any(p.grad is not None for p in self._weights):
+            raise InternalError(
+                "CUDA graph of the student: expected no gradient from before, found one"
+            )
+        self._upstream_BTD.copy_(upstream_BTD)
+        self._graphs[1].replay()
+        for parameter, grad in zip(self._weights, self._grads, strict=True):
+            parameter.grad = grad
+        return self._slope_BTD
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """As an optimizer's kernel wants it: contiguous, and aligned."""
+    return grad.clone() if grad.is_contiguous() and grad.data_ptr() % 16 else grad.contiguous()

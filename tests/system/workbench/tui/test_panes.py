@@ -1,0 +1,82 @@
+"""The table of panes: a row is all that a new pane takes, on the terminal's screen and on the notebook's page."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.run_folders import completed
+from workbench.panes import PANES, page_panes
+from workbench.tui.screens.run import RunScreen
+from workbench.tui.widgets.key_bar import bindings_of
+
+REPOSITORY = Path(__file__).parents[4]
+TOY = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from workbench import panes
+
+def words(snapshot):
+    return ["toys", f"  {snapshot.run.name} has {snapshot.view.last_step} toys"]
+
+panes.PANES = (*panes.PANES, panes.Pane(id="toys", title="all its toys", words=words))
+
+from tests.support.screens import on_screen, press, shows, words_of
+from workbench.notebook.stream import Stream
+from workbench.feed import RunFeed
+from engine.log.folder import RunFolder
+
+path = Path(sys.argv[1])
+
+async def script(pilot):
+    await press(pilot, "f10")
+    assert "f10 all its toys" in words_of(pilot), words_of(pilot)
+    assert "kd-small has 60 toys" in words_of(pilot), words_of(pilot)
+    await press(pilot, "question_mark")
+    assert "JIT, alerts, toys" in words_of(pilot), words_of(pilot)
+    await press(pilot, "escape", "1", "ctrl+p", *"pane toys")
+    assert await shows(pilot, "pane toys"), words_of(pilot)
+    await press(pilot, "enter")
+    assert await shows(pilot, "kd-small has 60 toys"), words_of(pilot)
+
+async def tabs(pilot):
+    assert "toys" in words_of(pilot), words_of(pilot)
+    await press(pilot, "f10")
+    assert "[f10 toys]" in words_of(pilot) or "[f10]" in words_of(pilot), words_of(pilot)
+    assert "kd-small has 60 toys" in words_of(pilot)
+
+on_screen([path], (120, 40), script)
+on_screen([path], (110, 24), tabs)
+messages = list(Stream().messages(RunFeed(RunFolder(path)).read_all()))
+words = [m.content["panes"] for m in messages if m.content["kind"] == "words"]
+assert "kd-small has 60 toys" in words[0]["toys"], words
+assert list(words[0])[-1] == "toys"
+print("seen everywhere")
+"""
+
+
+def test_a_tenth_row_is_a_pane_everywhere(tmp_path: Path) -> None:
+    path = completed(tmp_path / "kd-small").path
+    here = str(REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {here!r})\n{TOY}", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "seen everywhere\n", done.stderr
+
+
+def test_every_pane_has_a_key_of_its_own_and_lines_or_a_widget() -> None:
+    keys = [pane.key for pane in PANES]
+    assert keys == [*"123456789"]
+    chosen = {b.key: b.action for b in bindings_of(RunScreen) if b.action.startswith("pane(")}  # type: ignore[arg-type]
+    assert chosen == {pane.key: f"pane('{pane.id}')" for pane in PANES}
+    assert [p.id for p in PANES if not p.has_lines] == ["loss", "log"]
+
+
+def test_the_page_has_its_panes_in_their_order() -> None:
+    assert list(page_panes()) == ["alerts", "result", "checks", "decisions", "kernels", "device"]

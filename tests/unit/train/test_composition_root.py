@@ -1,0 +1,66 @@
+"""Who may hold the trainer's log: the composition root alone. Everybody else returns or yields what is to
+be logged, so that what a run says, and in which order, can be read in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.decision import Decision
+from engine.log.events import Phase
+from engine.log.folder import create_run
+from engine.log.follow import Follower
+from engine.log.write import LogWriter
+from engine.train.record import Logged, logged
+from tests.support.paths import ROOT
+
+TRAINER_SIDE = (
+    *("plan", "train", "loss", "teachers", "models", "data"),
+    *("formats", "quant", "runtime", "kernels", "checks"),
+)
+HOLDERS = {
+    "engine/train/run.py": "puts a run together",
+    "engine/train/session.py": "its loop: what a step shows decides what comes next",
+    "engine/train/record.py": "writes for both",
+    "engine/train/prepare.py": "the same for `engine prepare`",
+}
+
+
+def names(path: Path) -> Iterator[str]:
+    """Every name that a module imports or reads."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+
+
+def test_no_module_of_the_trainer_but_its_composition_root_has_a_log_writer() -> None:
+    paths = [p for package in TRAINER_SIDE for p in (ROOT / "engine" / package).rglob("*.py")]
+    assert len(paths) > 50
+    found = {str(p.relative_to(ROOT)) for p in paths if "LogWriter" in names(p)}
+    assert found == HOLDERS.keys()
+
+
+def test_what_work_yields_is_in_the_log_before_the_work_goes_on(tmp_path: Path) -> None:
+    """A silent run is stuck in the phase that its log names last."""
+    run = create_run(tmp_path / "run", "", {})
+    closed = []
+
+    def work() -> Logged[int]:
+        try:
+            for name in ("reading", "loading"):
+                yield Phase(name=name)
+                assert Follower(run).read_all().phase.name == name
+            yield Decision(knob="student.compile", choice="off", reason="it is short")
+            return len(Follower(run).read_all().decisions)
+        finally:
+            closed.append(True)
+
+    with LogWriter(run.events, writer="trainer") as log:
+        assert logged(log, work()) == 1
+        assert logged(None, (event for event in ())) is None
+    assert closed == [True]

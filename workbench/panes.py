@@ -1,0 +1,271 @@
+"""The panes of a run: one row each, which the terminal's screen of a run and the notebook both read.
+
+A pane is added by a row of `PANES` and a function that makes its lines from a snapshot. The terminal gives
+it a place, a key, a tab, a line of help and a line of the palette; the notebook gives it a part of the page.
+The functions are pure; the sentences themselves are `engine.log.text`'s and `engine.log.summary`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.log.text import (
+    alert_lines,
+    check_lines,
+    clock_text,
+    decision_lines,
+    device_lines,
+    host_lost_text,
+    kernel_lines,
+    ledger_line,
+    result_lines,
+)
+from engine.log.view import RunView
+from engine.units import format_bytes, format_count, format_seconds
+from workbench.feed import Snapshot
+
+
+def device_words(snapshot: Snapshot) -> list[str]:
+    """The newest readings, and where the newest step spent its time."""
+    ledger = ledger_line(snapshot.view)
+    return [*machine_words(snapshot), *([ledger] if ledger else [])]
+
+
+def machine_words(snapshot: Snapshot) -> list[str]:
+    """The newest readings, and how old they are when they are not of now."""
+    view = snapshot.view
+    newest = [view.hosts.last("unix_s"), *(t.last("unix_s") for t in view.gpu_tables.values())]
+    times = [unix_s for unix_s in newest if unix_s is not None]
+    lines = device_lines(view)
+    if times and (snapshot.has_ended or snapshot.now_unix_s - max(times) > 10):
+        age = format_seconds(max(0.0, snapshot.now_unix_s - max(times)))
+        lines.append(f"read {age} ago, at {clock_text(max(times))}")
+    return lines
+
+
+RECENT = 200
+"""So many of the newest steps of this session tell how long a step takes."""
+PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer", "idle")
+"""In the order in which a step goes through them."""
+
+
+def ledger_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
+    """Pace, the phases of the newest step as bars, and the share of the bound."""
+    return [
+        *_pace_lines(snapshot.view),
+        *_bars(snapshot.view, width, ascii_only),
+        *_bound(snapshot.view),
+    ]
+
+
+def _pace_lines(view: RunView) -> list[str]:
+    begin = max(view.session_row, len(view.steps) - RECENT)
+    times = sorted(
+        s for s in view.steps.values("step_s", begin) if s is not None and 0 <= s < math.inf
+    )
+    pace = view.tokens_per_second()
+    if not times:
+        return ["no step of this session was timed yet"]
+    typical = f"{format_seconds(times[len(times) // 2])} a step"
+    around = f"{format_seconds(times[0])} to {format_seconds(times[-1])} in the last {len(times)}"
+    rate = "" if pace is None else f"{format_count(pace)} tok/s, "
+    return [f"{rate}{typical} (median; {around})"]
+
+
+def _bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
+    total = sum(view.phases.values())
+    if not 0 < total < math.inf:
+        return ["no phases were measured: the ledger is empty"]
+    names = [n for n in PHASES if n in view.phases] + [n for n in view.phases if n not in PHASES]
+    longest = max(len(name) for name in names)
+    room = max(4, min(40, width - longest - 16))
+    full, rest = ("#", ".") if ascii_only else ("█", "░")
+    lines = []
+    for name in names:
+        seconds = view.phases[name]
+        share = seconds / total if math.isfinite(seconds) else 0.0
+        cells = min(room, round(share * room))
+        bar = full * cells + rest * (room - cells)
+        lines.append(f"{name:<{longest}} {bar} {format_seconds(seconds):>7} {share:>4.0%}")
+    return lines
+
+
+def _bound(view: RunView) -> list[str]:
+    started, pace = view.started, view.tokens_per_second()
+    if started is None or pace is None:
+        return []
+    if not started.flops_per_token:
+        return ["bound  the operations of a token are not known"]
+    rate = pace * started.flops_per_token
+    if not started.peak_flops_per_s:
+        why = started.peak_source or "no rate is known for this device"
+        return [f"bound  {rate / 1e12:.3g} TFLOP/s of its own arithmetic; {why}"]
+    peak = started.peak_flops_per_s
+    return [
+        f"bound  {rate / peak:.0%} of what the device could: {rate / 1e12:.3g} of {peak / 1e12:.4g} TFLOP/s "
+        f"({started.peak_source})"
+    ]
+
+
+def decision_words(snapshot: Snapshot) -> list[str]:
+    """Every automatic choice with its reason, what was not chosen, and how to choose otherwise."""
+    if not snapshot.view.decisions:
+        return ["no decision logged yet"]
+    return [line for decision in snapshot.view.decisions for line in decision_lines(decision)]
+
+
+def check_words(snapshot: Snapshot) -> list[str]:
+    """The first-minute checks: what failed, then what could not be told, then what holds."""
+    return check_lines(snapshot.view)
+
+
+def kernel_words(snapshot: Snapshot) -> list[str]:
+    """The kernel caches: hits, misses, and each compile, newest first."""
+    return kernel_lines(snapshot.view)
+
+
+def alert_words(snapshot: Snapshot) -> list[str]:
+    """The alerts that stand."""
+    lines = [line for alert in snapshot.view.alerts.values() for line in alert_lines(alert)]
+    return lines or ["no alert stands"]
+
+
+def result_words(snapshot: Snapshot) -> list[str]:
+    """How the run ended, what came of it, and where it is."""
+    view = snapshot.view
+    lines = []
+    if not snapshot.has_ended:
+        lines.append("the run is not over; so far:")
+    elif view.finished is not None:
+        lines.append(f"{view.finished.state} at step {view.finished.step}: {view.finished.reason}")
+    elif view.exit is not None:
+        lines.append(f"{snapshot.state}: {view.exit.sentence}")
+    elif snapshot.state == "host_lost":
+        lines.append(f"host lost: {host_lost_text(view)}")
+    elif snapshot.state == "vanished":
+        lines.append("vanished: no process of it exists and nobody recorded its end")
+    else:
+        lines.append(snapshot.state)
+    if view.non_finite:
+        first = view.non_finite[0]
+        lines.append(
+            f"NON-FINITE: {first.field} is {first.value} at step {first.step}"
+            + (f", and {len(view.non_finite) - 1} more" if len(view.non_finite) > 1 else "")
+        )
+    for alert in view.alerts.values():
+        lines += alert_lines(alert)
+    lines += result_lines(view) or ["no held-out loss was measured"]
+    if view.checkpoints and view.student is None:
+        newest = view.checkpoints[-1]
+        lines.append(
+            f"newest checkpoint: {newest.path} "
+            f"(step {newest.step}, {format_bytes(newest.size_bytes)})"
+        )
+    lines.append(f"run folder: {snapshot.run.path}")
+    return lines
+
+
+Words = Callable[[Snapshot], list[str]]
+"""The lines of a pane. A line that does not begin with a space is a heading of those that do."""
+LAST = 99
+LEAST_WIDTH = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pane:
+    """One pane of a run."""
+
+    id: str
+    title: str
+    words: Words | None = None
+    """None where the terminal has a widget of its own for it: the time line and the log."""
+    fitted: Callable[[Snapshot, int, bool], list[str]] | None = None
+    """In the place of `words`: lines made for a width in cells, of ASCII alone where that is asked for."""
+    label: str = ""
+    """What tabs and keys call it; its id where this is empty."""
+    help: str = ""
+    """Markdown: a heading, and what the pane shows."""
+    column: Literal["left", "right", "below"] = "right"
+    """Where it is on a large terminal."""
+    when: Literal["always", "ended", "alerts", "tall", "chosen"] = "chosen"
+    """What shows it on a large terminal besides choosing it: the end of the run, an active alert, many rows."""
+    page: int | None = LAST
+    """Its rank on the notebook's page; None where the page has no such pane."""
+    page_words: Words | None = None
+    """The lines on that page, where they are not `words`."""
+
+    @property
+    def name(self) -> str:
+        """What tabs and keys call it."""
+        return self.label or self.id
+
+    @property
+    def key(self) -> str:
+        """The key that chooses it: its place in the table as a digit, and F10 and so on after the ninth."""
+        place = 1 + [pane.id for pane in PANES].index(self.id)
+        return str(place) if place <= 9 else f"f{place}"
+
+    @property
+    def has_lines(self) -> bool:
+        return self.words is not None or self.fitted is not None
+
+    def lines(self, snapshot: Snapshot, ascii_only: bool, width: int) -> list[str]:
+        """Its lines for a width in cells."""
+        if self.fitted is not None:
+            return self.fitted(snapshot, max(width, LEAST_WIDTH), ascii_only)
+        return [] if self.words is None else self.words(snapshot)
+
+    @property
+    def numbered_title(self) -> str:
+        """The title behind the key."""
+        return f"{self.key} {self.title}"
+
+
+LEDGER_HELP = """# Pace
+
+Tokens a second and the time of a step, then the ledger of the newest step by the device's own clock:
+where its time went, phase by phase. `idle` is time in which the device had nothing to do. The bound is
+what the datasheet's matrix rate would allow for the run's own arithmetic.
+"""
+PANES: tuple[Pane, ...] = (
+    Pane(id="loss", title="loss, nats per token", column="left", when="always", page=None),
+    Pane(
+        id="pace",
+        title="pace and step ledger",
+        fitted=ledger_words,
+        help=LEDGER_HELP,
+        column="left",
+        when="always",
+        page=None,
+    ),
+    Pane(
+        id="device",
+        title="device and host",
+        words=machine_words,
+        when="always",
+        page=6,
+        page_words=device_words,
+    ),
+    Pane(id="decisions", title="decisions", words=decision_words, when="always", page=4),
+    Pane(id="log", title="log", column="below", when="always", page=None),
+    Pane(id="result", title="result", words=result_words, when="ended", page=2),
+    Pane(id="checks", title="checks", words=check_words, when="tall", page=3),
+    Pane(id="kernels", title="JIT", words=kernel_words, label="JIT", when="tall", page=5),
+    Pane(id="alerts", title="alerts", words=alert_words, when="alerts", page=1),
+)
+"""In the order of their keys."""
+
+
+def pane_of(id_: str) -> Pane:
+    """The pane of that id."""
+    return next(pane for pane in PANES if pane.id == id_)
+
+
+def page_panes() -> dict[str, Words]:
+    """The panes of the notebook's page in their order, each with what makes its lines."""
+    shown = sorted((p.page, n, p) for n, p in enumerate(PANES) if p.page is not None)
+    found = {pane.id: pane.page_words or pane.words for _, _, pane in shown}
+    return {id_: words for id_, words in found.items() if words is not None}

@@ -1,0 +1,524 @@
+"""A chart as text: lines, points and levels over one x axis, and what is said of them.
+
+    ⣤⣤ loss 2.1132  ⠤ ⠤ ce 2.3011  ◆ held-out 2.4  ╌╌ ln V 6.9     the legend: what is drawn
+      6 ┤⡇               ┊
+      4 ┤ ⠱⣀     ×       ┊                                            lines, linear or logarithmic
+      2 ┤   ⠉⠒⠤⣀   ⠈⠒⠢⠤┊⠤⠤
+   marks│  s  !  × R     ┊  s                                         signs
+     1 s┤⣀⡀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀┊⣀⣀                                         another line below, with its own y
+        └┬────────┬──────┴┬───
+    step 0       100    200
+    step 183: loss 2.1132 ...                                         what is under the cursor
+
+A column of dots shows the lowest and the highest value that fall on it; columns in between are
+joined by a straight line. A value that is not finite is not a point: it is a cross at the top of
+its column, and no line goes to or from it. An absent value leaves a gap. Lines differ in form, so that they
+can be told apart without colour; a line with a letter has it now and then along its way, at its end, and
+under its crosses.
+
+The axis of the line below ends at CLIP times its median, so that one slow first step does not flatten all
+others; what is over it is an arrow at the top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from engine.units import format_seconds, format_value
+from workbench.plot.axis import Axis
+from workbench.plot.canvas import (
+    ASCII,
+    UNICODE,
+    Canvas,
+    Glyphs,
+    Row,
+    Span,
+    centred,
+    fit,
+    flow,
+    name_places,
+)
+from workbench.traces import Bucket, Trace
+
+MIN_WIDTH, MIN_HEIGHT = 24, 4
+"""Below this there is no room for a curve: the newest values are written instead."""
+LOW = 9
+"""On fewer rows signs stand on the line of the x axis, and what is under the cursor in the place of the
+legend, so that the curve keeps its rows."""
+TALL = 12
+"""From so many rows on, what is under the cursor takes two."""
+WITH_BELOW = 13
+"""From so many rows on there is room for the line below."""
+CLIP = 3.0
+FEW = 8
+"""So few values have no shape yet that a level could flatten."""
+APART = 20
+"""Cells between two letters on one line."""
+GAP, MORE = "  ", ".."
+"""Between two items of a legend, and in the place of those without room."""
+FORMS = (
+    "################",
+    "#####   #####   ",
+    "# # # # # # # # ",
+    "#### #  #### #  ",
+    "############    ",
+    "#   #   #   #   ",
+)
+"""Which dot columns a line uses, over and over: the first is solid, the second dashed, the third dotted, and
+then dashes with dots, long dashes, and few dots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line: its points, and how it is told from the others."""
+
+    trace: Trace
+    slot: int
+    """The index of its form and its colour."""
+    letter: str = ""
+    """Stands on the line, and for its name in the legend."""
+    value: float | None = None
+    """What the legend tells of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A point of its own, drawn as one character over the lines."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """A horizontal line to compare with. One far from all points is named in the legend only, so
+    that it flattens nothing."""
+
+    y: float
+    name: str
+
+    def height(self, log_y: bool) -> float:
+        """Where it is on an axis; a logarithmic axis has no level at or under 0."""
+        return math.log10(self.y) if log_y else self.y
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """One character on the row of marks."""
+
+    x: float
+    text: str
+    role: str
+
+
+def number_text(x: float) -> str:
+    """A value of x with no more digits than it needs."""
+    return f"{x:.0f}" if x % 1 == 0 or x > 1000 else f"{x:.3g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Everything that is drawn, for one width."""
+
+    low: float = 0.0
+    high: float = 1.0
+    """The ends of the x axis."""
+    lines: tuple[Line, ...] = ()
+    below: Trace | None = None
+    """A line of seconds with a y axis of its own."""
+    points: tuple[Point, ...] = ()
+    points_name: str = "held-out"
+    levels: tuple[Level, ...] = ()
+    signs: tuple[Sign, ...] | None = None
+    """Of several in one column the last is drawn; None where there is no row for them."""
+    fault: str = ""
+    """Which x are not finite, in words; empty where the lines alone tell."""
+    cursor: float | None = None
+    readout: tuple[str, ...] = ()
+    """What is under the cursor; without it, the axis names the place of the cursor."""
+    log_y: bool = False
+    x_name: str = "step"
+    x_text: Callable[[float], str] = number_text
+    y_text: Callable[[float | None], str] = format_value
+    ticks: Callable[[float, float, int], Sequence[float]] | None = None
+    """Which x to name of [low, high], about so many; None for round numbers."""
+
+
+def chart_of(traces: Sequence[Trace]) -> Chart:
+    """Whole traces over each other."""
+    xs = [x for trace in traces for b in trace.buckets for x in (b.x_first, b.x_last)]
+    return Chart(
+        low=min(xs, default=0.0),
+        high=max(xs, default=1.0),
+        lines=tuple(Line(trace=t, slot=n, value=t.last) for n, t in enumerate(traces)),
+        x_name=traces[0].x_name if traces else "step",
+    )
+
+
+def margin_of(width: int) -> int:
+    """Cells left of the plot: enough for any label of an axis."""
+    return 7 if width >= 50 else 6
+
+
+def columns_of(width: int) -> int:
+    """Cells of the plot itself."""
+    return max(1, width - margin_of(width) - 2)
+
+
+def dots_of(width: int, *, ascii_only: bool) -> int:
+    """Dot columns of a chart of a width: so many buckets it can show."""
+    return columns_of(width) * (1 if ascii_only else 2)
+
+
+def render_chart(chart: Chart, width: int, height: int, *, ascii_only: bool) -> list[Row]:
+    """`height` rows of `width` cells; a line without a value is left out."""
+    if width <= 0 or height <= 0:
+        return []
+    return _Drawing(chart, width, height, ASCII if ascii_only else UNICODE).rows()
+
+
+class _Drawing:
+    """One chart at one size."""
+
+    def __init__(self, chart: Chart, width: int, height: int, glyphs: Glyphs) -> None:
+        self.chart, self.width, self.height, self.glyphs = chart, width, height, glyphs
+        self.margin, self.columns = margin_of(width), columns_of(width)
+        self.lines = [line for line in chart.lines if not line.trace.is_empty]
+        # Infinite levels, and on a logarithmic axis those at or under 0, have no place.
+        self.levels = [
+            x for x in chart.levels if math.isfinite(x.y) and (x.y > 0 or not chart.log_y)
+        ]
+        traces = [line.trace for line in self.lines]
+        self.span = span_of(traces, chart.points, self.levels, chart.log_y)
+        dots = dots_of(width, ascii_only=glyphs is ASCII)
+        self.x_axis = Axis(chart.low, chart.high, dots)
+
+    def rows(self) -> list[Row]:
+        chart, width, height = self.chart, self.width, self.height
+        if not self.lines and not chart.points and not chart.signs:
+            return centred("nothing logged yet", width, height)
+        most = 2 if height >= (LOW if chart.signs is None else TALL) else 1
+        legend = self.legend()
+        if any(line.letter for line in chart.lines) and needs_rows(legend, width) > most:
+            # Each line's form comes before its value, which stands above the chart, too.
+            legend = self.legend(values=False)
+        if width < MIN_WIDTH or height < MIN_HEIGHT:
+            return legend_rows(legend, width, height, pad=True)
+        is_low = height < LOW
+        head = legend_rows(legend, width, most)
+        readout = [fit([Span(text, "legend")], width) for text in chart.readout]
+        if is_low:
+            head, readout = readout[:1] or head, []
+        readout = readout[: 2 if height >= TALL else 1]
+        has_labels = height >= MIN_HEIGHT + 2
+        has_signs = chart.signs is not None and not is_low
+        rows = height - len(head) - len(readout) - 1 - has_labels - has_signs
+        has_below = chart.below is not None and not chart.below.is_empty and height >= WITH_BELOW
+        below = max(3, rows // 4) if has_below else 0
+        found = [*head, *self.upper(rows - below)]
+        if has_signs:
+            found.append(
+                self.framed(self.signs(" " * self.columns), {0: "marks"}, is_tick=False)[0]
+            )
+        if has_below and chart.below is not None:
+            found += self.lower(chart.below, below)
+        edge, labels = self.x_rows()
+        if is_low:
+            edge = (edge[0], *self.signs(edge[1].text).text(0))
+        found += [edge, *([labels] if has_labels else []), *readout]
+        return [fit(row, width) for row in found]
+
+    # The legend
+
+    def legend(self, *, values: bool = True) -> list[tuple[Span, Span]]:
+        """What is drawn, each as its form and its words; what is not finite comes first."""
+        chart, glyphs = self.chart, self.glyphs
+        items = [(Span(glyphs.cross, "cross"), Span(x, "cross")) for x in self.faults()]
+        for line in chart.lines if any(line.letter for line in chart.lines) else self.lines:
+            form, role = glyphs.traces[line.slot], f"trace{line.slot}"
+            if line.letter:
+                said = "no value" if line.value is None else chart.y_text(line.value)
+                words = f" {said}" if values else ""
+                form = f"{line.letter} {form}"
+            else:
+                words = f" {line.trace.name} {chart.y_text(line.value)}"
+            items.append((Span(form, role), Span(words, "legend")))
+        if chart.points:
+            words = f" {chart.points_name} {chart.y_text(chart.points[-1].y)}"
+            items.append((Span(glyphs.mark, "mark"), Span(words, "legend")))
+        for level in self.levels:
+            where, y = "", level.height(chart.log_y)
+            if self.span is not None and not self.span[0] <= y <= self.span[1]:
+                where = f" {glyphs.above if y > self.span[1] else glyphs.below}"
+            words = f" {level.name} {chart.y_text(level.y)}{where}"
+            items.append((Span(glyphs.level * 2, "level"), Span(words, "legend")))
+        return items
+
+    def faults(self) -> list[str]:
+        """Where lines are not finite."""
+        if self.chart.fault:
+            return [f" {self.chart.fault}"]
+        found: dict[str, set[float]] = {}
+        for line in self.lines:
+            places = (b.x_first for b in line.trace.buckets if b.non_finite)
+            found.setdefault(line.letter, set()).update(places)
+        return [
+            f"{letter and ' '}{letter} not finite: {self.chart.x_text(min(places))}"
+            + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+            for letter, places in found.items()
+            if places
+        ]
+
+    # Areas
+
+    def upper(self, rows: int) -> list[Row]:
+        """The lines, points and levels."""
+        chart, glyphs, span = self.chart, self.glyphs, self.span
+        if span is None:
+            words = "no finite value above 0" if chart.log_y else "no finite value"
+            return centred(words, self.width, rows)
+        canvas = Canvas(self.columns, rows, ascii_only=glyphs is ASCII)
+        y_axis = Axis(*span, canvas.dots_up, chart.log_y)
+        levels = [
+            (canvas.cell(0, y_axis.dot(level.y) or 0)[1], level.name)
+            for level in self.levels
+            if span[0] <= level.height(chart.log_y) <= span[1]
+        ]
+        for row, _ in levels:
+            for column in range(canvas.columns):
+                canvas.char(column, row, glyphs.level, "level")
+        for line in reversed(self.lines):
+            draw_line(canvas, line.trace, self.x_axis, y_axis, line.slot, glyphs)
+        for line in self.lines:
+            if line.letter:
+                self.letters(canvas, line, y_axis)
+        for point in chart.points:
+            column, y = self.column(point.x), y_axis.dot(point.y) if math.isfinite(point.y) else 0
+            if not math.isfinite(point.y):
+                canvas.char(column, 0, glyphs.cross, "cross")
+            elif y is not None:
+                canvas.char(column, canvas.cell(0, y)[1], glyphs.mark, "mark")
+        self.crosses(canvas, self.lines)
+        name_levels(canvas, levels)
+        ticks = Axis(*span, rows, chart.log_y)
+        placed = [(ticks.dot(tick.value), tick) for tick in ticks.ticks(max(2, rows // 3))]
+        labels = {rows - 1 - dot: tick.text for dot, tick in placed if dot is not None}
+        return self.framed(canvas, labels)
+
+    def lower(self, trace: Trace, rows: int) -> list[Row]:
+        """The line below: its lowest and highest value are named."""
+        span = span_of([trace], (), (), False, clip=True)
+        if span is None:
+            return centred("no step time was measured", self.width, rows)
+        canvas = Canvas(self.columns, rows, ascii_only=self.glyphs is ASCII)
+        draw_line(canvas, trace, self.x_axis, Axis(*span, canvas.dots_up), 0, self.glyphs)
+        self.crosses(canvas, [Line(trace=trace, slot=0)])
+        labels = {0: format_seconds(span[1]), rows - 1: format_seconds(span[0])}
+        if labels[0] == labels[rows - 1]:
+            labels = {rows // 2: labels[0]}
+        return self.framed(canvas, labels)
+
+    def framed(self, canvas: Canvas, labels: dict[int, str], *, is_tick: bool = True) -> list[Row]:
+        """A canvas with the y axis before it, and the cursor where nothing else is."""
+        cursor = self.chart.cursor
+        rows = []
+        for row in range(canvas.rows):
+            if cursor is not None and self.chart.low <= cursor <= self.chart.high:
+                column = self.column(cursor)
+                if canvas.role(column, row) in (None, "axis", "level"):
+                    canvas.char(column, row, ":" if self.glyphs is ASCII else "┊", "cursor")
+            edge = self.glyphs.tick if row in labels and is_tick else self.glyphs.vertical
+            label = f"{labels.get(row, ''):>{self.margin}.{self.margin}} {edge}"
+            rows.append((Span(label, "axis"), *canvas.text(row)))
+        return rows
+
+    def column(self, x: float) -> int:
+        """The column of cells of an x; the x axis is linear, so there always is one."""
+        return (self.x_axis.dot(x) or 0) // (1 if self.glyphs is ASCII else 2)
+
+    def letters(self, canvas: Canvas, line: Line, y_axis: Axis) -> None:
+        """Put a line's letter on it: now and then, and at its end."""
+        role, last = f"trace{line.slot}", -APART
+        known = [b for b in line.trace.buckets if b.low is not None and b.high is not None]
+        for index, bucket in enumerate(known):
+            column = self.column((bucket.x_first + bucket.x_last) / 2)
+            # Each begins elsewhere, so that letters of lines that lie on each other are all seen.
+            due = column - last >= APART and column % APART >= 3 * line.slot
+            assert bucket.low is not None and bucket.high is not None
+            dot = y_axis.dot(bucket.low / 2 + bucket.high / 2)
+            if dot is None or not (due or index == len(known) - 1):
+                continue
+            row = canvas.cell(0, dot)[1]
+            if canvas.role(column, row) in (role, None) or due:
+                canvas.char(column, row, line.letter, role)
+                last = column
+
+    def crosses(self, canvas: Canvas, lines: Sequence[Line]) -> None:
+        """A cross at the top for each value that is not finite, and below it the letter of its line."""
+        taken: dict[int, int] = {}
+        for line in lines:
+            for bucket in line.trace.buckets:
+                if not bucket.non_finite:
+                    continue
+                column = self.column((bucket.x_first + bucket.x_last) / 2)
+                canvas.char(column, 0, self.glyphs.cross, "cross")
+                row = taken[column] = taken.get(column, 0) + 1
+                if line.letter and row < canvas.rows:
+                    canvas.char(column, row, line.letter, f"trace{line.slot}")
+
+    def signs(self, under: str) -> Canvas:
+        """The signs on one row, over what is under them."""
+        canvas = Canvas(len(under), 1, ascii_only=self.glyphs is ASCII)
+        for column, char in enumerate(under):
+            if char != " ":
+                canvas.char(column, 0, char, "axis")
+        for sign in self.chart.signs or ():
+            if self.chart.low <= sign.x <= self.chart.high:
+                canvas.char(self.column(sign.x), 0, sign.text, sign.role)
+        return canvas
+
+    def x_rows(self) -> tuple[Row, Row]:
+        """The line under the chart and the values under the line; both ends are always named."""
+        chart, axis, glyphs = self.chart, self.x_axis, self.glyphs
+        count = max(2, self.columns // 14)
+        if chart.ticks is not None:
+            ticks = list(chart.ticks(axis.low, axis.high, count))
+        else:
+            ticks = [tick.value for tick in axis.ticks(count)]
+            if chart.x_name == "step":
+                ticks = [value for value in ticks if value % 1 == 0]
+        cursor = [chart.cursor] if chart.cursor is not None and not chart.readout else []
+        placed = [(self.column(x), chart.x_text(x)) for x in (*cursor, axis.high, axis.low, *ticks)]
+        words, named = name_places(placed, self.columns)
+        edge = [
+            glyphs.down_tick if column in named else glyphs.horizontal
+            for column in range(self.columns)
+        ]
+        if chart.cursor is not None and axis.low <= chart.cursor <= axis.high:
+            edge[self.column(chart.cursor)] = "^" if glyphs is ASCII else "┴"
+        begin = " " * (self.margin + 1) + glyphs.corner
+        name = f"{chart.x_name:<{self.margin + 2}.{self.margin}}"
+        return (
+            (Span(begin, "axis"), Span("".join(edge), "axis")),
+            (Span(name + words, "axis"),),
+        )
+
+
+def legend_rows(
+    items: Sequence[tuple[Span, Span]], width: int, height: int, *, pad: bool = False
+) -> list[Row]:
+    """A legend on at most `height` rows; what has no room is left out whole, and a sign stands for it."""
+    lengths = [sum(len(span.text) for span in item) for item in items]
+    lines = flow(lengths, width, len(GAP))
+    is_cut = len(lines) > height
+    if is_cut:
+        # On the last row, room for the sign is kept.
+        first = lines[height - 1].start
+        last = flow(lengths[first:], width - len(GAP + MORE), len(GAP))[0]
+        lines = [*lines[: height - 1], range(first, first + len(last))]
+    rows = [
+        [span for at in line for span in (Span(GAP, "legend"), *items[at])][1:] for line in lines
+    ]
+    if is_cut and sum(len(span.text) for span in rows[-1]) + len(GAP + MORE) <= width:
+        rows[-1].append(Span(GAP + MORE, "legend"))
+    if pad:
+        rows += [[] for _ in range(height - len(rows))]
+    return [fit(row, width) for row in rows]
+
+
+def needs_rows(items: Sequence[tuple[Span, Span]], width: int) -> int:
+    """How many rows a legend takes that leaves nothing out."""
+    return len(legend_rows(items, width, len(items) or 1))
+
+
+def span_of(
+    traces: Sequence[Trace],
+    points: Sequence[Point],
+    levels: Sequence[Level],
+    log_y: bool,
+    *,
+    clip: bool = False,
+) -> tuple[float, float] | None:
+    """Lowest and highest y to show: every finite value but clipped ones, and each level that is
+    near enough to them."""
+    values = [y for t in traces for b in t.buckets for y in (b.low, b.high) if y is not None]
+    values += [point.y for point in points if math.isfinite(point.y)]
+    if clip and values:
+        ceiling = CLIP * median(values)
+        values = [y for y in values if y <= ceiling] or values
+    if log_y:
+        values = [math.log10(y) for y in values if y > 0]
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    room = (high / 2 - low / 2) * 0.8 if len(values) > FEW else math.inf
+    heights = [level.height(log_y) for level in levels]
+    near = [y for y in heights if low - room <= y <= high + room]
+    return min([low, *near]), max([high, *near])
+
+
+def draw_line(
+    canvas: Canvas, trace: Trace, x_axis: Axis, y_axis: Axis, slot: int, glyphs: Glyphs
+) -> None:
+    """Draw one line; points that are further apart than the trace's gap are not joined."""
+    role, char = f"trace{slot}", glyphs.traces[slot][0]
+    form = FORMS[slot if canvas.dots_per_column > 1 else 0]
+    before: tuple[int, int, int] | None = None
+    last: Bucket | None = None
+    xs = x_axis.dots_of([(bucket.x_first + bucket.x_last) / 2 for bucket in trace.buckets])
+    tops = y_axis.heights([bucket.high for bucket in trace.buckets])
+    bottoms = y_axis.heights([bucket.low for bucket in trace.buckets])
+    for bucket, x, high, bottom in zip(trace.buckets, xs, tops, bottoms, strict=True):
+        if last is not None and bucket.x_first - last.x_last > trace.gap:
+            before = None
+        last = bucket
+        if bucket.low is None or bucket.high is None:
+            before = None
+        elif high is None:
+            canvas.char(canvas.cell(x, 0)[0], canvas.rows - 1, glyphs.below, role)
+            before = None
+        elif y_axis.is_over(bucket.high):
+            canvas.char(canvas.cell(x, 0)[0], 0, glyphs.above, role)
+            before = None
+        else:
+            low = bottom or 0
+            runs = [(x, low, high)]
+            if before is not None and not bucket.non_finite:
+                x0, low0, high0 = before
+                # Between the nearest dots of both bands: bands that overlap need no line through them.
+                y0 = min(max((low + high) // 2, low0), high0)
+                y1 = min(max(y0, low), high)
+                if x > x0 + 1 or abs(y1 - y0) > 1:
+                    runs += _joined(x0, y0, x, y1)
+            for column, lowest, highest in runs:
+                if form[column % len(form)] == "#":
+                    canvas.run(column, lowest, highest, char, role)
+            before = None if bucket.non_finite else (x, low, high)
+
+
+def _joined(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int, int]]:
+    """A straight line as runs of dots: the column of dots, and its lowest and highest dot."""
+    count = max(x1 - x0, abs(y1 - y0), 1)
+    runs: dict[int, tuple[int, int]] = {}
+    for i in range(count + 1):
+        x, y = round(x0 + (x1 - x0) * i / count), round(y0 + (y1 - y0) * i / count)
+        low, high = runs.get(x, (y, y))
+        runs[x] = min(low, y), max(high, y)
+    return [(x, low, high) for x, (low, high) in runs.items()]
+
+
+def name_levels(canvas: Canvas, levels: Sequence[tuple[int, str]]) -> None:
+    """Write the name of each level on its row, where no line and no other name has covered it."""
+    taken: set[tuple[int, int]] = set()
+    for row, name in levels:
+        words = f" {name} "
+        for start in (canvas.columns - len(words) - 1, 2):
+            place = [(column, row) for column in range(start, start + len(words))]
+            if start > 0 and all(canvas.role(*at) == "level" and at not in taken for at in place):
+                for at, char in zip(place, words, strict=True):
+                    canvas.char(*at, char, "level")
+                taken.update(place)
+                break

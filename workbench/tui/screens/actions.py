@@ -1,0 +1,114 @@
+"""The actions `stop` and `resume` of every screen that has a run at hand.
+
+Both ask first. The engine does it, in a thread of its own, and what it answers is shown in its words;
+when it refuses because the environment changes a setting of the run, it is asked again with the flag
+that it named, if that is wanted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual.binding import Binding
+
+from engine.log.folder import RunFolder
+from engine.log.text import has_ended
+from workbench.feed import READING, UNREADABLE
+from workbench.launch import command_text, resume_arguments, resume_run, stop_run
+from workbench.tui.screens.form import ChooseScreen
+from workbench.tui.screens.polling import PollingScreen, Problem
+
+STOP = Binding("x", "stop", "stop", tooltip="ask the run to stop, after a question")
+RESUME = Binding(
+    "R", "resume", "resume", tooltip="continue a run that ended early, after a question"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The run that the keys act on, as it was last seen."""
+
+    run: RunFolder
+    state: str
+    alive: bool
+    """Whether a process of it exists."""
+    step: int
+
+    def can(self, action: str) -> bool:
+        """Whether `stop` or `resume` does something now."""
+        if action == "stop":
+            return self.alive
+        ended = self.state != READING and has_ended(self.state)
+        return ended and not self.alive and self.state not in ("completed", UNREADABLE)
+
+
+def changes_to_allow(problem: Problem) -> list[str]:
+    """The settings that a refused resume would be allowed to change, by the hint of the refusal."""
+    return re.findall(r"--allow-change (\S+)", getattr(problem, "hint", None) or "")
+
+
+def ask_to_stop(screen: PollingScreen, target: Target) -> None:
+    """Stop a run, after a question."""
+    run = target.run
+    question = (
+        f"{run.name} finishes its step, saves a checkpoint and stops; R resumes it.\n\n"
+        f"This is `engine stop {run.path}`."
+    )
+
+    def answered(answer: str | None) -> None:
+        if answer == "y":
+            screen.command("stop", lambda: stop_run(run) or "the run was asked to stop")
+
+    answers = [("y", "stop it"), ("n", "let it go on")]
+    screen.app.push_screen(ChooseScreen("stop this run", question, answers), answered)
+
+
+def ask_to_resume(screen: PollingScreen, target: Target) -> None:
+    """Continue a run that ended early, after a question."""
+    run = target.run
+    question = (
+        f"{run.name} ({target.state} at step {target.step}) goes on from its newest checkpoint, "
+        "in the background.\n\n"
+        f"This is `{command_text([*resume_arguments(run), '--detach'])}`."
+    )
+
+    def answered(answer: str | None) -> None:
+        if answer in ("y", "o"):
+            _resume(screen, run, allow_fallback=answer == "o")
+
+    answers = [
+        ("y", "resume it"),
+        ("o", "resume it, from an older checkpoint if the newest is damaged"),
+        ("n", "leave it"),
+    ]
+    screen.app.push_screen(ChooseScreen("resume this run", question, answers), answered)
+
+
+def _resume(
+    screen: PollingScreen,
+    run: RunFolder,
+    *,
+    allow_fallback: bool,
+    allow_change: Sequence[str] = (),
+) -> None:
+    def call() -> str:
+        resumed = resume_run(run, allow_fallback=allow_fallback, allow_change=allow_change)
+        return f"resumed {resumed.name}"
+
+    def refused(problem: Problem) -> bool:
+        keys = changes_to_allow(problem)
+        if not keys or allow_change:
+            return False
+
+        def answered(answer: str | None) -> None:
+            if answer == "y":
+                _resume(screen, run, allow_fallback=allow_fallback, allow_change=keys)
+
+        answers = [("y", f"go on with the changed {', '.join(keys)}"), ("n", "leave it")]
+        question = f"{problem}\n\nThe change would be written into effective.json."
+        screen.app.push_screen(ChooseScreen("settings have changed", question, answers), answered)
+        return True
+
+    screen.command("resume", call, refused)

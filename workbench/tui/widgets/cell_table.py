@@ -1,0 +1,75 @@
+"""A table whose columns are as wide as they need, of which only what has changed is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.cells import cell_len
+from rich.text import Text
+from textual.widgets import DataTable
+
+Texts = Mapping[str, Sequence[str]]
+"""The words of each row, by its key."""
+
+
+class CellTable(DataTable[Text]):
+    """Draws rows; the cursor stays on its own when they change."""
+
+    DEFAULT_CSS = "CellTable { height: 1fr; scrollbar-size-vertical: 1; }"
+
+    def __init__(self, *, show_header: bool = True) -> None:
+        super().__init__(cursor_type="row", cell_padding=0, show_header=show_header)
+        self._head: tuple[list[str], list[Text], list[int]] = ([], [], [])
+        self._texts: Texts = {}
+        self._keys: list[str] = []
+
+    @property
+    def key(self) -> str | None:
+        """The key of the row under the cursor."""
+        return self._keys[self.cursor_row] if self.is_valid_row_index(self.cursor_row) else None
+
+    def fill(
+        self,
+        names: Sequence[str],
+        titles: Sequence[Text],
+        texts: Texts,
+        cells: Callable[[str, Sequence[str]], list[Text]],
+    ) -> None:
+        """Draw other rows; `cells` makes what is drawn of the words of one. Where the words are the same,
+        what is drawn is the same."""
+        before = self.key
+        widths = [
+            max([1, title.cell_len, *(cell_len(row[place]) for row in texts.values())])
+            for place, title in enumerate(titles)
+        ]
+        if ([*names], [*titles], widths) != self._head:
+            # Columns of known widths: none has to be measured, cell by cell, before it is drawn.
+            self._head = ([*names], [*titles], widths)
+            self.clear(columns=True)
+            for name, title, width in zip(names, titles, widths, strict=True):
+                self.add_column(title, key=name, width=width)
+            self._keys = []
+        keys = list(texts)
+        if keys and keys == self._keys:
+            self._write_changes(texts, cells)
+        else:
+            self.clear()
+            for key, words in texts.items():
+                self.add_row(*cells(key, words), key=key)
+        self._keys, self._texts = keys, texts
+        if before is not None and before in texts:
+            self.move_cursor(row=keys.index(before), animate=False)
+
+    def _write_changes(
+        self, texts: Texts, cells: Callable[[str, Sequence[str]], list[Text]]
+    ) -> None:
+        """In a long table that is little."""
+        for key, words in texts.items():
+            before = self._texts[key]
+            if before == words:
+                continue
+            for name, old, new, cell in zip(
+                self._head[0], before, words, cells(key, words), strict=True
+            ):
+                if old != new:
+                    self.update_cell(key, name, cell)

@@ -1,0 +1,103 @@
+"""A widget that a chart fills; what it shows is decided in `workbench.plot`."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.geometry import Region
+from textual.message import Message
+from textual.reactive import reactive
+from textual.strip import Strip
+from textual.widget import Widget
+
+from engine.log.view import RunView
+from workbench.plot.canvas import Row
+from workbench.plot.chart import Chart, dots_of, render_chart
+from workbench.plot.series import series_style
+
+
+class ChartView(Widget):
+    """Draws one chart. Lines with letters have the colours of their runs, others those of the theme."""
+
+    class Resized(Message):
+        """It has another width: what it shows has to be computed again."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "plot--trace0",
+        "plot--trace1",
+        "plot--trace2",
+        "plot--mark",
+        "plot--level",
+        "plot--cross",
+        "plot--axis",
+        "plot--legend",
+        "plot--cursor",
+    }
+    DEFAULT_CSS = """
+    ChartView {
+        .plot--trace0 { color: $text-primary; text-style: bold; }
+        .plot--trace1 { color: $text-warning; }
+        .plot--trace2 { color: $text-success; }
+        .plot--mark { color: $text-accent; text-style: bold; }
+        .plot--level { color: $text-muted; }
+        .plot--cross { color: $text-error; text-style: bold; }
+        .plot--axis { color: $text-muted; }
+        .plot--legend { color: $foreground; }
+        .plot--cursor { color: $text-accent; }
+    }
+    """
+
+    chart: reactive[Chart] = reactive(Chart())
+
+    def __init__(self, *, ascii_only: bool, id: str | None = None, classes: str = "") -> None:
+        super().__init__(id=id, classes=classes)
+        self._ascii_only = ascii_only
+        self._drawn: tuple[object, ...] = ()
+        self._rows: list[Row] = []
+
+    def on_resize(self) -> None:
+        self.post_message(self.Resized())
+
+    @property
+    def dots(self) -> int:
+        """So many buckets can be shown."""
+        return dots_of(self.size.width, ascii_only=self._ascii_only)
+
+    def charted(self) -> tuple[object, ...]:
+        """All that the chart is made of: while nothing of it changes, nothing is drawn again."""
+        return (self.chart,)
+
+    def made(self) -> Chart:
+        """The chart at the size that it has."""
+        return self.chart
+
+    def rows(self) -> list[Row]:
+        """What is drawn."""
+        return render_chart(self.made(), *self.size, ascii_only=self._ascii_only)
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        # Lines are asked for one by one: the chart is drawn once for all of them.
+        wanted = (*self.charted(), self.size)
+        if len(wanted) != len(self._drawn) or any(map(_differ, wanted, self._drawn)):
+            self._drawn = wanted
+            self._rows = self.rows()
+        return super().render_lines(crop)
+
+    def render_line(self, y: int) -> Strip:
+        if y >= len(self._rows):
+            return Strip.blank(self.size.width, self.rich_style)
+        segments = [Segment(span.text, self._style_of(span.role)) for span in self._rows[y]]
+        return Strip(segments, self.size.width)
+
+    def _style_of(self, role: str) -> Style:
+        if role.startswith("trace") and any(line.letter for line in self.chart.lines):
+            colour = series_style(int(role.removeprefix("trace"))).colour
+            return self.rich_style + Style(color=colour, bold=True)
+        return self.get_component_rich_style(f"plot--{role}")
+
+
+def _differ(a: object, b: object) -> bool:
+    """Views and charts are long: the same one is known by itself."""
+    return a is not b and (isinstance(a, RunView | Chart) or a != b)
