@@ -282,7 +282,6 @@ def _judge(
     """Every program of one model that `where` does not have yet; `fit` runs when all is open, and says
     which problems are left out and why."""
     from engine.evaluate.humaneval import Settings, evaluate, room
-    from engine.evaluate.model import weights_sha256
     from engine.evaluate.problems import STOPS
     from engine.evaluate.results import open_results, read_results, refuse_other
     from engine.evaluate.sandbox import RULES
@@ -298,11 +297,7 @@ def _judge(
     about: dict[str, Any] = {
         "benchmark": problems.benchmark,
         "model": str(path.resolve()),
-        "weights_sha256": weights_sha256(path),
-        "tokenizer_sha256": model.tokenizer.sha256,
-        "weights": model.weights,
-        "precision": model.precision,
-        "device": model.device.type,
+        **model.about(),
         "data_sha256": problems.sha256,
         "settings": asdict(settings),
         "stops": list(STOPS[problems.benchmark]),

@@ -33,6 +33,16 @@ class Model:
     weights: str
     """`dense`, or `packed`: matrices stay in the blocks of their file."""
 
+    def about(self) -> dict[str, str]:
+        """What was asked and how it computed, for the record of a result; hashes its weights."""
+        return {
+            "weights_sha256": weights_sha256(self.path),
+            "tokenizer_sha256": self.tokenizer.sha256,
+            "weights": self.weights,
+            "precision": self.precision,
+            "device": self.device.type,
+        }
+
 
 def open_model(
     path: str | Path,
