@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,8 @@ def main() -> int:
     for one in owners:
         owner = getattr(owner, one)
     setattr(owner, last, hold)
+    # A suite that is started under nohup ignores it, and so would everything below.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     del sys.argv[0]
     return int(importlib.import_module(sys.argv[0]).main())
 
