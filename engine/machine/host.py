@@ -29,6 +29,9 @@ from pathlib import Path
 from engine.machine.kernel_files import read_first, read_table, read_text
 from engine.machine.reading import Reading, absent, measured
 
+RESERVE_BYTES = 8 * 1024**3
+RESERVE_SHARE = 0.08
+"""Of MemTotal. The larger of the two is left to the operating system: judgement, not measurement."""
 # A v1 group without a limit reports the largest multiple of the page size; no machine has 4 EiB.
 _NO_LIMIT_BYTES = 1 << 62
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
@@ -68,6 +71,25 @@ class CgroupMemory:
     current_bytes: Reading
     peak_bytes: Reading
     headroom_bytes: Reading
+
+
+def usable_host_bytes(memory: HostMemory, cgroup: CgroupMemory) -> Reading:
+    """How much host RAM a process may still take:
+
+    min(MemAvailable - max(8 GiB, 8 % of MemTotal), limit - current of the control group)
+    """
+    available, total = memory.available_bytes, memory.total_bytes
+    if available.number is None or total.number is None:
+        return available if available.number is None else total
+    reserve = max(RESERVE_BYTES, int(RESERVE_SHARE * total.number))
+    room = measured(
+        max(0, int(available.number) - reserve),
+        f"{available.source} - max(8 GiB, {RESERVE_SHARE:.0%} of MemTotal)",
+    )
+    group = cgroup.headroom_bytes
+    if group.number is not None and group.number < (room.number or 0):
+        return group
+    return room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

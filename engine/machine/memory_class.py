@@ -22,8 +22,7 @@ of its own. A total near the host's proves nothing either: a large card in a sma
 What may be used is one formula for each pool of memory, and a number never stands without both of
 its parts:
 
-    the host's         min(MemAvailable - reserve, limit - current of the control group)
-                       reserve = max(8 GiB, 8 % of MemTotal)
+    the host's         `engine.machine.host.usable_host_bytes`
     the GPU's own      min(total - used, 95 % of total); total is the lesser of CUDA's and NVML's,
                        which counts what the driver keeps for itself
 
@@ -31,8 +30,8 @@ Swap is never counted: a GPU that waits for a disk is lost to the run, and a mac
 because of its GPU may not come back. MemFree is never used, because it calls the page cache used;
 CUDA's own free number is MemFree on an integrated GPU. Where the GPU's memory is a NUMA node, "used"
 is the kernel's account and holds pages of ended processes too, so the number is a lower bound.
-On a part of a divided GPU (MIG) NVML's numbers are of the whole, so there is none. The two shares and
-the 8 GiB are judgement, not measurement.
+On a part of a divided GPU (MIG) NVML's numbers are of the whole, so there is none. The shares are
+judgement, not measurement.
 
 All functions are pure.
 """
@@ -47,11 +46,9 @@ from engine.errors import InternalError
 from engine.machine.cuda_driver import normal_pci_address
 from engine.machine.cuda_facts import NO, YES, CudaDevice
 from engine.machine.gpu_facts import LOST, NOT_SUPPORTED, SUPPORTED, TOTAL_IS_ZERO, GpuFacts
-from engine.machine.host import CgroupMemory, HostMemory
+from engine.machine.host import CgroupMemory, HostMemory, usable_host_bytes
 from engine.machine.reading import Reading, absent, measured
 
-RESERVE_BYTES = 8 * 1024**3
-RESERVE_SHARE = 0.08
 OWN_MEMORY_SHARE = 0.95
 _UNDER_REPORT_SHARE = 0.5
 _NO_CONTEXT = "no source without a CUDA context says how much is free"
@@ -147,22 +144,6 @@ def _address(gpu: GpuFacts | CudaDevice) -> str | None:
 
 def _comparable(gpu: GpuFacts, device: CudaDevice) -> bool:
     return any(None not in (key(gpu), key(device)) for key in (_uuid, _address))
-
-
-def usable_host_bytes(memory: HostMemory, cgroup: CgroupMemory) -> Reading:
-    """What a process may take of the host's memory; see the formula above."""
-    available, total = memory.available_bytes, memory.total_bytes
-    if available.number is None or total.number is None:
-        return available if available.number is None else total
-    reserve = max(RESERVE_BYTES, int(RESERVE_SHARE * total.number))
-    room = measured(
-        max(0, int(available.number) - reserve),
-        f"{available.source} - max(8 GiB, {RESERVE_SHARE:.0%} of MemTotal)",
-    )
-    group = cgroup.headroom_bytes
-    if group.number is not None and group.number < (room.number or 0):
-        return group
-    return room
 
 
 def usable_own_bytes(gpu: GpuFacts, cuda: CudaDevice) -> Reading:

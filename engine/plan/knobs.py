@@ -687,4 +687,5 @@ _KNOBS = (
     Knob("checkpoint.sharded", choose_sharded),
 )
 KNOBS = {knob.key: knob for knob in _KNOBS}
-"""In the order in which a run asks for them."""
+"""In the order in which a run asks for them. Where it does not fit in memory, what is given up first is in
+`engine.plan.fit_in_memory`."""

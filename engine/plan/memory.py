@@ -68,7 +68,7 @@ from engine.plan.activations import (
 )
 from engine.spec import RunSpec
 from engine.spec.divergences import DIVERGENCES
-from engine.teachers.store.manifest import HIDDEN, Identity
+from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}

@@ -6,18 +6,8 @@ needs another.
 
 All of it comes out of the spec, the headers of files and the device, so a run that cannot be is refused in
 the first second; each decision is yielded as it is made, with the budget at the end. The choosers and
-their reasons are in `engine.plan.knobs`, the arithmetic of memory in `engine.plan.memory`.
-
-What a run gives up so that it fits in the memory it may take, what costs least first:
-
-    loss.chunk_rows         logits of fewer tokens at a time: 1 ms or two of a step of 8192 tokens
-    teacher.backend         weights that stay in their blocks: 3 to 5 % of a step
-    student.checkpointing   activations recomputed in the backward pass: a third more of its forward
-    teacher.shard           layers gathered from the other ranks when they compute, where all of that is not
-                            enough; then the others are asked anew
-
-Each is given up for the whole run, before it begins, and logged. What the settings name is kept as it is;
-a run that fits is left as it is, and one that fits in no way is refused by its budget.
+their reasons are in `engine.plan.knobs`, the arithmetic of memory in `engine.plan.memory`, what is given up
+where the run does not fit in `engine.plan.fit_in_memory`.
 """
 
 from __future__ import annotations
@@ -39,23 +29,16 @@ from engine.models.config import ModelConfig
 from engine.models.running import has_compiler
 from engine.plan.activations import linear_weights
 from engine.plan.device import ComputeDevice
+from engine.plan.fit_in_memory import fit
 from engine.plan.inputs import Inputs
 from engine.plan.knobs import KNOBS
 from engine.plan.memory import ITEM_BYTES, MemoryBudget, MemoryPlan
 from engine.quant.blocks import BLOCK_TYPES
 from engine.spec import RunSpec
 from engine.teachers.store.folder import Store, open_store
-from engine.teachers.store.manifest import (
-    HIDDEN,
-    Identity,
-    check_teacher_files,
-    fitting_manifest,
-    uses_cache,
-)
+from engine.teachers.store.keys import HIDDEN, Identity
+from engine.teachers.store.manifest import check_teacher_files, fitting_manifest, uses_cache
 
-FEWER_CHUNK_ROWS = (1024, 512)
-"""Tokens whose logits are held at a time where memory is short, most first; products of fewer rows are
-slower, and a head in blocks is made floats for each chunk."""
 LOOKED_AT = 1024
 """Rows of the run that are looked for before it begins."""
 
@@ -372,62 +355,3 @@ def plan_memory(
         given_bytes=plan.total_bytes,
     )
     return captured if graphs == "on" else plan
-
-
-def fit(
-    plan: MemoryPlan, *, usual_chunk_rows: int, stored: str | None
-) -> tuple[MemoryPlan, list[Decision]]:
-    """The plan with the backend, the checkpointing and the chunks that let it fit, and why. `usual_chunk_rows`
-    are taken where memory is plenty; `stored` says what there is of the teacher's outputs. Where nobody
-    knows what is available everything fits.
-
-    Raises BadInput for a backend that the teacher does not have.
-    """
-    spec, number = plan.spec, plan.available.number
-    available_bytes = None if number is None else int(number)
-    wanted_rows = spec.loss.chunk_rows
-    usual = wanted_rows or usual_chunk_rows
-    fewer = [] if wanted_rows else [rows for rows in FEWER_CHUNK_ROWS if rows < usual]
-
-    def with_rows(backend: str, again: bool, rows: int) -> MemoryPlan:
-        chunks = replace(spec, loss=replace(spec.loss, chunk_rows=rows))
-        return replace(plan, spec=chunks, backend=backend, checkpointing=again)
-
-    def fitted(backend: str, again: bool) -> MemoryPlan:
-        """With the most tokens in a chunk that fit; where none do, the fewest."""
-        tried = [with_rows(backend, again, rows) for rows in (usual, *fewer)]
-        if available_bytes is None:
-            return tried[0]
-        return next((p for p in tried if p.total_bytes <= available_bytes), tried[-1])
-
-    forced, blocks = spec.student.checkpointing == "on", plan.teacher_packed_bytes is not None
-    backend = KNOBS["teacher.backend"].decide(
-        plan,
-        quantised_blocks=blocks,
-        dense_bytes=fitted("dequantized", forced).total_bytes,
-        packed_bytes=fitted("quantized", forced).total_bytes if blocks else None,
-        available_bytes=available_bytes,
-        stored=stored,
-    )
-    again = KNOBS["student.checkpointing"].decide(
-        plan,
-        without_bytes=fitted(backend.choice, False).total_bytes,
-        with_bytes=fitted(backend.choice, True).total_bytes,
-        available_bytes=available_bytes,
-    )
-    found = fitted(backend.choice, again.choice == "on")
-    decisions = [backend, again]
-    if wanted_rows or fewer:
-        rows = found.spec.loss.chunk_rows
-        usually = with_rows(backend.choice, again.choice == "on", usual)
-        decisions.append(
-            KNOBS["loss.chunk_rows"].decide(
-                plan,
-                taken_rows=rows,
-                usual_rows=usual,
-                fewer_rows=fewer,
-                usual_bytes=usually.total_bytes,
-                available_bytes=available_bytes,
-            )
-        )
-    return found, decisions

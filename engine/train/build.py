@@ -36,7 +36,7 @@ from engine.teachers.identity import check_not_identical
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Teacher
 from engine.teachers.sharded import ShardedLayers
-from engine.teachers.store.manifest import CacheError, contents_sha256
+from engine.teachers.store.keys import CacheError, contents_sha256
 from engine.teachers.store.teacher import CachedTeacher, load_head
 from engine.teachers.truncating import DroppedMass, TruncatingTeacher
 from engine.train import record

@@ -61,16 +61,12 @@ from engine.teachers.store.folder import (
     remove_shard,
     rows_per_shard,
 )
+from engine.teachers.store.keys import HIDDEN, SAMPLED, CacheError, Identity, contents_sha256
 from engine.teachers.store.manifest import (
-    HIDDEN,
     MANIFEST,
-    SAMPLED,
-    CacheError,
-    Identity,
     Manifest,
     Measured,
     check_teacher_files,
-    contents_sha256,
     teacher_files,
     write_manifest,
 )

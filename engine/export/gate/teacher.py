@@ -40,7 +40,8 @@ from engine.models.packed import head_of
 from engine.quant.blocks import NOISE_FLOORS
 from engine.teachers.build import BuiltTeacher
 from engine.teachers.store.folder import Store, open_store
-from engine.teachers.store.manifest import HIDDEN, MANIFEST, uses_cache
+from engine.teachers.store.keys import HIDDEN
+from engine.teachers.store.manifest import MANIFEST, uses_cache
 from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.verdict import Level

@@ -59,7 +59,8 @@ from engine.files import read_json
 from engine.formats.safetensors import read_header
 from engine.formats.writing import fsync_folder
 from engine.signals import partial_output
-from engine.teachers.store.manifest import CacheError, Field, Identity, Manifest, read_manifest
+from engine.teachers.store.keys import CacheError, Field, Identity
+from engine.teachers.store.manifest import Manifest, read_manifest
 
 VERSION = 1
 SHARD_BYTES = 256 * 2**20

@@ -27,7 +27,7 @@ from torch import Tensor
 from engine.errors import InternalError
 from engine.loss.types import SparseTargets
 from engine.models.head import Head, operand_dtype, project, sum_dtype
-from engine.teachers.store.manifest import SAMPLED, TOP_K, Identity, uniforms
+from engine.teachers.store.keys import SAMPLED, TOP_K, Identity, uniforms
 
 CHUNK_BYTES = 256 * 2**20
 """Of fp32 logits at once; drawing takes three times as much beside them."""

@@ -62,7 +62,7 @@ from engine.quant.tensor import QuantTensor
 from engine.teachers.prefetching import DeviceBatch
 from engine.teachers.protocol import NoHiddenStates, Teacher
 from engine.teachers.store.folder import ShardDamaged, Store
-from engine.teachers.store.manifest import HIDDEN
+from engine.teachers.store.keys import HIDDEN
 from engine.teachers.store.outputs import TORCH_DTYPES, as_targets, sparse_parts
 
 # Shapes: B rows, T tokens, N = B*T, E teacher width, K ids of a token

@@ -18,7 +18,7 @@ from engine.cli.main import main
 from engine.errors import DiskFull
 from engine.spec import load_spec
 from engine.teachers.store.folder import open_store, shard_path
-from engine.teachers.store.manifest import CacheError
+from engine.teachers.store.keys import CacheError
 from engine.train.prepare import Plan, Wanted, plan_job
 from engine.train.stopping import StopRequest
 from tests.support import faults

@@ -32,15 +32,8 @@ from engine.teachers.store.folder import (
     remove_shard,
     shard_path,
 )
-from engine.teachers.store.manifest import (
-    CacheError,
-    Identity,
-    Manifest,
-    Measured,
-    canonical,
-    uniforms,
-    write_manifest,
-)
+from engine.teachers.store.keys import CacheError, Identity, canonical, uniforms
+from engine.teachers.store.manifest import Manifest, Measured, write_manifest
 
 HIDDEN = Identity(
     form="hidden",
@@ -394,7 +387,7 @@ def test_no_store_there_is_said_with_what_makes_one(tmp_path: Path) -> None:
 
 def test_reading_a_store_loads_no_torch() -> None:
     code = (
-        "import sys, engine.teachers.store.folder, engine.teachers.store.manifest\n"
+        "import sys, engine.teachers.store.folder, engine.teachers.store.keys, engine.teachers.store.manifest\n"
         "assert not {'torch', 'safetensors', 'triton'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

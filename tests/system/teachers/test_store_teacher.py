@@ -28,7 +28,7 @@ from engine.spec import RunSpec, load_spec
 from engine.teachers.frozen import DequantizedTeacher
 from engine.teachers.protocol import GivesTargets, KnowsRows, NoHiddenStates, Prefetches, Teacher
 from engine.teachers.store.folder import open_store, shard_path
-from engine.teachers.store.manifest import CacheError, Identity
+from engine.teachers.store.keys import CacheError, Identity
 from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train.trainer import Trainer

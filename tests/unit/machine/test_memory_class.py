@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from engine.machine.cuda_facts import YES
 from engine.machine.gpu_facts import NOT_SUPPORTED
+from engine.machine.host import usable_host_bytes
 from engine.machine.memory_class import (
     MemoryClass,
     classify,
     match_gpus,
-    usable_host_bytes,
     usable_own_bytes,
 )
 from engine.machine.reading import absent, measured

@@ -12,8 +12,8 @@ from engine.decision import Decision
 from engine.errors import BadInput
 from engine.machine.reading import absent, measured
 from engine.plan.device import limit_allocator, limited
+from engine.plan.fit_in_memory import FEWER_CHUNK_ROWS, fit
 from engine.plan.memory import MemoryPlan
-from engine.plan.run_plan import FEWER_CHUNK_ROWS, fit
 from engine.spec import spec_from_dict
 
 GIB = 2**30
