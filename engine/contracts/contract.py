@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine.contracts.problems import ERROR, Problem
 from engine.contracts.rules import check_own, check_upstream
 from engine.contracts.schema import CONTRACT, DIALECT, Walk
@@ -24,37 +26,34 @@ FOLDER = Path("contracts")
 _NO_CONTRACTS = frozenset({"binding.yaml", "binding.yml", "external-corpora.yaml", "ontology.yaml"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Falsifier:
+class Falsifier(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    prediction: str
-    if_fails: str
+    prediction: str = ""
+    if_fails: str = ""
     test: str
     """`python:<pytest node>`, `bench:<arguments>`, `flip:<arguments>`, or what an upstream file says."""
-    differs: str
+    differs: str = ""
     demoted_by: str
     """The finding that ended the claim; empty while it is active."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class Proof(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     engine: str
     """z3, enumerate, crosshair, or kani for upstream's."""
-    harness: str
+    harness: str = ""
     bound: str
     timeout_s: int = 60
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planted:
+class Planted(msgspec.Struct, frozen=True, kw_only=True):
     """A bug, as a change of the source of one module, and the tests that it must turn red."""
 
     id: str
     what: str
     module: str
     replace: str
-    by: str
+    by: str = msgspec.field(name="with")
     turns_red: tuple[str, ...]
 
 
@@ -286,12 +285,21 @@ def contract_of(path: Path, raw: bytes, read: dict[str, Any]) -> Contract:
         obligations=tuple((id_, says) for id_, says, by in obligations if not by),
         demoted=tuple((id_, says, by) for id_, says, by in obligations if by),
         binds=tuple(read.get("binds", ())),
-        falsifiers=tuple(_falsifier(row) for row in read.get("falsification_tests", ())),
-        proofs=(
-            *(_proof(row) for row in read.get("proof_harnesses", ())),
-            *(_kani(row) for row in read.get("kani_harnesses", ())),
+        falsifiers=tuple(
+            msgspec.convert(row | {"test": _test(row), "demoted_by": _demoted(row)}, Falsifier)
+            for row in read.get("falsification_tests", ())
         ),
-        planted=tuple(_planted(row) for row in read.get("qa_gate", {}).get("planted", ())),
+        proofs=(
+            *(msgspec.convert(row, Proof) for row in read.get("proof_harnesses", ())),
+            *(
+                msgspec.convert(row | {"engine": "kani", "bound": _unwound(row)}, Proof)
+                for row in read.get("kani_harnesses", ())
+            ),
+        ),
+        planted=tuple(
+            msgspec.convert(row | row["edit"], Planted)
+            for row in read.get("qa_gate", {}).get("planted", ())
+        ),
     )
 
 
@@ -300,34 +308,9 @@ def _demoted(row: dict[str, Any]) -> str:
     return by if row.get("status") == "demoted" else ""
 
 
-def _falsifier(row: dict[str, Any]) -> Falsifier:
-    return Falsifier(
-        id=row["id"],
-        prediction=row.get("prediction", ""),
-        if_fails=row.get("if_fails", ""),
-        test=row.get("test") or row.get("test_harness") or row.get("name") or "",
-        differs=row.get("differs", ""),
-        demoted_by=_demoted(row),
-    )
+def _test(row: dict[str, Any]) -> str:
+    return row.get("test") or row.get("test_harness") or row.get("name") or ""
 
 
-def _proof(row: dict[str, Any]) -> Proof:
-    known = ("id", "engine", "harness", "bound", "timeout_s")
-    return Proof(**{field: row[field] for field in known if field in row})
-
-
-def _kani(row: dict[str, Any]) -> Proof:
-    bound = f"unwind {row['bound']}" if "bound" in row else ""
-    return Proof(id=row["id"], engine="kani", harness=row.get("harness", ""), bound=bound)
-
-
-def _planted(row: dict[str, Any]) -> Planted:
-    edit = row["edit"]
-    return Planted(
-        id=row["id"],
-        what=row["what"],
-        module=edit["module"],
-        replace=edit["replace"],
-        by=edit["with"],
-        turns_red=tuple(row["turns_red"]),
-    )
+def _unwound(row: dict[str, Any]) -> str:
+    return f"unwind {row['bound']}" if "bound" in row else ""

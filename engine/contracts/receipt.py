@@ -3,7 +3,7 @@
 A receipt holds no verdict. It says what was run with which arguments, under which versions, how it ended
 and what it counted; `status.answer_of` says what that means, each time anew, so a level cannot be written into
 it by hand. Two hashes bind it: that of the contract's file, and that of the code: the modules that the
-contract binds and plants bugs in, its tests with the helpers beside them, and its proofs. Where one of
+contract binds and plants bugs in, its tests and its proofs with the helpers that they import. Where one of
 them has changed since, the answer is Unknown(WitnessStale), whatever was counted.
 
 Not bound: versions of libraries (they are recorded), and code that bound code calls.
@@ -72,9 +72,9 @@ class Receipts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def code_files(contract: Contract, sources: Sources) -> list[Path]:
     """The files that a contract's receipts are bound to, whether they exist or not."""
-    files: set[Path] = {sources.file_of(bound.partition(":")[0]) for bound in contract.binds}
-    files |= {sources.file_of(planted.module) for planted in contract.planted}
-    files |= {
+    modules = [*contract.binds, *(planted.module for planted in contract.planted)]
+    files = {sources.file_of(module.partition(":")[0]) for module in modules}
+    asking = {
         sources.file_of(proof.harness.partition(":")[0])
         for proof in contract.proofs
         if proof.engine != "kani"
@@ -84,8 +84,10 @@ def code_files(contract: Contract, sources: Sources) -> list[Path]:
         if scheme == "python":
             file = sources.root / split_node(target)[0]
             folders = [folder for folder in file.parents if folder.is_relative_to(sources.root)]
-            files |= {file, *sources.helpers(file)}
             files |= {folder / "conftest.py" for folder in folders if folder != sources.root}
+            asking.add(file)
+    for file in asking:
+        files |= {file, *sources.helpers(file)}
     return sorted(files)
 
 

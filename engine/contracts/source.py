@@ -87,9 +87,11 @@ class Sources:
         return out
 
     def helpers(self, file: Path) -> list[Path]:
-        """Modules of the tests that a test file imports: those beside it, by their own names or by those
-        of the folder, and those of its top folder by their whole names, `tests.support.kit`."""
-        top = file.relative_to(self.root).parts[0] if file.is_relative_to(self.root) else ""
+        """Modules that a test or a proof imports to ask with: those beside it, by their own names or by those
+        of the folder, and those of its top folder and of the tests by their whole names, `tests.support.kit`."""
+        tops = ["tests."]
+        if file.is_relative_to(self.root):
+            tops.append(f"{file.relative_to(self.root).parts[0]}.")
         found = set()
         for node in ast.walk(_tree(self.text(file))):
             names = []
@@ -101,7 +103,7 @@ class Sources:
                 own = name.removeprefix(f"{file.parent.name}.")
                 if "." not in own:
                     found.add(file.parent / f"{own}.py")
-                if name.startswith(f"{top}."):
+                if name.startswith(tuple(tops)):
                     found.add(self.file_of(name))
         return sorted(path for path in found if path.is_file())
 

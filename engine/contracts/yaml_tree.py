@@ -15,6 +15,7 @@ asked for events alone: none of its constructors runs.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,8 @@ def parse_tree(raw: bytes) -> tuple[Node, list[Duplicate]]:
             raise Unreadable(f"expected text, found {what} ({found[0]!r})", line, column)
     loader = _LOADER(text)
     try:
-        return _Builder().build(loader)
+        builder = _Builder(loader)
+        return builder.document(), builder.duplicates
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         words = " ".join(part for part in (error.context, error.problem) if part)
@@ -111,91 +113,78 @@ def _place(text: str, offset: int) -> tuple[int, int]:
 
 
 class _Builder:
-    """Events to nodes, with an own stack: depth is a number to be bounded, not a recursion."""
+    """Events to nodes. It calls itself for each level, which MAX_DEPTH bounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, loader: Any) -> None:
+        self.next_event: Callable[[], Any] = loader.get_event
         self.duplicates: list[Duplicate] = []
-        self.stack: list[Node] = []
-        self.keys: list[tuple[str, int, int] | None] = []
-        self.root: Node | None = None
         self.nodes = 0
 
-    def build(self, loader: Any) -> tuple[Node, list[Duplicate]]:
-        documents = 0
-        while True:
-            event = loader.get_event()
-            if event is None or isinstance(event, yaml.StreamEndEvent):
-                break
-            self._refuse_references(event)
-            if isinstance(event, yaml.ScalarEvent):
-                self._scalar(event)
-            elif isinstance(event, yaml.MappingStartEvent):
-                self._open(event, {})
-            elif isinstance(event, yaml.SequenceStartEvent):
-                self._open(event, [])
-            elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
-                self.stack.pop()
-                self.keys.pop()
-            elif isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
-                    raise _unreadable(event, "expected one document, found another")
-        if self.root is None:
+    def document(self) -> Node:
+        root = None
+        for event in self.until(yaml.StreamEndEvent):
+            if isinstance(event, yaml.DocumentStartEvent) and root is not None:
+                raise _unreadable(event, "expected one document, found another")
+            if isinstance(event, yaml.NodeEvent):
+                root = self.node(event, 0)
+        if root is None:
             raise Unreadable("expected a contract, found an empty file")
-        return self.root, self.duplicates
+        return root
 
-    def _refuse_references(self, event: Any) -> None:
-        if isinstance(event, yaml.AliasEvent):
-            raise _unreadable(event, f"expected a value, found the alias *{event.anchor}")
-        if getattr(event, "anchor", None) is not None:
-            raise _unreadable(event, f"expected a value, found the anchor &{event.anchor}")
-        if getattr(event, "tag", None) is not None:
-            raise _unreadable(event, f"expected a value without a tag, found {event.tag}")
+    def until(self, end: type) -> Iterator[Any]:
+        """The events in front of the next `end`; a value begins with one and takes those that follow."""
+        while not isinstance(event := self.next_event(), end):
+            _refuse_references(event)
+            yield event
 
-    def _scalar(self, event: Any) -> None:
-        if self.stack and isinstance(self.stack[-1].value, dict) and self.keys[-1] is None:
-            mark = event.start_mark
-            if not event.style and resolve(event.value) is None:
-                raise _unreadable(event, "expected a word as key, found none")
-            self.keys[-1] = (event.value, mark.line + 1, mark.column + 1)
-            return
-        self._add(event, event.value if event.style else resolve(event.value))
-
-    def _open(self, event: Any, value: Any) -> None:
-        if self.stack and isinstance(self.stack[-1].value, dict) and self.keys[-1] is None:
-            raise _unreadable(event, "expected a word as key, found a list or a mapping")
-        if len(self.stack) >= MAX_DEPTH:
+    def node(self, event: Any, depth: int) -> Node:
+        if not isinstance(event, yaml.ScalarEvent) and depth >= MAX_DEPTH:
             raise _unreadable(event, f"expected at most {MAX_DEPTH} levels, found more")
-        self.stack.append(self._add(event, value))
-        self.keys.append(None)
-
-    def _add(self, event: Any, value: Any) -> Node:
         self.nodes += 1
         if self.nodes > MAX_NODES:
             raise _unreadable(event, f"expected at most {MAX_NODES:,} values, found more")
-        mark = event.start_mark
-        node = Node(value, mark.line + 1, mark.column + 1)
-        if not self.stack:
-            self.root = node
-            return node
-        parent = self.stack[-1].value
-        if isinstance(parent, list):
-            parent.append(node)
-            return node
-        key = self.keys[-1]
-        assert key is not None  # a value follows its key
-        name, node.key_line, node.key_column = key
-        self.keys[-1] = None
-        if name in parent:
-            first = parent[name].key_line
-            self.duplicates.append(Duplicate(name, node.key_line, node.key_column, first))
+        node = Node(None, *_place_of(event))
+        if isinstance(event, yaml.ScalarEvent):
+            node.value = event.value if event.style else resolve(event.value)
+        elif isinstance(event, yaml.SequenceStartEvent):
+            node.value = [self.node(one, depth + 1) for one in self.until(yaml.SequenceEndEvent)]
         else:
-            parent[name] = node
+            node.value = self.mapping(depth)
         return node
+
+    def mapping(self, depth: int) -> dict[str, Node]:
+        found: dict[str, Node] = {}
+        for key in self.until(yaml.MappingEndEvent):
+            if not isinstance(key, yaml.ScalarEvent):
+                raise _unreadable(key, "expected a word as key, found a list or a mapping")
+            if not key.style and resolve(key.value) is None:
+                raise _unreadable(key, "expected a word as key, found none")
+            place, name = _place_of(key), key.value
+            if name in found:
+                self.duplicates.append(Duplicate(name, *place, found[name].key_line))
+            event = self.next_event()
+            _refuse_references(event)
+            node = self.node(event, depth + 1)
+            node.key_line, node.key_column = place
+            found.setdefault(name, node)
+        return found
+
+
+def _refuse_references(event: Any) -> None:
+    if isinstance(event, yaml.AliasEvent):
+        raise _unreadable(event, f"expected a value, found the alias *{event.anchor}")
+    if getattr(event, "anchor", None) is not None:
+        raise _unreadable(event, f"expected a value, found the anchor &{event.anchor}")
+    if getattr(event, "tag", None) is not None:
+        raise _unreadable(event, f"expected a value without a tag, found {event.tag}")
+
+
+def _place_of(event: Any) -> tuple[int, int]:
+    return event.start_mark.line + 1, event.start_mark.column + 1
 
 
 def _unreadable(event: Any, text: str) -> Unreadable:
-    return Unreadable(text, event.start_mark.line + 1, event.start_mark.column + 1)
+    return Unreadable(text, *_place_of(event))
 
 
 def resolve(text: str) -> str | int | float | bool | None:

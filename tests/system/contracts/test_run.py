@@ -206,6 +206,26 @@ def test_a_helper_of_a_test_is_part_of_it(tmp_path: Path, helper: str, imported:
     assert code_hash(one.contract, Sources(root)) != before
 
 
+@pytest.mark.parametrize(
+    ("helper", "imported"),
+    [
+        ("tests/support/kit.py", "from tests.support.kit import x"),
+        ("contracts/proofs/cases.py", "from contracts.proofs.cases import x"),
+        ("contracts/proofs/cases.py", "from contracts.proofs import cases"),
+    ],
+)
+def test_a_helper_of_a_proof_is_part_of_it(tmp_path: Path, helper: str, imported: str) -> None:
+    root = make_project(tmp_path)
+    append(root / "contracts/proofs/some.py", f"\n{imported}\n")
+    (root / helper).parent.mkdir(exist_ok=True)
+    (root / helper).write_text("x = 1\n", encoding="utf-8")
+    (one,) = checked_contracts((), root)
+    assert one.contract is not None
+    before = code_hash(one.contract, Sources(root))
+    append(root / helper, "y = 2\n")
+    assert code_hash(one.contract, Sources(root)) != before
+
+
 def test_what_was_not_run_is_unknown(tmp_path: Path) -> None:
     status = status_of(make_project(tmp_path))
     assert status.reached is Reached.NONE and status.answer.rank is Rank.NOT_RUN
