@@ -18,10 +18,10 @@ from torch import Tensor
 
 from engine.checks.check import Answer, failed, passed
 from engine.checks.context import Context
-from engine.checks.logits import Hidden, logits_of
+from engine.checks.logits import Hidden
 from engine.checks.reference import reference_logits
 from engine.models.decoder import Decoder, RMSNorm
-from engine.models.head import Head
+from engine.models.head import Head, logits_of
 from engine.models.packed import head_of
 
 ROWS, LENGTH = 2, 24

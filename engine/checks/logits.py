@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from engine.checks.context import Context
 from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
-from engine.models.head import Head, operand_dtype, project, sum_dtype
+from engine.models.head import Head, logits_of
 from engine.models.packed import head_of
 
 CHUNK = 256
@@ -56,15 +56,6 @@ def hidden_of(hidden: Hidden, batch: Batch, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def logits_of(hidden_ND: Tensor, head: Head, columns: int) -> Tensor:
-    """(N, V) in fp32, of the first `columns` ids."""
-    dtype = operand_dtype(hidden_ND)
-    out_NV = torch.empty(len(hidden_ND), columns, dtype=sum_dtype(dtype), device=hidden_ND.device)
-    project(out_NV, hidden_ND.to(dtype), head.slices(columns, dtype))
-    return out_NV
-
-
-@torch.no_grad()
 def cross_entropies(
     hidden_ND: Tensor, head: Head, columns: int, targets: Sequence[Tensor]
 ) -> list[float]:
@@ -82,22 +73,6 @@ def cross_entropies(
         total / count if count else math.nan
         for total, count in zip(totals.tolist(), counts, strict=True)
     ]
-
-
-@torch.no_grad()
-def divergence(
-    teacher_NE: Tensor, teacher_head: Head, student_ND: Tensor, head: Head, columns: int
-) -> tuple[float, float]:
-    """Mean KL(teacher || student) at temperature 1, in nats, and the share of tokens on which both
-    rank the same id first."""
-    kl = agree = 0.0
-    for first in range(0, len(teacher_NE), CHUNK):
-        part = slice(first, first + CHUNK)
-        teacher_NV = logits_of(teacher_NE[part], teacher_head, columns).log_softmax(1)
-        student_NV = logits_of(student_ND[part], head, columns).log_softmax(1)
-        kl += float((teacher_NV.exp() * (teacher_NV - student_NV)).sum(dtype=torch.float64))
-        agree += int((teacher_NV.argmax(1) == student_NV.argmax(1)).sum())
-    return kl / len(teacher_NE), agree / len(teacher_NE)
 
 
 def token_frequencies(train: TokenStream, targets_N: Tensor, columns: int) -> float:

@@ -20,7 +20,6 @@ from engine.checks.data import next_rows
 from engine.checks.logits import (
     OFFSETS,
     cross_entropies,
-    divergence,
     few_rows,
     hidden_of,
     shifted_labels,
@@ -28,6 +27,7 @@ from engine.checks.logits import (
     student_hidden,
     token_frequencies,
 )
+from engine.models.head import mean_kl
 from engine.teachers.identity import same_values
 
 SMALLEST_KL = 1e-5
@@ -177,7 +177,7 @@ def teacher_not_student(context: Context) -> Answer:
         return unknown(NO_TEACHER)
     batch = few_rows(next_rows(context))
     columns = context.student.config.vocab_size
-    kl, agreement = divergence(
+    kl, agreement = mean_kl(
         hidden_of(teacher.hidden, batch, context.device).flatten(0, 1),
         teacher.head(),
         hidden_of(student_hidden(context), batch, context.device).flatten(0, 1),

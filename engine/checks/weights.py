@@ -13,7 +13,7 @@ from engine.checks.check import Answer, failed, passed, unknown
 from engine.checks.context import Context
 from engine.models.decoder import Decoder
 from engine.models.names import hf_names
-from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.packed import stored_tensor
 from engine.quant.planes import PackedMatrix, dequantize_rows_reference
 
 SAMPLED_ROWS = 64
@@ -29,16 +29,8 @@ def held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
     """The tensor `name`, dense or in blocks; the head of a tied decoder is its embedding. Of a decoder
     in parts, valid until another layer's is asked for.
     """
-    path, _, leaf = name.rpartition(".")
-    if name == "head.weight" and decoder.head is None:
-        path = "embed"
     decoder.reach(name)
-    owner = decoder.get_submodule(path)
-    if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
-        return owner.packed
-    tensor = getattr(owner, leaf)
-    assert isinstance(tensor, Tensor), name
-    return tensor
+    return stored_tensor(decoder, name)
 
 
 def rows_of(stored: Tensor | PackedMatrix, first: int, count: int) -> Tensor:

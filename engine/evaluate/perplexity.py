@@ -37,7 +37,7 @@ from engine.data.sources import Skipped, list_pieces
 from engine.errors import BadInput, CorpusError, NoAnswer
 from engine.evaluate.model import Model
 from engine.evaluate.statistics import Interval, bootstrap
-from engine.models.head import Head, operand_dtype, project, sum_dtype
+from engine.models.head import Head, logits_of
 from engine.models.packed import head_of
 
 # Shapes: B rows, T tokens, N of them predicted, V vocabulary, D width
@@ -236,11 +236,7 @@ def _tells(log_NV: Tensor) -> bool:
 
 def log_probabilities(hidden_ND: Tensor, head: Head, columns: int) -> Tensor:
     """Over the first `columns` tokens of the vocabulary, renormalised (N, columns); fp32 or wider."""
-    dtype = operand_dtype(hidden_ND)
-    hidden_ND = hidden_ND.to(dtype)
-    logits_NV = hidden_ND.new_empty(len(hidden_ND), columns, dtype=sum_dtype(dtype))
-    project(logits_NV, hidden_ND, head.slices(columns, dtype))
-    return logits_NV.log_softmax(-1)
+    return logits_of(hidden_ND, head, columns).log_softmax(-1)
 
 
 def _same_width(first_NV: Tensor, second_NV: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,11 +26,16 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-# Shapes: N tokens, W vocabulary, V columns that are wanted, R rows of a slice, E width
+# Shapes: N tokens, C tokens of a chunk, W vocabulary, V columns that are wanted, R rows of a slice,
+# D and E widths
 
 Slices: TypeAlias = Iterable[tuple[int, Tensor]]
 """Pairs of a slice's first row and the slice (R, E), in order and without gaps; may be walked more
 than once. A slice is valid until the next one is asked for: they may share their memory."""
+
+
+KL_CHUNK = 256
+"""Tokens whose logits are there at once, twice: 0.3 GB at 152k ids."""
 
 
 class Head(Protocol):
@@ -67,6 +72,31 @@ def project(out_NV: Tensor, hidden_NE: Tensor, slices: Slices, *, scale: float =
     """out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes."""
     for first, weight_RE in slices:
         multiply(out_NV[:, first : first + len(weight_RE)], hidden_NE, weight_RE.t(), scale=scale)
+
+
+def logits_of(hidden_NE: Tensor, head: Head, columns: int) -> Tensor:
+    """(N, V) in fp32 or wider, of the first `columns` ids."""
+    dtype = operand_dtype(hidden_NE)
+    out_NV = hidden_NE.new_empty(len(hidden_NE), columns, dtype=sum_dtype(dtype))
+    project(out_NV, hidden_NE.to(dtype), head.slices(columns, dtype))
+    return out_NV
+
+
+@torch.no_grad()
+def mean_kl(
+    p_NE: Tensor, p_head: Head, q_ND: Tensor, q_head: Head, columns: int
+) -> tuple[float, float]:
+    """Mean KL(p || q) at temperature 1 over the first `columns` ids, in nats, and the share of tokens on which
+    both rank the same id first; some tokens at a time."""
+    kl = agree = 0.0
+    for first in range(0, len(p_NE), KL_CHUNK):
+        part = slice(first, first + KL_CHUNK)
+        p_CV = logits_of(p_NE[part], p_head, columns).log_softmax(1)
+        q_CV = logits_of(q_ND[part], q_head, columns).log_softmax(1)
+        agree += int((p_CV.argmax(1) == q_CV.argmax(1)).sum())
+        # In place: at 152k ids each of these is as large as all of a layer's weights.
+        kl += float(q_CV.neg_().add_(p_CV).mul_(p_CV.exp_()).sum(dtype=torch.float64))
+    return kl / len(p_NE), agree / len(p_NE)
 
 
 def operand_dtype(hidden: Tensor) -> torch.dtype:

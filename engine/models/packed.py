@@ -128,6 +128,19 @@ class _PackedSlices:
             yield first, slice_RE.to(self.dtype)
 
 
+def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
+    """The tensor `name`, one of ours, dense or in blocks; the head of a tied decoder is its embedding."""
+    path, _, leaf = name.rpartition(".")
+    if name == "head.weight" and decoder.head is None:
+        path = "embed"
+    owner = decoder.get_submodule(path)
+    if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
+        return owner.packed
+    tensor = getattr(owner, leaf)
+    assert isinstance(tensor, Tensor), name
+    return tensor
+
+
 def head_of(decoder: Decoder) -> Head:
     """The head of a decoder, dense or in blocks."""
     if isinstance(decoder.head, PackedLinear):

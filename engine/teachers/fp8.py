@@ -28,7 +28,7 @@ from engine.data.batches import Batch
 from engine.errors import InternalError
 from engine.models.decoder import Decoder, Sight, product_dtype, see
 from engine.models.fp8 import Fp8Linear
-from engine.models.head import Head, operand_dtype, project, sum_dtype
+from engine.models.head import Head, mean_kl
 from engine.models.packed import head_of
 from engine.quant.blocks import NOISE_FLOORS
 from engine.teachers.frozen import FrozenDecoder
@@ -39,8 +39,6 @@ from engine.teachers.protocol import Teacher
 NOISE_FLOOR_KL = NOISE_FLOORS["q4_k_m"].kl
 """Nats."""
 PROBE_ROWS = 4
-CHUNK = 512
-"""Tokens whose logits are there at once, twice: 0.6 GB at 152k ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,31 +111,15 @@ class RoundingProbe:
 
 @torch.inference_mode()
 def compare(exact_NE: Tensor, rounded_NE: Tensor, head: Head) -> Rounding:
-    """Two teachers' last hidden states under one head, a chunk of tokens at a time."""
+    """Two teachers' last hidden states under one head."""
     count = len(exact_NE)
     if count == 0:
         return Rounding(kl=math.nan, agreement=math.nan, relative_rms=math.nan, tokens=0)
-    kl = torch.zeros((), dtype=torch.float64, device=exact_NE.device)
-    same = torch.zeros((), dtype=torch.int64, device=exact_NE.device)
-    for first in range(0, count, CHUNK):
-        part = slice(first, first + CHUNK)
-        exact_CV, rounded_CV = (_log_softmax(x[part], head) for x in (exact_NE, rounded_NE))
-        same += (exact_CV.argmax(1) == rounded_CV.argmax(1)).sum()
-        # In place: at 152k ids each of these is as large as all of a layer's weights.
-        kl += rounded_CV.neg_().add_(exact_CV).mul_(exact_CV.exp_()).sum(dtype=torch.float64)
+    kl, agreement = mean_kl(exact_NE, head, rounded_NE, head, head.vocab_size)
     gap_NE = (rounded_NE - exact_NE).float()
     return Rounding(
-        kl=float(kl) / count,
-        agreement=float(same) / count,
+        kl=kl,
+        agreement=agreement,
         relative_rms=float(gap_NE.norm() / exact_NE.float().norm()),
         tokens=count,
     )
-
-
-def _log_softmax(hidden_CE: Tensor, head: Head) -> Tensor:
-    dtype = operand_dtype(hidden_CE)
-    logits_CV = torch.empty(
-        len(hidden_CE), head.vocab_size, dtype=sum_dtype(dtype), device=hidden_CE.device
-    )
-    project(logits_CV, hidden_CE.to(dtype), head.slices(head.vocab_size, dtype))
-    return logits_CV.log_softmax(1)

@@ -34,7 +34,7 @@ from engine.errors import BadInput
 from engine.formats.writing import tensor_bytes
 from engine.models.decoder import Decoder
 from engine.models.names import hf_names
-from engine.models.packed import PackedEmbedding, PackedLinear
+from engine.models.packed import stored_tensor
 from engine.quant.planes import PackedMatrix, dequantize_rows_reference
 
 PART_VALUES = 1 << 25
@@ -94,25 +94,13 @@ def value_digest(decoder: Decoder, name: str) -> str:
     """
     digest = hashlib.sha256()
     decoder.reach(name)
-    for part in _parts(_held(decoder, name)):
+    for part in _parts(stored_tensor(decoder, name)):
         digest.update(tensor_bytes(part, torch.bfloat16))
     return digest.hexdigest()
 
 
-def _held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
-    path, _, leaf = name.rpartition(".")
-    if name == "head.weight" and decoder.head is None:
-        path = "embed"
-    owner = decoder.get_submodule(path)
-    if leaf == "weight" and isinstance(owner, PackedLinear | PackedEmbedding):
-        return owner.packed
-    tensor = getattr(owner, leaf)
-    assert isinstance(tensor, Tensor), name
-    return tensor
-
-
 def _shape(decoder: Decoder, name: str) -> tuple[int, ...]:
-    return tuple(_held(decoder, name).shape)
+    return tuple(stored_tensor(decoder, name).shape)
 
 
 def _parts(held: Tensor | PackedMatrix) -> Iterator[Tensor]:

@@ -72,11 +72,32 @@ class TruncatingTeacher:
     def head(self) -> Head:
         return _CutHead(self.inner.head(), self._vocab_size)
 
+    @torch.inference_mode()
     def dropped_mass(
         self, batches: Sequence[Batch], device: torch.device, *, temperature: float
     ) -> DroppedMass:
-        """What the cut drops on the labelled tokens of `batches`, at the loss's temperature."""
-        return dropped_mass(self.inner, self._vocab_size, batches, device, temperature=temperature)
+        """What the cut drops on the labelled tokens of `batches`, at the loss's temperature; NaN without any.
+
+        One forward pass of the teacher; beside it some tens of MiB, because the two sums are carried
+        through the head part by part as logarithms.
+        """
+        head = self.inner.head()
+        found = []
+        for batch in batches:
+            tokens_BT, documents_BT, labels_BT = batch.to_torch(device)
+            hidden_NE = self.inner.hidden(tokens_BT, documents_BT)[labels_BT >= 0]
+            found += [
+                _dropped(chunk_NE, head, self._vocab_size, temperature)
+                for chunk_NE in torch.split(hidden_NE, CHUNK)
+            ]
+        dropped_N = torch.cat(found) if found else torch.empty(0)
+        if not len(dropped_N):
+            return DroppedMass(mean=math.nan, largest=math.nan, tokens=0)
+        return DroppedMass(
+            mean=float(dropped_N.double().mean()),
+            largest=float(dropped_N.max()),
+            tokens=len(dropped_N),
+        )
 
 
 class _CutHead:
@@ -93,38 +114,6 @@ class _CutHead:
 
     def slices(self, columns: int, dtype: torch.dtype) -> Slices:
         return self._inner.slices(min(columns, self._vocab_size), dtype)
-
-
-@torch.inference_mode()
-def dropped_mass(
-    teacher: Teacher,
-    vocab_size: int,
-    batches: Sequence[Batch],
-    device: torch.device,
-    *,
-    temperature: float = 1.0,
-) -> DroppedMass:
-    """What cutting `teacher` to its first `vocab_size` ids would drop on the labelled tokens of
-    `batches`; NaN without any.
-
-    One forward pass of the teacher; beside it some tens of MiB, because the two sums are carried
-    through the head part by part as logarithms.
-    """
-    head = teacher.head()
-    found = []
-    for batch in batches:
-        tokens_BT, documents_BT, labels_BT = batch.to_torch(device)
-        hidden_NE = teacher.hidden(tokens_BT, documents_BT)[labels_BT >= 0]
-        found += [
-            _dropped(chunk_NE, head, vocab_size, temperature)
-            for chunk_NE in torch.split(hidden_NE, CHUNK)
-        ]
-    dropped_N = torch.cat(found) if found else torch.empty(0)
-    if not len(dropped_N):
-        return DroppedMass(mean=math.nan, largest=math.nan, tokens=0)
-    return DroppedMass(
-        mean=float(dropped_N.double().mean()), largest=float(dropped_N.max()), tokens=len(dropped_N)
-    )
 
 
 def _dropped(hidden_NE: Tensor, head: Head, vocab_size: int, temperature: float) -> Tensor:

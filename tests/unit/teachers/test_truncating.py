@@ -17,7 +17,7 @@ from engine.teachers import truncating
 from engine.teachers.build import build_teacher
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher, products
 from engine.teachers.protocol import Teacher
-from engine.teachers.truncating import TruncatingTeacher, dropped_mass
+from engine.teachers.truncating import TruncatingTeacher
 from tests.support.packed_models import lively, make_batch, make_config, write
 
 CPU = torch.device("cpu")
@@ -47,7 +47,9 @@ def test_the_dropped_mass_is_what_the_softmax_says(
     monkeypatch.setattr(truncating, "PART_ROWS", 24)
     monkeypatch.setattr(truncating, "CHUNK", 17)
     frozen = teacher()
-    found = dropped_mass(frozen, kept, [make_batch(3, 21)], CPU, temperature=temperature)
+    found = TruncatingTeacher(frozen, kept).dropped_mass(
+        [make_batch(3, 21)], CPU, temperature=temperature
+    )
     expected_N = dropped_by_hand(frozen.decoder, kept, temperature, 3)
     assert found.tokens == 60
     assert found.mean == pytest.approx(float(expected_N.mean()), rel=1e-5)
@@ -60,14 +62,14 @@ def test_a_mass_below_the_rounding_of_one_is_still_measured() -> None:
         decoder.head_weight[KEPT:] = 0
         decoder.head_weight[:KEPT] *= 8
     frozen = DequantizedTeacher(decoder)
-    found = dropped_mass(frozen, KEPT, [make_batch(2, 21)], CPU)
+    found = TruncatingTeacher(frozen, KEPT).dropped_mass([make_batch(2, 21)], CPU, temperature=1.0)
     expected_N = dropped_by_hand(frozen.decoder, KEPT, 1.0, 2)
     assert 0 < float(expected_N.min()) < 2**-25
     assert found.mean == pytest.approx(float(expected_N.mean()), rel=1e-4)
 
 
 def test_without_a_labelled_token_there_is_no_number() -> None:
-    found = dropped_mass(teacher(), KEPT, [], CPU)
+    found = TruncatingTeacher(teacher(), KEPT).dropped_mass([], CPU, temperature=1.0)
     assert found.tokens == 0 and math.isnan(found.mean) and math.isnan(found.largest)
 
 
