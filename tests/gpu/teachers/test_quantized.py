@@ -32,7 +32,7 @@ from engine.quant.tensor import QuantTensor
 from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.identity import same_values
 from tests.support.packed_models import lively, make_config, write
-from tests.support.paths import DEMO
+from tests.support.paths import DEMO, SUPPORT
 
 # Shapes: B rows, T tokens, W teacher vocabulary, E teacher width, C tokens of a chunk
 
@@ -44,8 +44,8 @@ LINEAR_RELATIVE_RMS = 3e-3
 
 
 def text_tokens() -> Tensor:
-    """Eight rows of the demo's own source: text that its teacher can predict."""
-    text = "".join(p.read_text() for p in sorted((DEMO.parent / "models").glob("*.py")))
+    """Eight rows of Python source: text that the demo's teacher can predict, and that never changes."""
+    text = (SUPPORT / "python_source.txt").read_text()
     (ids,) = open_tokenizer(DEMO / "teacher").encode_documents([text])
     return torch.from_numpy(ids[: 8 * POSITIONS].astype("int64")).view(8, POSITIONS)
 

@@ -38,15 +38,15 @@ from engine.teachers.fp8 import (
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.truncating import TruncatingTeacher
 from tests.support.packed_models import lively, make_batch, make_config
-from tests.support.paths import DEMO
+from tests.support.paths import DEMO, SUPPORT
 
 CPU = torch.device("cpu")
 GOOD = Rounding(kl=0.004, agreement=0.96, relative_rms=0.05, tokens=500)
 
 
 def real_rows() -> Batch:
-    """Text that the demo's teacher can predict: this package's own source."""
-    text = "".join(p.read_text() for p in sorted((DEMO.parent / "models").glob("*.py")))
+    """Python source: text that the demo's teacher can predict, and that never changes."""
+    text = (SUPPORT / "python_source.txt").read_text()
     tokenizer = open_tokenizer(DEMO / "teacher")
     stream = tokenize([Document(name="models", text=text)], tokenizer)
     return gather_rows(stream, 128, np.arange(8))
