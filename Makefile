@@ -1,6 +1,7 @@
 # make demo   a live distillation on screen (headless without a terminal)
 # make test   the whole suite               make check   format, lint, types, import layers
 # make contracts   run what the contracts promise, then plant each bug and see it caught
+# make ci     all of it and more, bounded: what .ci/run runs
 # All make .venv first, at the versions in constraints.txt.
 
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
@@ -9,7 +10,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 export PIP_NO_INPUT = 1
 
-.PHONY: demo test unit docs check contracts format soak attack notebooks fuzz gpu peers wheel clean
+.PHONY: demo ci test unit docs current-docs check contracts drills format soak bounded-soak attack notebooks fuzz gpu peers wheel clean
 
 demo: .venv/.installed
 	@$(BIN)/apr-workbench demo $(ARGS)
@@ -17,14 +18,14 @@ demo: .venv/.installed
 # Files of tests lie in memory where 4 GiB of it are free for that: many wait for a disk at each line.
 IN_MEMORY = $(shell test "$$(df --output=avail -B 1M /dev/shm 2>/dev/null | tail -1)" -ge 4096 2>/dev/null && echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
-# Hundreds of processes are started: without bytecode each compiles the engine anew.
+# Without bytecode each of hundreds of processes compiles the engine anew, and each worker the tests.
 test: .venv/.dev
 	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" --ignore tests/unit/kernels/interpreted $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "not soak" tests/unit/kernels/interpreted
 
 # The tests that start no process.
 unit: .venv/.dev
-	$(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" tests/unit --ignore tests/unit/kernels/interpreted $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak and not fuzz" tests/unit --ignore tests/unit/kernels/interpreted $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -37,6 +38,16 @@ contracts: .venv/.dev
 	$(BIN)/engine contracts validate
 	$(BIN)/engine contracts run --jobs 2 $(ARGS) || test $$? -eq 2
 
+# What CI runs, what fails soonest first; each part says how long it took.
+CI = check current-docs test drills contracts bounded-soak
+ci: .venv/.dev
+	@begin=$$(date +%s); for part in $(CI); do \
+		echo "== make $$part"; from=$$(date +%s); \
+		$(MAKE) --no-print-directory $$part; code=$$?; now=$$(date +%s); \
+		if test $$code -ne 0; then echo "== make $$part failed after $$((now - from)) s" >&2; exit 1; fi; \
+		echo "== make $$part: $$((now - from)) s, $$((now - begin)) s in all"; \
+	done
+
 format: .venv/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -46,9 +57,35 @@ docs: .venv/.dev
 	$(BIN)/python docs/pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
+# Fails, with the difference, where a page that is made from the code is not what the code says.
+current-docs: .venv/.dev
+	rm -rf build/docs-before && mkdir -p build && cp -r docs build/docs-before
+	$(MAKE) --no-print-directory docs
+	diff -r --exclude=__pycache__ build/docs-before docs
+
+# Each drill that a CPU is enough for must name its defect; one that needs more is unknown (exit 2) where there is no more.
+drills_where = $(BIN)/engine drill --list --json | \
+	$(BIN)/python -c "import json, sys; print(*(one['id'] for one in json.load(sys.stdin) if $(1)))"
+drills: .venv/.dev
+	$(call drills_where,not one['needs']) | xargs -n 4 -P 2 $(BIN)/engine drill
+	$(BIN)/engine drill $$($(call drills_where,one['needs'])) || test $$? -eq 2
+
+# What measures time is run alone, not beside another worker.
+MEASURED = tests/system/workbench/test_budget.py tests/system/workbench/test_million.py
+INTERPRETED = tests/unit/kernels/interpreted
+BESIDE = -n 2 -m "soak and not fuzz" $(addprefix --ignore ,$(MEASURED) $(INTERPRETED))
 soak: .venv/.dev
-	$(BIN)/python -m pytest -v -n 2 -m "soak and not fuzz" --timeout=3600 --ignore tests/unit/kernels/interpreted $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak tests/unit/kernels/interpreted
+	$(BIN)/python -m pytest -v $(BESIDE) --timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest -v -m soak --timeout=3600 $(MEASURED)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -v -n 2 -m soak $(INTERPRETED)
+
+# Some of it each time, in an order that is drawn; what did not fit is skipped by that reason. `make drills` runs the drills.
+SOAK_MINUTES ?= 10
+BOUNDED = env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -v --maxschedchunk 1 --timeout=300
+bounded-soak: .venv/.dev
+	$(BOUNDED) --soak-minutes $(SOAK_MINUTES) $(BESIDE) --deselect tests/system/drills/test_drill_runs.py::test_every_drill_is_named_or_says_why_it_cannot_be_tried $(ARGS)
+	$(BOUNDED) --soak-minutes 3 -m soak $(MEASURED)
+	TRITON_INTERPRET=1 $(BOUNDED) --soak-minutes 2 -n 2 -m soak $(INTERPRETED)
 
 # Hostile inputs, programs, logs and signals from seeds: part of soak, a quarter of an hour on two cores.
 attack: .venv/.dev

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.kit import Kit, make_kit
 
+pytest_plugins = ["tests.support.bounded_soak"]
+
 # A busy machine is not a fault of what is tested; hangs are pytest-timeout's business.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")

@@ -16,7 +16,8 @@ _started: list[str] = []
 
 
 def _note(event: str, _: tuple[object, ...]) -> None:
-    if event in STARTS:
+    # Names of a module are None when the interpreter ends.
+    if STARTS and event in STARTS:
         stack = traceback.extract_stack()
         # An import may ask the machine what it is, in whichever test comes first.
         if not any(frame.filename.startswith("<frozen importlib") for frame in stack):

@@ -21,6 +21,8 @@ def module_name(path: Path) -> str:
 def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     """Every import below `node` but those under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             continue
         if isinstance(child, ast.Import | ast.ImportFrom):

@@ -13,6 +13,7 @@ import pytest
 from engine.errors import NoAnswer
 from engine.evaluate.guest_judge import Judged, judge
 from engine.evaluate.sandbox import Sandbox, Trial, open_sandbox
+from tests.support.bounded_soak import soak_part
 from tests.support.exam_shapes import RIGHT, RIGHT_TOO, SHAPES, WRONG, exam
 
 pytestmark = [pytest.mark.attack, pytest.mark.soak]
@@ -129,7 +130,7 @@ def test_no_answer_spoils_the_judge_or_passes_without_being_right(seed: int) -> 
         answers = [json.dumps({"value": one}).encode() + b"\n" for one in right]
         reference = judged(tests, None, answers)
         assert reference.outcome == "pass"
-        for _ in range(400):
+        for _ in soak_part(range(400)):
             # Right up to some answer, and from there on anything.
             begun = answers[: draw.randrange(len(answers))]
             spoilt = [*begun, *(line(draw) for _ in range(4))]

@@ -15,6 +15,7 @@ from engine.drills.carry import carry_out
 from engine.drills.catalogue import DRILLS, drill
 from engine.drills.text import table
 from engine.verdict import Level
+from tests.support.bounded_soak import soak_count
 from tests.support.running import engine, environment
 
 
@@ -112,7 +113,8 @@ def test_every_drill_is_named_or_says_why_it_cannot_be_tried(tmp_path: Path) -> 
 
 @pytest.mark.soak
 def test_nothing_is_said_of_healthy_runs(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "engine", "drill", "--healthy", "--seeds", "20", "--json"]
+    command = [sys.executable, "-m", "engine", "drill", "--healthy", "--json"]
+    command += ["--seeds", str(soak_count(20))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["spoke"] == []

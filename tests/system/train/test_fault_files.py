@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.bounded_soak import soak_count, soak_stride
 from tests.support.faults import CODES, HERE, compiled, environment
 from tests.support.kit import Kit
 
@@ -77,7 +78,7 @@ def test_every_operation_may_fail_in_every_way(
         ("ENOSPC", "once", 5, 167),
         ("EIO", "persistent", 11, 193),
         *(
-            pytest.param(code, mode, first, 5, marks=pytest.mark.soak)
+            pytest.param(code, mode, *soak_stride(first, 5), marks=pytest.mark.soak)
             for first, (code, mode) in enumerate(
                 [
                     ("ENOSPC", "once"),
@@ -116,7 +117,7 @@ def test_a_power_loss_at_any_operation_of_a_run_loses_nothing_that_was_acknowled
     [
         (1, 25),
         (3, 25),
-        *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(2, 23)),
+        *(pytest.param(seed, soak_count(50), marks=pytest.mark.soak) for seed in range(2, 23)),
     ],
 )
 def test_runs_killed_at_random_moments_come_to_the_same_end(

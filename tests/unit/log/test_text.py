@@ -77,7 +77,7 @@ def view_of(*events: Event, source: Source = "events") -> RunView:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_an_event_is_one_line_whatever_is_in_it(kind: type[Any], data: st.DataObject) -> None:
     text = event_text(data.draw(events_of(kind)))
     assert text.isprintable()

@@ -51,8 +51,18 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(
+    ("family", "again"),
+    [
+        ("qwen2", True),
+        ("qwen3", False),
+        ("llama", True),
+        *(
+            pytest.param(family, again, marks=pytest.mark.soak)
+            for family, again in (("qwen2", False), ("qwen3", True), ("llama", False))
+        ),
+    ],
+)
 def test_one_compilation_serves_all_layers_and_answers_as_they_do(family: str, again: bool) -> None:
     decoder = new_decoder(config(layers=3, family=family), 0)
     names = list(decoder.state_dict())

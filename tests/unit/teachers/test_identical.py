@@ -23,8 +23,18 @@ def teacher_of(decoder: Decoder) -> Decoder:
     return FrozenDecoder(decoder).decoder
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("blocks", list(LAYOUTS))
+@pytest.mark.parametrize(
+    ("blocks", "tied"),
+    [
+        *((blocks, False) for blocks in LAYOUTS),
+        ("Q4_K", True),
+        *(
+            pytest.param(blocks, True, marks=pytest.mark.soak)
+            for blocks in LAYOUTS
+            if blocks != "Q4_K"
+        ),
+    ],
+)
 def test_one_gguf_as_packed_teacher_and_dense_student_is_found(
     tmp_path: Path, blocks: str, tied: bool
 ) -> None:

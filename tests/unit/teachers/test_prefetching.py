@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +14,7 @@ from engine.teachers.frozen import DequantizedTeacher, QuantizedTeacher
 from engine.teachers.prefetching import PrefetchingTeacher
 from engine.teachers.protocol import Prefetches
 from engine.teachers.truncating import TruncatingTeacher
-from tests.support.kit import Kit
 from tests.support.packed_models import lively, make_config, random_tokens, write
-from tests.support.running import engine
 
 CPU = torch.device("cpu")
 
@@ -103,22 +99,6 @@ def test_auto_is_off_with_the_measured_gain() -> None:
         assert found.override == "--set teacher.prefetch=on"
     assert "measured gain: 0.5 % of a step" in found.reason
     assert choose_prefetch("on", device="cuda").rejected[0][0] == "off"
-
-
-@pytest.mark.soak
-def test_a_run_with_prefetching_is_the_run_without(kit: Kit, tmp_path: Path) -> None:
-    runs: list[list[Any]] = []
-    for wanted in ("off", "on"):
-        folder = tmp_path / wanted
-        folder.mkdir()
-        changes = {"teacher__prefetch": wanted, "train__steps": 4, "train__accumulation": 2}
-        changes |= {"checks__enabled": False, "eval__every": 0, "checkpoint__at_end": False}
-        ran = engine("distill", kit.spec(folder, **changes), "--out", folder / "run")
-        assert ran.returncode == 0, ran.stderr
-        lines = (folder / "run" / "events.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        runs.append([(r["loss"], r["kd"], r["grad_norm"]) for r in records if r["kind"] == "step"])
-    assert runs[0] == runs[1] and len(runs[0]) == 4
 
 
 @pytest.mark.gpu

@@ -31,6 +31,7 @@ from engine.log.events import (
 from engine.log.fold import fold
 from engine.log.folder import RunFolder, create_run
 from engine.log.view import SOURCES, RunView
+from engine.watch import replay
 from engine.watch.active_alerts import LONGEST_QUIET_S, ActiveAlerts
 from engine.watch.replay import MOST_LOOKS, diagnose
 from engine.watch.rules import RULES
@@ -89,7 +90,7 @@ ODD = (math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-320, 1e308, 3.0)
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_no_rule_fails_on_odd_numbers(seed: int) -> None:
     """Values that no trainer would write, in every place that a rule reads."""
     rng = random.Random(seed)
@@ -253,6 +254,27 @@ def test_alerts_of_the_time_are_not_evidence(tmp_path: Path) -> None:
     assert found.raised == () and found.view.alerts == {}
 
 
+def test_a_long_run_is_looked_at_no_more_often_than_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    real = ActiveAlerts.look
+
+    def counted(self: ActiveAlerts, case: Case) -> list[Any]:
+        nonlocal looks
+        looks += 1
+        return list(real(self, case))
+
+    monkeypatch.setattr(ActiveAlerts, "look", counted)
+    monkeypatch.setattr(replay, "MOST_LOOKS", 200)
+    log = Log(device="cpu", count=2000, every_s=0.5)
+    found = diagnose(folder_of(log, tmp_path), spec(train__steps=4000))
+    assert found.view.last_step == 2000
+    # By the clock, after a number of steps, and at the end: a look a second would be 1000.
+    assert looks <= 200 + 2000 // replay.STEPS_PER_LOOK + 2
+
+
+@pytest.mark.soak
 def test_a_log_of_100_000_steps_is_diagnosed_in_bounded_time(tmp_path: Path) -> None:
     log = Log(device="cpu", count=100_000, every_s=0.5)
     run = folder_of(log, tmp_path)

@@ -16,6 +16,7 @@ import pytest
 from engine.errors import BadInput, RunLogError, UsageError
 from engine.log.folder import RunFolder
 from tests.support import notebook_pages
+from tests.support.bounded_soak import soak_count
 from tests.support.kit import Kit
 from tests.support.notebook_pages import CountedComm, drawn, opened, rows_of, until
 from tests.support.run_folders import Scene, completed, step
@@ -49,7 +50,7 @@ def long_run(path: Path, steps: int) -> RunFolder:
 
 @pytest.mark.parametrize(
     ("steps", "limit_s"),
-    [(50_000, 15.0), pytest.param(1_000_000, 15.0, marks=pytest.mark.soak)],
+    [(50_000, 15.0), pytest.param(soak_count(1_000_000), 15.0, marks=pytest.mark.soak)],
 )
 def test_a_long_run_opens_within_its_budget_and_keeps_its_spike(
     steps: int, limit_s: float, tmp_path: Path, comms: type[CountedComm]
