@@ -19,21 +19,11 @@ from torch import Tensor
 from engine.data.batches import Batch, Batches
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
+from engine.loss.types import LossTerms
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
 from engine.teachers.protocol import Teacher
-
-
-class Terms(Protocol):
-    """What the loss answers with, as 0-d tensors; only `loss` carries a gradient."""
-
-    @property
-    def loss(self) -> Tensor: ...
-    @property
-    def ce(self) -> Tensor: ...
-    @property
-    def kd(self) -> Tensor | None: ...
 
 
 class Objective(Protocol):
@@ -48,7 +38,7 @@ class Objective(Protocol):
         labels_N: Tensor,
         *,
         denominator: float,
-    ) -> Terms: ...
+    ) -> LossTerms: ...
 
 
 class StepNumbers(Protocol):

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from engine.checks.check import Answer, failed, passed, unknown
-from engine.checks.context import Context, Terms
+from engine.checks.context import Context
 from engine.checks.data import next_rows
 from engine.checks.logits import few_rows, hidden_of, student_hidden
 from engine.data.batches import IGNORED
+from engine.loss.types import LossTerms
 from engine.models.head import DenseHead, Head
 
 TOKENS = 64
@@ -94,7 +95,7 @@ def take_sample(context: Context) -> Sample:
     )
 
 
-def ask(context: Context, sample: Sample) -> Terms:
+def ask(context: Context, sample: Sample) -> LossTerms:
     return context.objective(
         sample.hidden_ND,
         sample.head_VD,
@@ -275,7 +276,7 @@ def gradient_above_rounding(context: Context) -> Answer:
     return passed(text, **numbers)
 
 
-def _hidden_gradient(context: Context, sample: Sample) -> tuple[Tensor, Terms]:
+def _hidden_gradient(context: Context, sample: Sample) -> tuple[Tensor, LossTerms]:
     hidden_ND = sample.hidden_ND.clone().requires_grad_()
     with torch.enable_grad():
         terms = ask(context, replace(sample, hidden_ND=hidden_ND))

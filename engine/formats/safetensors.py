@@ -37,7 +37,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
@@ -181,7 +181,9 @@ def write_safetensors(
     stays as it is; a write that fails leaves nothing behind. Raises `WeightsError`, `DiskFull`.
     """
     path = Path(path)
-    header, order = _layout(tensors, metadata, dtype)
+    codes = {name: dtype_code(dtype or tensor.dtype) for name, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-DTYPES[codes[name]][0], name))
+    header = header_bytes(((name, codes[name], tensors[name].shape) for name in order), metadata)
     written = False
     try:
         file = path.open("xb")
@@ -189,7 +191,7 @@ def write_safetensors(
         raise unwritable(path, error) from error
     try:
         with file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(header)
             for name in order:
                 file.write(tensor_bytes(tensors[name], dtype))
             file.flush()
@@ -209,34 +211,35 @@ def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         # As JSON, so that no name can imitate another tensor's dtype or shape.
-        digest.update(json.dumps([name, _code(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
+        digest.update(
+            json.dumps([name, dtype_code(tensor.dtype), list(tensor.shape)]).encode() + b"\n"
+        )
         digest.update(tensor_bytes(tensor, None))
     return digest.hexdigest()
 
 
-def _layout(
-    tensors: Mapping[str, torch.Tensor],
-    metadata: Mapping[str, str] | None,
-    dtype: torch.dtype | None,
-) -> tuple[bytes, list[str]]:
-    """The header's JSON, and the order of the data."""
-    codes = {name: _code(dtype or tensor.dtype) for name, tensor in tensors.items()}
-    # Wide types first, as the library orders them: each tensor starts at a multiple of its width.
-    order = sorted(tensors, key=lambda name: (-DTYPES[codes[name]][0], name))
+def header_bytes(
+    tensors: Iterable[tuple[str, str, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    spaced: bool = False,
+) -> bytes:
+    """What stands before the data: the length of the header, and its JSON. `tensors` are names, codes of dtypes
+    and shapes, in the order of the data, wide types first, as the library orders them: each tensor then starts
+    at a multiple of its width. `spaced`: with spaces after separators, as Python's JSON is by default.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name in order:
-        begin, end = end, end + tensors[name].numel() * DTYPES[codes[name]][0] // 8
-        header[name] = {
-            "dtype": codes[name],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    return text + b" " * (-len(text) % 8), order
+    for name, code, shape in tensors:
+        begin, end = end, end + math.prod(shape) * DTYPES[code][0] // 8
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+    separators = None if spaced else (",", ":")
+    text = json.dumps(header, separators=separators, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
-def _code(dtype: torch.dtype) -> str:
+def dtype_code(dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     for code, (_, torch_name) in DTYPES.items():
         if torch_name == name:

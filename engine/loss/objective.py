@@ -51,7 +51,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from engine.loss.dense import EagerChunks
-from engine.loss.reference import reference_loss as reference_loss
 from engine.loss.sparse import SparseChunks
 from engine.loss.types import (
     IGNORE_LABEL,

@@ -32,8 +32,7 @@ from engine.loss.dense import (
     log_sum_exp,
     total_gradient,
 )
-from engine.loss.types import Job
-from engine.loss.types import SparseTargets as SparseTargets
+from engine.loss.types import Job, SparseTargets
 from engine.models.head import multiply
 
 # Shapes: N tokens, M labelled tokens, C tokens of one chunk, V student vocabulary, D student width,

@@ -127,16 +127,12 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
         tokenizers.pop("teacher", None)
     notes = check_vocabularies(tokenizers, student.vocab_size)
     tokenizer.fits(student.vocab_size, f"student {spec.student.path or spec.student.config}")
-    if spec.data.seq_len > student.max_position_embeddings:
-        raise BadInput(
-            f"data.seq_len: expected at most the student's {student.max_position_embeddings} positions, "
-            f"found {spec.data.seq_len}"
-        )
-    if teacher is not None and spec.data.seq_len > teacher.max_position_embeddings:
-        raise BadInput(
-            f"data.seq_len: expected at most the teacher's {teacher.max_position_embeddings} positions, "
-            f"found {spec.data.seq_len}"
-        )
+    for whose, config in (("student", student), ("teacher", teacher)):
+        if config is not None and spec.data.seq_len > config.max_position_embeddings:
+            raise BadInput(
+                f"data.seq_len: expected at most the {whose}'s {config.max_position_embeddings} "
+                f"positions, found {spec.data.seq_len}"
+            )
     check_corpus(spec.data.corpus)
     if run is not None:
         check_room(spec, student, run)

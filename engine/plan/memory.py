@@ -54,6 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.errors import BadInput
 from engine.machine.reading import Reading
@@ -88,6 +89,14 @@ CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """What torch gives cuBLAS in each thread that launches products: the main one and autograd's."""
 
 _Settings = tuple[str, ...]
+_CHOSEN = {
+    "teacher.backend": "backend",
+    "teacher.precision": "teacher_precision",
+    "teacher.shard": "teacher_shard",
+    "student.precision": "student_precision",
+    "student.checkpointing": "checkpointing",
+}
+"""Settings that a plan holds as they were chosen, and not as its spec names them."""
 
 PHASES = (
     "teacher evaluation",
@@ -327,21 +336,13 @@ class MemoryPlan:
         plan = self
         for setting in settings:
             key, _, value = setting.partition("=")
+            if field := _CHOSEN.get(key):
+                chosen: Any = value == "on" if value in ("on", "off") else value
+                plan = replace(plan, **{field: chosen})
+                continue
             section, _, name = key.partition(".")
-            match key:
-                case "teacher.backend":
-                    plan = replace(plan, backend=value)
-                case "teacher.precision":
-                    plan = replace(plan, teacher_precision=value)
-                case "teacher.shard":
-                    plan = replace(plan, teacher_shard=value == "on")
-                case "student.precision":
-                    plan = replace(plan, student_precision=value)
-                case "student.checkpointing":
-                    plan = replace(plan, checkpointing=value == "on")
-                case _:
-                    changed = replace(getattr(plan.spec, section), **{name: int(value)})
-                    plan = replace(plan, spec=replace(plan.spec, **{section: changed}))
+            changed = replace(getattr(plan.spec, section), **{name: int(value)})
+            plan = replace(plan, spec=replace(plan.spec, **{section: changed}))
         return plan
 
     def items(self) -> tuple[BudgetItem, ...]:

@@ -16,11 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from engine.checks.context import Context, Memory, Terms
+from engine.checks.context import Context, Memory
 from engine.data.batches import Batch
 from engine.data.tokens import TokenStream
 from engine.formats.tokenizer import Tokenizer
 from engine.loss.objective import distillation_loss
+from engine.loss.types import LossTerms
 from engine.models.decoder import Decoder
 from engine.models.head import Head
 from engine.spec import RunSpec
@@ -54,7 +55,7 @@ def context_of(
         labels_N: Tensor,
         *,
         denominator: float,
-    ) -> Terms:
+    ) -> LossTerms:
         return distillation_loss(
             hidden_ND,
             head_VD,

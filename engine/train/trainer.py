@@ -40,7 +40,7 @@ from engine.models.head import Head
 from engine.runtime.device import torch_dtype
 from engine.runtime.ranks import Ranks, gather_early, own_part
 from engine.spec import LossSection, TrainSection
-from engine.teachers.protocol import GivesTargets, KnowsRows, Teacher
+from engine.teachers.protocol import GivesTargets, KnowsRows, Prefetches, Teacher
 from engine.train.cuda_graphs import Graphs
 from engine.train.optimizer import Looked, build_optimizer, total_norm, update_if_finite
 from engine.train.schedule import learning_rate
@@ -252,9 +252,8 @@ class Trainer:
 
     def _announce(self, given: Given) -> None:
         """Let a teacher that can begin with the next batch begin."""
-        prefetch = getattr(self.teacher, "prefetch", None)
-        if self.teaching and self._looks_ahead and prefetch is not None:
-            prefetch(given.tokens_BT, given.documents_BT)
+        if self.teaching and self._looks_ahead and isinstance(self.teacher, Prefetches):
+            self.teacher.prefetch(given.tokens_BT, given.documents_BT)
 
     def _targets(self, given: Given) -> SparseTargets | None:
         """What a teacher has to give in the place of hidden states and a head."""

@@ -56,7 +56,7 @@ from typing import Any
 from engine import limits
 from engine.errors import NO_ROOM, DiskFull, EngineError
 from engine.files import read_json
-from engine.formats.safetensors import read_header
+from engine.formats.safetensors import header_bytes, read_header
 from engine.formats.writing import fsync_folder
 from engine.signals import partial_output
 from engine.teachers.store.keys import CacheError, Field, Identity
@@ -331,20 +331,8 @@ def remove_shard(path: Path) -> None:
 
 
 def _header(fields: Sequence[Field], rows: int) -> bytes:
-    """Length and JSON of a safetensors header. Fields lie in their order: all have the same width, so
-    each starts at a multiple of it.
-    """
-    entries, end = {}, 0
-    for field in fields:
-        begin, end = end, end + rows * field.bytes
-        entries[field.name] = {
-            "dtype": field.dtype,
-            "shape": [rows, *field.shape],
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    """Fields lie in their order: all have the same width, so each starts at a multiple of it."""
+    return header_bytes((field.name, field.dtype, (rows, *field.shape)) for field in fields)
 
 
 def _sidecar(file_bytes: int, rows: Sequence[tuple[bytes, bytes]]) -> bytes:

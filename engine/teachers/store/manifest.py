@@ -33,7 +33,6 @@ from engine.teachers.store.keys import HIDDEN, CacheError, Identity, identity_of
 
 VERSION = 1
 MANIFEST = "manifest.json"
-_READ_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +200,8 @@ def _named_files(path: str | Path) -> list[tuple[str, Path, tuple[int, ...]]]:
 
 
 def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with open_regular(path, "teacher.cache", error=CacheError) as file:
-        while piece := file.read(_READ_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def uses_cache(spec: RunSpec) -> bool:

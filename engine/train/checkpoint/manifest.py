@@ -16,7 +16,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from engine.files import open_regular, read_bytes
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1
-_READ_BYTES = 2**20
 _PUBLISHED = re.compile(r"step-([0-9]{8})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -89,13 +88,7 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
                 ) from error
             refused.append((path, error.message))
             continue
-        return VerifiedCheckpoint(
-            path=found.path,
-            step=found.step,
-            files=found.files,
-            manifest_sha256=found.manifest_sha256,
-            refused=tuple(refused),
-        )
+        return replace(found, refused=tuple(refused))
     if refused:
         raise CheckpointError(
             "\n".join(reason for _, reason in refused),
@@ -204,12 +197,9 @@ def _is_integer(value: object) -> bool:
 
 def digest_of(path: Path) -> tuple[int, str]:
     """Size in bytes and sha256 of a file."""
-    digest, size = hashlib.sha256(), 0
     with open_regular(path, "checkpoint", error=CheckpointError) as file:
-        while piece := file.read(_READ_BYTES):
-            digest.update(piece)
-            size += len(piece)
-    return size, digest.hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
 
 
 def refusal(where: Path, expected: str, found: str) -> CheckpointError:

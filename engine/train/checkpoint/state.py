@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from engine import limits
 from engine.errors import CheckpointError
 from engine.files import read_json
+from engine.formats.safetensors import dtype_code, header_bytes
 from engine.runtime.parts import is_part, read_parts
 from engine.runtime.ranks import put, whole
 from engine.spec import RunSpec
@@ -53,16 +54,10 @@ RNG_FILE = "rng.safetensors"
 STATE_FILE = "state.json"
 STUDENT_PREFIX = "student/"
 SCHEMA = 1
-_DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
+]
 
 assert sys.byteorder == "little", (
     "tensors are written as they lie in memory, and the format is little-endian"
@@ -74,16 +69,7 @@ def pack(state: TrainingState, *, sharded: bool = False) -> dict[str, bytes | Wr
     ranks, which write them themselves. Tensors are copied to the host one at a time while they are
     written.
     """
-    scalars = {
-        "schema": SCHEMA,
-        "step": state.step,
-        "seed": state.seed,
-        "spec_sha256": state.spec_sha256,
-        "position": dict(state.position),
-        "best_held_out_loss": state.best_held_out_loss,
-        "tied": dict(state.tied),
-        "unmoved": list(state.unmoved),
-    }
+    scalars = {"schema": SCHEMA} | {name: getattr(state, name) for name in SCALARS}
     tensors = {STUDENT_FILE: state.student, OPTIMIZER_FILE: state.optimizer}
     return {
         **{name: TensorWriter(held) for name, held in tensors.items() if not sharded},
@@ -124,31 +110,16 @@ def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
         raise _mismatch(checkpoint.path, str(sorted(wanted)), str(sorted(checkpoint.files)))
     where = checkpoint.path / STATE_FILE
     scalars = read_json(where, "checkpoint", limits.CHECKPOINT_STATE, error=CheckpointError)
-    fields = {
-        "schema",
-        "step",
-        "seed",
-        "spec_sha256",
-        "position",
-        "best_held_out_loss",
-        "tied",
-        "unmoved",
-    }
+    fields = {"schema", *SCALARS}
     if not isinstance(scalars, dict) or scalars.keys() != fields or scalars["schema"] != SCHEMA:
         raise _mismatch(where, f"schema {SCHEMA} with {sorted(fields)}", "other content")
     if scalars["step"] != checkpoint.step:
         raise _mismatch(where, f"step {checkpoint.step}, as the checkpoint", str(scalars["step"]))
     student, optimizer = _read_sharded(checkpoint) if sharded else _read_whole(checkpoint)
     return TrainingState(
-        step=scalars["step"],
-        seed=scalars["seed"],
-        spec_sha256=scalars["spec_sha256"],
-        position=scalars["position"],
-        best_held_out_loss=scalars["best_held_out_loss"],
+        **{name: scalars[name] for name in SCALARS} | {"unmoved": tuple(scalars["unmoved"])},
         student=student,
-        tied=scalars["tied"],
         optimizer=optimizer,
-        unmoved=tuple(scalars["unmoved"]),
         rng=load_file(checkpoint.path / RNG_FILE),
     )
 
@@ -172,23 +143,13 @@ class TensorWriter:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # Wide elements first, so that every tensor starts at a multiple of its own element size.
         self._tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-        header: dict[str, object] = {}
-        end = 0
         for name, tensor in self._tensors:
-            if tensor.dtype not in _DTYPE_NAMES:
-                raise ValueError(
-                    f"tensor {name}: expected one of {list(_DTYPE_NAMES)}, found {tensor.dtype}"
-                )
-            begin, end = end, end + tensor.numel() * tensor.element_size()
-            header[name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._header = len(text).to_bytes(8, "little") + text
-        self.size_bytes = len(self._header) + end
+            if tensor.dtype not in _DTYPES:
+                raise ValueError(f"tensor {name}: expected one of {_DTYPES}, found {tensor.dtype}")
+        named = [(name, dtype_code(tensor.dtype), tensor.shape) for name, tensor in self._tensors]
+        self._header = header_bytes(named, spaced=True)
+        data = sum(tensor.numel() * tensor.element_size() for _, tensor in self._tensors)
+        self.size_bytes = len(self._header) + data
 
     def write_to(self, sink: Sink) -> None:
         sink.write(self._header)
@@ -202,6 +163,10 @@ def _mismatch(where: Path, expected: str, found: str) -> CheckpointError:
     return CheckpointError(f"checkpoint: {where} — expected {expected}, found {found}")
 
 
+SCALARS = (
+    "step", "seed", "spec_sha256", "position", "best_held_out_loss", "tied", "unmoved",
+)  # fmt: skip
+"""Fields of a `TrainingState` that state.json holds, beside its schema."""
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps for each parameter it has moved."""
 

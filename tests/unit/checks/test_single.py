@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.checks.catalogue import ABOUT
 from engine.checks.check import Answer
-from engine.checks.context import Context, Memory, Terms
+from engine.checks.context import Context, Memory
 from engine.checks.data import shared_windows
 from engine.checks.forward import ROUNDING
 from engine.checks.reference import reference_logits
@@ -29,6 +29,7 @@ from engine.data.tokens import TokenStream, make_stream
 from engine.drills.defects_training import defect
 from engine.drills.planting import replaced
 from engine.formats.tokenizer import open_tokenizer
+from engine.loss.types import LossTerms
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.load import new_decoder
@@ -305,8 +306,8 @@ def test_weights_that_are_nan_or_constant_are_found(world: World) -> None:
 # The loss
 
 
-def objective_with(run_context: Context, change: Callable[[Terms, Any], Terms]) -> Context:
-    def objective(*tensors: Any, **settings: Any) -> Terms:
+def objective_with(run_context: Context, change: Callable[[LossTerms, Any], LossTerms]) -> Context:
+    def objective(*tensors: Any, **settings: Any) -> LossTerms:
         return change(run_context.objective(*tensors, **settings), tensors)
 
     return dataclasses.replace(run_context, objective=objective)  # type: ignore[arg-type]
@@ -315,7 +316,7 @@ def objective_with(run_context: Context, change: Callable[[Terms, Any], Terms]) 
 def test_an_entropy_that_is_left_out_of_the_kl_is_found(world: World) -> None:
     """The cross entropy against the teacher instead of the KL: above zero for a model and itself."""
 
-    def without_entropy(terms: Any, _tensors: Any) -> Terms:
+    def without_entropy(terms: Any, _tensors: Any) -> LossTerms:
         return dataclasses.replace(terms, kd=terms.kd + 1.0, loss=terms.loss + 0.7)
 
     found = answer("loss_invariants", objective_with(make_run(world).context, without_entropy))
@@ -323,7 +324,7 @@ def test_an_entropy_that_is_left_out_of_the_kl_is_found(world: World) -> None:
 
 
 def test_a_negative_kl_is_found(world: World) -> None:
-    def negative(terms: Any, _tensors: Any) -> Terms:
+    def negative(terms: Any, _tensors: Any) -> LossTerms:
         return dataclasses.replace(terms, kd=-terms.kd)
 
     found = answer("loss_invariants", objective_with(make_run(world).context, negative))
@@ -333,7 +334,7 @@ def test_a_negative_kl_is_found(world: World) -> None:
 def test_padded_logits_are_found_by_a_constant_on_all_logits(world: World) -> None:
     """A student padded with ids of logit 0: their share moves with every constant."""
 
-    def padded(terms: Any, tensors: Any) -> Terms:
+    def padded(terms: Any, tensors: Any) -> LossTerms:
         mass = torch.logsumexp((tensors[0] @ tensors[1].T).float(), 1).mean()
         return dataclasses.replace(terms, loss=terms.loss + torch.log1p(3 * torch.exp(-mass)))
 
@@ -380,7 +381,7 @@ def test_logits_that_are_rounded_to_16_bits_drown_a_small_divergence(world: Worl
 
 
 def test_rows_without_a_label_that_change_the_loss_are_found(world: World) -> None:
-    def leaking(terms: Any, tensors: Any) -> Terms:
+    def leaking(terms: Any, tensors: Any) -> LossTerms:
         return dataclasses.replace(terms, loss=terms.loss + 1e-6 * tensors[0].float().sum())
 
     looked_at = objective_with(make_run(world).context, leaking)
