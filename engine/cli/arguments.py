@@ -25,6 +25,14 @@ T = TypeVar("T", int, float)
 _SHOWN = 40
 
 
+def actions_of(
+    parser: argparse.ArgumentParser,
+) -> Callable[[str, str], argparse.ArgumentParser]:
+    """What adds an action to a command: its name, and what it does."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    return lambda name, text: actions.add_parser(name, help=text, description=text)
+
+
 def add_flag(parser: Parser, name: str, what: str) -> None:
     parser.add_argument(name, action="store_true", help=what)
 
@@ -51,6 +59,11 @@ def add_number(
     """An integer within `limit`, on either side of 0; with `least` 1 it is 1 or more."""
     kind = whole if least is None else positive
     parser.add_argument(name, type=kind(limit.most), help=what, **more)
+
+
+def add_real(parser: Parser, name: str, most: float, what: str, **more: Any) -> None:
+    """A finite number, at most that far from 0."""
+    parser.add_argument(name, type=real(most), help=what, **more)
 
 
 def add_repeated(parser: Parser, name: str, metavar: str, what: str, **more: Any) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.arguments import whole
+from engine.cli.arguments import actions_of, add_choice, add_json, add_number, add_path
 from engine.terminal import put, put_json, say
 
 if TYPE_CHECKING:
@@ -31,40 +31,23 @@ WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    def action(name: str, text: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=text, description=text)
-
+    action = actions_of(parser)
     validate = action("validate", "is each file sound? every problem at once")
-    validate.add_argument(
-        "files", type=Path, nargs="*", metavar="FILES", help="files or folders (contracts/)"
-    )
-    validate.add_argument("--format", choices=("text", "json"), default="text")
-    validate.add_argument(
-        "--rules",
-        choices=("all", "pv"),
-        default="all",
-        help="pv: only the rules that upstream's `pv validate` has",
-    )
+    add_path(validate, "files", "FILES", "files or folders (contracts/)", nargs="*")
+    add_choice(validate, "--format", ("text", "json"), "text")
+    rules = "pv: only the rules that upstream's `pv validate` has"
+    add_choice(validate, "--rules", ("all", "pv"), "all", rules)
     run_ = action("run", "run tests, proofs and planted bugs, and keep receipts")
     run_.add_argument("ids", nargs="*", metavar="IDS", help="contracts (all)")
-    run_.add_argument(
-        "--jobs", type=whole(limits.JOBS.most), default=1, metavar="N", help="contracts at once (1)"
-    )
+    add_number(run_, "--jobs", limits.JOBS, "contracts at once (1)", default=1, metavar="N")
     status = action("status", "the level each contract has reached, from its receipts alone")
     listed = action("list", "every contract with its equations, last result and age")
     show = action("show", "everything of one contract")
     show.add_argument("id", metavar="ID")
-    for parser_ in (run_, status, listed, show):
-        parser_.add_argument("--json", action="store_true", help="print one JSON value")
-        parser_.add_argument(
-            "--receipts",
-            type=Path,
-            default=Path("evidence/contracts"),
-            metavar="DIR",
-            help="(evidence/contracts)",
-        )
+    kept = Path("evidence/contracts")
+    for made in (run_, status, listed, show):
+        add_json(made)
+        add_path(made, "--receipts", "DIR", "(evidence/contracts)", default=kept)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.arguments import actions_of, add_json, add_path, add_run
 from engine.errors import EXIT_UNKNOWN
 from engine.terminal import put, put_json, say
 
@@ -36,24 +37,19 @@ _ENTRIES_SHOWN = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-
-    def action(name: str, text: str) -> argparse.ArgumentParser:
-        return actions.add_parser(name, help=text, description=text)
-
-    for made in (
-        action("list", "the findings in a folder, newest first"),
-        action("verify", "check every byte and every piece of evidence"),
-    ):
-        made.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="(evidence)")
+    action = actions_of(parser)
+    listed = action("list", "the findings in a folder, newest first")
+    verify = action("verify", "check every byte and every piece of evidence")
+    for made in (listed, verify):
+        add_path(made, "folder", "DIR", "(evidence)", nargs="?")
     receipt = action("receipt", "what a run really did, compared with what lies beside it")
-    receipt.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    add_run(receipt)
     imported = action("import", "read a findings.json or dispatch.json of the prior system")
     imported.add_argument("file", type=Path)
     imported.add_argument("--slug", default="", help="name of the finding (default: of its title)")
     imported.add_argument("--evidence", type=Path, default=Path("evidence"), metavar="DIR")
-    for made in actions.choices.values():
-        made.add_argument("--json", action="store_true", help="print one JSON value")
+    for made in (listed, verify, receipt, imported):
+        add_json(made)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.arguments import whole
+from engine.cli.arguments import (
+    add_choice,
+    add_flag,
+    add_json,
+    add_number,
+    add_path,
+    add_repeated,
+)
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
@@ -32,51 +39,29 @@ HELP = "test a setting: two arms in turn, and a verdict"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", type=Path, nargs="?", metavar="RUN|SPEC", help="arm A: a run folder or a spec"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="what arm B does otherwise; more than one names the bundle, not a cause",
-    )
-    parser.add_argument("--hypothesis", default="", metavar="TEXT", help="what is to be tested")
-    parser.add_argument(
-        "--budget", default="5m", metavar="TIME", help="of all pairs, as 90s or 5m (5m)"
-    )
-    parser.add_argument(
-        "--margin", default="5%", metavar="SHARE", help="what is too small to matter (5%%)"
-    )
-    parser.add_argument(
-        "--steps", type=whole(limits.STEPS.most), metavar="N", help="steps of each run (12)"
-    )
-    parser.add_argument(
-        "--pairs", type=whole(limits.PAIRS.most), metavar="N", help="pairs at most (16)"
-    )
-    parser.add_argument(
-        "--metric", metavar="M", help="step_s, peak_memory_bytes, energy_per_token_j, final_loss"
-    )
-    parser.add_argument(
-        "--seed",
-        type=whole(limits.SEED.most),
-        metavar="N",
-        help="of the order inside the pairs (from the clock)",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="the new flip folder (default: flips/DATE-KNOB)"
-    )
-    parser.add_argument(
-        "--controls",
-        choices=("auto", "run", "skip"),
-        default="auto",
-        help="auto uses those of the last day, run makes them first",
-    )
-    parser.add_argument("--share", action="store_true", help="measure beside another experiment")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with this flip instead")
-    parser.add_argument("--dry-run", action="store_true", help="show the plan, start nothing")
-    parser.add_argument("--json", action="store_true", help="print the verdict as one JSON value")
+    add_path(parser, "source", "RUN|SPEC", "arm A: a run folder or a spec", nargs="?")
+    otherwise = "what arm B does otherwise; more than one names the bundle, not a cause"
+    add_repeated(parser, "--set", "KEY=VALUE", otherwise)
+    for name, metavar, default, what in (
+        ("--hypothesis", "TEXT", "", "what is to be tested"),
+        ("--budget", "TIME", "5m", "of all pairs, as 90s or 5m (5m)"),
+        ("--margin", "SHARE", "5%", "what is too small to matter (5%%)"),
+        ("--metric", "M", None, "step_s, peak_memory_bytes, energy_per_token_j, final_loss"),
+    ):
+        parser.add_argument(name, metavar=metavar, default=default, help=what)
+    for name, limit, what in (
+        ("--steps", limits.STEPS, "steps of each run (12)"),
+        ("--pairs", limits.PAIRS, "pairs at most (16)"),
+        ("--seed", limits.SEED, "of the order inside the pairs (from the clock)"),
+    ):
+        add_number(parser, name, limit, what, metavar="N")
+    add_path(parser, "--out", "DIR", "the new flip folder (default: flips/DATE-KNOB)")
+    how = "auto uses those of the last day, run makes them first"
+    add_choice(parser, "--controls", ("auto", "run", "skip"), "auto", how)
+    add_flag(parser, "--share", "measure beside another experiment")
+    add_path(parser, "--resume", "DIR", "go on with this flip instead")
+    add_flag(parser, "--dry-run", "show the plan, start nothing")
+    add_json(parser, "print the verdict as one JSON value")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine.cli.arguments import add_json, add_path
 from engine.terminal import put, put_json, say
 
 HELP = "list flips and their verdicts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=Path("flips"), help="folder of flip folders (flips)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    whose = "folder of flip folders (flips)"
+    add_path(parser, "folder", None, whose, nargs="?", default=Path("flips"))
+    add_json(parser, "print one JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import limits
-from engine.cli.arguments import real, whole
+from engine.cli.arguments import (
+    actions_of,
+    add_choice,
+    add_flag,
+    add_json,
+    add_number,
+    add_path,
+    add_real,
+)
 from engine.errors import UsageError
 from engine.terminal import put, put_json, say
 
@@ -48,56 +56,55 @@ HELP = "five whys: claims, evidence, alternatives, root cause"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    add = actions_of(parser)
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, help=text, description=text)
-        made.add_argument(
-            "--finding", default="", metavar="NAME", help="the finding: slug or folder"
-        )
-        made.add_argument(
-            "--evidence",
-            type=Path,
-            default=Path("evidence"),
-            metavar="DIR",
-            help="folder of findings",
-        )
-        made.add_argument("--json", action="store_true", help="print one JSON value")
+        made = add(name, text)
+        which = "the finding: slug or folder"
+        made.add_argument("--finding", default="", metavar="NAME", help=which)
+        add_path(made, "--evidence", "DIR", "folder of findings", default=Path("evidence"))
+        add_json(made)
         return made
+
+    def words(made: argparse.ArgumentParser, **asked: str) -> None:
+        """Options that must be given."""
+        for name, what in asked.items():
+            made.add_argument(f"--{name.replace('_', '-')}", required=True, help=what or None)
 
     new = action("new", "begin a finding with what was seen")
     new.add_argument("slug", help="a short name: a-z, 0-9 and -")
-    new.add_argument("--claim", required=True, help="what was seen")
+    words(new, claim="what was seen")
     new.add_argument("--title", default="", help="a headline (default: the claim)")
 
-    add = action("add", "add an answer to a why")
-    add.add_argument(
-        "--why-of", action="append", required=True, metavar="NODE", help="what it explains"
-    )
-    add.add_argument("--claim", required=True)
+    answer = action("add", "add an answer to a why")
+    explains = "what it explains"
+    answer.add_argument("--why-of", action="append", required=True, metavar="NODE", help=explains)
+    words(answer, claim="")
     kinds = ("hypothesis", "mechanism", "process", "observation")
-    add.add_argument("--kind", choices=kinds, default="hypothesis")
-    add.add_argument("--id", default="", help="its name (default: the next number)")
+    add_choice(answer, "--kind", kinds, "hypothesis")
+    answer.add_argument("--id", default="", help="its name (default: the next number)")
 
     _add_link_arguments(action("link", "put evidence under a node"))
 
     refute = action("refute", "say that a claim is wrong, and why")
     refute.add_argument("node")
-    refute.add_argument("--reason", required=True)
+    words(refute, reason="")
 
     other = action("alternative", "name another explanation and the cheapest test that would tell")
     other.add_argument("node")
-    other.add_argument("--claim", required=True)
-    other.add_argument("--test", required=True, help="what to do, best a command")
-    other.add_argument("--if-true", required=True, help="what the test shows if it is so")
-    other.add_argument("--if-false", required=True, help="what the test shows if it is not")
-    other.add_argument("--minutes", type=real(1e9), required=True, help="what the test costs")
+    words(
+        other,
+        claim="",
+        test="what to do, best a command",
+        if_true="what the test shows if it is so",
+        if_false="what the test shows if it is not",
+    )
+    add_real(other, "--minutes", 1e9, "what the test costs", required=True)
 
     withdraw = action("withdraw", "take back a claim, evidence or an alternative: kept, struck out")
-    withdraw.add_argument(
-        "entry", metavar="ENTRY", help="a node, evidence or an alternative: n2, e3, a1"
-    )
-    withdraw.add_argument("--reason", required=True)
+    entry = "a node, evidence or an alternative: n2, e3, a1"
+    withdraw.add_argument("entry", metavar="ENTRY", help=entry)
+    words(withdraw, reason="")
 
     action("verify", "check every byte, every piece of evidence and every rule")
     action("show", "print the tree")
@@ -105,50 +112,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     close.add_argument("--text", default="", help="the root cause in a sentence")
     close.add_argument("--unresolved", default="", metavar="REASON", help="why there is none")
     export = action("export", "enter it into LOG.md; with --to, copy it into another folder first")
-    export.add_argument("--to", type=Path, metavar="DIR", help="another evidence folder")
+    add_path(export, "--to", "DIR", "another evidence folder")
 
 
 def _add_link_arguments(link: argparse.ArgumentParser) -> None:
     """Those of what is taken, and of what it says."""
     link.add_argument("node")
-    link.add_argument("source", type=Path, nargs="?", metavar="EVIDENCE", help="run, flip or file")
-    link.add_argument("--run-command", metavar="COMMAND", help="run this and keep what it does")
-    link.add_argument("--note", metavar="TEXT", help="what a person says")
-    link.add_argument(
-        "--expect-exit",
-        type=whole(limits.EXIT_STATUS.most),
-        metavar="N",
-        help="a reproduction: its exit status",
-    )
-    link.add_argument(
-        "--expect-text", default="", metavar="TEXT", help="a reproduction: in its output"
-    )
-    link.add_argument(
-        "--timeout", type=real(limits.WAIT.most), default=600.0, metavar="S", help="of the command"
-    )
-    link.add_argument("--events", metavar="FIRST[-LAST]", help="of a run: lines of a log, by seq")
-    link.add_argument("--log", choices=("events", "device", "watch"), default="events")
-    link.add_argument("--metric", metavar="NAME", help="of a run: loss, gpu0.gpu_util_pct, ...")
-    link.add_argument("--steps", metavar="FIRST-LAST", help="of a metric: these steps only")
-    link.add_argument(
-        "--from",
-        dest="from_s",
-        type=real(1e12),
-        metavar="S",
-        help="of a run: seconds since its start",
-    )
-    link.add_argument(
-        "--to", dest="to_s", type=real(1e12), metavar="S", help="of a run: until then"
-    )
-    link.add_argument("--exit", action="store_true", help="of a run: the record of how it ended")
-    link.add_argument("--alert", metavar="ID", help="of a run: an alert, with its readings")
-    link.add_argument("--check", metavar="ID", help="of a run: what a first-minute check answered")
-    link.add_argument("--lines", metavar="FIRST-LAST", help="of a file")
-    link.add_argument(
-        "--project", type=Path, metavar="DIR", help="git checkout to note (default: .)"
-    )
-    link.add_argument("--contradicts", action="store_true", help="it speaks against the claim")
-    link.add_argument("--answers", metavar="ALTERNATIVE", help="it is the test of this alternative")
+    add_path(link, "source", "EVIDENCE", "run, flip or file", nargs="?")
+    for name, metavar, what in (
+        ("--run-command", "COMMAND", "run this and keep what it does"),
+        ("--note", "TEXT", "what a person says"),
+        ("--events", "FIRST[-LAST]", "of a run: lines of a log, by seq"),
+        ("--metric", "NAME", "of a run: loss, gpu0.gpu_util_pct, ..."),
+        ("--steps", "FIRST-LAST", "of a metric: these steps only"),
+        ("--alert", "ID", "of a run: an alert, with its readings"),
+        ("--check", "ID", "of a run: what a first-minute check answered"),
+        ("--lines", "FIRST-LAST", "of a file"),
+        ("--answers", "ALTERNATIVE", "it is the test of this alternative"),
+    ):
+        link.add_argument(name, metavar=metavar, help=what)
+    status = "a reproduction: its exit status"
+    add_number(link, "--expect-exit", limits.EXIT_STATUS, status, metavar="N")
+    in_output = "a reproduction: in its output"
+    link.add_argument("--expect-text", default="", metavar="TEXT", help=in_output)
+    add_real(link, "--timeout", limits.WAIT.most, "of the command", default=600.0, metavar="S")
+    add_choice(link, "--log", ("events", "device", "watch"), "events")
+    since = "of a run: seconds since its start"
+    add_real(link, "--from", 1e12, since, dest="from_s", metavar="S")
+    add_real(link, "--to", 1e12, "of a run: until then", dest="to_s", metavar="S")
+    add_flag(link, "--exit", "of a run: the record of how it ended")
+    add_path(link, "--project", "DIR", "git checkout to note (default: .)")
+    add_flag(link, "--contradicts", "it speaks against the claim")
     link.add_argument("--outcome", choices=("excluded", "holds", "undecided"))
     link.add_argument("--result", default="", help="what the test of the alternative showed")
 

@@ -72,20 +72,19 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def _fields(kind: Shape, names: str) -> dict[str, Shape]:
+    """Fields of one kind."""
+    return dict.fromkeys(names.split(), kind)
+
+
 STRATEGIES = _words("exhaustive stub_float compositional bounded_int")
 DEMOTABLE: dict[str, Shape] = {"status": _words("active demoted"), "demoted_by": str}
 
 EQUATION: dict[str, Shape] = {
-    "formula": str,
-    "domain": str,
-    "codomain": str,
-    "invariants": [str],
-    "preconditions": [str],
-    "postconditions": [str],
-    "lean_theorem": str,
+    **_fields(str, "formula domain codomain lean_theorem"),
+    **_fields([str], "invariants preconditions postconditions"),
+    **_fields(object, "assumes guarantees"),
     "float_tolerance": float,
-    "assumes": object,
-    "guarantees": object,
 }
 TOLERANCE_FIELDS: dict[str, Shape] = {
     "value": float,
@@ -102,19 +101,12 @@ PLANTED: dict[str, Shape] = {
 BLOCKS: dict[str, Shape] = {
     "metadata": Block(
         {
-            "version": str,
-            "created": str,
-            "author": str,
-            "description": str,
-            "references": [str],
-            "depends_on": [str],
+            **_fields(str, "version created author description locked_level"),
+            **_fields([str], "references depends_on"),
+            **_fields(object, "competitor demand_score intake_status"),
             "registry": bool,
             "kind": _words(KINDS),
             "enforcement_level": _words("basic standard strict proven"),
-            "locked_level": str,
-            "competitor": object,
-            "demand_score": object,
-            "intake_status": object,
             **DEMOTABLE,
         },
         needs=("description",),
@@ -123,19 +115,13 @@ BLOCKS: dict[str, Shape] = {
     "proof_obligations": [
         Block(
             {
-                "id": str,
+                **_fields(str, "id property formal requires applies_to_phase parent_contract"),
+                **_fields(str, "na_reason na_owner"),
                 "type": _words(OBLIGATION_TYPES),
-                "property": str,
-                "formal": str,
                 "tolerance": (float, Block(TOLERANCE_FIELDS, needs=tuple(TOLERANCE_FIELDS))),
                 # Any word but `not_applicable` is an algorithm's own part, upstream too.
                 "applies_to": str,
                 "lean": object,
-                "requires": str,
-                "applies_to_phase": str,
-                "parent_contract": str,
-                "na_reason": str,
-                "na_owner": str,
                 **DEMOTABLE,
             },
             aliases={"statement": "property", "verification": "formal"},
@@ -144,15 +130,8 @@ BLOCKS: dict[str, Shape] = {
     "falsification_tests": [
         Block(
             {
-                "id": str,
-                "rule": str,
-                "prediction": str,
-                "test": str,
-                "test_harness": str,
-                "name": str,
-                "if_fails": str,
+                **_fields(str, "id rule prediction test test_harness name if_fails differs"),
                 "obligations": [str],
-                "differs": str,
                 **DEMOTABLE,
             },
             aliases={
@@ -167,13 +146,9 @@ BLOCKS: dict[str, Shape] = {
     "kani_harnesses": [
         Block(
             {
-                "id": str,
-                "obligation": str,
-                "property": str,
+                **_fields(str, "id obligation property solver harness"),
                 "bound": AtLeast(0),
                 "strategy": STRATEGIES,
-                "solver": str,
-                "harness": str,
                 "actually_verified": bool,
             },
             needs=("id",),
@@ -181,23 +156,13 @@ BLOCKS: dict[str, Shape] = {
     ],
     "qa_gate": Block(
         {
-            "id": str,
-            "name": str,
-            "description": str,
+            **_fields(str, "id name description pass_criteria falsification"),
             "checks": [str],
-            "pass_criteria": str,
-            "falsification": str,
             "planted": [Block(PLANTED, needs=tuple(PLANTED))],
         }
     ),
-    "kernel_structure": object,
-    "simd_dispatch": object,
-    "enforcement": object,
-    "verification_summary": object,
-    "type_invariants": object,
-    "coq_spec": object,
-    "beat": object,
-    "stories": object,
+    **_fields(object, "kernel_structure simd_dispatch enforcement verification_summary"),
+    **_fields(object, "type_invariants coq_spec beat stories"),
 }
 """Upstream's."""
 CONTRACT = Block(
@@ -208,12 +173,8 @@ CONTRACT = Block(
         "proof_harnesses": [
             Block(
                 {
-                    "id": str,
-                    "obligation": str,
-                    "property": str,
+                    **_fields(str, "id obligation property harness bound"),
                     "engine": _words("z3 enumerate crosshair"),
-                    "harness": str,
-                    "bound": str,
                     "strategy": STRATEGIES,
                     "axioms": [str],
                     "timeout_s": AtLeast(1),

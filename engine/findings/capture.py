@@ -108,6 +108,10 @@ def text_blob(data: bytes, name: str, what: str, redactor: Redactor) -> Blob:
     return Blob(artifact=artifact, data=kept)
 
 
+def _lines_blob(lines: Sequence[logs.Line], log: Path, what: str, redactor: Redactor) -> Blob:
+    return text_blob(logs.slice_bytes(lines, log), log.name, what, redactor)
+
+
 def json_blob(value: Any, name: str, what: str, redactor: Redactor) -> Blob:
     return text_blob(canonical(value), name, what, redactor)
 
@@ -175,19 +179,42 @@ def capture_part(
     log: LogName = "events",
     window: logs.Window = WHOLE,
 ) -> Capture:
-    """The one part of a run that is named: the record of its end, an alert, a check, a metric over a time
-    or over steps, lines of a log, else what a log says of a time. Raises BadInput, RunLogError."""
+    """The one part of a run that is named: the record of its end, the newest raising of an alert with the
+    readings of its window, the newest answer of a check, a metric over a time or over steps, lines of a log,
+    else what a log says of a time with what the others say of it beside. Raises BadInput, RunLogError."""
     if exit_:
         return capture_exit(run, redactor)
-    if alert is not None:
-        return capture_alert(run, alert, redactor)
-    if check is not None:
-        return capture_check(run, check, redactor)
-    if seqs is not None:
-        return capture_events(run, log, *seqs, redactor)
-    if metric is not None:
+    if metric is not None and seqs is None and alert is None and check is None:
         return capture_metric(run, metric, redactor, window)
-    return capture_window(run, log, window.from_unix_s, window.to_unix_s, redactor)
+    during = None
+    if alert is not None:
+        none = BadInput.expected("alert", run.watch, f"one of the id {alert}", "none")
+        raised = _newest(run.watch, AlertRaised, none, alert).event
+        log, seqs = "watch", (raised.seq, raised.seq)
+        during = (raised.from_unix_s, raised.to_unix_s)
+    elif check is not None:
+        none = BadInput.expected("check", run.events, f"an answer of {check}", "none")
+        seq = _newest(run.events, Checked, none, check).event.seq
+        log, seqs = "events", (seq, seq)
+    elif seqs is None:
+        path, during = logs.log_of(run, log), (window.from_unix_s, window.to_unix_s)
+        inside = [x.event.seq for x in logs.read_log(path) if during[0] <= x.unix_s <= during[1]]
+        if not inside:
+            raise BadInput.expected("time window", path, "a line of that time", "none")
+        seqs = (inside[0], inside[-1])
+    found = capture_events(run, log, *seqs, redactor)
+    return found.with_attached(window_blobs(run, *during, redactor)) if during else found
+
+
+def _newest(log: Path, kind: type[Any], none: EngineError, id_: str | None = None) -> Any:
+    """The newest line of a log that is of a kind, and of an id. Raises `none` where there is none."""
+    found = None
+    for line in logs.read_log(log):
+        if isinstance(line.event, kind) and id_ in (None, getattr(line.event, "id", None)):
+            found = line
+    if found is None:
+        raise none
+    return found
 
 
 def _of_run(run: RunFolder, redactor: Redactor) -> dict[str, Any]:
@@ -203,7 +230,7 @@ def capture_events(
     lines = logs.take_range(path, first_seq, last_seq)
     numbers = f"line {first_seq}" if first_seq == last_seq else f"lines {first_seq} to {last_seq}"
     what = f"{numbers} of {run.name}/{path.name}"
-    blob = text_blob(logs.slice_bytes(lines, path), path.name, what, redactor)
+    blob = _lines_blob(lines, path, what, redactor)
     locator = EventRange(
         **_of_run(run, redactor),
         log=log,
@@ -225,10 +252,9 @@ def quotes_of(data: bytes) -> tuple[Quote, ...]:
 
 def capture_exit(run: RunFolder, redactor: Redactor) -> Capture:
     """The newest record of how the trainer ended. Raises RunLogError when there is none."""
-    line = _newest(run.watch, TrainerExited)
-    if line is None:
-        expected = "a record of how the trainer ended"
-        raise RunLogError.expected("run log", run.watch, expected, "none")
+    expected = "a record of how the trainer ended"
+    none = RunLogError.expected("run log", run.watch, expected, "none")
+    line = _newest(run.watch, TrainerExited, none)
     what = f"how the trainer of {run.name} ended"
     blob = text_blob(line.raw + b"\n", "watch.jsonl", what, redactor)
     (kept,) = logs.lines_of(blob.data or b"", run.watch)
@@ -258,54 +284,13 @@ def capture_metric(
     path = logs.log_of(run, wanted.log)
     lines = logs.take_window(logs.read_log(path), wanted, window)
     what = f"{name} in {run.name}/{path.name}"
-    blob = text_blob(logs.slice_bytes(lines, path), path.name, what, redactor)
+    blob = _lines_blob(lines, path, what, redactor)
     numbers = logs.numbers_of(wanted.points(lines))
     if not numbers:
         raise BadInput.expected("metric", path, f"{name} in that window", "no line that has it")
     steps: dict[str, Any] = {"first_step": window.first_step, "last_step": window.last_step}
     locator = MetricWindow(**_of_run(run, redactor), metric=name, **steps, **numbers)
     return Capture(locator=locator, blob=blob, source=run.path)
-
-
-def capture_alert(run: RunFolder, id_: str, redactor: Redactor) -> Capture:
-    """The newest raising of an alert, with the readings of its window. Raises BadInput."""
-    line = _newest(run.watch, AlertRaised, id_)
-    if line is None:
-        raise BadInput.expected("alert", run.watch, f"one of the id {id_}", "none")
-    alert: AlertRaised = line.event
-    capture = capture_events(run, "watch", alert.seq, alert.seq, redactor)
-    return capture.with_attached(window_blobs(run, alert.from_unix_s, alert.to_unix_s, redactor))
-
-
-def capture_check(run: RunFolder, id_: str, redactor: Redactor) -> Capture:
-    """The newest answer of a first-minute check, with its numbers. Raises BadInput."""
-    line = _newest(run.events, Checked, id_)
-    if line is None:
-        raise BadInput.expected("check", run.events, f"an answer of {id_}", "none")
-    return capture_events(run, "events", line.event.seq, line.event.seq, redactor)
-
-
-def _newest(log: Path, kind: type[Any], id_: str | None = None) -> Any:
-    """The newest line of a log that is of a kind, and of an id; None where there is none."""
-    found = None
-    for line in logs.read_log(log):
-        if isinstance(line.event, kind) and id_ in (None, getattr(line.event, "id", None)):
-            found = line
-    return found
-
-
-def capture_window(
-    run: RunFolder, log: LogName, from_unix_s: float, to_unix_s: float, redactor: Redactor
-) -> Capture:
-    """What a log says of a time, with what the others say of it beside. Raises BadInput for nothing."""
-    path = logs.log_of(run, log)
-    inside = [
-        line.event.seq for line in logs.read_log(path) if from_unix_s <= line.unix_s <= to_unix_s
-    ]
-    if not inside:
-        raise BadInput.expected("time window", path, "a line of that time", "none")
-    capture = capture_events(run, log, inside[0], inside[-1], redactor)
-    return capture.with_attached(window_blobs(run, from_unix_s, to_unix_s, redactor))
 
 
 def window_blobs(
@@ -319,7 +304,7 @@ def window_blobs(
         lines = [x for x in logs.read_log(path) if from_unix_s <= x.unix_s <= to_unix_s]
         if lines:
             what = f"{run.name}/{path.name} of {now_utc(from_unix_s)} to {now_utc(to_unix_s)}"
-            blobs.append(text_blob(logs.slice_bytes(lines, path), path.name, what, redactor))
+            blobs.append(_lines_blob(lines, path, what, redactor))
     return blobs
 
 

@@ -42,6 +42,7 @@ from engine.log.write import read_boot_id
 from engine.machine.surroundings import PACKAGES
 from engine.spec import settings_sha256
 from engine.version import VERSION
+from engine.watch.attribution import read_kernel_log
 
 ALLOWED = frozenset(
     {
@@ -160,7 +161,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def kernel_excerpt(view: RunView, command: tuple[str, ...] = ("dmesg",)) -> dict[str, Any]:
+def kernel_excerpt(view: RunView, kmsg: Path = Path("/dev/kmsg")) -> dict[str, Any]:
     """Lines of the kernel's log on memory, the GPU and crashes, of the time of the run; or why there are
     none. Its times count from the start of the machine, so a run before that has none."""
     if view.first_unix_s is None:
@@ -168,18 +169,14 @@ def kernel_excerpt(view: RunView, command: tuple[str, ...] = ("dmesg",)) -> dict
     booted_unix_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     if view.first_unix_s < booted_unix_s:
         return {"lines": None, "why": "the machine was started after the run"}
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=5.0, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"lines": None, "why": f"{command[0]}: {error}"}
-    if done.returncode != 0:
-        text = done.stderr.decode("utf-8", "replace").strip()
-        return {"lines": None, "why": f"{command[0]}: {text or f'exit {done.returncode}'}"}
+    lines, why = read_kernel_log(kmsg)
+    if why is not None:
+        return {"lines": None, "why": why}
     # The kernel's clock and ours differ by some time asleep; a minute on either side covers more.
     begin = view.first_unix_s - booted_unix_s - 60
     end = (view.last_unix_s or view.first_unix_s) - booted_unix_s + 60
     found = []
-    for line in done.stdout.decode("utf-8", "replace").splitlines():
+    for line in lines:
         stamp = re.match(r"\[\s*([0-9]+\.[0-9]+)\]", line)
         if stamp and begin <= float(stamp[1]) <= end and _TELLING.search(line):
             found.append(line)

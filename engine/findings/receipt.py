@@ -20,7 +20,6 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,17 +40,8 @@ from engine.verdict import Level, Verdict
 
 _READ_BYTES = 1 << 20
 _AGREEING = (
-    *(
-        "config",
-        "seeds",
-        "data",
-        "weights",
-        "device",
-        "decisions",
-        "rows",
-        "lineage",
-        "differences",
-    ),
+    *("config", "seeds", "data", "weights", "device", "decisions"),
+    *("rows", "lineage", "differences"),
 )
 """Facts that a receipt has to say as the logs do."""
 _FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
@@ -77,7 +67,9 @@ class _Decided(msgspec.Struct):
     choice: str
 
 
-class _Differs(msgspec.Struct):
+class Difference(msgspec.Struct, frozen=True):
+    """A setting that is not what was asked for."""
+
     key: str
     requested: Any
     effective: Any
@@ -91,7 +83,7 @@ class _Form(msgspec.Struct):
     student_files: dict[str, _File] | None = None
     lineage: list[_Link] | None = None
     decisions: list[_Decided] | None = None
-    differences: list[_Differs] | None = None
+    differences: list[Difference] | None = None
 
 
 def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
@@ -117,7 +109,7 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
         "decisions": [_fields(decision) for decision in view.decisions],
         "rows": rows_of(view),
         "lineage": lineage_of(run),
-        "differences": [asdict(d) for d in differences(run, view)],
+        "differences": [msgspec.structs.asdict(d) for d in differences(run, view)],
         "logs": {path.name: digest_of_log(path) for path in (run.events, run.device, run.watch)},
     }
 
@@ -209,16 +201,6 @@ def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | N
 
 
 # Asked for and done
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A setting that is not what was asked for."""
-
-    key: str
-    requested: Any
-    effective: Any
-    why: str
 
 
 def differences(run: RunFolder, view: RunView) -> list[Difference]:

@@ -195,23 +195,16 @@ def _read(log: Path) -> tuple[dict[str, Any], list[Pair], int]:
 
 
 def _pair_fields(pair: Pair) -> dict[str, Any]:
-    fields = {f.name: getattr(pair, f.name) for f in dataclasses.fields(pair)}
-    fields |= {"a": dataclasses.asdict(pair.a), "b": dataclasses.asdict(pair.b)}
-    fields["proofs"] = {
-        name: None if proof is None else {"level": proof.level.name, "reason": proof.reason}
-        for name, proof in pair.proofs.items()
-    }
+    fields = dataclasses.asdict(pair)
+    for proof in filter(None, fields["proofs"].values()):
+        proof["level"] = proof["level"].name
     return fields
 
 
 def _read_pair(fields: dict[str, Any]) -> Pair:
-    proofs = {
-        name: None
-        if (p := fields["proofs"][name]) is None
-        else Verdict(Level[p["level"]], p["reason"])
-        for name in PROOFS
-    }
-    sides = {"a": Outcome(**fields["a"]), "b": Outcome(**fields["b"])}
+    said = {name: fields["proofs"][name] for name in PROOFS}
+    proofs = {name: p and Verdict(Level[p["level"]], p["reason"]) for name, p in said.items()}
+    sides = {arm: Outcome(**fields[arm]) for arm in ("a", "b")}
     return Pair(**(fields | sides | {"proofs": proofs}))
 
 

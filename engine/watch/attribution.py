@@ -50,7 +50,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -379,18 +379,24 @@ def find_kernel_line(
     lines speak of another one. The kernel numbers processes as the host does, so that inside a
     container the pid of the host is needed.
     """
+    lines, reason = read_kernel_log(kmsg)
+    return _match_kernel_line(lines, pid, since_s), reason
+
+
+def read_kernel_log(kmsg: Path = Path("/dev/kmsg")) -> tuple[list[str], str | None]:
+    """The lines of the kernel's log as `[seconds] text`, oldest first; and why it cannot be read, or None."""
     try:
-        return _match_kernel_line(_read_kmsg(kmsg), pid, since_s), None
+        return list(_read_kmsg(kmsg)), None
     except OSError as error:
         reason = f"{kmsg}: {error.strerror}"
     try:
         done = subprocess.run(["dmesg"], capture_output=True, timeout=_DMESG_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"{reason}; dmesg: {error}"
+        return [], f"{reason}; dmesg: {error}"
     if done.returncode != 0:
-        return None, f"{reason}; {done.stderr.decode('utf-8', 'replace').strip()}"
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
-    return _match_kernel_line(lines, pid, since_s), None
+        text = done.stderr.decode("utf-8", "replace").strip()
+        return [], f"{reason}; {text or f'dmesg: exit {done.returncode}'}"
+    return done.stdout.decode("utf-8", "replace").splitlines(), None
 
 
 def _read_kmsg(path: Path) -> Iterator[str]:
@@ -416,7 +422,7 @@ def _read_kmsg(path: Path) -> Iterator[str]:
         os.close(device)
 
 
-def _match_kernel_line(lines: Iterable[str], pid: int, since_s: float) -> str | None:
+def _match_kernel_line(lines: Sequence[str], pid: int, since_s: float) -> str | None:
     """The last line that names `pid` as the victim; the line with the constraint is preferred to
     the one that follows it.
     """

@@ -19,12 +19,12 @@ from engine.findings import finding as form
 from engine.findings.bundle import LOG, Bundle
 from engine.findings.capture import (
     Capture,
-    capture_alert,
     capture_command,
     capture_events,
     capture_file,
     capture_flip,
     capture_metric,
+    capture_part,
     capture_statement,
 )
 from engine.findings.context import run_blobs
@@ -80,7 +80,7 @@ def refute_memory(finding: Finding, captures: list[Capture], world: World) -> Fi
     flips = world.folder / "flips"
     exit_ = end_of(world.run).with_attached(run_blobs(world.run, NO_SECRETS, world.folder))
     finding = world.add(finding, "n1", exit_)
-    finding = world.add(finding, "n1", capture_alert(world.run, "gpu_idle", NO_SECRETS))
+    finding = world.add(finding, "n1", capture_part(world.run, NO_SECRETS, alert="gpu_idle"))
     finding = world.add(finding, "n1", capture_events(world.run, "events", 1, 3, NO_SECRETS))
     finding = world.add(finding, "n1", capture_file(world.folder / "note.txt", NO_SECRETS, 2, 3))
     finding = world.add(finding, "n1", capture_statement("it was me who saw it", NO_SECRETS))

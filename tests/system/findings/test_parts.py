@@ -67,14 +67,17 @@ def test_each_kind_of_evidence_has_its_row() -> None:
     assert set(KINDS) == set(get_args(Locator))
 
 
-def fake(tmp_path: Path, text: str, code: int = 0) -> tuple[str, ...]:
-    script = tmp_path / "fake-dmesg"
-    script.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit {code}\n")
+def fake(folder: Path, text: str, code: int = 0) -> None:
+    script = folder / "dmesg"
+    script.write_text(f"#!/bin/sh\n/bin/cat <<'END'\n{text}\nEND\nexit {code}\n")
     script.chmod(0o755)
-    return (str(script),)
 
 
-def test_the_kernels_lines_of_the_time_of_a_run_are_kept(tmp_path: Path) -> None:
+def test_the_kernels_lines_of_the_time_of_a_run_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    closed = tmp_path / "kmsg"
     scene = Scene(tmp_path / "run", start_unix_s=time.time()).open()
     scene.events(started("run", 1))
     view = view_of(scene.close().run)
@@ -85,16 +88,18 @@ def test_the_kernels_lines_of_the_time_of_a_run_are_kept(tmp_path: Path) -> None
         f"[{now:12.6f}] usb 1-1: new device",
         f"[{now + 4000:12.6f}] oom-kill:constraint=CONSTRAINT_NONE",
     ]
-    found = kernel_excerpt(view, fake(tmp_path, "\n".join(lines)))
+    absent = kernel_excerpt(view, closed)
+    assert absent["lines"] is None and "dmesg" in absent["why"]
+    fake(tmp_path, "\n".join(lines))
+    found = kernel_excerpt(view, closed)
     assert found["lines"] == [lines[1]]
-    denied = kernel_excerpt(view, fake(tmp_path, "", code=1))
+    fake(tmp_path, "", code=1)
+    denied = kernel_excerpt(view, closed)
     assert denied["lines"] is None and "exit 1" in denied["why"]
-    absent = kernel_excerpt(view, (str(tmp_path / "none"),))
-    assert absent["lines"] is None and absent["why"]
 
 
 def test_a_run_of_before_the_start_of_the_machine_has_no_kernel_lines(tmp_path: Path) -> None:
-    found = kernel_excerpt(view_of(hanging_run(tmp_path / "run")), fake(tmp_path, "x"))
+    found = kernel_excerpt(view_of(hanging_run(tmp_path / "run")))
     assert found == {"lines": None, "why": "the machine was started after the run"}
 
 
