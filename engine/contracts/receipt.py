@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from engine.contracts.contract import Contract
 from engine.contracts.source import Sources, split_node
 from engine.errors import BadInput
 from engine.files import read_bytes
+from engine.machine.surroundings import installed_versions
 
 SCHEMA = "apr-workbench/contract-receipts/1"
 FOLDER = Path("evidence/contracts")
@@ -106,13 +106,7 @@ def code_hash(contract: Contract, sources: Sources) -> str:
 
 def tools() -> dict[str, str | None]:
     """Versions of what runs contracts; None for a package that is not installed."""
-    out: dict[str, str | None] = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            out[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            out[package] = None
-    return out
+    return installed_versions(_PACKAGES)
 
 
 def host() -> dict[str, Any]:

@@ -121,12 +121,10 @@ def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
     if receipt.kind == VALID:
         errors = receipt.counts.get("problems", {}).get("errors", -1)
         return Answer(Rank.PASS if errors == 0 else Rank.FAIL, f"{errors} error(s)")
-    if receipt.kind == TEST:
-        return _tested(receipt)
-    if receipt.kind == COMMAND:
-        return _commanded(receipt)
-    if receipt.kind == PROOF:
-        return _proven(receipt)
+    if (
+        said_by := {TEST: _tested, COMMAND: _commanded, PROOF: _proven}.get(receipt.kind)
+    ) is not None:
+        return said_by(receipt)
     if receipt.kind == PLANTED and planted is not None:
         return _caught(receipt, planted.turns_red)
     return Answer(Rank.NO_CHECKABLE, f"a receipt of a kind that is not known: {receipt.kind}")

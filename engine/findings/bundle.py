@@ -21,7 +21,6 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +44,8 @@ from engine.findings.finding import (
 )
 from engine.findings.rules import judge
 from engine.findings.text import derive, state_words
-from engine.log.folder import write_whole
+from engine.log.folder import new_folder, write_whole
 from engine.log.text import one_line
-from engine.log.write import sync_folder
 
 FINDING = "finding.json"
 LOG = "LOG.md"
@@ -65,26 +63,9 @@ class Bundle:
     @classmethod
     def create(cls, folder: Path, finding: Finding, blobs: Iterable[Blob] = ()) -> Bundle:
         """A new bundle `DATE-SLUG` in `folder`. Raises BadInput for one that exists."""
-        path = cls.path_of(folder, finding)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.mkdir()
-        except FileExistsError:
-            raise BadInput.expected(
-                "finding", path, "a new folder", "one that exists", hint="choose another name"
-            ) from None
-        except OSError as error:
-            raise write_error("finding", path, "to create it", error) from error
-        bundle = cls(path)
-        try:
+        bundle = cls(cls.path_of(folder, finding))
+        with new_folder(bundle.path, "finding", "choose another name"):
             bundle.save(finding, blobs)
-            # Its files are synced into it; its own name is the parent's.
-            sync_folder(folder)
-        except BaseException as error:
-            shutil.rmtree(path, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise write_error("finding", path, "to reach the disk", error) from error
-            raise
         return bundle
 
     def load(self) -> Finding:

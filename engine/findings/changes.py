@@ -8,17 +8,19 @@ What is refused is raised in the engine's own words.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec
 
 from engine.errors import BadInput
 from engine.findings import whys
 from engine.findings.bundle import LOG, Bundle
 from engine.findings.capture import Blob, Capture
-from engine.findings.finding import Finding, Kind, Says
+from engine.findings.finding import Finding, Says
 from engine.findings.verify import Checked, check_bundle
 
+P = ParamSpec("P")
 Take = Callable[[], Capture]
 """Takes evidence when it is called, be it by running a command."""
 
@@ -33,10 +35,10 @@ class Done:
     """Whether it was closed before."""
 
 
-def slug_of(text: str) -> str:
+def slug_of(text: str, otherwise: str = "finding") -> str:
     """A name for a finding, from some words."""
     words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return words[:48].strip("-") or "finding"
+    return words[:48].strip("-") or otherwise
 
 
 def begin(
@@ -52,15 +54,44 @@ def begin(
     return Bundle.create(folder, finding, blobs)
 
 
-def add(
-    bundle: Bundle, claim: str, *, why_of: Sequence[str], kind: Kind = "hypothesis", id_: str = ""
+def _changed(
+    bundle: Bundle,
+    change: Callable[[Finding], Finding],
+    said: Callable[[Finding], str],
+    blobs: Iterable[Blob] = (),
 ) -> Done:
-    """Add an answer to why `why_of` is so."""
-    return _changed(
-        bundle,
-        lambda f: whys.add_node(f, claim, why_of=why_of, kind=kind, id_=id_),
-        lambda f: f"{f.nodes[-1].id}: why of {', '.join(why_of)}",
-    )
+    before, done = bundle.change(lambda finding: (change(finding), blobs))
+    return Done(done, said(done), before.closed is not None and done.closed is None)
+
+
+def _on_disk(
+    operation: Callable[Concatenate[Finding, P], Finding], said: Callable[..., str]
+) -> Callable[Concatenate[Bundle, P], Done]:
+    """An operation of `engine.findings.whys` on the finding of a bundle; `said` makes the words of it, from
+    the finding as it is then and the arguments."""
+
+    def change(bundle: Bundle, /, *args: P.args, **kwargs: P.kwargs) -> Done:
+        return _changed(
+            bundle,
+            lambda finding: operation(finding, *args, **kwargs),
+            lambda finding: said(finding, *args, **kwargs),
+        )
+
+    return change
+
+
+add = _on_disk(
+    whys.add_node, lambda f, *_, why_of, **__: f"{f.nodes[-1].id}: why of {', '.join(why_of)}"
+)
+refute = _on_disk(whys.refute, lambda _, node, __: f"{node}: refuted")
+withdraw = _on_disk(whys.withdraw, lambda _, entry, __: f"{entry}: withdrawn")
+suspect = _on_disk(
+    whys.add_alternative,
+    lambda f, node, *_, **__: f"{f.node(node).alternatives[-1].id}: alternative to {node}",
+)
+answer = _on_disk(
+    whys.answer, lambda _, alternative, outcome, *__, **___: f"{alternative}: {outcome}"
+)
 
 
 def link(
@@ -101,51 +132,6 @@ def link(
     return _changed(bundle, change, said, capture.blobs)
 
 
-def refute(bundle: Bundle, node: str, reason: str) -> Done:
-    """Say that a claim is wrong, and why."""
-    return _changed(bundle, lambda f: whys.refute(f, node, reason), lambda _: f"{node}: refuted")
-
-
-def withdraw(bundle: Bundle, entry: str, reason: str) -> Done:
-    """Take back a node, evidence or an alternative, which stays, struck out."""
-    return _changed(
-        bundle, lambda f: whys.withdraw(f, entry, reason), lambda _: f"{entry}: withdrawn"
-    )
-
-
-def suspect(
-    bundle: Bundle,
-    node: str,
-    claim: str,
-    *,
-    test: str,
-    if_true: str,
-    if_false: str,
-    minutes: float | str,
-) -> Done:
-    """Name another explanation and the test that would tell."""
-    try:
-        cost = float(minutes)
-    except ValueError:
-        raise BadInput.expected("alternative", node, "a cost in minutes", repr(minutes)) from None
-
-    asked = {"test": test, "if_true": if_true, "if_false": if_false}
-    return _changed(
-        bundle,
-        lambda f: whys.add_alternative(f, node, claim, **asked, minutes=cost),
-        lambda f: f"{f.node(node).alternatives[-1].id}: alternative to {node}",
-    )
-
-
-def answer(bundle: Bundle, alternative: str, outcome: str, text: str, *, evidence: str) -> Done:
-    """What the test of an alternative showed, by evidence that is linked already."""
-    return _changed(
-        bundle,
-        lambda f: whys.answer(f, alternative, outcome=outcome, text=text, evidence=evidence),
-        lambda _: f"{alternative}: {outcome}",
-    )
-
-
 def close(bundle: Bundle, *, unresolved: str = "", text: str = "") -> Done:
     """Close as root cause, or as unresolved for a reason. Raises CannotClose with the rules that stand
     against it, and BadInput for a bundle that is not sound."""
@@ -171,13 +157,3 @@ def _sound(bundle: Bundle, but: str = "") -> Checked:
     if faults := [fault for fault in checked.faults if fault.where != but]:
         raise BadInput.expected("finding", bundle.path, "a sound bundle", str(faults[0]))
     return checked
-
-
-def _changed(
-    bundle: Bundle,
-    change: Callable[[Finding], Finding],
-    said: Callable[[Finding], str],
-    blobs: Iterable[Blob] = (),
-) -> Done:
-    before, done = bundle.change(lambda finding: (change(finding), blobs))
-    return Done(done, said(done), before.closed is not None and done.closed is None)

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
-import platform
 import re
 import subprocess
 import time
@@ -39,7 +37,7 @@ from engine.log.follow import Follower
 from engine.log.read import LogReader
 from engine.log.view import RunView
 from engine.log.write import read_boot_id
-from engine.machine.surroundings import PACKAGES
+from engine.machine.surroundings import PACKAGES, installed_versions
 from engine.spec import settings_sha256
 from engine.version import VERSION
 from engine.watch.attribution import read_kernel_log
@@ -107,17 +105,12 @@ def view_of(run: RunFolder) -> RunView:
 
 def of_the_run(run: RunFolder, view: RunView) -> dict[str, Any]:
     """What the logs say, each part None or empty where they do not."""
-    return {
-        "started": plain(view.started),
+    said = ("started", "decisions", "memory_plan", "finished", "exit", "last_step")
+    return {name: plain(getattr(view, name)) for name in said} | {
         "spec": spec_hash(run),
         "sessions": sessions_of(run),
         "device_facts": plain(view.facts),
-        "decisions": [plain(decision) for decision in view.decisions],
-        "memory_plan": plain(view.memory_plan),
-        "alerts": [plain(alert) for alert in view.alerts.values()],
-        "finished": plain(view.finished),
-        "exit": plain(view.exit),
-        "last_step": view.last_step,
+        "alerts": plain([*view.alerts.values()]),
     }
 
 
@@ -212,14 +205,8 @@ def allowed_environment(
 
 
 def package_versions() -> dict[str, str | None]:
-    """Versions by package metadata, None for one that is not installed; nothing is imported."""
-    found: dict[str, str | None] = {"engine": VERSION, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    """The tool and what it works with."""
+    return {"engine": VERSION, **installed_versions(PACKAGES)}
 
 
 def checkout_state(
@@ -229,24 +216,24 @@ def checkout_state(
 
     `dirty_sha256` is None for a clean checkout.
     """
-    state: dict[str, Any] = {"commit": None, "dirty_sha256": None, "dirty_files": 0}
+    nothing: dict[str, Any] = {"commit": None, "dirty_sha256": None, "dirty_files": 0}
     path = ["--", only or "."]
     try:
         commit = _git(folder, "rev-parse", "--verify", "HEAD").decode().strip()
         if only and not _git(folder, "ls-files", *path):
             # A checkout that merely surrounds the folder, as that of a project around its .venv.
-            return state | {"why": "its files are in no git checkout"}
+            return nothing | {"why": "its files are in no git checkout"}
         changed = _git(folder, "diff", "HEAD", "--name-only", "-z", *path).split(b"\0")[:-1]
         unknown = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", *path)
         names = sorted(unknown.split(b"\0")[:-1])
-        state |= {"commit": commit, "dirty_files": len(changed) + len(names)}
+        state = nothing | {"commit": commit, "dirty_files": len(changed) + len(names)}
         if changed or names:
             difference = _git(
                 folder, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv", *path
             )
             state["dirty_sha256"] = _hash_difference(folder, difference, names)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
-        return {"commit": None, "dirty_sha256": None, "dirty_files": 0, "why": _why(error)}
+        return nothing | {"why": _why(error)}
     try:
         url = _git(folder, "config", "--get", "remote.origin.url").decode("utf-8", "replace")
         remote = (redactor or Redactor()).text(url.strip())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from engine import limits
 from engine.errors import BadInput
 from engine.files import read_json
 from engine.findings.capture import Blob, capture_file
-from engine.findings.finding import Finding, Kind, Node, now_utc
+from engine.findings.changes import slug_of
+from engine.findings.finding import Finding, Kind, now_utc
 from engine.findings.redact import Redactor
 from engine.findings.whys import add_node, link, new_finding
 
@@ -62,83 +63,63 @@ def read_prior(path: Path, slug: str = "") -> tuple[Finding, list[Blob]]:
     """The finding in a findings.json, or the observation that a dispatch.json is. Raises BadInput."""
     value = read_json(path, "prior record", limits.FINDING)
     record = value if isinstance(value, dict) else {}
-    if isinstance(record.get("five_whys"), list):
-        finding = _findings(record, slug or _slug(record.get("title") or path.stem))
+    ticket, host = (_words(record.get(key)) or "not known" for key in ("ticket", "host"))
+    if whys := isinstance(record.get("five_whys"), list):
+        name, at = record.get("title"), record.get("date")
+        slug = slug or slug_of(str(name or path.stem), "imported")
+        title = _words(name) or slug
+        seen = _words(record.get("trigger")) or _words(record.get("background")) or title
+        unread = ", ".join(sorted(set(record) - _FINDINGS))
+        missing = ["a log or a number that shows it"]
+        missing += [f"read, without a place here: {unread}"] if unread else []
     elif all(name in record for name in _EVERY_DISPATCH):
-        finding = _dispatch(record, slug or _slug(record.get("run_name") or path.stem))
+        name, at = record.get("run_name"), record.get("dispatched_at")
+        slug = slug or slug_of(str(name or path.stem), "imported")
+        title = f"dispatch of {_words(name) or slug}"
+        asked = ", ".join(f"{key} {_words(record[key])}" for key in sorted(record))
+        seen, missing = f"{_words(name) or slug} was asked for with {asked}", [*_DISPATCH_MISSING]
     else:
         expected = "findings.json (five_whys) or dispatch.json (teacher, student_init, steps, ...)"
         raise BadInput.expected("prior record", path, expected, "another JSON value")
+    finding = new_finding(slug, seen, title=title, author=ticket, at=_date(at))
+    root = replace(finding.nodes[0], missing=tuple(missing))
+    finding = replace(finding, nodes=(root,), host=host)
+    if whys:
+        for claim, of, kind, missing in _answers(record):
+            parent = finding.nodes[of].id
+            signed: dict[str, Any] = {"author": root.author, "at": root.at}
+            finding = add_node(
+                finding, claim, why_of=[parent], kind=kind, missing=missing, **signed
+            )
     capture = capture_file(path, Redactor())
     # It neither supports nor contradicts: it is where the words come from.
-    return link(finding, finding.nodes[0].id, capture, says="source"), capture.blobs
+    return link(finding, root.id, capture, says="source"), capture.blobs
 
 
-def _findings(value: dict[str, Any], slug: str) -> Finding:
-    signed: dict[str, Any] = {
-        "author": _words(value.get("ticket")) or "not known",
-        "at": _date(value.get("date")),
-    }
-    title = _words(value.get("title")) or slug
-    seen = _words(value.get("trigger")) or _words(value.get("background")) or title
-    finding = new_finding(slug, seen, title=title, **signed)
-
-    def add(claim: str, parent: Node, missing: Iterable[str], kind: Kind) -> Node:
-        nonlocal finding
-        parents = [parent.id]
-        finding = add_node(finding, claim, why_of=parents, kind=kind, missing=missing, **signed)
-        return finding.nodes[-1]
-
-    unread = ", ".join(sorted(set(value) - _FINDINGS))
-    missing = ["a log or a number that shows it"]
-    missing += [f"read, without a place here: {unread}"] if unread else []
-    finding = _root_missing(finding, missing, _words(value.get("host")))
-    parent = finding.nodes[0]
-    for entry in value["five_whys"]:
+def _answers(record: dict[str, Any]) -> Iterator[tuple[str, int, Kind, list[str]]]:
+    """Each why, the root cause and each test, as a claim: of which node it is a why (the newest or the
+    first), its kind, and what it should have said and did not."""
+    for entry in record["five_whys"]:
         entry = entry if isinstance(entry, dict) else {"answer": entry}
         named = {"asked": "question", "its evidence was these words": "evidence"}
         said = [f"{how}: {w}" for how, key in named.items() if (w := _words(entry.get(key)))]
         claim = _words(entry.get("answer")) or "no answer was given"
-        parent = add(claim, parent, (*said, *_WHY_MISSING), "hypothesis")
-    if summary := _words(value.get("root_cause_summary")):
-        add(summary, parent, _WHY_MISSING, "mechanism")
-    tests = value.get("evidence")
+        yield claim, -1, "hypothesis", [*said, *_WHY_MISSING]
+    if summary := _words(record.get("root_cause_summary")):
+        yield summary, -1, "mechanism", [*_WHY_MISSING]
+    tests = record.get("evidence")
     for name, test in tests.items() if isinstance(tests, dict) else ():
         fields = test if isinstance(test, dict) else {"result": test}
         said = [f"{part}: {text}" for part in _TEST if (text := _words(fields.get(part)))]
         absent = [f"{part} of the test" for part in _TEST if part not in fields]
         claim = f"{name}: {_words(fields.get('result')) or 'no result'}"
-        add(claim, finding.nodes[0], (*said, *absent, *_TEST_MISSING), "observation")
-    return finding
-
-
-def _dispatch(value: dict[str, Any], slug: str) -> Finding:
-    name = _words(value.get("run_name")) or slug
-    asked = ", ".join(f"{key} {_words(value[key])}" for key in sorted(value))
-    finding = new_finding(
-        slug,
-        f"{name} was asked for with {asked}",
-        title=f"dispatch of {name}",
-        author=_words(value.get("ticket")) or "not known",
-        at=_date(value.get("dispatched_at")),
-    )
-    return _root_missing(finding, _DISPATCH_MISSING, _words(value.get("host")))
-
-
-def _root_missing(finding: Finding, missing: Iterable[str], host: str) -> Finding:
-    root = replace(finding.nodes[0], missing=tuple(missing))
-    return replace(finding, nodes=(root, *finding.nodes[1:]), host=host or "not known")
+        yield claim, 0, "observation", [*said, *absent, *_TEST_MISSING]
 
 
 def _words(value: Any) -> str:
     if value is None:
         return ""
     return value.strip() if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _slug(text: Any) -> str:
-    slug = re.sub(r"[^a-z0-9]+", "-", str(text).lower()).strip("-")[:48].strip("-")
-    return slug or "imported"
 
 
 def _date(value: Any) -> str:

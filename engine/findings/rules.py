@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
@@ -141,6 +141,12 @@ def judge(finding: Finding, broken: Broken | None = None) -> tuple[Problem, ...]
         for problem in rule.problems(finding, node, broken or {})
     ]
     return (*found, *_double_problems(finding))
+
+
+def in_the_way(problems: Iterable[Problem], *, unresolved: bool) -> list[Problem]:
+    """Those that stand against closing a finding, as unresolved or as its root cause."""
+    levels = ("error",) if unresolved else ("error", "open")
+    return [problem for problem in problems if problem.level in levels]
 
 
 def effective_status(

@@ -41,7 +41,7 @@ from engine.findings.finding import (
     load,
 )
 from engine.findings.kinds import KINDS, Piece
-from engine.findings.rules import Problem, judge, names_a_run
+from engine.findings.rules import Problem, in_the_way, judge, names_a_run
 from engine.verdict import Level, Verdict
 
 
@@ -93,8 +93,7 @@ class Checked:
         if self.integrity.level is not Level.PASS or closed is None:
             return self.integrity
         unresolved = closed.outcome == "unresolved"
-        levels = ("error",) if unresolved else ("error", "open")
-        against = [p for p in self.problems if p.level in levels]
+        against = in_the_way(self.problems, unresolved=unresolved)
         if not against:
             return self.integrity
         what = "closed" if unresolved else "closed as root cause"

@@ -43,7 +43,7 @@ from engine.findings.finding import (
     now_utc,
 )
 from engine.findings.redact import Redactor
-from engine.findings.rules import Problem, judge, silence
+from engine.findings.rules import Problem, in_the_way, judge, silence
 
 OUTCOMES = ("excluded", "holds", "undecided")
 
@@ -170,25 +170,31 @@ def add_alternative(
     test: str,
     if_true: str,
     if_false: str,
-    minutes: float,
+    minutes: float | str,
 ) -> Finding:
     """Name another explanation of what a node explains, and the cheapest test that tells them apart."""
+    try:
+        cost = float(minutes)
+    except ValueError:
+        raise BadInput.expected(
+            "alternative", node_id, "a cost in minutes", repr(minutes)
+        ) from None
     node = _standing(finding, node_id)
-    if not 0 <= minutes < float("inf"):
-        raise BadInput.expected("alternative", node_id, "a cost in minutes", f"{minutes:g}")
+    if not 0 <= cost < float("inf"):
+        raise BadInput.expected("alternative", node_id, "a cost in minutes", f"{cost:g}")
     alternative = Alternative(
         id=_next_id("a", [a.id for other in finding.nodes for a in other.alternatives]),
         claim=_clean(claim, "claim"),
         test=_clean(test, "test"),
         expected_if_true=_clean(if_true, "what is expected if it is true"),
         expected_if_false=_clean(if_false, "what is expected if it is false"),
-        cost_minutes=float(minutes),
+        cost_minutes=cost,
     )
     return _with(finding, replace(node, alternatives=(*node.alternatives, alternative)))
 
 
 def answer(
-    finding: Finding, alternative_id: str, *, outcome: str, text: str, evidence: str, at: str = ""
+    finding: Finding, alternative_id: str, outcome: str, text: str, *, evidence: str, at: str = ""
 ) -> Finding:
     """What the test of an alternative showed: `excluded`, `holds` or `undecided`, by evidence that is
     linked to its node. Raises BadInput."""
@@ -278,9 +284,8 @@ def close(
     """Close as root cause, or with `unresolved` saying why not. Raises CannotClose with what the rules
     have against it. Check the bundle first: rules take hashes for granted, and what the check found by
     reading artifacts is `known`."""
-    levels = ("error",) if unresolved else ("error", "open")
     everything = dict.fromkeys([*judge(finding), *known])
-    if problems := [p for p in everything if p.level in levels]:
+    if problems := in_the_way(everything, unresolved=bool(unresolved)):
         raise CannotClose(finding, problems)
     closed = Closed(
         outcome="unresolved" if unresolved else "root-cause",

@@ -17,7 +17,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from engine.flips.arms import Outcome
 from engine.flips.judge import PROOFS, Pair
 from engine.flips.plan import Plan, read_plan
 from engine.flips.surroundings import Surroundings
-from engine.log.folder import write_whole
+from engine.log.folder import new_folder, write_whole
 from engine.log.write import sync_folder, write_fully
 from engine.verdict import Level, Verdict
 
@@ -75,35 +74,19 @@ class FlipFolder:
 
 def create_flip(path: Path, plan: Plan, surroundings: Surroundings) -> FlipFolder:
     """Register the plan in a new folder. Raises BadInput for one that exists."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir()
-    except FileExistsError:
-        raise BadInput.expected(
-            "flip folder", path, "a new folder", "one that exists", hint="--resume continues a flip"
-        ) from None
-    except OSError as error:
-        raise write_error("flip folder", path, "to create it", error) from error
     header = {
         "plan_sha256": plan.sha256,
         "order_seed": plan.order_seed,
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": dataclasses.asdict(surroundings),
     }
-    fd = -1
-    try:
-        write_whole(path / "plan.json", plan.to_json() + "\n")
-        fd = _open_locked(path / "pairs.jsonl", create=True)
-        _append(fd, path, header)
-        sync_folder(path.parent)
-    except BaseException as error:
-        # A folder without a registered plan would stand in the way of the next try.
-        if fd >= 0:
-            os.close(fd)
-        shutil.rmtree(path, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise write_error("flip folder", path, "to reach the disk", error) from error
-        raise
+    with contextlib.ExitStack() as undone:
+        with new_folder(path, "flip folder", "--resume continues a flip"):
+            write_whole(path / "plan.json", plan.to_json() + "\n")
+            fd = _open_locked(path / "pairs.jsonl", create=True)
+            undone.callback(os.close, fd)
+            _append(fd, path, header)
+        undone.pop_all()
     return FlipFolder(path, fd, header, [])
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -179,6 +181,28 @@ def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise write_error(what, path, f"to write {len(data)} bytes", error) from error
+        raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
+    """A folder that stays when what is done in it succeeds and reaches the disk, and is gone again when not:
+    half of one would stand in the way of the next try. Raises BadInput for one that exists."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
+    except FileExistsError:
+        raise BadInput.expected(what, path, "a new folder", "one that exists", hint=hint) from None
+    except OSError as error:
+        raise write_error(what, path, "to create it", error) from error
+    try:
+        yield
+        # What is in it is synced into it; its own name is the parent's.
+        sync_folder(path.parent)
+    except BaseException as error:
+        shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise write_error(what, path, "to reach the disk", error) from error
         raise
 
 

@@ -9,7 +9,7 @@ import importlib.metadata
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +85,17 @@ def _versions(version_of: Callable[[str], str]) -> dict[str, Reading]:
             found[name] = measured(version_of(name), "package metadata")
         except importlib.metadata.PackageNotFoundError:
             found[name] = absent("not installed", "package metadata")
+    return found
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of Python and of packages, None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
     return found
 
 
