@@ -18,7 +18,6 @@ On a CPU there is the decoder alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 
 from engine.bench.random_weights import RandomWeights
-from engine.bench.rows import BenchRow
+from engine.bench.rows import BenchRow, Measured
 from engine.bench.timing import time_arms
 from engine.models.config import ModelConfig
 from engine.models.decode import coverage
@@ -47,15 +46,6 @@ class _Arm(NamedTuple):
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeBench:
-    rows: list[BenchRow]
-    tokens_per_s: dict[str, float]
-    """By arm and number of sequences."""
-    weight_bytes: dict[str, int]
-    """What a step reads of the weights."""
-
-
 @torch.inference_mode()
 def bench_decode(
     config: ModelConfig,
@@ -65,38 +55,42 @@ def bench_decode(
     row_counts: tuple[int, ...] = ROW_COUNTS,
     context: int = CONTEXT,
     rounds: int = 15,
-) -> DecodeBench:
-    """Every arm, those of the same weights and number of sequences in turns."""
-    found = DecodeBench(rows=[], tokens_per_s={}, weight_bytes={})
+) -> Measured:
+    """Every arm, those of the same weights and number of sequences in turns. Beside them
+    `tokens_per_s`, by arm and number of sequences, and `weight_bytes`, what a step reads of the weights.
+    """
+    found: list[BenchRow] = []
+    tokens_per_s: dict[str, float] = {}
+    step_bytes: dict[str, int] = {}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    width = config.num_key_value_heads * config.head_dim
+    token_bytes = 2 * config.num_hidden_layers * width * dtype.itemsize
     for name, load in (("bf16", decoder_of), ("Q4_K_M", packed_decoder_of)):
         with RandomWeights(config, "q4_k_m", device) as weights:
             decoder = freeze(load(weights, dtype, device))
-        found.weight_bytes[name] = weight_bytes(decoder)
+        step_bytes[name] = weight_bytes(decoder)
         for rows in row_counts:
             arms = _arms(name, decoder, rows, context, rounds)
             times = time_arms({arm: each.run for arm, each in arms.items()}, device, rounds=rounds)
-            per_step = {arm: times[arm].seconds / each.steps for arm, each in arms.items()}
+            base = times[f"{name} decoder"].each(arms[f"{name} decoder"].steps)
             for arm, each in arms.items():
-                seconds = per_step[arm]
+                timing = times[arm].each(each.steps)
                 middle = context + each.steps * (rounds + 3) // 2
-                found.rows.append(
-                    BenchRow(
-                        arm=arm,
+                found.append(
+                    BenchRow.of(
+                        arm,
+                        timing,
                         shape=shape,
                         rows=rows,
-                        seconds=seconds,
-                        spread=times[arm].spread,
                         flop=2.0 * rows * _values(config),
-                        bytes=float(
-                            found.weight_bytes[name] + rows * middle * _token_bytes(config, dtype)
-                        ),
-                        ratio=per_step[f"{name} decoder"] / seconds,
+                        # Keys and values of every token beside the weights.
+                        bytes=step_bytes[name] + rows * middle * token_bytes,
+                        base=base,
                     )
                 )
-                found.tokens_per_s[f"{arm}, {rows}"] = rows / seconds
+                tokens_per_s[f"{arm}, {rows}"] = rows / timing.seconds
         del decoder, arms
-    return found
+    return found, {"tokens_per_s": tokens_per_s, "weight_bytes": step_bytes}
 
 
 def weight_bytes(decoder: Decoder) -> int:
@@ -147,9 +141,3 @@ def _values(config: ModelConfig) -> int:
     linear = [each for each in decoder.modules() if isinstance(each, nn.Linear)]
     head = 0 if decoder.head is not None else decoder.embed.weight.numel()
     return sum(each.weight.numel() for each in linear) + head
-
-
-def _token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of the keys and values of one token."""
-    width = config.num_key_value_heads * config.head_dim
-    return 2 * config.num_hidden_layers * width * dtype.itemsize

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.bench.rows import BenchRow
-from engine.bench.timing import Timing, captured, time_arms
+from engine.bench.rows import BenchRow, Timing
+from engine.bench.timing import captured, time_arms
 from engine.kernels.dequantize import dequantize_rows
 from engine.kernels.linear import Scratch, packed_linear, packed_linear_many
 from engine.quant.blocks import BLOCK_TYPES, LAYOUTS
@@ -69,20 +69,15 @@ class StackShape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
-    packed: PackedMatrix
-    dense_NK: Tensor
-    bias_N: Tensor | None
+class _Part:
+    """A product of a layer: one matrix, or several with one input."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
     packed: list[PackedMatrix]
     dense_NK: Tensor
     bias_N: Tensor | None
 
 
-Layer = dict[str, _Linear]
+Layer = dict[str, _Part]
 
 
 def stack_rows(
@@ -97,41 +92,32 @@ def stack_rows(
     scratch.reserve(shape.width, shape.inner)
     x_MK = torch.randn(rows, shape.width, device=device).to(dtype)
     inner_MK = torch.randn(rows, shape.inner, device=device).to(dtype)
-    joined = [_joined(layer) for layer in layers]
+    single = [part for layer in layers for part in layer.values()]
+    joined = [part for layer in layers for part in _joined(layer)]
 
-    def input_of(weight_NK: Tensor) -> Tensor:
-        return x_MK if weight_NK.shape[1] == shape.width else inner_MK
+    def input_of(part: _Part) -> Tensor:
+        return x_MK if part.dense_NK.shape[1] == shape.width else inner_MK
 
-    def dense() -> None:
-        for layer in layers:
-            for linear in layer.values():
-                F.linear(input_of(linear.dense_NK), linear.dense_NK, linear.bias_N)
-
-    def dense_joined() -> None:
-        for parts in joined:
-            for part in parts:
-                F.linear(input_of(part.dense_NK), part.dense_NK, part.bias_N)
+    def dense(parts: list[_Part]) -> None:
+        for part in parts:
+            F.linear(input_of(part), part.dense_NK, part.bias_N)
 
     def packed() -> None:
-        for layer in layers:
-            for linear in layer.values():
-                x = input_of(linear.dense_NK)
-                packed_linear(x, linear.packed, linear.bias_N, scratch)
+        for part in single:
+            packed_linear(input_of(part), part.packed[0], part.bias_N, scratch)
 
     def packed_joined() -> None:
-        for parts in joined:
-            for part in parts:
-                packed_linear_many(input_of(part.dense_NK), part.packed, part.bias_N, scratch)
+        for part in joined:
+            packed_linear_many(input_of(part), part.packed, part.bias_N, scratch)
 
     def dequantise() -> None:
-        for layer in layers:
-            for linear in layer.values():
-                out_NK = scratch.take(*linear.packed.shape)
-                dequantize_rows(linear.packed, out_NK, 0, linear.packed.rows)
+        for part in single:
+            out_NK = scratch.take(*part.packed[0].shape)
+            dequantize_rows(part.packed[0], out_NK, 0, len(out_NK))
 
     arms: dict[str, Callable[[], object]] = {
-        "bf16": dense,
-        "bf16 joined": dense_joined,
+        "bf16": partial(dense, single),
+        "bf16 joined": partial(dense, joined),
         "packed": packed,
         "packed joined": packed_joined,
         "dequantise": dequantise,
@@ -140,7 +126,7 @@ def stack_rows(
         if device.type == "cuda" and rows < GRAPH_ROWS:
             arms = {name: captured(arm) for name, arm in arms.items()}
         times = time_arms(arms, device, rounds=rounds, inner=shape.repeats)
-    base = min(times["bf16"].seconds, times["bf16 joined"].seconds)
+    base = min(times["bf16"], times["bf16 joined"], key=lambda one: one.seconds)
     return [_stack_row(name, times[name], base, shape, layers, rows) for name in arms]
 
 
@@ -158,14 +144,12 @@ def dequantise_rows(device: torch.device, shape: StackShape, *, rounds: int = 15
         name: partial(dequantize_rows, packed, out_NK, 0, count) for name, packed in weights.items()
     }
     return [
-        BenchRow(
-            arm=f"dequantise {name}",
+        BenchRow.of(
+            f"dequantise {name}",
+            timing,
             shape=f"{count} x {columns}",
             rows=0,
-            seconds=timing.seconds,
-            spread=timing.spread,
-            flop=0.0,
-            bytes=float(weights[name].nbytes + out_NK.nbytes),
+            bytes=weights[name].nbytes + out_NK.nbytes,
         )
         for name, timing in time_arms(arms, device, rounds=rounds, inner=4).items()
     ]
@@ -179,7 +163,7 @@ def _layer(shape: StackShape, device: torch.device, dtype: torch.dtype, better: 
         dense_NK = torch.empty(count, columns, dtype=dtype, device=device)
         dequantize_rows(packed, dense_NK, 0, count)
         bias_N = torch.randn(count, device=device).to(dtype) if name in ("q", "k", "v") else None
-        layer[name] = _Linear(packed, dense_NK, bias_N)
+        layer[name] = _Part([packed], dense_NK, bias_N)
     return layer
 
 
@@ -192,14 +176,14 @@ def _random_packed(type_: str, rows: int, columns: int, device: torch.device) ->
     return pack(QuantTensor(blocks=repeated, type=BLOCK_TYPES[type_], shape=(rows, columns)))
 
 
-def _joined(layer: Layer) -> list[_Joined]:
+def _joined(layer: Layer) -> list[_Part]:
     out = []
     for names in (("q", "k", "v"), ("o",), ("gate", "up"), ("down",)):
         parts = [layer[name] for name in names]
         biases = [part.bias_N for part in parts if part.bias_N is not None]
         out.append(
-            _Joined(
-                [part.packed for part in parts],
+            _Part(
+                [part.packed[0] for part in parts],
                 torch.cat([part.dense_NK for part in parts]),
                 torch.cat(biases) if biases else None,
             )
@@ -208,11 +192,11 @@ def _joined(layer: Layer) -> list[_Joined]:
 
 
 def _stack_row(
-    arm: str, timing: Timing, base: float, shape: StackShape, layers: list[Layer], rows: int
+    arm: str, timing: Timing, base: Timing, shape: StackShape, layers: list[Layer], rows: int
 ) -> BenchRow:
     values = sum(count * columns for count, columns in shape.matrices().values())
     element = layers[0]["q"].dense_NK.element_size()
-    packed_bytes = sum(linear.packed.nbytes for layer in layers for linear in layer.values())
+    packed_bytes = sum(part.packed[0].nbytes for layer in layers for part in layer.values())
     packed_bytes //= len(layers)
     activations = sum(rows * (count + columns) for count, columns in shape.matrices().values())
     moved = {
@@ -220,14 +204,12 @@ def _stack_row(
         "packed joined": packed_bytes + activations * element,
         "dequantise": packed_bytes + values * element,
     }.get(arm, (values + activations) * element)
-    seconds = timing.seconds / len(layers)
-    return BenchRow(
-        arm=arm,
+    return BenchRow.of(
+        arm,
+        timing.each(len(layers)),
         shape=f"{shape.name} layer, Q4_K_M",
         rows=rows,
-        seconds=seconds,
-        spread=timing.spread,
         flop=0.0 if arm == "dequantise" else 2.0 * rows * values,
-        bytes=float(moved),
-        ratio=None if arm == "dequantise" else base / len(layers) / seconds,
+        bytes=moved,
+        base=None if arm == "dequantise" else base.each(len(layers)),
     )

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.bench.random_weights import random_blocks
-from engine.bench.rows import BenchRow
-from engine.bench.timing import Timing, time_arms
+from engine.bench.rows import BenchRow, Measured, Timing
+from engine.bench.timing import time_arms
 from engine.kernels.dequantize import has_triton
 from engine.kernels.linear import Scratch
 from engine.loss.objective import default_chunk_rows, distillation_loss
@@ -42,6 +42,7 @@ from engine.quant.planes import pack
 # Shapes: N tokens, C tokens of a chunk, G of a group of chunks, V student vocabulary, W teacher vocabulary,
 # D student width, E teacher width
 
+TEMPERATURE = 2.0
 ORACLE_ROWS = 512
 """Tokens whose logits are held at a time in float64."""
 
@@ -64,15 +65,6 @@ class LossShape:
         heads = self.vocabulary * (self.teacher_width + self.width)
         states = self.tokens * (self.teacher_width + 2 * self.width)
         return float((heads + states) * element + self.vocabulary * self.width * 4)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossBench:
-    rows: list[BenchRow]
-    gradient_errors: dict[str, tuple[float, float]]
-    """Of the hidden states' and the head's, by arm."""
-    extra_bytes: dict[str, int]
-    """The most that was allocated during a call, beside its arguments; empty on a CPU."""
 
 
 class _Loss:
@@ -183,12 +175,12 @@ class _Loss:
         return self.hidden_ND.grad, self.head_VD.grad
 
 
-def bench_loss(
-    device: torch.device, shape: LossShape, *, temperature: float = 2.0, rounds: int = 10
-) -> LossBench:
+def bench_loss(device: torch.device, shape: LossShape, *, rounds: int) -> Measured:
     """Every arm, in turns. `ratio` is the speed relative to `plain`; that arm is left out where its
-    logits do not fit in memory, and the fused ones where there is no GPU for them."""
-    work = _Loss(device, shape, temperature)
+    logits do not fit in memory, and the fused ones where there is no GPU for them. Beside them
+    `gradient_errors`, of the hidden states and the head, by arm; and `extra_bytes`, the most that was
+    allocated during a call beside its arguments, empty on a CPU."""
+    work = _Loss(device, shape, TEMPERATURE)
     calls: dict[str, Callable[[], None]] = {
         "ce, eager": lambda: work.ours(1.0, "eager"),
         "kd, eager": lambda: work.ours(0.5, "eager"),
@@ -222,7 +214,7 @@ def bench_loss(
     times = time_arms(arms, device, rounds=rounds, ahead=True)
     base = times.get("plain")
     rows = [_row(name, timing, base, shape, work.dtype) for name, timing in times.items()]
-    return LossBench(rows=rows, gradient_errors=errors, extra_bytes=extra)
+    return rows, {"gradient_errors": errors, "extra_bytes": extra}
 
 
 def _runs_fused(device: torch.device) -> bool:
@@ -269,15 +261,12 @@ def _row(
     flop = shape.flop
     if arm.startswith("ce"):
         flop = 2.0 * shape.tokens * shape.vocabulary * 3 * shape.width
-    return BenchRow(
-        arm=arm,
+    return BenchRow.of(
+        arm,
+        timing,
         shape=f"loss V={shape.vocabulary} D={shape.width} E={shape.teacher_width}",
         rows=shape.tokens,
-        seconds=timing.seconds,
-        spread=timing.spread,
         flop=flop,
         bytes=shape.bytes(dtype.itemsize),
-        ratio=base.seconds / timing.seconds
-        if base is not None and arm.startswith(("kd", "plain"))
-        else None,
+        base=base if arm.startswith(("kd", "plain")) else None,
     )

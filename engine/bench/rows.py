@@ -22,6 +22,22 @@ class Roofline:
     """The best bf16 matrix product seen."""
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    seconds: float
+    """Median of the repetitions."""
+    spread: float
+    """(90th percentile - 10th percentile) / median."""
+
+    def each(self, count: int) -> Timing:
+        """That of one of `count` equal parts."""
+        return Timing(self.seconds / count, self.spread)
+
+
+Measured = tuple[list["BenchRow"], dict[str, object]]
+"""What a benchmark found: its rows, and what else its JSON value has by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
     arm: str
@@ -39,6 +55,29 @@ class BenchRow:
     """Fewest bytes that must cross device memory."""
     ratio: float | None = None
     """Speed relative to the arm it is compared with; above 1 is faster."""
+
+    @staticmethod
+    def of(
+        arm: str,
+        timing: Timing,
+        *,
+        shape: str,
+        rows: int,
+        flop: float = 0.0,
+        bytes: float,
+        base: Timing | None = None,
+    ) -> BenchRow:
+        """The row of an arm; `base` is that of the one it is compared with."""
+        return BenchRow(
+            arm=arm,
+            shape=shape,
+            rows=rows,
+            seconds=timing.seconds,
+            spread=timing.spread,
+            flop=flop,
+            bytes=float(bytes),
+            ratio=None if base is None else base.seconds / timing.seconds,
+        )
 
     def bound_s(self, roof: Roofline) -> float:
         """The roofline's time: the larger of what the bytes and the arithmetic take."""

@@ -49,7 +49,6 @@ CACHE_BYTES = 200 << 20
 def small_m_rows(
     device: torch.device,
     *,
-    matrices: Sequence[tuple[str, str, int, int]] = MATRICES,
     row_counts: Sequence[int] = ROW_COUNTS,
     rounds: int = 15,
 ) -> list[BenchRow]:
@@ -57,7 +56,7 @@ def small_m_rows(
     if device.type != "cuda":
         raise BadInput.expected("benchmark of few rows", "device", "a CUDA GPU", device.type)
     out = []
-    for name, type_, rows, columns in matrices:
+    for name, type_, rows, columns in MATRICES:
         generator = torch.Generator(device=device).manual_seed(0)
         weight = random_blocks(BLOCK_TYPES[type_], (rows, columns), generator)
         dense_NK = weight.dequantize(torch.bfloat16)
@@ -75,7 +74,8 @@ def _rows(
     m, columns = x_MK.shape
     scratch = Scratch(x_MK.device, x_MK.dtype, limit_bytes=dense_NK.nbytes)
     scratch.reserve(packed.rows, columns)
-    packs = [packed, *(_copy(packed) for _ in range(CACHE_BYTES // packed.nbytes))]
+    copies = (packed.data.clone() for _ in range(CACHE_BYTES // packed.nbytes))
+    packs = [packed, *(PackedMatrix(packed.type, *packed.shape, data) for data in copies)]
     denses = [dense_NK, *(dense_NK.clone() for _ in range(CACHE_BYTES // dense_NK.nbytes))]
     calls: dict[str, list[Callable[[], Tensor]]] = {
         "bf16": [partial(F.linear, x_MK, dense) for dense in denses],
@@ -84,28 +84,23 @@ def _rows(
         ],
         "fused": [partial(fused_linear, x_MK, one, None) for one in packs],
     }
-    replays = {arm: captured(partial(_call_all, each)) for arm, each in calls.items()}
+
+    def all_of(arm: str) -> list[Tensor]:
+        return [call() for call in calls[arm]]
+
+    replays = {arm: captured(partial(all_of, arm)) for arm in calls}
     times = time_arms(replays, x_MK.device, rounds=rounds)
-    per_call = {arm: times[arm].seconds / len(each) for arm, each in calls.items()}
+    each = {arm: times[arm].each(len(calls[arm])) for arm in calls}
     rest = (x_MK.numel() + m * packed.rows) * x_MK.element_size()
     return [
-        BenchRow(
-            arm=arm,
+        BenchRow.of(
+            arm,
+            timing,
             shape=label,
             rows=m,
-            seconds=seconds,
-            spread=times[arm].spread,
             flop=2.0 * m * packed.rows * columns,
-            bytes=float(rest + (dense_NK.nbytes if arm == "bf16" else packed.nbytes)),
-            ratio=None if arm == "bf16" else per_call["bf16"] / seconds,
+            bytes=rest + (dense_NK.nbytes if arm == "bf16" else packed.nbytes),
+            base=None if arm == "bf16" else each["bf16"],
         )
-        for arm, seconds in per_call.items()
+        for arm, timing in each.items()
     ]
-
-
-def _copy(packed: PackedMatrix) -> PackedMatrix:
-    return PackedMatrix(packed.type, packed.rows, packed.columns, packed.data.clone())
-
-
-def _call_all(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-    return [call() for call in calls]

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from engine.bench.random_weights import RandomWeights
-from engine.bench.rows import BenchRow
-from engine.bench.timing import Timing, time_arms
+from engine.bench.rows import BenchRow, Measured
+from engine.bench.timing import time_arms
 from engine.formats.weights import WeightFile
 from engine.models.attention import remember
 from engine.models.config import ModelConfig
@@ -74,23 +73,6 @@ def config_named(name: str) -> ModelConfig:
     return ModelConfig.from_dict({**common, **SHAPES[name]}, f"the shape {name}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherBench:
-    rows: list[BenchRow]
-    packed_bytes: int
-    """Of the file's tensors in blocks, with what stays in floats as bf16."""
-    resident_bytes: dict[str, int | None] = field(default_factory=dict)
-    """What the allocator holds after loading; None on a CPU."""
-    peak_bytes: dict[str, int | None] = field(default_factory=dict)
-    """At most during a forward pass, beside what other arms hold; None on a CPU."""
-    relative_rms: dict[str, float] = field(default_factory=dict)
-    """Distance of each arm's hidden states from those of dense layers as written, by their size."""
-    first_s: dict[str, float] = field(default_factory=dict)
-    """Of the first forward pass: what compiling takes is in it."""
-    fp8_flop_per_s: float | None = None
-    """The rate of one large product of 8-bit floats in the same run."""
-
-
 def bench_teacher(
     weights: WeightFile,
     config: ModelConfig,
@@ -99,17 +81,26 @@ def bench_teacher(
     rows: int,
     seq_len: int,
     rounds: int = 5,
-) -> TeacherBench:
+) -> Measured:
     """Every arm on `rows` x `seq_len` random tokens; `ratio` is the speed relative to dense layers as
-    written."""
+    written. Beside them
+
+        packed_bytes      of the file's tensors in blocks, with what stays in floats as bf16
+        resident_bytes    what the allocator holds after loading; None on a CPU
+        peak_bytes        at most during a forward pass, beside what other arms hold; None on a CPU
+        relative_rms      distance of each arm's hidden states from those of dense layers as written, by
+                          their size
+        first_s           of the first forward pass: what compiling takes is in it
+        fp8_flop_per_s    the rate of one large product of 8-bit floats in the same run
+    """
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
-    size = packed_size(config, weights)
-    found = TeacherBench(
-        rows=[],
-        packed_bytes=size.weight_bytes(dtype.itemsize),
-        fp8_flop_per_s=_fp8_rate(device) if cuda else None,
-    )
+    packed_bytes = packed_size(config, weights).weight_bytes(dtype.itemsize)
+    fp8_flop_per_s = _fp8_rate(device) if cuda else None
+    resident: dict[str, int | None] = {}
+    peaks: dict[str, int | None] = {}
+    relative_rms: dict[str, float] = {}
+    first_s: dict[str, float] = {}
     tokens_BT = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
     place_T = torch.arange(seq_len, device=device)
     documents_BT = (place_T * DOCUMENTS // seq_len).expand(rows, -1).contiguous()
@@ -124,7 +115,7 @@ def bench_teacher(
             weights.generator.manual_seed(0)
         decoder = freeze(make(weights, dtype, device))
         after = _held(device)
-        found.resident_bytes[name] = None if before is None or after is None else after - before
+        resident[name] = None if before is None or after is None else after - before
         if name == "dequantized":
             linears = sum(b.numel() for b in decoder.layers.buffers() if b.ndim == 2)
         if cuda:
@@ -141,18 +132,33 @@ def bench_teacher(
             torch.cuda.reset_peak_memory_stats(device)
         begun = time.perf_counter()
         gap_BTE = arm().float() - wanted_BTE
-        found.relative_rms[name] = float(gap_BTE.norm() / wanted_BTE.norm())
-        found.first_s[name] = time.perf_counter() - begun
-        found.peak_bytes[name] = torch.cuda.max_memory_allocated(device) if cuda else None
+        relative_rms[name] = float(gap_BTE.norm() / wanted_BTE.norm())
+        first_s[name] = time.perf_counter() - begun
+        peaks[name] = torch.cuda.max_memory_allocated(device) if cuda else None
     del wanted_BTE, gap_BTE
     times = time_arms(arms, device, rounds=rounds)
+    found = []
     for name in sorted(times):
-        row_bytes = found.packed_bytes if "quantized" in name.split() else linears * dtype.itemsize
-        row_bytes = linears if name.startswith("fp8") else row_bytes
-        found.rows.append(
-            _row(name, times[name], times["dequantized"], linears, row_bytes, rows * seq_len)
+        row_bytes = packed_bytes if "quantized" in name.split() else linears * dtype.itemsize
+        found.append(
+            BenchRow.of(
+                name,
+                times[name],
+                shape=f"{linears / 1e9:.2f}G linear weights",
+                rows=rows * seq_len,
+                flop=2.0 * linears * rows * seq_len,
+                bytes=linears if name.startswith("fp8") else row_bytes,
+                base=times["dequantized"],
+            )
         )
-    return found
+    return found, {
+        "packed_bytes": packed_bytes,
+        "resident_bytes": resident,
+        "peak_bytes": peaks,
+        "relative_rms": relative_rms,
+        "first_s": first_s,
+        "fp8_flop_per_s": fp8_flop_per_s,
+    }
 
 
 def _forward(
@@ -186,18 +192,3 @@ def _fp8_rate(device: torch.device) -> float | None:
 
 def _held(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
-
-
-def _row(
-    arm: str, timing: Timing, base: Timing, linears: int, row_bytes: int, tokens: int
-) -> BenchRow:
-    return BenchRow(
-        arm=arm,
-        shape=f"{linears / 1e9:.2f}G linear weights",
-        rows=tokens,
-        seconds=timing.seconds,
-        spread=timing.spread,
-        flop=2.0 * linears * tokens,
-        bytes=float(row_bytes),
-        ratio=base.seconds / timing.seconds,
-    )

@@ -12,23 +12,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engine.bench.rows import Roofline
+from engine.bench.rows import Roofline, Timing
 
 WAIT_CYCLES = 20_000_000
 """Of the GPU's clock: about 10 ms, for what a host launches in less."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    seconds: float
-    """Median of the repetitions."""
-    spread: float
-    """(90th percentile - 10th percentile) / median."""
 
 
 def time_arms(

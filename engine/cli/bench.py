@@ -193,18 +193,10 @@ def _teacher(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[li
             config = config_named(shape)
             weights = RandomWeights(config, "q4_k_m", device)
         with weights:
-            found = bench_teacher(
+            found, extra = bench_teacher(
                 weights, config, device, rows=count, seq_len=seq_len, rounds=arguments.rounds
             )
-        rows += found.rows
-        extra = {
-            "packed_bytes": found.packed_bytes,
-            "resident_bytes": found.resident_bytes,
-            "peak_bytes": found.peak_bytes,
-            "relative_rms": found.relative_rms,
-            "first_s": found.first_s,
-            "fp8_flop_per_s": found.fp8_flop_per_s,
-        }
+        rows += found
     return rows, extra
 
 
@@ -212,7 +204,7 @@ def _decode(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[lis
     from engine.bench.decode import CONTEXT, ROW_COUNTS, bench_decode
     from engine.bench.teacher import config_named
 
-    found = bench_decode(
+    return bench_decode(
         config_named(shape),
         device,
         shape=shape,
@@ -220,10 +212,6 @@ def _decode(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[lis
         context=CONTEXT if device.type == "cuda" else 32,
         rounds=arguments.rounds,
     )
-    return found.rows, {
-        "tokens_per_s": found.tokens_per_s,
-        "weight_bytes": found.weight_bytes,
-    }
 
 
 def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[Any], Any]:
@@ -249,9 +237,8 @@ def _loss(arguments: argparse.Namespace, shape: str, device: Any) -> tuple[list[
     rows: list[Any] = []
     extra: dict[str, Any] = {}
     for each in shapes:
-        found = bench_loss(device, each, rounds=arguments.rounds)
-        rows += found.rows
-        extra = {"gradient_errors": found.gradient_errors, "extra_bytes": found.extra_bytes}
+        found, extra = bench_loss(device, each, rounds=arguments.rounds)
+        rows += found
     return rows, extra
 
 

@@ -156,7 +156,4 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _lines(found: Verification) -> list[str]:
     width = max(len(one.id) for one in found.outcomes)
-    return [
-        f"{one.verdict.level.name.lower():8} {one.id:{width}}  {one.verdict.reason}"
-        for one in found.outcomes
-    ]
+    return [f"{one.level:8} {one.id:{width}}  {one.reason}" for one in found.outcomes]

@@ -243,7 +243,7 @@ def _verification(card: Card) -> list[str]:
     found = card.verification
     if found is None:
         return ["**Not verified**: it was published with --unverified."]
-    rows = [(one.id, one.verdict.level.name.lower(), one.verdict.reason) for one in found.outcomes]
+    rows = [(one.id, one.level, one.reason) for one in found.outcomes]
     return [
         *_table(("way", "verdict", "what was seen"), rows),
         "",

@@ -17,14 +17,14 @@ A way that is absent is unknown; one that is there and crashes, or answers other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.export.outcome import Outcome, answered
 from engine.export.peers import Absent, Answered, Crashed, Logits
 from engine.formats.weights import WeightFile
 from engine.models.config import config_of
@@ -38,26 +38,6 @@ from engine.verdict import Level, Verdict
 FLOAT_TOLERANCE = 1e-3
 """Of the logits' root mean square. Sums of fp32 in another order are some 1e-6 apart after each matmul,
 and 1e-4 after a hundred layers; a wrong eps, mask or rotary pair moves logits by a tenth and more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What one way to load a model, or one gate, has shown."""
-
-    id: str
-    verdict: Verdict
-    numbers: Mapping[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.id}: {self.verdict}"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "level": self.verdict.level.name.lower(),
-            "reason": self.verdict.reason,
-            "numbers": self.numbers,
-        }
 
 
 class Difference(NamedTuple):
@@ -109,10 +89,10 @@ def divergence(reference: Sequence[Logits], other: Sequence[Logits]) -> tuple[fl
 def as_float(id_: str, answer: Answered | Absent | Crashed, reference: Answered) -> Outcome:
     """A way that computes in fp32 from the same weights: everything has to be the same."""
     if not isinstance(answer, Answered):
-        return Outcome(id=id_, verdict=_no_answer(answer))
+        return _no_answer(id_, answer)
     numbers: dict[str, float] = {}
     level, found = _same_in_float(answer, reference, numbers)
-    return Outcome(id=id_, verdict=Verdict(level, f"{answer.version}: {found}"), numbers=numbers)
+    return answered(id_, level, f"{answer.version}: {found}", **numbers)
 
 
 def _same_in_float(
@@ -157,20 +137,18 @@ def within(
 ) -> Outcome:
     """A way that computes from blocks: its logits are at most `limit`, a KL in nats, from the reference's."""
     if not isinstance(answer, Answered):
-        return Outcome(id=id_, verdict=_no_answer(answer))
+        return _no_answer(id_, answer)
     if _other_shapes(answer, reference):
-        verdict = Verdict(Level.FAIL, f"{answer.version}: another number of ids")
-        return Outcome(id=id_, verdict=verdict)
+        return answered(id_, Level.FAIL, f"{answer.version}: another number of ids")
     kl, agreement = divergence(reference.logits, answer.logits)
-    numbers = {"kl": kl, "limit": limit, "top1_agreement": agreement}
     text = f"{answer.version}: KL {kl:.2g} from {than}, top-1 {agreement:.1%}; noise of the type {limit:.2g}"
     level = Level.PASS if kl <= limit else Level.FAIL
-    return Outcome(id=id_, verdict=Verdict(level, text), numbers=numbers)
+    return answered(id_, level, text, kl=kl, limit=limit, top1_agreement=agreement)
 
 
-def _no_answer(answer: Absent | Crashed) -> Verdict:
+def _no_answer(id_: str, answer: Absent | Crashed) -> Outcome:
     level = Level.UNKNOWN if isinstance(answer, Absent) else Level.FAIL
-    return Verdict(level, answer.reason)
+    return answered(id_, level, answer.reason)
 
 
 def _other_shapes(answer: Answered, reference: Answered) -> bool:

@@ -294,10 +294,10 @@ def _verified(partial: Path, files: Files, say: Say) -> Verification:
     write_manifest(partial)
     found = verify(partial, say)
     if found.verdict.level == Level.FAIL:
-        failed = [one for one in found.outcomes if one.verdict.level == Level.FAIL]
+        failed = [one for one in found.outcomes if one.level == "fail"]
         raise VerificationFailed(
             "verification: expected the same answers every way, found"
-            + "".join(f"\n  {one}" for one in failed),
+            + "".join(f"\n  {one.id}: {one.verdict}" for one in failed),
             hint="nothing was published; --gguf none or --apr none leave a file out",
         )
     text = json.dumps(found.as_dict(), indent=2) + "\n"

@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import BadInput, WeightsError
-from engine.export.compare import Outcome, as_float, first_difference, same_values, within
+from engine.export.compare import as_float, first_difference, same_values, within
 from engine.export.convert import FILE_TYPES, convert
 from engine.export.manifest import MANIFEST, check_manifest
-from engine.export.peers import Absent, Answered, Crashed, Logits, absent, ask
+from engine.export.outcome import Outcome, answered, unknown
+from engine.export.peers import Absent, Answered, Crashed, absent, ask
 from engine.formats.open import open_weights
 from engine.formats.tokenizer import open_tokenizer
 from engine.models.config import read_config
@@ -60,7 +60,7 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict:
-        return lowest(one.verdict for one in self.outcomes)
+        return lowest(one.verdict for one in self.outcomes if one.verdict is not None)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -151,34 +151,27 @@ def _others(
 
 
 def _files(folder: Path) -> Outcome:
-    verdict = Verdict(Level.UNKNOWN, f"no {MANIFEST} to compare them with")
-    if (folder / MANIFEST).is_file():
-        verdict = check_manifest(folder)
-    return Outcome(id="files", verdict=verdict)
+    if not (folder / MANIFEST).is_file():
+        return unknown("files", f"no {MANIFEST} to compare them with")
+    found = check_manifest(folder)
+    return answered("files", found.level, found.reason)
 
 
 def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:
     """The engine's own: finite logits, and a cache that changes no token."""
-    return Outcome(id="engine", verdict=_sound(answer, asked))
-
-
-def _sound(answer: Answered | Absent | Crashed, asked: _Asked) -> Verdict:
     if not isinstance(answer, Answered):
-        return Verdict(Level.FAIL, answer.reason)
+        return answered("engine", Level.FAIL, answer.reason)
     for prompt, tokens, logits_TV in zip(asked.prompts, answer.tokens, answer.logits, strict=True):
         if not np.isfinite(logits_TV).all():
-            return Verdict(Level.FAIL, "logits that are not finite")
-        at = first_difference(prompt, tokens, _argmax(prompt, logits_TV), logits_TV)
+            return answered("engine", Level.FAIL, "logits that are not finite")
+        # What each position of the continuation is followed by, without a cache.
+        whole = logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
+        at = first_difference(prompt, tokens, whole, logits_TV)
         if at is not None and not at.tie:
-            return Verdict(Level.FAIL, f"with a cache another token than without: {at}")
+            text = f"with a cache another token than without: {at}"
+            return answered("engine", Level.FAIL, text)
     text = f"{answer.version}: {len(asked.prompts)} texts of {asked.steps} tokens, finite logits"
-    return Verdict(Level.PASS, text)
-
-
-def _argmax(prompt: Sequence[int], logits_TV: Logits) -> list[int]:
-    """What each position of the continuation is followed by, without a cache."""
-    found: NDArray[np.int64] = logits_TV[len(prompt) - 1 : -1].argmax(-1)
-    return [int(one) for one in found]
+    return answered("engine", Level.PASS, text)
 
 
 def _llama_float(folder: Path, asked: _Asked, reference: Answered) -> Outcome:
@@ -189,8 +182,7 @@ def _llama_float(folder: Path, asked: _Asked, reference: Answered) -> Outcome:
     try:
         convert(folder, path, "f32")
     except BadInput as error:
-        text = f"no GGUF can be made of it: {error.message}"
-        return Outcome(id="llama float", verdict=Verdict(Level.UNKNOWN, text))
+        return unknown("llama float", f"no GGUF can be made of it: {error.message}")
     outcome = as_float("llama float", asked.of("llama", path, reference.rows), reference)
     path.unlink()
     return outcome
@@ -216,4 +208,4 @@ def _apr(path: Path, folder: Path) -> Outcome:
             verdict = same_values(apr, plain)
     except WeightsError as error:
         verdict = Verdict(Level.FAIL, error.message)
-    return Outcome(id=f"apr {path.name}", verdict=verdict)
+    return answered(f"apr {path.name}", verdict.level, verdict.reason)

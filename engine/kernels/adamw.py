@@ -28,8 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.errors import InternalError
-from engine.kernels.key import Variant
-from engine.kernels.registry import launch
+from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -162,48 +161,32 @@ def _adamw(
         tl.store(v_ptr + places, v, mask=there)
 
 
-@cache
-def squares_variant(block: int = BLOCK, warps: int = WARPS) -> Variant:
-    return Variant(
-        function=_squares,
-        types=("*i64", "*i64", "*i64", "*fp32", "i32"),
-        constants=(("BLOCK", block),),
-        warps=warps,
-        stages=1,
-    )
-
-
-@cache
-def count_variant() -> Variant:
-    types = ("*i64", "*fp32", "*fp32", "i32", "fp64", "fp64", "fp64")
-    return Variant(function=_count, types=types, constants=(), warps=1, stages=1)
-
-
-@cache
-def update_variant(block: int = BLOCK, warps: int = WARPS) -> Variant:
-    return Variant(
-        function=_adamw,
-        types=("*i64", "*i64", "*i64", *["*fp32"] * 3, "i32", *["fp32"] * 5),
-        constants=(("BLOCK", block),),
-        warps=warps,
-        stages=1,
-    )
-
-
-def variants() -> tuple[Variant, ...]:
-    """What a run launches."""
-    return (squares_variant(), count_variant(), update_variant())
+SQUARES = compiled_as(
+    _squares, "*i64", "*i64", "*i64", "*fp32", "i32", warps=WARPS, stages=1, BLOCK=BLOCK
+)
+COUNT = compiled_as(
+    _count, "*i64", "*fp32", "*fp32", "i32", "fp64", "fp64", "fp64", warps=1, stages=1
+)
+UPDATE = compiled_as(
+    _adamw,
+    *("*i64", "*i64", "*i64", *["*fp32"] * 3, "i32", *["fp32"] * 5),
+    warps=WARPS,
+    stages=1,
+    BLOCK=BLOCK,
+)
+VARIANTS = (SQUARES, COUNT, UPDATE)
+"""What a run launches."""
 
 
 class Parts:
     """How programs share out tensors of these sizes. Kept from step to step: sizes do not change."""
 
-    def __init__(self, sizes: tuple[int, ...], device: torch.device, each: int) -> None:
+    def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
         self.sizes = torch.tensor(sizes, device=device)
-        tensors = torch.tensor([-(-size // each) for size in sizes])
+        tensors = torch.tensor([-(-size // BLOCK) for size in sizes])
         owner_P = torch.repeat_interleave(torch.arange(len(sizes)), tensors)
         first_P = torch.arange(len(owner_P)) - (tensors.cumsum(0) - tensors)[owner_P]
-        self.owners = torch.stack([owner_P, first_P * each], dim=1).to(device)
+        self.owners = torch.stack([owner_P, first_P * BLOCK], dim=1).to(device)
 
     @property
     def programs(self) -> int:
@@ -211,8 +194,8 @@ class Parts:
 
 
 @cache
-def parts_of(sizes: tuple[int, ...], device: torch.device, each: int = BLOCK) -> Parts:
-    return Parts(sizes, device, each)
+def parts_of(sizes: tuple[int, ...], device: torch.device) -> Parts:
+    return Parts(sizes, device)
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -222,7 +205,7 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     sums_P = torch.empty(parts.programs, device=device)
     table = _table([tensors], device)
     launch(
-        squares_variant(), (parts.programs,),
+        SQUARES, (parts.programs,),
         table, parts.sizes, parts.owners, sums_P, len(tensors),
     )  # fmt: skip
     return sums_P.sum(dtype=torch.float64)
@@ -251,9 +234,9 @@ def update(
     table = _table([weights, grads, averages, squares, counts], device)
     factors_S2 = torch.empty(len(sizes), 2, device=device)
     beta1, beta2 = betas
-    launch(count_variant(), (len(sizes),), table, skip, factors_S2, len(sizes), lr, beta1, beta2)
+    launch(COUNT, (len(sizes),), table, skip, factors_S2, len(sizes), lr, beta1, beta2)
     launch(
-        update_variant(), (parts.programs,),
+        UPDATE, (parts.programs,),
         table, parts.sizes, parts.owners, divisor, skip, factors_S2, len(sizes),
         1 - lr * decay, 1 - beta1, beta2, 1 - beta2, eps,
     )  # fmt: skip

@@ -81,7 +81,7 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
         dequantize_triton.variants()
         + fp8_quantise.variants(arch)
         + _loss_variants()
-        + adamw.variants()
+        + adamw.VARIANTS
         + decode_launch.variants(arch)
         + prewarm_variants(plain, [torch.bfloat16], arch=arch, row_counts=ROW_COUNTS)
         + prewarm_variants(biased, [torch.bfloat16], arch=arch, row_counts=[1])

@@ -6,15 +6,14 @@ _choose    of a whole row; the token is the next step's input, at the next posit
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.key import Constant, Variant
-from engine.kernels.registry import launch, pointer_type
+from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -105,39 +104,12 @@ def choose(
     there, where logits are not finite, how many are, negative. Positions go up by one, to `last`."""
     rows, ids = logits_MV.shape
     parts = best.values_MP.shape[1]
-    launch(_largest_variant(logits_MV.dtype), (parts, rows), logits_MV, *best, ids)
+    read = (logits_MV, *best)
+    types = (each.dtype for each in read)
+    largest = compiled_as(_largest, *types, "i32", warps=4, stages=2, SIZE=IDS)
+    launch(largest, (parts, rows), *read, ids)
     written = (*best, token_M, position_M, chosen_M)
-    launch(_choose_variant(triton.next_power_of_2(parts)), (rows,), *written, parts, last)
-
-
-def variants() -> tuple[Variant, ...]:
-    """What choosing from logits in bf16 launches, of up to 64 * IDS ids."""
-    return _largest_variant(torch.bfloat16), _choose_variant(64)
-
-
-def _largest_variant(dtype: torch.dtype) -> Variant:
-    pointers = (dtype, torch.float32, torch.int32, torch.int32)
-    return _variant(_largest, pointers, ("i32",), ("SIZE", IDS), warps=4)
-
-
-def _choose_variant(parts: int) -> Variant:
-    best = (torch.float32, torch.int32, torch.int32)
-    pointers = (*best, torch.int64, torch.int32, torch.int32)
-    return _variant(_choose, pointers, ("i32", "i32"), ("PARTS", parts), warps=1)
-
-
-def _variant(
-    function: Any,
-    pointers: tuple[torch.dtype, ...],
-    numbers: tuple[str, ...],
-    constant: tuple[str, Constant],
-    *,
-    warps: int,
-) -> Variant:
-    return Variant(
-        function=function,
-        types=(*map(pointer_type, pointers), *numbers),
-        constants=(constant,),
-        warps=warps,
-        stages=2,
-    )
+    types = (each.dtype for each in written)
+    padded = triton.next_power_of_2(parts)
+    chosen = compiled_as(_choose, *types, "i32", "i32", warps=1, stages=2, PARTS=padded)
+    launch(chosen, (rows,), *written, parts, last)

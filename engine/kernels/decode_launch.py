@@ -31,8 +31,8 @@ from engine.kernels import decode_choose
 from engine.kernels.decode import _gate, _norm
 from engine.kernels.decode_attend import _attend, _join
 from engine.kernels.dependent_launch import EARLY_ARCH
-from engine.kernels.key import Constant, Variant
-from engine.kernels.registry import launch, pointer_type
+from engine.kernels.key import Variant
+from engine.kernels.registry import REGISTRY, compiled_as, launch
 from engine.kernels.small_m_inputs import BLOCK, Inputs, empty_inputs
 from engine.kernels.small_m_table import Config, config_for
 from engine.quant.blocks import BLOCK_TYPES
@@ -42,8 +42,6 @@ from engine.quant.blocks import BLOCK_TYPES
 
 CHUNK = 128
 """Tokens of a row's cache that one program looks at. A sum's order depends on it, so it is one number."""
-OUT_TYPES = (torch.int8, torch.float32, torch.int32)
-"""Integers, their scales and sums."""
 CHUNKS_AHEAD = 8
 """Chunks that a join has in flight at once."""
 
@@ -159,18 +157,21 @@ def norm(
     rows, columns = kept_MK.shape
     blocks = 1 if late else triton.next_power_of_2(triton.cdiv(columns, BLOCK))
     source = kept_MK if parts is None else parts.tensor
-    variant = _norm_variant(
-        (source.dtype, kept_MK.dtype, weight_K.dtype),
-        columns,
-        0 if parts is None else parts.splits,
-        blocks,
-        late=late,
-        codes=out.codes is not None,
+    grid = (triton.cdiv(triton.cdiv(columns, BLOCK), blocks), rows)
+    _launch(
+        _norm,
+        grid,
+        (source, kept_MK, weight_K, *out.pointers(), squares_MB),
+        (0 if parts is None else parts.rows, eps),
+        # One warp for each block: what is taken of a block then takes no shared memory.
+        warps=min(16, blocks),
+        COLUMNS=columns,
+        SPLITS=0 if parts is None else parts.splits,
+        BLOCKS=blocks,
+        LATE=late,
+        CODES=out.codes is not None,
         early=early,
     )
-    grid = (triton.cdiv(triton.cdiv(columns, BLOCK), blocks), rows)
-    pointers = (source, kept_MK, weight_K, *out.pointers(), squares_MB)
-    launch(variant, grid, *pointers, 0 if parts is None else parts.rows, eps)
     return Undivided(squares_MB, columns, eps) if late else None
 
 
@@ -185,15 +186,19 @@ def gate(
 ) -> None:
     """out = silu(gate) * up."""
     squares, normed, eps = _of(undivided, gate)
-    pointers = (gate.tensor, up.tensor, squares, *out.pointers())
-    variant = _gate_variant(
-        (gate.tensor.dtype, up.tensor.dtype, squares.dtype, out.floats_MK.dtype),
-        (out.columns, gate.row_stride, gate.splits, normed),
-        codes=out.codes is not None,
+    _launch(
+        _gate,
+        (triton.cdiv(out.columns, BLOCK), rows),
+        (gate.tensor, up.tensor, squares, *out.pointers()),
+        (gate.rows, eps),
+        warps=1,
+        COLUMNS=out.columns,
+        STRIDE=gate.row_stride,
+        SPLITS=gate.splits,
+        NORMED=normed,
+        CODES=out.codes is not None,
         early=early,
     )
-    grid = (triton.cdiv(out.columns, BLOCK), rows)
-    launch(variant, grid, *pointers, gate.rows, eps)
 
 
 def attend(
@@ -221,152 +226,130 @@ def attend(
         *(q.tensor, k.tensor, v.tensor, *biases, *norms, heads.turns_S2R),
         *(keys_MSKE, values_MSKE, position_M, squares, *scratch),
     )
-    variant = _attend_variant(
-        tuple(each.dtype for each in pointers),
-        (shared, scratch.sums_CMHE.shape[2] // shared, width),
-        (q.row_stride, k.row_stride, q.splits, normed),
-        bias=heads.biases is not None,
-        norm=heads.norms is not None,
+    heads_of_all = scratch.sums_CMHE.shape[2]
+    _launch(
+        _attend,
+        (rows * shared, len(scratch.sums_CMHE)),
+        pointers,
+        (rows, slots, q.rows, heads.eps, norm_eps, width**-0.5),
+        warps=8,
+        BIAS=heads.biases is not None,
+        NORM=heads.norms is not None,
+        NORMED=normed,
+        SHARED=shared,
+        GROUP=heads_of_all // shared,
+        R=width // 2,
+        STRIDE=q.row_stride,
+        SHARED_STRIDE=k.row_stride,
+        SPLITS=q.splits,
+        CHUNK=CHUNK,
         early=early,
     )
-    launch(
-        variant,
-        (rows * shared, len(scratch.sums_CMHE)),
-        *pointers,
-        *(rows, slots, q.rows, heads.eps, norm_eps, width**-0.5),
+    columns = heads_of_all * width
+    _launch(
+        _join,
+        (triton.cdiv(columns, BLOCK), rows),
+        (*scratch, position_M, *out.pointers()),
+        (rows,),
+        warps=4,
+        COLUMNS=columns,
+        WIDTH=width,
+        CHUNK=CHUNK,
+        AHEAD=CHUNKS_AHEAD,
+        CODES=out.codes is not None,
+        early=early,
     )
-    columns = scratch.sums_CMHE.shape[2] * width
-    joining = _join_variant(
-        out.floats_MK.dtype, columns, width, codes=out.codes is not None, early=early
+
+
+def _launch(
+    function: Any,
+    grid: tuple[int, ...],
+    pointers: tuple[Tensor, ...],
+    numbers: tuple[int | float, ...],
+    *,
+    warps: int,
+    early: bool,
+    **constants: int,
+) -> None:
+    """Numbers are i32, or fp32 where they are floats."""
+    types = (
+        *(each.dtype for each in pointers),
+        *("fp32" if isinstance(each, float) else "i32" for each in numbers),
     )
-    grid = (triton.cdiv(columns, BLOCK), rows)
-    launch(joining, grid, *scratch, position_M, *out.pointers(), rows)
+    made: dict[str, Any] = {**constants, "EARLY": early}
+    variant = compiled_as(function, *types, warps=warps, stages=2, early=early, **made)
+    launch(variant, grid, *pointers, *numbers)
 
 
 def variants(arch: int) -> tuple[Variant, ...]:
     """What steps of Qwen2.5-7B in bf16 launch on `arch`, of weights in blocks and in floats, those of
-    Qwen3-8B's attention, and what chooses their tokens."""
-    bf16, fp32, i32 = torch.bfloat16, torch.float32, torch.int32
-    packed = (*[fp32] * 3, *[bf16] * 3, fp32, fp32, bf16, bf16, bf16, i32, fp32, fp32, fp32)
-    normed = (*[fp32] * 6, *[bf16] * 5, i32, fp32, fp32, fp32)
-    dense = (*[bf16] * 11, i32, bf16, fp32, fp32)
-    seven, eight = (4, 7, 128), (8, 4, 128)
-    early = arch >= EARLY_ARCH
+    Qwen3-8B's attention, and what chooses their tokens: the launches themselves, noted for tensors of
+    those shapes that have no memory."""
+    early, meta = arch >= EARLY_ARCH, torch.device("meta")
 
-    def parts(rows: int, columns: int, kind: str = "Q4_K") -> int:
-        # The same for each number of rows of x, as a sum's order is.
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=meta)
+
+    def given(rows: int, columns: int, kind: str = "Q4_K") -> Tensor:
+        """What a product with blocks leaves, in the same parts for each number of rows of x."""
         type_ = BLOCK_TYPES[kind]
-        config = config_for(type_, rows, columns, 1, arch)
-        return parts_of(columns // type_.block_size, config)
+        splits = parts_of(columns // type_.block_size, config_for(type_, rows, columns, 1, arch))
+        return empty(splits, 1, rows, dtype=torch.float32)
 
-    o = parts(3584, 3584)
-    downs = sorted({parts(3584, 18944, kind) for kind in ("Q4_K", "Q6_K")})
-    norms = [
-        _norm_variant(
-            (source, bf16, bf16), 3584, splits, blocks, late=late, codes=codes, early=early
+    def out(columns: int, codes: bool) -> Out:
+        return Out(empty(1, columns), empty_inputs(1, columns, meta) if codes else None)
+
+    def squares(columns: int) -> Tensor:
+        return empty_squares(1, columns, meta)
+
+    with REGISTRY.noting() as noted:
+        o = given(3584, 3584)
+        downs = [given(3584, 18944, kind) for kind in ("Q4_K", "Q6_K")]
+        for parts, late, codes in (
+            *((each, True, True) for each in (None, o, *downs)),
+            *((each, False, True) for each in downs),
+            *((each, False, False) for each in (None, empty(1, 1, 3584))),
+        ):
+            before = None if parts is None else Parts(parts)
+            rows = (empty(1, 3584), empty(3584), 0.0, out(3584, codes), squares(3584))
+            norm(before, *rows, late=late, early=early)
+        weight = empty(1)
+        for shared, firsts, y, biases, norms, normed in (
+            (4, (0, 3584, 4096), given(4608, 3584), (weight, weight, weight), None, 3584),
+            (8, (0, 4096, 5120), given(6144, 4096), None, (weight, weight), 4096),
+            (4, (0, 0, 0), None, None, None, 0),
+        ):
+            heads = 28 if shared == 4 else 32
+            sums = (y, y, y) if y is not None else (empty(1, 1, 3584), *[empty(1, 1, 512)] * 2)
+            undivided = Undivided(squares(normed), normed, 0.0) if normed else None
+            q, k, v = map(Parts, sums, firsts)
+            attend(
+                q,
+                k,
+                v,
+                Heads(biases, norms, 0.0, weight),
+                undivided,
+                empty(1, CHUNK, shared, 128),
+                empty(1, CHUNK, shared, 128),
+                empty(1, dtype=torch.int32),
+                empty_scratch(1, CHUNK, shared, heads, 128, meta),
+                out(heads * 128, undivided is not None),
+                early=early,
+            )
+        both = given(37888, 3584)
+        undivided = Undivided(squares(3584), 3584, 0.0)
+        gate(Parts(both), Parts(both, 18944), undivided, out(18944, True), 1, early=early)
+        plain = Parts(empty(1, 1, 18944))
+        gate(plain, plain, None, out(18944, False), 1, early=early)
+        best = decode_choose.empty_best(1, 64 * decode_choose.IDS, meta)
+        token, position, chosen = (
+            empty(1, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.int32)
         )
-        for source, splits, blocks, late, codes in (
-            *((bf16, 0, 1, True, True), (fp32, o, 1, True, True)),
-            *((fp32, down, 1, True, True) for down in downs),
-            *((fp32, down, 16, False, True) for down in downs),
-            *((bf16, 0, 16, False, False), (bf16, 1, 16, False, False)),
-        )
-    ]
-    sizes = (4608, 4608, parts(4608, 3584), 3584)
-    sizes_eight = (6144, 6144, parts(6144, 4096), 4096)
-    gates = (18944, 37888, parts(37888, 3584), 3584)
-    return (
-        *norms,
-        _attend_variant(packed, seven, sizes, bias=True, norm=False, early=early),
-        _attend_variant(normed, eight, sizes_eight, bias=False, norm=True, early=early),
-        _attend_variant(dense, seven, (3584, 512, 1, 0), bias=False, norm=False, early=early),
-        *(_join_variant(bf16, 3584, 128, codes=codes, early=early) for codes in (True, False)),
-        _join_variant(bf16, 4096, 128, codes=True, early=early),
-        _gate_variant((fp32, fp32, fp32, bf16), gates, codes=True, early=early),
-        _gate_variant((bf16, bf16, bf16, bf16), (18944, 18944, 1, 0), codes=False, early=early),
-        *decode_choose.variants(),
-    )
+        logits = empty(1, 64 * decode_choose.IDS)
+        decode_choose.choose(logits, best, token, position, chosen, 0)
+    return tuple(dict.fromkeys(noted))
 
 
 def _of(undivided: Undivided | None, parts: Parts) -> tuple[Tensor, int, float]:
     """Squares, columns and eps; without, a pointer that nobody follows and 0 columns."""
     return undivided or (parts.tensor, 0, 0.0)
-
-
-def _norm_variant(
-    dtypes: tuple[torch.dtype, ...],
-    columns: int,
-    splits: int,
-    blocks: int,
-    *,
-    late: bool,
-    codes: bool,
-    early: bool,
-) -> Variant:
-    constants: dict[str, Constant] = {"COLUMNS": columns, "SPLITS": splits, "BLOCKS": blocks}
-    constants |= {"LATE": late, "CODES": codes}
-    pointers = (*dtypes, dtypes[1], *OUT_TYPES, torch.float32)
-    # One warp for each block: what is taken of a block then takes no shared memory.
-    return _variant(_norm, pointers, ("i32", "fp32"), constants, min(16, blocks), early)
-
-
-def _gate_variant(
-    dtypes: tuple[torch.dtype, ...], sizes: tuple[int, int, int, int], *, codes: bool, early: bool
-) -> Variant:
-    columns, stride, splits, normed = sizes
-    constants: dict[str, Constant] = {"COLUMNS": columns, "STRIDE": stride, "SPLITS": splits}
-    constants |= {"NORMED": normed, "CODES": codes}
-    return _variant(_gate, (*dtypes, *OUT_TYPES), ("i32", "fp32"), constants, 1, early)
-
-
-def _attend_variant(
-    dtypes: tuple[torch.dtype, ...],
-    heads: tuple[int, int, int],
-    sizes: tuple[int, int, int, int],
-    *,
-    bias: bool,
-    norm: bool,
-    early: bool,
-) -> Variant:
-    shared, group, width = heads
-    stride, shared_stride, splits, normed = sizes
-    constants: dict[str, Constant] = {
-        "BIAS": bias,
-        "NORM": norm,
-        "NORMED": normed,
-        "SHARED": shared,
-        "GROUP": group,
-        "R": width // 2,
-        "STRIDE": stride,
-        "SHARED_STRIDE": shared_stride,
-        "SPLITS": splits,
-        "CHUNK": CHUNK,
-    }
-    return _variant(_attend, dtypes, (*["i32"] * 3, *["fp32"] * 3), constants, 8, early)
-
-
-def _join_variant(
-    dtype: torch.dtype, columns: int, width: int, *, codes: bool, early: bool
-) -> Variant:
-    constants: dict[str, Constant] = {"COLUMNS": columns, "WIDTH": width, "CHUNK": CHUNK}
-    constants |= {"AHEAD": CHUNKS_AHEAD, "CODES": codes}
-    dtypes = (torch.float32, torch.float32, torch.int32, dtype, *OUT_TYPES)
-    return _variant(_join, dtypes, ("i32",), constants, 4, early)
-
-
-def _variant(
-    function: Any,
-    pointers: tuple[torch.dtype, ...],
-    numbers: tuple[str, ...],
-    constants: dict[str, Constant],
-    warps: int,
-    early: bool,
-) -> Variant:
-    return Variant(
-        function=function,
-        types=(*map(pointer_type, pointers), *numbers),
-        constants=(*constants.items(), ("EARLY", early)),
-        warps=warps,
-        stages=2,
-        early=early,
-    )

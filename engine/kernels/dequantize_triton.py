@@ -40,7 +40,7 @@ from engine.kernels.dequantize_32 import (
 )
 from engine.kernels.dequantize_k import _dequantize_q4_k, _dequantize_q5_k, _dequantize_q6_k
 from engine.kernels.key import Variant
-from engine.kernels.registry import launch, pointer_type
+from engine.kernels.registry import compiled_as, launch
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 from engine.quant.planes import PackedMatrix, fields
 
@@ -70,19 +70,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def variant(type_: BlockType, dtype: torch.dtype) -> Variant:
     """The kernel that writes values of `dtype`."""
     tuning = TUNINGS[type_.name]
-    planes = tuple(pointer_type(part.dtype) for part in fields(type_))
-    return Variant(
-        function=tuning.function,
-        types=(*planes, pointer_type(dtype), *_ranges(type_)),
-        constants=(("BLOCKS", tuning.blocks),),
+    ranges = ("i64", "i32") if group_rows(type_) == 1 else ("i32", "i32", "i32")
+    return compiled_as(
+        tuning.function,
+        *(*(part.dtype for part in fields(type_)), dtype, *ranges),
         warps=tuning.warps,
         stages=1,
         fp_fusion=False,
+        BLOCKS=tuning.blocks,
     )
-
-
-def _ranges(type_: BlockType) -> tuple[str, ...]:
-    return ("i64", "i32") if group_rows(type_) == 1 else ("i32", "i32", "i32")
 
 
 def variants() -> tuple[Variant, ...]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.errors import InternalError
 from engine.kernels.key import Variant
-from engine.kernels.registry import launch, pointer_type
+from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -93,12 +93,14 @@ def variant(columns: int, dtype: torch.dtype, codes: torch.dtype = torch.uint8) 
     """The kernel for rows of `columns` numbers after the gate, from gate and up in `dtype`."""
     main = 1 << (columns.bit_length() - 1)
     rest = 0 if columns == main else triton.next_power_of_2(columns - main)
-    return Variant(
-        function=_gated_to_fp8,
-        types=(pointer_type(dtype), pointer_type(codes), "*fp32"),
-        constants=(("COLUMNS", columns), ("MAIN", main), ("REST", rest)),
-        warps=16 if columns > WIDE else 8,
+    warps = 16 if columns > WIDE else 8
+    return compiled_as(
+        *(_gated_to_fp8, dtype, codes, "*fp32"),
+        warps=warps,
         stages=1,
+        COLUMNS=columns,
+        MAIN=main,
+        REST=rest,
     )
 
 

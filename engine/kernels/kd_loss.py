@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.errors import InternalError
 from engine.kernels.kd_loss_rows import FIELDS, UNIT, _kd_rows
 from engine.kernels.key import Variant
-from engine.kernels.registry import launch, pointer_type
+from engine.kernels.registry import compiled_as, launch
 
 # Shapes: M rows of all chunks, C rows of one, V vocabulary, S segments of a row
 
@@ -61,27 +61,24 @@ def variant(
     """The kernel for rows of `vocabulary` logits; `dtype` is that of dz."""
     if divergence not in DIVERGENCES:
         raise InternalError(f"loss kernel: expected {' or '.join(DIVERGENCES)}, found {divergence}")
-    pointers = [torch.float32, torch.float32, torch.int64, dtype, *[torch.float32] * 5]
-    pointers += [torch.int32, torch.int32]
     # Without a teacher there is no T but 1.
     power = 1 if not teacher else int(temperature) if temperature in (1, 2, 4) else 0
     segments = triton.cdiv(vocabulary, tuning.segment)
-    return Variant(
-        function=_kd_rows,
-        types=(*(pointer_type(p) for p in pointers), *["i32"] * 7, *["fp32"] * 4),
-        constants=(
-            ("TEACHER", teacher),
-            ("REVERSE", teacher and divergence == "reverse_kl"),
-            ("POWER", power),
-            ("SEGMENT", tuning.segment),
-            ("PADDED", triton.next_power_of_2(segments)),
-            ("DEEP", tuning.deep),
-            ("WIDE", tuning.wide),
-        ),
+    return compiled_as(
+        _kd_rows,
+        *("*fp32", "*fp32", "*i64", dtype, *["*fp32"] * 5, "*i32", "*i32"),
+        *(*["i32"] * 7, *["fp32"] * 4),
         warps=tuning.warps,
         stages=1,
         # q - p is exactly 0 for equal rows only when both are rounded alike.
         fp_fusion=False,
+        TEACHER=teacher,
+        REVERSE=teacher and divergence == "reverse_kl",
+        POWER=power,
+        SEGMENT=tuning.segment,
+        PADDED=triton.next_power_of_2(segments),
+        DEEP=tuning.deep,
+        WIDE=tuning.wide,
     )
 
 

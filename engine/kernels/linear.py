@@ -114,7 +114,9 @@ def packed_linear(
     """
     x_MK = _input(x, weight.columns, scratch)
     if _is_fused(x_MK, weight, kernel):
-        out_MN = _fused(x_MK, weight, bias)
+        from engine.kernels.small_m import fused_linear  # which needs triton
+
+        out_MN = fused_linear(x_MK.contiguous(), weight, bias)
     else:
         out_MN = _dequantized(x_MK, weight, bias, scratch)
     return out_MN.view(*x.shape[:-1], weight.rows)
@@ -180,12 +182,6 @@ def _is_fused(x_MK: Tensor, weight: PackedMatrix, kernel: Kernel) -> bool:
             f"found {len(x_MK)} for {weight.type.name} on {x_MK.device}"
         )
     return takes
-
-
-def _fused(x_MK: Tensor, weight: PackedMatrix, bias: Tensor | None) -> Tensor:
-    from engine.kernels.small_m import fused_linear
-
-    return fused_linear(x_MK.contiguous(), weight, bias)
 
 
 def _dequantized(

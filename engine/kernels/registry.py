@@ -38,7 +38,7 @@ from engine.errors import InternalError
 from engine.kernels.compile_record import CompileRecord, KernelCounts
 from engine.kernels.compiler import ALIGNMENT_BYTES, key_for
 from engine.kernels.compiler import compile_for as compile_for
-from engine.kernels.key import KernelKey, Variant
+from engine.kernels.key import Constant, KernelKey, Variant
 
 _POINTERS = {
     torch.uint8: "*u8",
@@ -56,6 +56,22 @@ _RANGES = {"i32": 1 << 31, "i64": 1 << 63}
 def pointer_type(dtype: torch.dtype) -> str:
     """Triton's name of a pointer to numbers of `dtype`."""
     return _POINTERS[dtype]
+
+
+def compiled_as(
+    function: Any,
+    *types: Any,
+    warps: int,
+    stages: int,
+    fp_fusion: bool = True,
+    early: bool = False,
+    **constants: Constant,
+) -> Variant:
+    """One way of compiling `function`. `types` are those of its runtime arguments in order: a dtype for a
+    pointer to such numbers, or Triton's own name; `constants` are in the order of the signature."""
+    names = (one if isinstance(one, str) else pointer_type(one) for one in types)
+    pairs = tuple(constants.items())
+    return Variant(function, tuple(names), pairs, warps, stages, fp_fusion, early)
 
 
 def current_arch(device: int) -> int:

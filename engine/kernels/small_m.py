@@ -34,8 +34,8 @@ from triton import knobs
 
 from engine.errors import InternalError
 from engine.kernels import small_m_inputs
-from engine.kernels.key import Constant, Variant
-from engine.kernels.registry import current_arch, launch, pointer_type
+from engine.kernels.key import Variant
+from engine.kernels.registry import compiled_as, current_arch, launch
 from engine.kernels.small_m_codes import _products
 from engine.kernels.small_m_inputs import Inputs, as_integers
 from engine.kernels.small_m_parts import _add_splits
@@ -226,29 +226,25 @@ def product(
     early: bool = False,
 ) -> Variant:
     """The kernel of `products`."""
-    constants: tuple[tuple[str, Constant], ...] = (
-        ("COUNT", len(types)),
-        ("KIND", types[0].name),
-        ("LAST", types[-1].name),
-        ("MP", config.padded),
-        ("TILE", TILE),
-        ("ROWS", config.rows),
-        ("BIAS", bias is not None and config.splits == 1),
-        ("PLAIN", plain or bool(knobs.runtime.interpret)),
-        ("STAGES", config.stages),
-        ("EARLY", early),
-    )
     planes = ("*u8", "*u8", "*i32", "*u8") * 3
-    ends = (pointer_type(torch.float32 if bias is None else bias), pointer_type(out))
-    return Variant(
-        function=_products,
-        types=("*i8", "*fp32", "*i32", *planes, *ends, *["i32"] * 9),
-        constants=constants,
+    return compiled_as(
+        _products,
+        *("*i8", "*fp32", "*i32", *planes, bias or torch.float32, out, *["i32"] * 9),
         warps=config.warps,
         stages=config.stages,
         # Rounded where it is written, so that no number of rows rounds elsewhere.
         fp_fusion=False,
         early=early,
+        COUNT=len(types),
+        KIND=types[0].name,
+        LAST=types[-1].name,
+        MP=config.padded,
+        TILE=TILE,
+        ROWS=config.rows,
+        BIAS=bias is not None and config.splits == 1,
+        PLAIN=plain or bool(knobs.runtime.interpret),
+        STAGES=config.stages,
+        EARLY=early,
     )
 
 
@@ -263,37 +259,26 @@ def _tile(
 ) -> Variant:
     """The kernel of `tiles`. Where sums are split, `out` is float32 and the bias is added later.
     `plain` keeps the form without PTX where that is not the only one."""
-    constants: list[tuple[str, Constant]] = []
-    if type_.name != "Q6_K":
-        constants.append(("HIGH", 16 if type_.name == "Q5_K" else 0))
-    constants += [
-        ("MP", config.padded),
-        ("ROWS", config.rows),
-        ("BIAS", bias is not None and config.splits == 1),
-        ("PLAIN", plain or dtype == torch.float32 or bool(knobs.runtime.interpret)),
-        ("STAGES", config.stages),
-    ]
     planes = (type_name for _, type_name in _PLANES[type_.name])
-    pointers = [pointer_type(dtype), *planes]
-    pointers += [pointer_type(dtype if bias is None else bias), pointer_type(out)]
-    return Variant(
-        function=_TILES[type_.name],
-        types=(*pointers, *["i32"] * 4),
-        constants=tuple(constants),
+    high: dict[str, Any] = {"Q4_K": {"HIGH": 0}, "Q5_K": {"HIGH": 16}}.get(type_.name, {})
+    return compiled_as(
+        _TILES[type_.name],
+        *(dtype, *planes, bias or dtype, out, *["i32"] * 4),
         warps=config.warps,
         stages=config.stages,
+        **high,
+        MP=config.padded,
+        ROWS=config.rows,
+        BIAS=bias is not None and config.splits == 1,
+        PLAIN=plain or dtype == torch.float32 or bool(knobs.runtime.interpret),
+        STAGES=config.stages,
     )
 
 
 def _adding(dtype: torch.dtype, bias: torch.dtype | None) -> Variant:
-    pointers = (torch.float32, dtype if bias is None else bias, dtype)
-    return Variant(
-        function=_add_splits,
-        types=(*(pointer_type(p) for p in pointers), "i32", "i32", "i32"),
-        constants=(("BIAS", bias is not None), ("SIZE", _ADD_SIZE)),
-        warps=4,
-        stages=1,
-    )
+    types = ("*fp32", bias or dtype, dtype, "i32", "i32", "i32")
+    has_bias = bias is not None
+    return compiled_as(_add_splits, *types, warps=4, stages=1, BIAS=has_bias, SIZE=_ADD_SIZE)
 
 
 def _dtype(bias_N: Tensor | None) -> torch.dtype | None:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.key import Variant
-from engine.kernels.registry import launch, pointer_type
+from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -86,14 +86,8 @@ def _write_inputs(
 
 
 def variant(dtype: torch.dtype) -> Variant:
-    return Variant(
-        function=_write_inputs,
-        types=(pointer_type(dtype), "*i8", "*fp32", "*i32"),
-        constants=(),
-        warps=1,
-        stages=1,
-        fp_fusion=False,
-    )
+    types = (dtype, "*i8", "*fp32", "*i32")
+    return compiled_as(_write_inputs, *types, warps=1, stages=1, fp_fusion=False)
 
 
 def as_integers(x_MK: Tensor) -> Inputs:

@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.errors import InternalError
 from engine.kernels.kd_loss_rows import LEAST, LOG2_E, UNIT, _power, _read
 from engine.kernels.key import Variant
-from engine.kernels.registry import launch, pointer_type
+from engine.kernels.registry import compiled_as, launch
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -99,18 +99,16 @@ def _rest_rows(
 
 
 @cache
-def variant(*, temperature: float, dtype: torch.dtype, warps: int = WARPS) -> Variant:
+def variant(*, temperature: float, dtype: torch.dtype) -> Variant:
     """`dtype` is that of dz."""
-    return Variant(
-        function=_rest_rows,
-        types=("*fp32", pointer_type(dtype), "*i64", "*fp32", "*fp32", *["i32"] * 4, *["fp32"] * 3),
-        constants=(
-            ("POWER", int(temperature) if temperature in (1, 2, 4) else 0),
-            ("DEEP", DEEP),
-            ("WIDE", 4 * 32 * warps),
-        ),
-        warps=warps,
+    return compiled_as(
+        _rest_rows,
+        *("*fp32", dtype, "*i64", "*fp32", "*fp32", *["i32"] * 4, *["fp32"] * 3),
+        warps=WARPS,
         stages=1,
+        POWER=int(temperature) if temperature in (1, 2, 4) else 0,
+        DEEP=DEEP,
+        WIDE=4 * 32 * WARPS,
     )
 
 
@@ -143,7 +141,6 @@ def differentiate_rest(
     *,
     alpha: float,
     temperature: float,
-    warps: int = WARPS,
 ) -> RowSums:
     """Writes dz of the rest of rows `first` to `first + C`; z and dz are views of a `kd_loss.row_buffer`.
     `kept_4C` has of the K ids of each row the largest z, the sums of e^((z - largest)/T) and of
@@ -158,7 +155,7 @@ def differentiate_rest(
         )
     sums_5C = torch.empty(5, rows, device=z_CV.device)
     launch(
-        variant(temperature=temperature, dtype=dz_CV.dtype, warps=warps), (rows,),
+        variant(temperature=temperature, dtype=dz_CV.dtype), (rows,),
         z_CV, dz_CV, labels_M, kept_4C, sums_5C, first, rows, vocabulary, z_CV.stride(0) // int(UNIT),
         alpha, (1 - alpha) * temperature, temperature,
     )  # fmt: skip

@@ -80,11 +80,11 @@ class Compiles:
 
     def warm_up_update(self) -> Iterator[Event]:
         """Compiles what an update launches."""
-        from engine.kernels.adamw import variants
+        from engine.kernels.adamw import VARIANTS
         from engine.kernels.prewarm import warm_up
 
         yield Phase(name="compiling the update", detail="norm, clipping and AdamW")
-        warm_up(variants())
+        warm_up(VARIANTS)
         yield from self.done()
 
     def compile_teacher(

@@ -1,21 +1,20 @@
-"""What a gate answers, and what is judged: a spec, or a finished run with the spec it had; and what several
+"""What is judged: a spec, or a finished run with the spec it had; and what several
 gates need of it, read once: its rows, its teacher as the run uses it, the device they are on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from engine.data.batches import Batch, Batches, heldout_rows
 from engine.data.corpus import open_corpus
 from engine.data.tokens import tokenize
+from engine.export.outcome import Outcome
 from engine.log.folder import RunFolder
 from engine.log.view import RunView
 from engine.machine.facts import read_facts
@@ -26,46 +25,18 @@ from engine.plan.memory import ITEM_BYTES
 from engine.runtime.device import choose_device, choose_precision
 from engine.spec import RunSpec
 from engine.teachers.build import BuiltTeacher, build_teacher
-from engine.verdict import Level, Verdict, lowest
+from engine.verdict import Verdict, lowest
 
 Say = Callable[[str], None]
 _WEIGHTS_SHARE = 0.8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
-    id: str
-    verdict: Verdict | None
-    """None where the gate does not apply."""
-    reason: str
-    numbers: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def level(self) -> str:
-        """`pass`, `unknown`, `fail`, or `n/a`."""
-        return "n/a" if self.verdict is None else self.verdict.level.name.lower()
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON has no NaN: such a number is its name."""
-        numbers = {n: x if isfinite(x) else str(x) for n, x in self.numbers.items()}
-        return {"id": self.id, "level": self.level, "reason": self.reason, "numbers": numbers}
-
-
-def answered(id_: str, level: Level, reason: str, **numbers: float) -> Gate:
-    floats = {name: float(value) for name, value in numbers.items()}
-    return Gate(id=id_, verdict=Verdict(level, reason), reason=reason, numbers=floats)
-
-
-def unknown(id_: str, reason: str, **numbers: float) -> Gate:
-    return answered(id_, Level.UNKNOWN, reason, **numbers)
-
-
-def does_not_apply(id_: str, reason: str) -> Gate:
-    return Gate(id=id_, verdict=None, reason=reason)
+def does_not_apply(id_: str, reason: str) -> Outcome:
+    return Outcome(id=id_, verdict=None, reason=reason)
 
 
 # contract: phase-gates-v1
-def verdict_of(gates: Iterable[Gate]) -> Verdict:
+def verdict_of(gates: Iterable[Outcome]) -> Verdict:
     """The lowest of those that apply; unknown where none does."""
     return lowest(gate.verdict for gate in gates if gate.verdict is not None)
 

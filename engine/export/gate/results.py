@@ -16,14 +16,15 @@ import shlex
 from engine.errors import BadInput
 from engine.evaluate.model import weights_sha256
 from engine.evaluate.report import report_of_file
-from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, unknown
+from engine.export.gate.gate import Subject, does_not_apply
+from engine.export.outcome import Outcome, answered, unknown
 from engine.verdict import Level
 
 HELDOUT, EVAL = "heldout", "eval"
 
 
 # contract: phase-gates-v1
-def heldout_target(subject: Subject) -> Gate:
+def heldout_target(subject: Subject) -> Outcome:
     run, view, wanted = subject.run, subject.view, subject.spec.gate
     if run is None or view is None:
         text = "a spec has no student yet: `engine distill SPEC`, then `engine gate RUN`"
@@ -66,7 +67,7 @@ def heldout_target(subject: Subject) -> Gate:
 
 
 # contract: phase-gates-v1
-def eval_threshold(subject: Subject) -> Gate:
+def eval_threshold(subject: Subject) -> Outcome:
     wanted = subject.spec.gate.pass_at_1
     if wanted == 0:
         return does_not_apply(EVAL, "no threshold is set (gate.pass_at_1)")
@@ -108,4 +109,4 @@ def eval_threshold(subject: Subject) -> Gate:
             gates.append(answered(EVAL, level, text, **numbers))
     worst = min(gates, key=lambda gate: gate.verdict.level if gate.verdict else Level.PASS)
     text = "; ".join(gate.reason for gate in gates)
-    return Gate(id=EVAL, verdict=worst.verdict, reason=text, numbers=worst.numbers)
+    return Outcome(id=EVAL, verdict=worst.verdict, reason=text, numbers=worst.numbers)

@@ -7,17 +7,18 @@ from collections.abc import Callable, Collection, Iterator
 
 from engine.errors import BadInput, NoAnswer
 from engine.export.gate import IDS
-from engine.export.gate.gate import Gate, Subject, unknown
+from engine.export.gate.gate import Subject
 from engine.export.gate.results import eval_threshold, heldout_target
 from engine.export.gate.smoke import smoke
 from engine.export.gate.teacher import cache_fidelity, teacher_parity
+from engine.export.outcome import Outcome, unknown
 
-GATES: dict[str, Callable[[Subject], Gate]] = dict(
+GATES: dict[str, Callable[[Subject], Outcome]] = dict(
     zip(IDS, (smoke, teacher_parity, cache_fidelity, heldout_target, eval_threshold), strict=True)
 )
 
 
-def ask_gates(subject: Subject, only: Collection[str] = IDS) -> Iterator[Gate]:
+def ask_gates(subject: Subject, only: Collection[str] = IDS) -> Iterator[Outcome]:
     for id_, gate in GATES.items():
         if id_ not in only:
             continue

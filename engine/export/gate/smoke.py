@@ -22,7 +22,8 @@ import torch
 
 from engine.data.batches import Batch, Batches, Int64Array
 from engine.errors import TrainingFailed
-from engine.export.gate.gate import Gate, Subject, answered, unknown
+from engine.export.gate.gate import Subject
+from engine.export.outcome import Outcome, answered, unknown
 from engine.models.decoder import Decoder
 from engine.models.load import load_decoder, new_decoder
 from engine.train.trainer import Trainer
@@ -48,7 +49,7 @@ class OneBatch(Batches):
 
 
 # contract: phase-gates-v1
-def smoke(subject: Subject) -> Gate:
+def smoke(subject: Subject) -> Outcome:
     """Trains for some steps; nothing is written."""
     spec, steps = subject.spec, subject.spec.gate.smoke_steps
     batches = OneBatch(subject.rows.batches)

@@ -30,7 +30,8 @@ from torch.nn import functional as F
 
 from engine.data.batches import Batch
 from engine.evaluate.perplexity import log_probabilities
-from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, unknown
+from engine.export.gate.gate import Subject, does_not_apply
+from engine.export.outcome import Outcome, answered, unknown
 from engine.formats.safetensors import tensors_sha256
 from engine.loss.types import SparseTargets
 from engine.models.frozen import freeze
@@ -55,7 +56,7 @@ _CHUNK = 256
 
 
 @torch.inference_mode()
-def teacher_parity(subject: Subject) -> Gate:
+def teacher_parity(subject: Subject) -> Outcome:
     spec = subject.spec
     if not spec.has_teacher:
         return does_not_apply(TEACHER, "the run has no teacher")
@@ -107,7 +108,7 @@ def teacher_parity(subject: Subject) -> Gate:
 
 
 @torch.inference_mode()
-def cache_fidelity(subject: Subject) -> Gate:
+def cache_fidelity(subject: Subject) -> Outcome:
     spec = subject.spec
     if not uses_cache(spec):
         return does_not_apply(CACHE, "the run reads no stored teacher outputs (teacher.cache)")

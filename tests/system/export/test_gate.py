@@ -16,11 +16,12 @@ import torch
 from engine.cli.main import main
 from engine.data.batches import Batch
 from engine.evaluate.statistics import wilson
-from engine.export.gate.gate import Gate, Subject, answered, does_not_apply, verdict_of
+from engine.export.gate.gate import Subject, does_not_apply, verdict_of
 from engine.export.gate.results import eval_threshold, heldout_target
 from engine.export.gate.run import ask_gates
 from engine.export.gate.smoke import least_cross_entropy, smoke
 from engine.export.gate.teacher import cache_fidelity, teacher_parity
+from engine.export.outcome import Outcome, answered
 from engine.findings.context import spec_hash, view_of
 from engine.log.folder import RunFolder
 from engine.models.load import save_decoder
@@ -261,7 +262,7 @@ def test_an_evaluation_that_is_not_there_or_not_whole_or_of_others_is_unknown(
 
 
 def test_the_verdict_is_the_lowest_of_those_that_apply() -> None:
-    def level(*gates: Gate) -> Level:
+    def level(*gates: Outcome) -> Level:
         return verdict_of(gates).level
 
     holds = answered("smoke", Level.PASS, "it does")

@@ -19,6 +19,7 @@ from engine.kernels import dequantize_triton, small_m, small_m_inputs
 from engine.kernels.key import Variant
 from engine.kernels.linear import Kernel, Scratch, packed_linear
 from engine.kernels.prewarm import Matrix, matrices_of, prewarm_variants
+from engine.kernels.registry import pointer_type
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.packed import PackedEmbedding, PackedLinear, head_of, reserve
@@ -56,7 +57,7 @@ class Launches:
 
     def __call__(self, variant: Variant, grid: tuple[int, ...], *arguments: Tensor | int) -> None:
         types = [
-            dequantize_triton.pointer_type(argument.dtype) if isinstance(argument, Tensor) else "i"
+            pointer_type(argument.dtype) if isinstance(argument, Tensor) else "i"
             for argument in arguments
         ]
         wanted = [type_ if type_.startswith("*") else "i" for type_ in variant.types]
