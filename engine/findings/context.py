@@ -30,11 +30,11 @@ from engine.errors import EngineError, RunLogError
 from engine.files import open_plain
 from engine.findings.capture import Blob, file_blob, json_blob, text_blob
 from engine.findings.finding import now_utc
+from engine.findings.logs import events_of
 from engine.findings.redact import Redactor, is_secret_name
 from engine.log.events import LogOpened, name_of_non_finite
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
-from engine.log.read import LogReader
 from engine.log.view import RunView
 from engine.log.write import read_boot_id
 from engine.machine.surroundings import PACKAGES, installed_versions
@@ -128,13 +128,12 @@ def spec_hash(run: RunFolder) -> dict[str, Any]:
 
 def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
     """Each time the trainer opened its log."""
-    reader, out = LogReader(run.events), []
+    out: list[dict[str, Any]] = []
     try:
-        while events := reader.poll():
-            for e in events:
-                if isinstance(e, LogOpened):
-                    kept = {"unix_s": e.unix_s, "boot_id": e.boot_id, "pid": e.pid}
-                    out.append({"opened": now_utc(e.unix_s), **kept})
+        for e in events_of(run.events):
+            if isinstance(e, LogOpened):
+                kept = {"unix_s": e.unix_s, "boot_id": e.boot_id, "pid": e.pid}
+                out.append({"opened": now_utc(e.unix_s), **kept})
     except RunLogError as error:
         out.append({"why": f"the log cannot be read further: {error.message}"})
     return out

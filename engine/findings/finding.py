@@ -54,23 +54,26 @@ class Quote(Record, frozen=True, kw_only=True):
     """How the line begins."""
 
 
-class EventRange(Record, frozen=True, kw_only=True, tag_field="type", tag="events"):
-    """Lines of one log of a run, `first_seq` to `last_seq`, all of them."""
+class OfRun(Record, frozen=True, kw_only=True):
+    """What is of one run."""
 
     run: str
     run_id: str
     """Hash of the first line of the run's log: the same run under any name."""
+
+
+class EventRange(OfRun, frozen=True, kw_only=True, tag_field="type", tag="events"):
+    """Lines of one log of a run, `first_seq` to `last_seq`, all of them."""
+
     log: LogName
     first_seq: Count
     last_seq: Count
     quotes: tuple[Quote, ...]
 
 
-class ExitRecord(Record, frozen=True, kw_only=True, tag_field="type", tag="exit"):
+class ExitRecord(OfRun, frozen=True, kw_only=True, tag_field="type", tag="exit"):
     """What the supervisor's watch log says of how the trainer ended."""
 
-    run: str
-    run_id: str
     seq: Count
     state: str
     """In the words of `engine.watch.attribution`: OOM_MEMCG, KILLED_EXTERNAL, ..."""
@@ -79,11 +82,9 @@ class ExitRecord(Record, frozen=True, kw_only=True, tag_field="type", tag="exit"
     sentence: str
 
 
-class MetricWindow(Record, frozen=True, kw_only=True, tag_field="type", tag="metric"):
+class MetricWindow(OfRun, frozen=True, kw_only=True, tag_field="type", tag="metric"):
     """One metric of a run over a time, and its numbers there."""
 
-    run: str
-    run_id: str
     metric: str
     first_step: Count = 0
     last_step: Count | None = None
@@ -131,11 +132,9 @@ class FlipResult(Record, frozen=True, kw_only=True, tag_field="type", tag="flip"
     n_pairs: Count
 
 
-class StartedRun(Record, frozen=True, kw_only=True):
+class StartedRun(OfRun, frozen=True, kw_only=True):
     """A run that a command started: its log began while the command ran."""
 
-    run: str
-    run_id: str
     begun_unix_s: float
     log: Sha
     """Artifact: the log that its id is taken from, or its first line where it is too big to copy."""

@@ -32,7 +32,7 @@ from engine.log.events import (
     StepDone,
 )
 from engine.log.folder import RunFolder
-from engine.log.read import decode_line
+from engine.log.read import LogReader, decode_line
 
 LARGEST_SLICE_BYTES = 8 << 20
 FIRST_LINE_BYTES = 1 << 16
@@ -107,6 +107,13 @@ def read_log(path: Path) -> Iterator[Line]:
     except OSError as error:
         found = error.strerror or str(error)
         raise RunLogError.expected("run log", path, "to read it", found) from error
+
+
+def events_of(log: Path) -> Iterator[AnyEvent]:
+    """The events of a log that may be long, without their bytes. Raises BrokenLog behind the last sound part."""
+    reader = LogReader(log)
+    while events := reader.poll():
+        yield from events
 
 
 def take_range(path: Path, first_seq: int, last_seq: int) -> list[Line]:

@@ -29,10 +29,11 @@ from engine.errors import BadInput, RunLogError, SpecError
 from engine.files import open_plain
 from engine.findings.context import plain, sessions_of, spec_hash
 from engine.findings.finding import now_utc
+from engine.findings.logs import events_of
 from engine.limits import LOG_COUNT, LOG_FILE, MANIFEST, RUN_FILE, SPEC_FILE, STUDENT_FILE, Limit
 from engine.log.events import CheckpointSaved, Event, RunStarted
 from engine.log.folder import RunFolder
-from engine.log.read import BrokenLog, LogReader
+from engine.log.read import BrokenLog
 from engine.log.view import RunView
 from engine.spec import parse_set, read_spec
 from engine.terminal import clipped
@@ -153,18 +154,16 @@ def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
     by_step: dict[int, str] = {}
     out: list[dict[str, Any]] = []
     parent: str | None = None
-    reader = LogReader(run.events)
     try:
-        while events := reader.poll():
-            for event in events:
-                if isinstance(event, RunStarted):
-                    start = event.resumed_from
-                    parent = by_step.get(start) if start else None
-                elif isinstance(event, CheckpointSaved):
-                    sha256 = event.manifest_sha256
-                    saved = {"step": event.step, "manifest_sha256": sha256}
-                    out.append(saved | {"parent_manifest_sha256": parent})
-                    parent = by_step[event.step] = sha256
+        for event in events_of(run.events):
+            if isinstance(event, RunStarted):
+                start = event.resumed_from
+                parent = by_step.get(start) if start else None
+            elif isinstance(event, CheckpointSaved):
+                sha256 = event.manifest_sha256
+                saved = {"step": event.step, "manifest_sha256": sha256}
+                out.append(saved | {"parent_manifest_sha256": parent})
+                parent = by_step[event.step] = sha256
     except BrokenLog as error:
         out.append({"why": f"the log cannot be read further: {error.message}"})
     return out

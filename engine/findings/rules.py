@@ -54,6 +54,7 @@ from engine.findings.finding import (
     FlipResult,
     MetricWindow,
     Node,
+    OfRun,
     Status,
     canonical,
     is_active,
@@ -452,7 +453,7 @@ def _seen_runs(finding: Finding) -> set[str]:
         evidence.locator.run_id
         for node, evidence in finding.evidence()
         if node.kind == "observation" and evidence.says == "supports" and not silence(evidence)
-        if isinstance(evidence.locator, EventRange | ExitRecord | MetricWindow)
+        if isinstance(evidence.locator, OfRun)
     }
 
 

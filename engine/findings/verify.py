@@ -29,12 +29,10 @@ from engine.errors import BadInput, EngineError
 from engine.files import parse_json, read_bytes
 from engine.findings.bundle import FINDING, LOG, Bundle, logged_seal
 from engine.findings.finding import (
-    EventRange,
     Evidence,
-    ExitRecord,
     FileRange,
     Finding,
-    MetricWindow,
+    OfRun,
     Read,
     digest,
     is_active,
@@ -206,7 +204,7 @@ def _tested_problems(finding: Finding, read: Read) -> Iterator[Problem]:
             if not is_active(node) or not is_active(alternative):
                 continue
             evidence = next(e for e in node.evidence if e.id == answer.evidence)
-            if not isinstance(evidence.locator, EventRange | ExitRecord | MetricWindow):
+            if not isinstance(evidence.locator, OfRun):
                 continue
             if why := _another_run(finding, evidence, wanted, alternative.test, read):
                 text = f"{alternative.id} is not excluded by the test it names: {evidence.id} {why}"
