@@ -51,20 +51,33 @@ class Answer:
     numbers: dict[str, float] = field(default_factory=dict)
 
 
+class Numbers(dict[str, float]):
+    """What a check has measured so far, by name; the answers it gives hold them."""
+
+    def passed(self, reason: str, **more: float) -> Answer:
+        return self._answer(Level.PASS, reason, more)
+
+    def unknown(self, reason: str, **more: float) -> Answer:
+        return self._answer(Level.UNKNOWN, reason, more)
+
+    def failed(self, reason: str, **more: float) -> Answer:
+        return self._answer(Level.FAIL, reason, more)
+
+    def _answer(self, level: Level, reason: str, more: dict[str, float]) -> Answer:
+        known = {**self, **more}
+        return Answer(Verdict(level, reason), {name: float(x) for name, x in known.items()})
+
+
 def passed(reason: str, **numbers: float) -> Answer:
-    return Answer(Verdict(Level.PASS, reason), _floats(numbers))
+    return Numbers().passed(reason, **numbers)
 
 
 def unknown(reason: str, **numbers: float) -> Answer:
-    return Answer(Verdict(Level.UNKNOWN, reason), _floats(numbers))
+    return Numbers().unknown(reason, **numbers)
 
 
 def failed(reason: str, **numbers: float) -> Answer:
-    return Answer(Verdict(Level.FAIL, reason), _floats(numbers))
-
-
-def _floats(numbers: dict[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in numbers.items()}
+    return Numbers().failed(reason, **numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine import limits
-from engine.checks.check import Answer, failed, passed
+from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.checks.updates import Sample
 from engine.errors import BadInput, EngineError
@@ -47,12 +47,11 @@ class CheckpointReloads:
         live = dict(student.named_parameters())
         size = sum(file.stat().st_size for file in path.iterdir())
         least = sum(p.numel() * p.element_size() for p in live.values())
-        numbers: dict[str, float] = dict(size_bytes=size, least_bytes=least)
+        numbers = Numbers(size_bytes=size, least_bytes=least)
         if size < least:
-            return failed(
+            return numbers.failed(
                 f"{path.name} has {format_bytes(size)}, the student's weights alone take "
-                f"{format_bytes(least)}",
-                **numbers,
+                f"{format_bytes(least)}"
             )
         copy = empty_decoder(student.config, device=context.device)
         # Attention over packed documents and over a mask round differently.
@@ -60,13 +59,12 @@ class CheckpointReloads:
         try:
             differing = _read_into(copy, path, live)
         except EngineError as error:
-            return failed(f"{path.name} cannot be read: {error}", **numbers)
+            return numbers.failed(f"{path.name} cannot be read: {error}")
         numbers["differing"] = len(differing)
         if differing:
-            return failed(
+            return numbers.failed(
                 f"{path.name}: {len(differing)} of {len(live)} tensors are not the student's, first "
-                f"{differing[0]}",
-                **numbers,
+                f"{differing[0]}"
             )
         batch = context.heldout[0]
         tokens_BT = torch.from_numpy(batch.tokens_BT[:ROWS]).to(context.device)
@@ -76,19 +74,18 @@ class CheckpointReloads:
                 student.logits(tokens_BT, documents_BT), copy.logits(tokens_BT, documents_BT)
             )
         if not same:
-            return failed(f"{path.name}: the reloaded student gives other logits", **numbers)
+            return numbers.failed(f"{path.name}: the reloaded student gives other logits")
         unchanged = [n for n, s in self.start.items() if torch.equal(s.of(live[n]), s.before)]
         numbers["unchanged"] = len(unchanged)
         if context.step > self.begun_step and len(unchanged) == len(live):
-            return failed(f"{path.name} holds the weights that the run began with", **numbers)
+            return numbers.failed(f"{path.name} holds the weights that the run began with")
         wrong = self._would_go_on_elsewhere(context, path, live, numbers)
         if wrong:
-            return failed(f"{path.name}: {wrong}", **numbers)
+            return numbers.failed(f"{path.name}: {wrong}")
         moments = ", moments" if "moments_differing" in numbers else ""
-        return passed(
+        return numbers.passed(
             f"{path.name}, {format_bytes(size)}: the same {len(live)} tensors{moments} and logits, bit "
-            "for bit",
-            **numbers,
+            "for bit"
         )
 
     def _would_go_on_elsewhere(

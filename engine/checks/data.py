@@ -12,7 +12,7 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checks.check import Answer, failed, passed
+from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.data.batches import IGNORED, Batch
 from engine.data.tokens import TokenStream
@@ -61,22 +61,21 @@ def labels_are_next_tokens(context: Context) -> Answer:
     left_out = int((~labelled_BT & inside_BT).sum())
     labelled = int(labelled_BT.sum())
     copies = int((labelled_BT & (labels_BT == tokens_BT)).sum())
-    numbers = dict(labelled=labelled, wrong=wrong, crossing=crossing, left_out=left_out)
+    numbers = Numbers(labelled=labelled, wrong=wrong, crossing=crossing, left_out=left_out)
     if wrong:
         copied = (
             f"; {copies / labelled:.0%} are the token itself: not shifted"
             if copies > labelled / 2
             else ""
         )
-        return failed(f"{wrong:,} of {labelled:,} labels are not the next token{copied}", **numbers)
+        return numbers.failed(f"{wrong:,} of {labelled:,} labels are not the next token{copied}")
     if crossing:
-        return failed(
-            f"{crossing:,} labels stand across the end of a document and predict another's first token",
-            **numbers,
+        return numbers.failed(
+            f"{crossing:,} labels stand across the end of a document and predict another's first token"
         )
     if not labelled:
-        return failed("no row has a label: there is nothing to train on", **numbers)
-    return passed(f"{labelled:,} labels are the next token of their document", **numbers)
+        return numbers.failed("no row has a label: there is nothing to train on")
+    return numbers.passed(f"{labelled:,} labels are the next token of their document")
 
 
 def batch_not_degenerate(context: Context) -> Answer:
@@ -88,22 +87,20 @@ def batch_not_degenerate(context: Context) -> Answer:
     repeated = len(tokens_BT) - len(np.unique(tokens_BT, axis=0))
     # A short corpus comes round again within these steps: those repetitions are in order.
     expected = len(batch.row_ids) - len(np.unique(batch.row_ids))
-    numbers = dict(
+    numbers = Numbers(
         distinct=len(counts), entropy=entropy, rows=len(tokens_BT), repeated=repeated - expected
     )
     if repeated - expected > len(tokens_BT) // 2:
-        return failed(
-            f"{repeated} of {len(tokens_BT)} rows are copies of others in the batch", **numbers
+        return numbers.failed(
+            f"{repeated} of {len(tokens_BT)} rows are copies of others in the batch"
         )
     if len(counts) < SMALLEST_DISTINCT or entropy < SMALLEST_ENTROPY:
-        return failed(
+        return numbers.failed(
             f"{len(counts)} distinct tokens in {tokens_BT.size:,} places, {entropy:.2f} nats of "
-            "entropy: hardly any text",
-            **numbers,
+            "entropy: hardly any text"
         )
-    return passed(
-        f"{len(counts):,} distinct tokens, {entropy:.1f} nats, {repeated - expected} rows repeated",
-        **numbers,
+    return numbers.passed(
+        f"{len(counts):,} distinct tokens, {entropy:.1f} nats, {repeated - expected} rows repeated"
     )
 
 
@@ -117,16 +114,15 @@ def padding_not_trained(context: Context) -> Answer:
     padding_BT = (place_T < run_B[:, None]) & (run_B[:, None] >= PADDING_RUN)
     labelled_BT = batch.labels_BT != IGNORED
     trained, labelled = int((padding_BT & labelled_BT).sum()), int(labelled_BT.sum())
-    numbers = dict(padding=int(padding_BT.sum()), padding_labelled=trained, labelled=labelled)
+    numbers = Numbers(padding=int(padding_BT.sum()), padding_labelled=trained, labelled=labelled)
     if trained > PADDING_SHARE * labelled:
         ids = np.unique(batch.tokens_BT[:, -1][run_B >= PADDING_RUN])
         listed = ", ".join(str(int(token)) for token in ids[:3])
-        return failed(
+        return numbers.failed(
             f"{trained / labelled:.0%} of the labels stand on runs of one token at the end of rows "
-            f"(id {listed}): padding is trained on",
-            **numbers,
+            f"(id {listed}): padding is trained on"
         )
-    return passed(f"{trained:,} of {labelled:,} labels stand on what could be padding", **numbers)
+    return numbers.passed(f"{trained:,} of {labelled:,} labels stand on what could be padding")
 
 
 def split_disjoint(context: Context) -> Answer:
@@ -140,24 +136,21 @@ def split_disjoint(context: Context) -> Answer:
     looked_at = min(len(train), MOST_TOKENS)
     shared, windows = shared_windows(train.tokens[:looked_at], held.tokens)
     share = shared / windows if windows else 0.0
-    numbers = dict(
+    numbers = Numbers(
         copied_documents=copies, shared_windows=shared, windows=windows, searched_tokens=looked_at
     )
     if copies:
-        return failed(
-            f"{copies} held-out document{'s are' if copies > 1 else ' is'} trained on, token by token",
-            **numbers,
+        return numbers.failed(
+            f"{copies} held-out document{'s are' if copies > 1 else ' is'} trained on, token by token"
         )
     if share > SHARED_SHARE:
-        return failed(
-            f"{share:.0%} of held-out stretches of {WINDOW} tokens are in the training text too",
-            **numbers,
+        return numbers.failed(
+            f"{share:.0%} of held-out stretches of {WINDOW} tokens are in the training text too"
         )
     searched = "" if looked_at == len(train) else f", of which {looked_at:,} tokens were searched"
-    return passed(
+    return numbers.passed(
         f"no held-out document is trained on; {share:.1%} of held-out stretches of {WINDOW} tokens "
-        f"are in the training text{searched}",
-        **numbers,
+        f"are in the training text{searched}"
     )
 
 

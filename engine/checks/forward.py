@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.checks.check import Answer, failed, passed
+from engine.checks.check import Answer, Numbers, failed
 from engine.checks.context import Context
 from engine.checks.logits import Hidden
 from engine.checks.reference import reference_logits
@@ -77,49 +77,58 @@ def _other(tokens: Tensor, vocabulary: int) -> Tensor:
     return (tokens + vocabulary // 2) % vocabulary
 
 
+def _leaks(
+    context: Context,
+    numbers: Numbers,
+    tokens_BT: Tensor,
+    changed_BT: Tensor,
+    own_BT: Tensor,
+    documents_BT: Tensor,
+) -> Iterator[tuple[str, float]]:
+    """Whose tokens beyond `own_BT`, which may change, do change, and by how much of what those do; infinite
+    where nothing changes."""
+    for side in sides(context):
+        before_BTD = side.hidden(tokens_BT, documents_BT)
+        moved_BT = (side.hidden(changed_BT, documents_BT) - before_BTD).float().norm(dim=2)
+        own = float(moved_BT[own_BT].norm())
+        leak = float(moved_BT[~own_BT].norm()) / own if own else math.inf
+        numbers[f"{side.whose}_leak"] = leak
+        if not leak <= LEAK:
+            yield side.whose, leak
+
+
 @torch.no_grad()
 def causal_mask(context: Context) -> Answer:
-    tokens_BT, _ = _probe(context)
+    tokens_BT, documents_BT = _probe(context)
     middle = tokens_BT.shape[1] // 2
     changed_BT = tokens_BT.clone()
     changed_BT[:, middle] = _other(tokens_BT[:, middle], context.student.config.vocab_size)
-    one_document_BT = torch.zeros_like(tokens_BT)
-    numbers: dict[str, float] = {}
-    for side in sides(context):
-        before_BTD = side.hidden(tokens_BT, one_document_BT)
-        moved_BT = (side.hidden(changed_BT, one_document_BT) - before_BTD).float().norm(dim=2)
-        here = float(moved_BT[:, middle:].norm())
-        leak = float(moved_BT[:, :middle].norm()) / here if here else math.inf
-        numbers[f"{side.whose}_leak"] = leak
-        if not leak <= LEAK:
-            text = (
-                f"tokens before a changed one move by {leak:.1e} of what it moves"
-                if here
-                else "a changed token changes nothing"
-            )
-            return failed(f"{side.whose}: {text}", **numbers)
-    return passed("a changed token moves none before it", **numbers)
+    own_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+    own_BT[:, middle:] = True
+    numbers = Numbers()
+    for whose, leak in _leaks(
+        context, numbers, tokens_BT, changed_BT, own_BT, torch.zeros_like(documents_BT)
+    ):
+        text = f"tokens before a changed one move by {leak:.1e} of what it moves"
+        return numbers.failed(
+            f"{whose}: {'a changed token changes nothing' if leak == math.inf else text}"
+        )
+    return numbers.passed("a changed token moves none before it")
 
 
 @torch.no_grad()
 def documents_isolated(context: Context) -> Answer:
     tokens_BT, documents_BT = _probe(context)
-    vocabulary = context.student.config.vocab_size
-    changed_BT = torch.where(documents_BT == 0, _other(tokens_BT, vocabulary), tokens_BT)
-    numbers: dict[str, float] = {}
-    for side in sides(context):
-        before_BTD = side.hidden(tokens_BT, documents_BT)
-        moved_BT = (side.hidden(changed_BT, documents_BT) - before_BTD).float().norm(dim=2)
-        inside = float(moved_BT[documents_BT == 0].norm())
-        leak = float(moved_BT[documents_BT == 1].norm()) / inside if inside else math.inf
-        numbers[f"{side.whose}_leak"] = leak
-        if not leak <= LEAK:
-            return failed(
-                f"{side.whose}: another document in the row moves a token by {leak:.1e} of its own "
-                "change",
-                **numbers,
-            )
-    return passed("another document in the row changes nothing", **numbers)
+    own_BT = documents_BT == 0
+    changed_BT = torch.where(
+        own_BT, _other(tokens_BT, context.student.config.vocab_size), tokens_BT
+    )
+    numbers = Numbers()
+    for whose, leak in _leaks(context, numbers, tokens_BT, changed_BT, own_BT, documents_BT):
+        return numbers.failed(
+            f"{whose}: another document in the row moves a token by {leak:.1e} of its own change"
+        )
+    return numbers.passed("another document in the row changes nothing")
 
 
 @torch.no_grad()
@@ -135,7 +144,7 @@ def positions_matter(context: Context) -> Answer:
     tokens_B4 = distinct[: 4 * count].view(count, 4)
     exchanged_B4 = tokens_B4[:, [1, 0, 2, 3]]
     documents_B4 = torch.zeros_like(tokens_B4)
-    numbers: dict[str, float] = {}
+    numbers = Numbers()
     for side in sides(context):
         answers: list[Tensor] = []
 
@@ -154,26 +163,24 @@ def positions_matter(context: Context) -> Answer:
         change = float((one_BD - other_BD).norm() / one_BD.norm())
         numbers[f"{side.whose}_change"] = change
         if not change > NO_CHANGE[side.dtype]:
-            return failed(
-                f"{side.whose}: exchanging two earlier tokens changes attention by {change:.1e}",
-                **numbers,
+            return numbers.failed(
+                f"{side.whose}: exchanging two earlier tokens changes attention by {change:.1e}"
             )
-    return passed("exchanging two earlier tokens changes what attention answers", **numbers)
+    return numbers.passed("exchanging two earlier tokens changes what attention answers")
 
 
 @torch.no_grad()
 def forward_is_the_model(context: Context) -> Answer:
     tokens_BT, documents_BT = _probe(context)
-    numbers: dict[str, float] = {}
+    numbers = Numbers()
     for side in sides(context):
         config = side.decoder.config
         eps = _worst_eps(side.decoder)
         numbers[f"{side.whose}_eps"] = eps
         if not 0.9 < eps / config.rms_norm_eps < 1.1:
-            return failed(
+            return numbers.failed(
                 f"{side.whose}: a norm behaves as with eps {eps:.1e}, config.json says "
-                f"{config.rms_norm_eps:.1e}",
-                **numbers,
+                f"{config.rms_norm_eps:.1e}"
             )
         hidden_ND = side.hidden(tokens_BT, documents_BT).flatten(0, 1)
         logits_NV = logits_of(hidden_ND, side.head, config.vocab_size).float()
@@ -197,20 +204,18 @@ def forward_is_the_model(context: Context) -> Answer:
                 if (error_N > allowed).any()
                 else -1
             )
-            return failed(
+            return numbers.failed(
                 f"{side.whose}: logits are {error:.2g} (relative) from a plain forward pass, "
                 f"{allowed:.1g} is allowed; first at position {first} of a row, {agreement:.0%} "
-                "agreement",
-                **numbers,
+                "agreement"
             )
-    return passed(
+    return numbers.passed(
         "logits are those of a plain forward pass: "
         + ", ".join(
             f"{whose} within {numbers[f'{whose}_error']:.1e}"
             for whose in ("student", "teacher")
             if f"{whose}_error" in numbers
-        ),
-        **numbers,
+        )
     )
 
 

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.checks.objective import function_gradient
 from engine.data.batches import IGNORED, Batch
@@ -133,11 +133,10 @@ def rows_in_update(context: Context) -> Answer:
     if not total or not math.isfinite(whole_loss):
         return unknown(f"the step's loss is {whole_loss} with {total} labels", loss=whole_loss)
     idle, leaking = _count(hidden, parts)
-    numbers: dict[str, float] = dict(labelled=total, idle=idle, leaking=leaking, loss=whole_loss)
+    numbers = Numbers(labelled=total, idle=idle, leaking=leaking, loss=whole_loss)
     if idle or leaking:
-        return failed(
-            f"{idle} of {total} labelled tokens get no gradient, and {leaking} without a label get one",
-            **numbers,
+        return numbers.failed(
+            f"{idle} of {total} labelled tokens get no gradient, and {leaking} without a label get one"
         )
     losses, projected = [], []
     for part in parts:
@@ -156,21 +155,18 @@ def rows_in_update(context: Context) -> Answer:
     numbers |= dict(rows=len(losses), gradient_error=error, loss_error=loss_error)
     allowed = SAME_ROWS[_is_fp32(context)]
     if not loss_error <= allowed:
-        return failed(
+        return numbers.failed(
             f"the loss of a step of {len(losses)} rows is {whole_loss:.5g}, the mean over its rows "
-            f"{expected:.5g}",
-            **numbers,
+            f"{expected:.5g}"
         )
     if not error <= allowed:
-        return failed(
+        return numbers.failed(
             f"the gradient of a step of {len(losses)} rows in two passes is off the mean over its "
-            f"rows by {error:.0%}: rows are left out, or passes weighted wrongly",
-            **numbers,
+            f"rows by {error:.0%}: rows are left out, or passes weighted wrongly"
         )
-    return passed(
+    return numbers.passed(
         f"loss and gradient of {len(losses)} rows in two passes are the mean over rows, and all "
-        f"{total} labels take part",
-        **numbers,
+        f"{total} labels take part"
     )
 
 
@@ -195,12 +191,12 @@ def loss_gradient(context: Context) -> Answer:
     loss = context.gradients(parts)
     moved = _densest(context)
     norm = math.sqrt(sum(float(g.double().square().sum()) for _, g in moved))
-    numbers = function.numbers | dict(step_loss=loss, step_norm=norm)
+    numbers = Numbers(**function.numbers, step_loss=loss, step_norm=norm)
     if not math.isfinite(loss) or not norm > 0:
         # The trainer's loss makes its gradient on the way and gives NaN for one that is changed after it.
         changed = math.isfinite(loss) and math.isnan(norm)
         why = ": the loss is divided or multiplied after the loss function" if changed else ""
-        return failed(f"the step's loss is {loss} and its gradient {norm:g}{why}", **numbers)
+        return numbers.failed(f"the step's loss is {loss} and its gradient {norm:g}{why}")
     return _against_differences(context, parts, moved, loss, norm, numbers)
 
 
@@ -210,7 +206,7 @@ def _against_differences(
     moved: Sequence[tuple[Tensor, Tensor]],
     loss: float,
     norm: float,
-    numbers: dict[str, float],
+    numbers: Numbers,
 ) -> Answer:
     """The norm that the gradient claims, against differences of the loss over smaller and smaller steps."""
     fp32 = _is_fp32(context)
@@ -230,22 +226,19 @@ def _against_differences(
         )
         # The first is asked of every sound run, and agrees in nearly all: it needs no other beside it.
         if error <= allowed and bound <= KNOWN:
-            return passed(
-                f"the gradient is the logged loss's: {measured:.4g} measured, {norm:.4g} claimed",
-                **numbers,
+            return numbers.passed(
+                f"the gradient is the logged loss's: {measured:.4g} measured, {norm:.4g} claimed"
             )
         excluded = excluded + 1 if number and error > max(allowed, bound) else 0
         if excluded == 2:
-            return failed(
+            return numbers.failed(
                 f"along its gradient the logged loss changes by {measured:.4g} (known to "
-                f"{bound * norm:.2g}), and by the gradient {norm:.4g}",
-                **numbers,
+                f"{bound * norm:.2g}), and by the gradient {norm:.4g}"
             )
         before, step = found, step * ratio
-    return unknown(
+    return numbers.unknown(
         f"along its gradient the logged loss changes by {measured:.4g} (known to {bound * norm:.2g} only, "
-        f"because it curves or rounds), and by the gradient {norm:.4g}",
-        **numbers,
+        f"because it curves or rounds), and by the gradient {norm:.4g}"
     )
 
 
@@ -301,12 +294,10 @@ def nan_not_masked(context: Context) -> Answer:
     """A NaN in the last hidden states of either model, through the whole step."""
     first = _split(context)[:1]
     loss = context.gradients(first)
-    numbers: dict[str, float] = dict(loss=loss)
+    numbers = Numbers(loss=loss)
     labelled = np.flatnonzero(first[0].labels_BT[0] != IGNORED)
     if not math.isfinite(loss) or not len(labelled):
-        return unknown(
-            f"the loss is {loss} of {len(labelled)} labels without a NaN put in", **numbers
-        )
+        return numbers.unknown(f"the loss is {loss} of {len(labelled)} labels without a NaN put in")
     # A token that ends its document has no label, and its hidden states no part in the loss.
     spoilt_token = int(labelled[0])
     models = {"student": context.student}
@@ -326,8 +317,7 @@ def nan_not_masked(context: Context) -> Answer:
             handle.remove()
         numbers[f"with_{whose}_nan"] = found
         if math.isfinite(found):
-            return failed(
-                f"with NaN in the {whose}'s hidden states the loss is {found:.4g} and not NaN",
-                **numbers,
+            return numbers.failed(
+                f"with NaN in the {whose}'s hidden states the loss is {found:.4g} and not NaN"
             )
-    return passed(f"a NaN in the {' or the '.join(models)} makes the loss NaN", **numbers)
+    return numbers.passed(f"a NaN in the {' or the '.join(models)} makes the loss NaN")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.check import Answer, Numbers, unknown
 from engine.checks.context import Context
 from engine.checks.data import next_rows
 from engine.checks.logits import few_rows, hidden_of, student_hidden
@@ -125,7 +125,7 @@ def ignored_rows_have_no_part(context: Context) -> Answer:
     moved_N = hidden_ND.grad.abs().sum(1).cpu() > 0
     leaking = int((moved_N & ignored_N).sum())
     idle = int((~moved_N & ~ignored_N).sum())
-    numbers = dict(
+    numbers = Numbers(
         ignored=float(ignored_N.sum()),
         labelled=sample.labelled,
         leaking=leaking,
@@ -133,16 +133,13 @@ def ignored_rows_have_no_part(context: Context) -> Answer:
         change=after - before,
     )
     if after != before:
-        return failed(
-            f"rows without a label change the loss by {after - before:.2e} nats", **numbers
-        )
+        return numbers.failed(f"rows without a label change the loss by {after - before:.2e} nats")
     if leaking:
-        return failed(f"{leaking} rows without a label get a gradient", **numbers)
+        return numbers.failed(f"{leaking} rows without a label get a gradient")
     if idle:
-        return failed(f"{idle} of {sample.labelled} labelled rows get no gradient", **numbers)
-    return passed(
-        f"{sample.labelled} labelled rows have a gradient, {int(ignored_N.sum())} others no part",
-        **numbers,
+        return numbers.failed(f"{idle} of {sample.labelled} labelled rows get no gradient")
+    return numbers.passed(
+        f"{sample.labelled} labelled rows have a gradient, {int(ignored_N.sum())} others no part"
     )
 
 
@@ -151,7 +148,7 @@ def loss_invariants(context: Context) -> Answer:
     sample = take_sample(context)
     terms = ask(context, sample)
     loss, ce = float(terms.loss), float(terms.ce)
-    numbers = dict(loss=loss, ce=ce)
+    numbers = Numbers(loss=loss, ce=ce)
     close = SAME[sample.dtype] * (1 + abs(loss))
     # h . c is the same number for all ids, and of the size of a logit.
     mean_D = sample.hidden_ND.mean(0)
@@ -159,15 +156,14 @@ def loss_invariants(context: Context) -> Answer:
     shifted = value(context, replace(sample, head_VD=sample.head_VD + shift_D))
     numbers["shifted"] = shifted
     if not abs(shifted - loss) <= close:
-        return failed(
-            f"a constant on all of the student's logits moves the loss from {loss:.6g} to {shifted:.6g}",
-            **numbers,
+        return numbers.failed(
+            f"a constant on all of the student's logits moves the loss from {loss:.6g} to {shifted:.6g}"
         )
     alpha = context.spec.loss.alpha
     if terms.kd is None:
         if alpha < 1 and context.teacher is not None:
-            return failed("a teacher is in the objective, and the loss has no KL", **numbers)
-        return passed("a constant on all logits leaves the loss as it is", **numbers)
+            return numbers.failed("a teacher is in the objective, and the loss has no KL")
+        return numbers.passed("a constant on all logits leaves the loss as it is")
     kd = float(terms.kd)
     itself = ask(
         context,
@@ -180,15 +176,15 @@ def loss_invariants(context: Context) -> Answer:
     own = float(itself.kd) if itself.kd is not None else math.nan
     numbers |= dict(kd=kd, kd_with_itself=own)
     if not kd >= -close:
-        return failed(f"T^2 KL is {kd:.3g}, and no KL is negative", **numbers)
+        return numbers.failed(f"T^2 KL is {kd:.3g}, and no KL is negative")
     if not abs(own) <= close:
-        return failed(f"T^2 KL of the student with itself is {own:.3g}, and is 0", **numbers)
+        return numbers.failed(f"T^2 KL of the student with itself is {own:.3g}, and is 0")
     parts = alpha * ce + (1 - alpha) * kd
     if not abs(parts - loss) <= close:
-        return failed(
-            f"the loss is {loss:.6g}, alpha CE + (1 - alpha) T^2 KL is {parts:.6g}", **numbers
+        return numbers.failed(
+            f"the loss is {loss:.6g}, alpha CE + (1 - alpha) T^2 KL is {parts:.6g}"
         )
-    return passed("KL is at least 0, is 0 with itself, and ignores constants", **numbers)
+    return numbers.passed("KL is at least 0, is 0 with itself, and ignores constants")
 
 
 def function_gradient(context: Context) -> Answer:
@@ -201,11 +197,11 @@ def function_gradient(context: Context) -> Answer:
     with torch.enable_grad():
         terms = ask(context, replace(sample, hidden_ND=hidden_ND, head_VD=head_VD))
         torch.autograd.backward(terms.loss)
-    numbers = dict(loss=float(terms.loss.detach()))
+    numbers = Numbers(loss=float(terms.loss.detach()))
     for what, leaf in (("hidden", hidden_ND), ("head", head_VD)):
         gradient = leaf.grad
         if gradient is None or not bool(gradient.any()):
-            return failed(f"the loss has no gradient for the {what}", **numbers)
+            return numbers.failed(f"the loss has no gradient for the {what}")
         generator = torch.Generator(leaf.device).manual_seed(1)
         direction = torch.randn(
             leaf.shape, generator=generator, device=leaf.device, dtype=leaf.dtype
@@ -233,12 +229,11 @@ def function_gradient(context: Context) -> Answer:
             f"{what}_error": error,
         }
         if not error <= GRADIENT_TOLERANCE[sample.dtype]:
-            return failed(
+            return numbers.failed(
                 f"along a random direction of the {what} the loss changes by {measured:.4g}, its "
-                f"gradient says {claimed:.4g}",
-                **numbers,
+                f"gradient says {claimed:.4g}"
             )
-    return passed("the loss function's gradient is its own", **numbers)
+    return numbers.passed("the loss function's gradient is its own")
 
 
 def gradient_above_rounding(context: Context) -> Answer:
@@ -265,15 +260,15 @@ def gradient_above_rounding(context: Context) -> Answer:
     size = float(exact_ND.norm())
     kd = math.nan if terms.kd is None else float(terms.kd)
     share = float((found_ND.to(sample.dtype) - exact_ND).norm()) / max(size, 1e-300)
-    numbers = dict(rounding=share, gradient=size, kd=kd, limit=ROUNDED)
+    numbers = Numbers(rounding=share, gradient=size, kd=kd, limit=ROUNDED)
     arithmetic = str(dtype).removeprefix("torch.")
     text = f"{share:.1e} of the gradient of the hidden states is rounding in {arithmetic}"
     if terms.kd is not None:
         text += f", at T^2 KL {kd:.3g} nats"
     # Written so that NaN fails.
     if not share <= ROUNDED:
-        return failed(text, **numbers)
-    return passed(text, **numbers)
+        return numbers.failed(text)
+    return numbers.passed(text)
 
 
 def _hidden_gradient(context: Context, sample: Sample) -> tuple[Tensor, LossTerms]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.check import Answer, Numbers, failed, passed, unknown
 from engine.checks.context import Context, StepNumbers
 from engine.units import format_bytes
 
@@ -31,13 +31,13 @@ class MemoryAsPlanned:
                 predicted_bytes=memory.predicted_bytes,
             )
         measured, predicted = memory.measured_bytes, memory.predicted_bytes
-        numbers = dict(measured_bytes=measured, predicted_bytes=predicted)
+        numbers = Numbers(measured_bytes=measured, predicted_bytes=predicted)
         text = f"{format_bytes(measured)} measured ({memory.source}), {format_bytes(predicted)} planned"
         if measured > MOST_MEASURED * predicted + SLACK_BYTES:
-            return failed(f"{text}: the plan lets runs through that do not fit", **numbers)
+            return numbers.failed(f"{text}: the plan lets runs through that do not fit")
         if predicted > measured / LEAST_MEASURED + SLACK_BYTES:
-            return failed(f"{text}: the plan refuses runs that fit", **numbers)
-        return passed(text, **numbers)
+            return numbers.failed(f"{text}: the plan refuses runs that fit")
+        return numbers.passed(text)
 
 
 class NoLateCompile:

@@ -44,7 +44,6 @@ from engine.checks.forward import (
     forward_is_the_model,
     positions_matter,
 )
-from engine.checks.fp8 import teacher_fp8_within_noise_floor
 from engine.checks.gradients import loss_gradient, nan_not_masked, rows_in_update
 from engine.checks.objective import (
     gradient_above_rounding,
@@ -57,6 +56,7 @@ from engine.checks.teacher import (
     StudentShift,
     eval_baseline,
     shift_proof,
+    teacher_fp8_within_noise_floor,
     teacher_knows_text,
     teacher_not_student,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.check import Answer, Numbers, passed
 from engine.checks.context import Context
 
 LISTED = 4
@@ -40,7 +40,7 @@ def effective_settings(context: Context) -> Answer:
     last = context.learning_rate(spec.train.steps - 1)
     if not 0 <= last <= spec.train.lr:
         problems.append(f"learning rate of the last step: expected 0 to the peak, found {last:g}")
-    numbers = dict(
+    numbers = Numbers(
         rows=taken[0].tokens_BT.shape[0] * spec.train.accumulation,
         seq_len=taken[0].tokens_BT.shape[1],
         steps=spec.train.steps,
@@ -48,11 +48,10 @@ def effective_settings(context: Context) -> Answer:
         tensors=len(held),
     )
     if problems:
-        return failed("; ".join(problems[:LISTED]), **numbers)
-    return passed(
+        return numbers.failed("; ".join(problems[:LISTED]))
+    return numbers.passed(
         f"{numbers['rows']:.0f} x {numbers['seq_len']:.0f} tokens a step and {len(held)} tensors in "
-        "AdamW, as the spec says",
-        **numbers,
+        "AdamW, as the spec says"
     )
 
 
@@ -79,39 +78,35 @@ def resume_continues(context: Context) -> Answer:
         return passed("the run begins at step 0: there is nothing to continue", step=0)
     train = context.spec.train
     rows = train.rows * train.accumulation * context.spec.compute.gpus
-    numbers = dict(step=context.step, position=context.position, expected=context.step * rows)
+    numbers = Numbers(step=context.step, position=context.position, expected=context.step * rows)
     if context.position != context.step * rows:
-        return failed(
+        return numbers.failed(
             f"{context.step} steps of {rows} rows are {context.step * rows} rows, the data stands at "
-            f"{context.position}: rows are met twice or left out",
-            **numbers,
+            f"{context.position}: rows are met twice or left out"
         )
     state = context.optimizer.state
     trained = [p for group in context.optimizer.param_groups for p in group["params"]]
     cold = [p for p in trained if not state.get(p)]
     if cold:
-        return failed(
+        return numbers.failed(
             f"{len(cold)} of {len(trained)} tensors have no moments after {context.step} steps: "
             "AdamW starts cold",
             cold=len(cold),
-            **numbers,
         )
     # A skipped update counts as a step of the run and not of AdamW.
     updates = {int(state[p]["step"]) for p in trained}
     numbers |= dict(updates_min=min(updates), updates_max=max(updates))
     if max(updates) > context.step or min(updates) == 0:
-        return failed(
-            f"AdamW counts {min(updates)} to {max(updates)} updates after {context.step} steps",
-            **numbers,
+        return numbers.failed(
+            f"AdamW counts {min(updates)} to {max(updates)} updates after {context.step} steps"
         )
     if not any(bool(state[p]["exp_avg_sq"].any()) for p in trained):
-        return failed("every second moment of AdamW is zero", **numbers)
+        return numbers.failed("every second moment of AdamW is zero")
     if max(updates) < context.step:
         text = f"AdamW counts {max(updates)} updates in {context.step} steps"
         if train.on_non_finite == "stop":
-            return failed(f"{text}, and the spec lets no update be skipped", **numbers)
-        return unknown(f"{text}: updates were skipped, or moments are older", **numbers)
-    return passed(
-        f"step {context.step}, row {context.position} and {max(updates)} updates belong together",
-        **numbers,
+            return numbers.failed(f"{text}, and the spec lets no update be skipped")
+        return numbers.unknown(f"{text}: updates were skipped, or moments are older")
+    return numbers.passed(
+        f"step {context.step}, row {context.position} and {max(updates)} updates belong together"
     )

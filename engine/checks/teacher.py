@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.check import Answer, Numbers, passed, unknown
 from engine.checks.context import Context
 from engine.checks.data import next_rows
 from engine.checks.logits import (
@@ -28,6 +28,7 @@ from engine.checks.logits import (
     token_frequencies,
 )
 from engine.models.head import mean_kl
+from engine.teachers.fp8 import NOISE_FLOOR_KL, rounding_of
 from engine.teachers.identity import same_values
 
 SMALLEST_KL = 1e-5
@@ -49,25 +50,22 @@ def teacher_knows_text(context: Context) -> Answer:
     (ce,) = cross_entropies(hidden_NE, teacher.head(), columns, [labels_N])
     frequencies = token_frequencies(context.train_stream, labels_N, columns)
     ln_v = math.log(columns)
-    numbers = dict(
+    numbers = Numbers(
         ce=ce, ln_vocabulary=ln_v, frequencies=frequencies, tokens=float((labels_N >= 0).sum())
     )
     if not math.isfinite(ce):
-        return failed(f"the teacher's cross entropy on held-out text is {ce}", **numbers)
+        return numbers.failed(f"the teacher's cross entropy on held-out text is {ce}")
     if ce >= ln_v:
-        return failed(
-            f"cross entropy {ce:.2f} nats on held-out text, guessing at random has {ln_v:.2f}",
-            **numbers,
+        return numbers.failed(
+            f"cross entropy {ce:.2f} nats on held-out text, guessing at random has {ln_v:.2f}"
         )
     if ce >= frequencies:
-        return failed(
+        return numbers.failed(
             f"cross entropy {ce:.2f} nats on held-out text, token frequencies alone have "
-            f"{frequencies:.2f}",
-            **numbers,
+            f"{frequencies:.2f}"
         )
-    return passed(
-        f"cross entropy {ce:.2f} nats on held-out text; frequencies {frequencies:.2f}, ln V {ln_v:.2f}",
-        **numbers,
+    return numbers.passed(
+        f"cross entropy {ce:.2f} nats on held-out text; frequencies {frequencies:.2f}, ln V {ln_v:.2f}"
     )
 
 
@@ -84,12 +82,12 @@ def eval_baseline(context: Context) -> Answer:
     labels_N = torch.from_numpy(batch.labels_BT).flatten()
     frequencies = token_frequencies(context.train_stream, labels_N, columns)
     ln_v = math.log(columns)
-    numbers = dict(noise=loss, frequencies=frequencies, ln_vocabulary=ln_v)
+    numbers = Numbers(noise=loss, frequencies=frequencies, ln_vocabulary=ln_v)
     text = f"noise is evaluated at {loss:.2f} nats; token frequencies have {frequencies:.2f}"
     # Frequencies of another text may be worse than guessing.
     if not loss >= min(frequencies, ln_v - CLEAR):
-        return failed(text, **numbers)
-    return passed(text, **numbers)
+        return numbers.failed(text)
+    return numbers.passed(text)
 
 
 def shift_proof(context: Context) -> Answer:
@@ -103,22 +101,25 @@ def shift_proof(context: Context) -> Answer:
     hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
     found = cross_entropies(hidden_NE, teacher.head(), columns, targets)
     frequencies = token_frequencies(context.train_stream, targets[1], columns)
-    numbers = {f"ce_at_{offset:+d}": ce for offset, ce in zip(OFFSETS, found, strict=True)}
+    numbers = _at_offsets("ce", found)
     numbers |= dict(frequencies=frequencies, tokens=float((targets[1] >= 0).sum()))
     best = min(range(len(OFFSETS)), key=lambda index: found[index])
     if not all(map(math.isfinite, found)):
-        return unknown(
-            "the teacher's cross entropy is not finite or no token has labels", **numbers
-        )
+        return numbers.unknown("the teacher's cross entropy is not finite or no token has labels")
     if found[best] >= frequencies:
-        return unknown("the teacher knows nothing of this text, so it cannot tell", **numbers)
+        return numbers.unknown("the teacher knows nothing of this text, so it cannot tell")
     listed = ", ".join(
         f"{ce:.2f} at {offset:+d}" for offset, ce in zip(OFFSETS, found, strict=True)
     )
     if OFFSETS[best] != 0:
         how = "not shifted" if OFFSETS[best] > 0 else "shifted twice"
-        return failed(f"the teacher's cross entropy is {listed}: labels are {how}", **numbers)
-    return passed(f"the teacher's cross entropy is {listed}", **numbers)
+        return numbers.failed(f"the teacher's cross entropy is {listed}: labels are {how}")
+    return numbers.passed(f"the teacher's cross entropy is {listed}")
+
+
+def _at_offsets(what: str, values: list[float]) -> Numbers:
+    named = {f"{what}_at_{offset:+d}": x for offset, x in zip(OFFSETS, values, strict=True)}
+    return Numbers(named)
 
 
 class StudentShift:
@@ -151,23 +152,21 @@ class StudentShift:
     def at_checkpoint(self, context: Context, path: Path) -> Answer:
         now = self._measure(context)
         gained = [before - after for before, after in zip(self.begun, now, strict=True)]
-        numbers = {f"ce_at_{offset:+d}": ce for offset, ce in zip(OFFSETS, now, strict=True)}
-        numbers |= {f"gained_at_{o:+d}": gain for o, gain in zip(OFFSETS, gained, strict=True)}
+        numbers = _at_offsets("ce", now)
+        numbers |= _at_offsets("gained", gained)
         for offset, ce, gain in zip(OFFSETS, now, gained, strict=True):
             if offset and gain > max(gained[1], 0) + CLEAR and ce < now[1] - CLEAR:
                 what = "the token it was given" if offset < 0 else "the token after the next"
-                return failed(
+                return numbers.failed(
                     f"since the start it has learnt to predict {what}: cross entropy {ce:.2f} nats, "
-                    f"for the next token {now[1]:.2f}",
-                    **numbers,
+                    f"for the next token {now[1]:.2f}"
                 )
         if not gained[1] >= CLEAR:
-            return unknown(
-                f"the student has gained {gained[1]:.2f} nats since the start: too little to tell",
-                **numbers,
+            return numbers.unknown(
+                f"the student has gained {gained[1]:.2f} nats since the start: too little to tell"
             )
-        return passed(
-            f"it predicts the next token, {gained[1]:.2f} nats better than at the start", **numbers
+        return numbers.passed(
+            f"it predicts the next token, {gained[1]:.2f} nats better than at the start"
         )
 
 
@@ -186,15 +185,40 @@ def teacher_not_student(context: Context) -> Answer:
     )
     # Of a teacher whose outputs are stored there are no values; the KL tells as much.
     digest = same_values(decoder, context.student) if decoder is not None else None
-    numbers = dict(kl=kl, agreement=agreement, same_values=float(digest is not None))
+    numbers = Numbers(kl=kl, agreement=agreement, same_values=float(digest is not None))
     if digest is not None or kl < SMALLEST_KL:
         found = (
             f"the same values (sha256 {digest[:12]} in bf16)" if digest else "the same distribution"
         )
         text = f"teacher and student have {found}, KL {kl:.1e} nats"
         if context.spec.teacher.allow_identical:
-            return unknown(f"{text}, as teacher.allow_identical says they may", **numbers)
-        return failed(text, **numbers)
+            return numbers.unknown(f"{text}, as teacher.allow_identical says they may")
+        return numbers.failed(text)
     if not math.isfinite(kl):
-        return unknown(f"the KL is {kl}", **numbers)
-    return passed(f"other values, KL {kl:.3g} nats, {agreement:.0%} agreement", **numbers)
+        return numbers.unknown(f"the KL is {kl}")
+    return numbers.passed(f"other values, KL {kl:.3g} nats, {agreement:.0%} agreement")
+
+
+def teacher_fp8_within_noise_floor(context: Context) -> Answer:
+    """What was measured while the teacher was loaded, beside what 4-bit weights cost."""
+    if context.spec.teacher.precision != "fp8":
+        return passed("no product of the teacher is in 8-bit floats")
+    rounding = None if context.teacher is None else rounding_of(context.teacher)
+    if rounding is None:
+        return unknown("there is no teacher in 8-bit floats in the objective")
+    numbers = Numbers(
+        kl=rounding.kl,
+        noise_floor=NOISE_FLOOR_KL,
+        agreement=rounding.agreement,
+        relative_rms=rounding.relative_rms,
+        tokens=rounding.tokens,
+    )
+    if not math.isfinite(rounding.kl):
+        return numbers.failed(f"its KL from the exact teacher is {rounding.kl}")
+    text = (
+        f"KL {rounding.kl:.2g} nats from the exact teacher on {rounding.tokens} held-out tokens, "
+        f"{rounding.agreement:.1%} rank the same token first; 4-bit weights cost {NOISE_FLOOR_KL:.2g}"
+    )
+    if rounding.kl > NOISE_FLOOR_KL:
+        return numbers.failed(text)
+    return numbers.passed(text)

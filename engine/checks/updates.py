@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.check import Answer, Numbers, failed
 from engine.checks.context import Context, StepNumbers
 from engine.models.decoder import Decoder
 from engine.runtime.ranks import own_part, own_rows
@@ -104,7 +104,7 @@ class TensorsMoved:
             if len(sample.places) and torch.equal(sample.of(parameters[name]), sample.before):
                 visible = rate > 2 * _last_bit(sample.before)
                 (still if visible else too_small).append(name)
-        numbers = dict(
+        numbers = Numbers(
             tensors=len(self.student),
             still=len(still),
             too_small=len(too_small),
@@ -112,23 +112,20 @@ class TensorsMoved:
             teacher_tensors=len(self.teacher),
         )
         if still:
-            return failed(
+            return numbers.failed(
                 f"of {len(self.student)} tensors these did not move at a rate of {rate:.1e}: "
-                f"{_list(still)}",
-                **numbers,
+                f"{_list(still)}"
             )
         if too_small:
             if self.updates < PATIENCE:
                 return None
-            return unknown(
+            return numbers.unknown(
                 f"a rate of {rate:.1e} is below the last bit of {_list(too_small)}: "
-                f"{self.updates} updates cannot be seen",
-                **numbers,
+                f"{self.updates} updates cannot be seen"
             )
-        return passed(
+        return numbers.passed(
             f"all {len(self.student)} tensors of the student moved, none of {len(self.teacher)} of "
-            "the teacher",
-            **numbers,
+            "the teacher"
         )
 
 
@@ -141,12 +138,11 @@ class EffectiveLearningRate:
         wanted = context.learning_rate(step.step - 1)
         groups = context.optimizer.param_groups
         held = {float(group["lr"]) for group in groups}
-        numbers = dict(step=step.step, wanted=wanted, logged=step.lr, held=max(held))
+        numbers = Numbers(step=step.step, wanted=wanted, logged=step.lr, held=max(held))
         if held != {wanted} or step.lr != wanted:
-            return failed(
+            return numbers.failed(
                 f"step {step.step}: the spec's rate is {wanted:.3e}, the optimizer holds "
-                f"{', '.join(f'{rate:.3e}' for rate in sorted(held))}, {step.lr:.3e} is logged",
-                **numbers,
+                f"{', '.join(f'{rate:.3e}' for rate in sorted(held))}, {step.lr:.3e} is logged"
             )
         if not step.updated:
             return None
@@ -155,19 +151,15 @@ class EffectiveLearningRate:
             if step.step < PATIENCE:
                 self.samples = _samples(context)
                 return None
-            return unknown(
-                f"a rate of {wanted:.1e} is below the last bit of the weights", **numbers
-            )
+            return numbers.unknown(f"a rate of {wanted:.1e} is below the last bit of the weights")
         numbers["used"] = used
         if not abs(used / wanted - 1) <= RATE_TOLERANCE:
-            return failed(
+            return numbers.failed(
                 f"step {step.step}: the weights moved as at a rate of {used:.3e}, the spec's is "
-                f"{wanted:.3e}",
-                **numbers,
+                f"{wanted:.3e}"
             )
-        return passed(
-            f"{wanted:.3e} at step {step.step}: in the spec, in the optimizer and in the weights",
-            **numbers,
+        return numbers.passed(
+            f"{wanted:.3e} at step {step.step}: in the spec, in the optimizer and in the weights"
         )
 
     def _used(self, context: Context) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.check import Answer, Numbers, failed
 from engine.checks.context import Context
 from engine.teachers.vocabulary import compare
 
@@ -32,17 +32,14 @@ def vocabulary_by_bytes(context: Context) -> Answer:
                 differing=len(found.differing),
                 shared=found.shared,
             )
-    numbers = dict(ids=ids, differing=differing, one_sided=one_sided, compared=len(known))
+    numbers = Numbers(ids=ids, differing=differing, one_sided=one_sided, compared=len(known))
     if not known:
-        return unknown("no tokenizer is known, so nothing was compared", **numbers)
+        return numbers.unknown("no tokenizer is known, so nothing was compared")
     if nameless:
-        return unknown(
-            f"the tokenizer of {', '.join(nameless)} is not known, so its ids were not compared",
-            **numbers,
+        return numbers.unknown(
+            f"the tokenizer of {', '.join(nameless)} is not known, so its ids were not compared"
         )
     if len(known) == 1:
         whose = next(iter(known))
-        return passed(
-            f"there is one tokenizer, the {whose}'s: the text is made of its ids", **numbers
-        )
-    return passed(f"no id below {ids:,} is another token in {', '.join(known)}", **numbers)
+        return numbers.passed(f"there is one tokenizer, the {whose}'s: the text is made of its ids")
+    return numbers.passed(f"no id below {ids:,} is another token in {', '.join(known)}")

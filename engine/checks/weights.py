@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from engine.checks.check import Answer, failed, passed, unknown
+from engine.checks.check import Answer, Numbers
 from engine.checks.context import Context
 from engine.models.decoder import Decoder
 from engine.models.names import hf_names
@@ -76,19 +76,17 @@ def weights_alive(context: Context) -> Answer:
         models["teacher"] = context.teacher_decoder
     faults = [fault for whose, decoder in models.items() for fault in _faults(decoder, whose)]
     tensors = sum(len(names(decoder)) for decoder in models.values())
-    numbers: dict[str, float] = {"tensors": tensors, "faults": len(faults)}
+    numbers = Numbers(tensors=tensors, faults=len(faults))
     if faults:
         more = f"; and {len(faults) - LISTED} more" if len(faults) > LISTED else ""
-        return failed("; ".join(faults[:LISTED]) + more, **numbers)
+        return numbers.failed("; ".join(faults[:LISTED]) + more)
     teacher = context.teacher_decoder
     if teacher is not None and _is_fresh(teacher):
-        return unknown(
-            "every norm of the teacher is exactly 1 and every bias 0, as in a model that was never trained",
-            **numbers,
+        return numbers.unknown(
+            "every norm of the teacher is exactly 1 and every bias 0, as in a model that was never trained"
         )
-    return passed(
-        f"{tensors} tensors are finite and no matrix is constant, by up to {SAMPLED_ROWS} rows of each",
-        **numbers,
+    return numbers.passed(
+        f"{tensors} tensors are finite and no matrix is constant, by up to {SAMPLED_ROWS} rows of each"
     )
 
 

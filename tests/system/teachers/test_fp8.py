@@ -12,7 +12,7 @@ import torch
 
 from engine.checks.check import Answer
 from engine.checks.context import Context
-from engine.checks.fp8 import teacher_fp8_within_noise_floor
+from engine.checks.teacher import teacher_fp8_within_noise_floor
 from engine.data.batches import Batch, gather_rows
 from engine.data.corpus import Document
 from engine.data.tokens import tokenize
