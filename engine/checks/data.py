@@ -43,10 +43,10 @@ MOST_ROWS = 512
 """Of the next steps that are looked at, however many of them are one step."""
 
 
-def next_rows(context: Context, steps: int = LOOKED_AT) -> Batch:
+def next_rows(context: Context) -> Batch:
     """The rows of the next steps as one batch."""
     train = context.spec.train
-    rows = steps * train.rows * train.accumulation
+    rows = LOOKED_AT * train.rows * train.accumulation
     return context.batches.take(context.position, min(rows, max(MOST_ROWS, train.rows)))
 
 

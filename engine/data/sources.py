@@ -114,7 +114,7 @@ def list_pieces(source: str, *, include_tests: bool = False) -> Iterator[Piece |
         size += item.size_bytes if isinstance(item, Piece) else 0
         for found, limit in ((count, limits.CORPUS_PIECES), (size, limits.CORPUS_TEXT)):
             if found > limit.most:
-                raise CorpusError.expected("corpus", shown(source), str(limit), "more")
+                raise _unusable(shown(source), str(limit), "more")
         yield item
 
 
@@ -124,7 +124,7 @@ def _listed(source: str, *, include_tests: bool) -> Iterator[Piece | Skipped]:
         return
     # Path("") is the current folder, which nobody means by an empty setting.
     if not source:
-        raise CorpusError.expected("corpus", "''", f"a folder, a file or {STDLIB}", "an empty name")
+        raise _unusable("''", f"a folder, a file or {STDLIB}", "an empty name")
     path = Path(source)
     mode = _stat(path).st_mode
     if stat.S_ISDIR(mode):
@@ -136,6 +136,10 @@ def _listed(source: str, *, include_tests: bool) -> Iterator[Piece | Skipped]:
     yield from _json_lines(path) if path.suffix == ".jsonl" else _passages(path)
 
 
+def _unusable(where: str, expected: str, found: str, *, hint: str | None = None) -> CorpusError:
+    return CorpusError.expected("corpus", where, expected, found, hint=hint)
+
+
 def shown(path: Path | str) -> str:
     """A path on one line, whatever characters it holds."""
     text = str(path)
@@ -144,9 +148,7 @@ def shown(path: Path | str) -> str:
 
 def _library(root: Path, include_tests: bool) -> Iterator[Piece | Skipped]:
     if not root.is_dir():
-        raise CorpusError.expected(
-            "corpus", STDLIB, f"the standard library at {shown(root)}", "no such folder"
-        )
+        raise _unusable(STDLIB, f"the standard library at {shown(root)}", "no such folder")
     left_out = _NOT_LIBRARY if include_tests else _NOT_LIBRARY | _TEST_FOLDERS
     for folder, folders, files in os.walk(root, onerror=_refuse_walk):
         folders[:] = sorted(
@@ -182,8 +184,7 @@ def _folder(root: Path) -> Iterator[Piece | Skipped]:
                 found += 1
                 yield _whole_file(path, root, may_skip=False)
     if not found:
-        raise CorpusError.expected(
-            "corpus",
+        raise _unusable(
             shown(root),
             f"files that end in {', '.join(FOLDER_SUFFIXES)}",
             f"none ({others:,} of other kinds)",
@@ -231,29 +232,27 @@ def _text_of_line(raw: bytes, path: Path, line: int, start_byte: int) -> str:
         record = json.loads(source)
     except json.JSONDecodeError as error:
         byte = start_byte + len(source[: error.pos].encode("utf-8"))
-        raise CorpusError.expected("corpus", f"{where}, byte {byte:,}", wanted, error.msg) from None
+        raise _unusable(f"{where}, byte {byte:,}", wanted, error.msg) from None
     except (ValueError, RecursionError) as error:
         # An integer of thousands of digits is a plain ValueError, and deep nesting exhausts the
         # parser.
         found = "nesting too deep" if isinstance(error, RecursionError) else str(error)
-        raise CorpusError.expected(
-            "corpus", f"{where}, byte {start_byte:,}", wanted, found
-        ) from None
+        raise _unusable(f"{where}, byte {start_byte:,}", wanted, found) from None
     where = f"{where}, byte {start_byte:,}"
     if not isinstance(record, dict):
-        raise CorpusError.expected("corpus", where, wanted, f"JSON of type {_kind(record)}")
+        raise _unusable(where, wanted, f"JSON of type {_kind(record)}")
     if "text" not in record:
         keys = ", ".join(ascii(key) for key in list(record)[:5]) or "no keys"
-        raise CorpusError.expected("corpus", where, wanted, f"an object with {keys}")
+        raise _unusable(where, wanted, f"an object with {keys}")
     text = record["text"]
     if not isinstance(text, str):
-        raise CorpusError.expected("corpus", where, wanted, f'a "text" of type {_kind(text)}')
+        raise _unusable(where, wanted, f'a "text" of type {_kind(text)}')
     try:
         # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"the lone surrogate U+{ord(text[error.start]):04X} at character {error.start:,}"
-        raise CorpusError.expected("corpus", where, 'Unicode text in "text"', found) from None
+        raise _unusable(where, 'Unicode text in "text"', found) from None
     return text
 
 
@@ -298,8 +297,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _refuse_size(path: Path, limit: limits.Limit) -> NoReturn:
-    raise CorpusError.expected(
-        "corpus",
+    raise _unusable(
         shown(path),
         f"{limit.what} of {limit}",
         "more",
@@ -311,8 +309,7 @@ def _decoded(raw: bytes, where: str, start_byte: int) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CorpusError.expected(
-            "corpus",
+        raise _unusable(
             f"{where}, byte {start_byte + error.start:,}",
             "UTF-8 text",
             f"0x{raw[error.start]:02x} ({error.reason})",
@@ -325,9 +322,7 @@ def _stat(path: Path) -> os.stat_result:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         found = "a broken link" if path.is_symlink() else "nothing there"
-        raise CorpusError.expected(
-            "corpus", shown(path), f"a folder, a file or {STDLIB}", found
-        ) from None
+        raise _unusable(shown(path), f"a folder, a file or {STDLIB}", found) from None
     except (OSError, ValueError) as error:
         _refuse_unreadable(path, error)
 
@@ -336,9 +331,7 @@ def _refuse_special(path: Path, mode: int) -> None:
     if stat.S_ISREG(mode):
         return
     found = next((what for test, what in _SPECIAL_FILES if test(mode)), "something else")
-    raise CorpusError.expected(
-        "corpus", shown(path), "a regular file", found, hint="copy its text to a file first"
-    )
+    raise _unusable(shown(path), "a regular file", found, hint="copy its text to a file first")
 
 
 def _refuse_walk(error: OSError) -> NoReturn:
@@ -348,7 +341,7 @@ def _refuse_walk(error: OSError) -> NoReturn:
 def _refuse_unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
     # ValueError is how the interpreter refuses a path with a NUL in it.
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    raise CorpusError.expected("corpus", shown(path), "a readable file", reason) from error
+    raise _unusable(shown(path), "a readable file", reason) from error
 
 
 def _name(path: Path, root: Path) -> str:
@@ -359,8 +352,7 @@ def _utf8_name(name: str, path: Path) -> str:
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise CorpusError.expected(
-            "corpus",
+        raise _unusable(
             shown(path),
             "a file name in UTF-8",
             "other bytes in it",

@@ -353,13 +353,14 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """What the phase that needs most needs."""
-        return MemoryBudget(
-            device=self.device, items=self.items(), available=self.available
-        ).total_bytes
+        return self._budget().total_bytes
+
+    def _budget(self) -> MemoryBudget:
+        return MemoryBudget(device=self.device, items=self.items(), available=self.available)
 
     def budget(self) -> MemoryBudget:
         """What the run will need, and where it does not fit, which settings would need less."""
-        budget = MemoryBudget(device=self.device, items=self.items(), available=self.available)
+        budget = self._budget()
         if budget.fits is not False or self.available.number is None:
             return budget
         return replace(budget, savings=_savings(self, self.available.number))
@@ -502,8 +503,7 @@ def _student_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         lasting=plan.graphs,
     )
     if plan.graphs:
-        ends = 1 if plan.student.tie_word_embeddings else 2
-        inside = parameters - ends * plan.student.vocab_size * plan.student.hidden_size
+        inside = parameters - _tables(plan.student)
         yield BudgetItem(
             "gradients in the graph",
             4 * inside,
@@ -658,8 +658,7 @@ def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     if plan.ranks == 1:
         return
     parameters = count_parameters(plan.student)
-    tables = 1 if plan.student.tie_word_embeddings else 2
-    outside = tables * plan.student.vocab_size * plan.student.hidden_size
+    outside = _tables(plan.student)
     layer = (parameters - outside) // plan.student.num_hidden_layers
     layers = "every layer" if not plan.reshard else "two layers, and what arrives for them"
     yield BudgetItem(
@@ -710,7 +709,8 @@ def _shared_teacher(
     count = config.num_hidden_layers
     layers = plan.teacher_packed_layers if plan.quantized else ()
     if not layers:
-        outside = plan.teacher_each * _outside_layers(config)
+        # Beside them the last norm.
+        outside = plan.teacher_each * (_tables(config) + config.hidden_size)
         layers = ((weights.bytes - outside) // count,) * count
     inside = sum(layers)
     yield replace(
@@ -727,10 +727,9 @@ def _shared_teacher(
     )
 
 
-def _outside_layers(config: ModelConfig) -> int:
-    """Numbers in embedding, last norm and head."""
-    tables = 1 if config.tie_word_embeddings else 2
-    return (tables * config.vocab_size + 1) * config.hidden_size
+def _tables(config: ModelConfig) -> int:
+    """Numbers in embedding and head; one table where they are tied."""
+    return (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
 
 
 def _before_the_first_step(

@@ -16,6 +16,7 @@ from typing import Any
 from engine.spec.divergences import DIVERGENCES
 
 LONGEST_WAIT_S = 30 * 86400
+SWITCH = ("auto", "off", "on")
 
 
 def setting(
@@ -76,19 +77,19 @@ class TeacherSection:
         "auto",
         "Whether the teacher's layers are compiled (torch.compile) before the first step. auto is on where "
         "the run is long enough that it pays.",
-        allowed=("auto", "off", "on"),
+        allowed=SWITCH,
     )
     prefetch: str = setting(
         "auto",
         "Whether the teacher begins with the next batch while the optimizer steps. auto is off: it "
         "gains half a percent of a step.",
-        allowed=("auto", "off", "on"),
+        allowed=SWITCH,
     )
     shard: str = setting(
         "auto",
         "With several GPUs: whether each keeps its share of the teacher's layers and gathers a layer when it computes "
         "(on), or all of them (off). auto is on only where the run does not fit otherwise.",
-        allowed=("auto", "off", "on"),
+        allowed=SWITCH,
     )
     cache: str = setting(
         "",
@@ -129,13 +130,13 @@ class StudentSection:
         "auto",
         "Whether the student's layers are compiled (torch.compile) before the first step. auto is on where "
         "the run is long enough that it pays.",
-        allowed=("auto", "off", "on"),
+        allowed=SWITCH,
     )
     graphs: str = setting(
         "auto",
         "Whether the student's layers are launched as CUDA graphs and not kernel by kernel. auto is off: it saves some "
         "percent of a step and keeps their activations and gradients in memory.",
-        allowed=("auto", "off", "on"),
+        allowed=SWITCH,
     )
     attention: str = setting(
         "auto",
@@ -147,13 +148,13 @@ class StudentSection:
         "auto",
         "Whether activations are made again in the backward pass instead of kept. auto is on only where the "
         "run does not fit without it.",
-        allowed=("auto", "off", "on"),
+        allowed=SWITCH,
     )
     reshard: str = setting(
         "auto",
         "With several GPUs: whether each layer's weights are gathered for its forward pass and again for its backward "
         "pass (on), or kept in between (off). auto keeps them where they fit.",
-        allowed=("auto", "off", "on"),
+        allowed=SWITCH,
     )
     save_as: str = setting(
         "fp32",
@@ -305,7 +306,7 @@ class CheckpointSection:
         "auto",
         "With several GPUs: whether every rank writes its own part of a checkpoint (on), or the first writes all of "
         "it (off). auto is on for large students. Either is continued on any number of GPUs.",
-        allowed=("auto", "off", "on"),
+        allowed=SWITCH,
     )
 
 
