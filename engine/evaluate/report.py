@@ -111,7 +111,11 @@ class Compared(NamedTuple):
 def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
     """Raises `NoAnswer` where they are not about the same problems, or one is not finished."""
     sides = [
-        {one.task_id: one.outcome == "pass" for one in side if one.sample == 0 and _is_said(one)}
+        {
+            one.task_id: one.outcome == "pass"
+            for one in side
+            if one.sample == 0 and one.outcome != "harness"
+        }
         for side in (first, second)
     ]
     if sides[0].keys() != sides[1].keys() or not sides[0]:
@@ -129,7 +133,3 @@ def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
         neither=pairs.count((False, False)),
         p=mcnemar(only_first, only_second),
     )
-
-
-def _is_said(result: Result) -> bool:
-    return result.outcome != "harness"

@@ -49,16 +49,14 @@ from engine.formats.open import open_weights
 from engine.formats.weights import WeightFile, read_json_object
 from engine.models.config import ModelConfig, config_of
 from engine.models.families import ROPE_DIVISORS
-from engine.models.load import check_tied
+from engine.models.load import sources
 from engine.models.names import (
     APR_HALVES,
     APR_NEIGHBOURS,
     check_fits,
     names_for,
-    neighbours_turn,
     permute_rows,
     turned_heads,
-    unpermute_rows,
 )
 from engine.models.rope import divisors
 from engine.quant.blocks import BlockType
@@ -167,7 +165,6 @@ def convert(
         config = config_of(weights)
         check_fits(config, weights, source, weights.convention)
         types = tensor_types(config, quant, format_)
-        check_tied(config, weights)
         tokenizer_json = weights.tokenizer_json() if tokenizer else None
         done = Converted(
             source=source,
@@ -195,16 +192,11 @@ def _converted(
     done with it.
     """
     convention = CONVENTION_OF[done.format]
-    have = neighbours_turn(config, weights.convention, weights.metadata, weights.path)
-    want = _neighbours(config, convention)
     names = names_for(convention, config)
-    for count, (ours, name) in enumerate(names_for(weights.convention, config).items(), 1):
-        tensor = _as_type(weights.get(name), types[ours], name, device, done)
-        heads = turned_heads(config, ours)
-        if heads and want and not have:
+    for count, (ours, name, source) in enumerate(sources(weights, config), 1):
+        tensor = _as_type(source, types[ours], name, device, done)
+        if _neighbours(config, convention) and (heads := turned_heads(config, ours)):
             tensor = permute_rows(tensor, heads)
-        elif heads and have and not want:
-            tensor = unpermute_rows(tensor, heads)
         done.tensors[types[ours].name] = done.tensors.get(types[ours].name, 0) + 1
         done.weights += math.prod(tensor.shape)
         done.bytes += tensor.nbytes
@@ -257,7 +249,7 @@ def _write(
             tensors=tensors,
             tokenizer_json=tokenizer_json,
             chat_template=_chat_template(weights),
-            beside=_folder_of(weights) if weights.format == "safetensors" else None,
+            beside=weights.folder if weights.format == "safetensors" else None,
         )
         return
     metadata = _about(weights, done.format, origin)
@@ -303,7 +295,7 @@ def _about(weights: WeightFile, format_: str, origin: Mapping[str, str]) -> dict
     name = "name" if format_ == "apr" else _ORIGIN["name"]
     if not isinstance(found.get(name), str):
         plain = weights.format == "safetensors"
-        found[name] = _folder_of(weights).resolve().name if plain else weights.path.stem
+        found[name] = weights.folder.resolve().name if plain else weights.path.stem
     return found
 
 
@@ -312,10 +304,10 @@ def _chat_template(weights: WeightFile) -> str | None:
     if weights.format != "safetensors":
         found = weights.metadata.get(_TEMPLATE_KEY[weights.format])
         return found if isinstance(found, str) else None
-    path = _folder_of(weights) / TEMPLATE_FILE
+    path = weights.folder / TEMPLATE_FILE
     if path.exists():
         return read_text(path, "chat template", limits.MODEL_TEXT, error=WeightsError)
-    path = _folder_of(weights) / TOKENIZER_CONFIG_FILE
+    path = weights.folder / TOKENIZER_CONFIG_FILE
     if not path.exists():
         return None
     record = read_json_object(path, "tokenizer configuration", limits.MODEL_CONFIG)
@@ -324,8 +316,3 @@ def _chat_template(weights: WeightFile) -> str | None:
         named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
         found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
-
-
-def _folder_of(weights: WeightFile) -> Path:
-    """Where the files are that belong to the weights."""
-    return weights.path if weights.path.is_dir() else weights.path.parent

@@ -433,7 +433,11 @@ def read_index(
         if not 0 < name_bytes <= NAME_LIMIT_BYTES:
             refuse("AP10", where, "a name of 1 to 256 bytes", f"{name_bytes:,} bytes")
         (raw_name,) = cursor.take(struct.Struct(f"{name_bytes}s"), where)
-        name = _name(where, raw_name)
+        try:
+            name = raw_name.decode()
+        except UnicodeDecodeError as error:
+            found = f"{_quoted(raw_name)}, with another byte at {error.start}"
+            refuse("AP13", where, "a name in UTF-8", found)
         if raw_name <= before:
             found = "it a second time" if raw_name == before else f"it after {_quoted(before)}"
             refuse("AP10", where, f"{_quoted(raw_name)} in sorted order", found)
@@ -517,14 +521,6 @@ class _Cursor:
         return form.unpack_from(self.raw, self.at - form.size)
 
 
-def _name(where: str, raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        found = f"{_quoted(raw)}, with another byte at {error.start}"
-        refuse("AP13", where, "a name in UTF-8", found)
-
-
 def _quoted(raw: bytes) -> str:
     return json.dumps(raw.decode(errors="backslashreplace"))
 
@@ -537,7 +533,7 @@ def _dtype(
         return _NAMES[number]
     if number not in AMBIGUOUS:
         ggml = f", which is {GGML_NAMES[number]} in GGUF" if number in GGML_NAMES else ""
-        known = ", ".join(f"{i} {name}" for name, i in sorted(DTYPE_IDS.items(), key=_second))
+        known = ", ".join(f"{i} {name}" for i, name in sorted(_NAMES.items()))
         refuse("AP05", where, f"one of the dtypes {known}", f"unknown dtype byte {number}{ggml}")
     ours, ggml = AMBIGUOUS[number]
     fits = [name for name in (ours, ggml) if size_of(name, shape) == size]
@@ -553,10 +549,6 @@ def _dtype(
             f"open it with apr_dtypes={{{number}: {fits[0]!r}}}" if fits and not said else None,
         )
     return said
-
-
-def _second(item: tuple[str, int]) -> int:
-    return item[1]
 
 
 def _check_size(where: str, dtype: str, shape: tuple[int, ...], size: int) -> None:

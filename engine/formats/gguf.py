@@ -82,7 +82,7 @@ from engine.formats.weights import (
     identity_of,
     open_regular,
 )
-from engine.quant.blocks import BLOCK_TYPES, GGML_NAMES, BlockType, row_bytes
+from engine.quant.blocks import BLOCK_TYPES, GGML_NAMES, row_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,11 @@ class GgufFile(WeightFile):
         self.path = path
         self.tensors = _merged(headers)
         self.metadata = headers[0].metadata
-        odd = [_unclaimed(header) for header in headers if header.unclaimed_bytes]
+        odd = [
+            f"{one.path}: {one.unclaimed_bytes:,} bytes of the data belong to no tensor"
+            for one in headers
+            if one.unclaimed_bytes
+        ]
         odd += check_vocabulary(self.metadata, self.tensors)
         self.warnings = (*odd, *unsupported_tokenizer(self.metadata))
         scratch = Scratch()
@@ -222,10 +226,6 @@ def _merged(headers: list[GgufHeader]) -> dict[str, TensorInfo]:
                 refuse("GG14", f"{info.file}, tensor {quoted(name)}", "it in one part", found)
             tensors[name] = info
     return tensors
-
-
-def _unclaimed(header: GgufHeader) -> str:
-    return f"{header.path}: {header.unclaimed_bytes:,} bytes of the data belong to no tensor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +362,10 @@ def read_tensor(cursor: Cursor) -> tuple[int, TensorInfo]:
         refuse("GG13", where, "no dimension of zero", f"{ne}")
     ggml_id = cursor.u32("GG10", "a tensor's type")
     offset = cursor.u64("GG16", "a tensor's offset")
-    kind = _block_type(ggml_id, where)
+    kind = BLOCK_TYPES.get(GGML_NAMES.get(ggml_id, ""))
+    if kind is None:
+        known = f" ({GGML_NAMES[ggml_id]})" if ggml_id in GGML_NAMES else ""
+        refuse("GG10", where, f"one of {', '.join(BLOCK_TYPES)}", f"type {ggml_id:,}{known}")
     if math.prod(ne) > LARGEST:
         refuse("GG15", where, "at most 2^63 - 1 elements", f"{ne}: {math.prod(ne):.3g} elements")
     if ne[0] % kind.block_size:
@@ -411,11 +414,3 @@ def unclaimed_bytes(
 
 def padded(count: int, alignment: int) -> int:
     return -(-count // alignment) * alignment
-
-
-def _block_type(ggml_id: int, where: str) -> BlockType:
-    kind = BLOCK_TYPES.get(GGML_NAMES.get(ggml_id, ""))
-    if kind is None:
-        name = f" ({GGML_NAMES[ggml_id]})" if ggml_id in GGML_NAMES else ""
-        refuse("GG10", where, f"one of {', '.join(BLOCK_TYPES)}", f"type {ggml_id:,}{name}")
-    return kind

@@ -115,7 +115,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _check_digests(weights: WeightFile, sha256: Mapping[str, str]) -> None:
-    folder = weights.path if os.path.isdir(weights.path) else weights.path.parent
+    folder = weights.folder
     held = {os.path.relpath(info.file, folder) for info in weights.tensors.values()}
     for name in sorted(held - sha256.keys()):
         refuse(folder / name, "a digest in the manifest", "none", code="ST16")

@@ -144,11 +144,6 @@ class SafetensorsFolder(WeightFile):
             refuse(where, "a dtype that torch has", info.dtype, code="ST12")
         return self.read(info, dtype).view(info.shape)
 
-    @property
-    def folder(self) -> Path:
-        """Where the files are that belong to the weights."""
-        return self.path if os.path.isdir(self.path) else self.path.parent
-
     def config_dict(self) -> dict[str, Any]:
         """The `config.json` beside the weights. Raises `WeightsError`."""
         return read_json_object(

@@ -96,6 +96,11 @@ class WeightFile(ABC):
         """A `tokenizer.json` of the tokenizers library; None, with the reason in `warnings`, when
         the file brings none."""
 
+    @property
+    def folder(self) -> Path:
+        """Where the files are that belong to the weights."""
+        return self.path if os.path.isdir(self.path) else self.path.parent
+
     def read(self, info: TensorInfo, dtype: torch.dtype) -> Tensor:
         """The bytes of a tensor as one row of `dtype`."""
         return self._files[info.file].read(info.start, info.bytes, dtype)

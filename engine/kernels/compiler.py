@@ -85,9 +85,9 @@ def compile_for(variant: Variant, arch: int) -> tuple[Any, bool]:
     """
     key = key_for(variant, arch)
     body, disk_hit = _compile(variant, arch, key)
-    if disk_hit and not _has_manifest(body):
-        # Whoever compiled it was killed before it said what it had compiled.
-        _forget(body)
+    if disk_hit and not (_folder(body) / MANIFEST).exists():
+        # Whoever compiled it was killed before it said what it had compiled: out of Triton's index.
+        (_folder(body) / f"__grp__{_path(body, '.json').name}").unlink(missing_ok=True)
         body, disk_hit = _compile(variant, arch, key)
     if disk_hit:
         verify(body, key, lambda: first_stage(variant, arch, key))
@@ -191,16 +191,6 @@ def _assembler(arch: int) -> str:
     """Version of the program that turns PTX into machine code; Blackwell has one of its own."""
     tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
     return str(tool.version)
-
-
-def _has_manifest(body: Any) -> bool:
-    return (_folder(body) / MANIFEST).exists()
-
-
-def _forget(body: Any) -> None:
-    """Takes a body out of Triton's index, so that it is compiled again."""
-    name = _path(body, ".json").name
-    (_folder(body) / f"__grp__{name}").unlink(missing_ok=True)
 
 
 def _vouch(body: Any, key: KernelKey, first_stage: str) -> None:

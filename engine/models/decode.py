@@ -59,6 +59,21 @@ class Sampling:
 GREEDY = Sampling()
 
 
+def draw(logits_V: Tensor, sampling: Sampling, uniform_1: Tensor) -> Tensor:
+    """The id that a uniform number draws, without asking the host: int64, no dimension."""
+    scores_V, ids_V = (logits_V.double() / sampling.temperature).sort(descending=True, stable=True)
+    if sampling.top_k:
+        scores_V = scores_V[: sampling.top_k]
+    p_V = scores_V.softmax(0)
+    before_V = p_V.cumsum(0) - p_V
+    if sampling.top_p < 1:
+        p_V = torch.where(before_V < sampling.top_p, p_V, 0.0)
+    at_1 = torch.searchsorted(p_V.cumsum(0), uniform_1 * p_V.sum(), right=True)
+    # A draw of the very end lies beyond the last that has a share; where logits are NaN, none has.
+    at_1 = torch.minimum(at_1, (p_V > 0).sum() - 1).clamp(min=0)
+    return ids_V.gather(0, at_1)[0]
+
+
 class Chosen(NamedTuple):
     """The tokens of one step, on their way to the host."""
 

@@ -45,8 +45,8 @@ from engine.kernels.dependent_launch import can_be_early
 from engine.kernels.prewarm import warm_up
 from engine.kernels.registry import REGISTRY
 from engine.kernels.small_m_inputs import empty_inputs
-from engine.models.decode import HISTORY, LEAST_CAPABILITY, ROWS, Chosen, Sampling
-from engine.models.decoder import Attention, Decoder, FeedForward, Layer, Past, RMSNorm, frequencies
+from engine.models.decode import HISTORY, LEAST_CAPABILITY, ROWS, Chosen, Sampling, draw
+from engine.models.decoder import Attention, Decoder, Layer, Past, RMSNorm, frequencies
 from engine.models.packed import PackedLinear
 
 # Shapes: M rows of a step, V vocabulary, S slots, K key/value heads, E a head's width, R half of it
@@ -95,13 +95,12 @@ class DecodeSteps:
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         if on_gpu:
-            self._warm_up()
+            # Compiles all kernels of a step, several at a time.
+            with REGISTRY.noting() as wanted:
+                self._run()
+            warm_up(wanted)
         if graph:
             self._capture()
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     @property
     def vocab_size(self) -> int:
@@ -175,12 +174,6 @@ class DecodeSteps:
         arrived.record()
         return Chosen(pinned_M, arrived)
 
-    def _warm_up(self) -> None:
-        """Compiles all kernels of a step, several at a time."""
-        with REGISTRY.noting() as wanted:
-            self._run()
-        warm_up(wanted)
-
     def _capture(self) -> None:
         """Runs a step, so that everything is allocated and loaded, and captures the next."""
         stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -221,22 +214,6 @@ class DecodeSteps:
             chosen[at] = drawn.int()
             token[at] = drawn.clamp(min=0)
             self._count[where].add_(1).clamp_(max=self._capacity - 1)
-
-
-def draw(logits_V: Tensor, sampling: Sampling, uniform_1: Tensor) -> Tensor:
-    """The id that `engine.models.generate.next_token` draws with this uniform number, without asking
-    the host: int64, no dimension."""
-    scores_V, ids_V = (logits_V.double() / sampling.temperature).sort(descending=True, stable=True)
-    if sampling.top_k:
-        scores_V = scores_V[: sampling.top_k]
-    p_V = scores_V.softmax(0)
-    before_V = p_V.cumsum(0) - p_V
-    if sampling.top_p < 1:
-        p_V = torch.where(before_V < sampling.top_p, p_V, 0.0)
-    at_1 = torch.searchsorted(p_V.cumsum(0), uniform_1 * p_V.sum(), right=True)
-    # A draw of the very end lies beyond the last that has a share; where logits are NaN, none has.
-    at_1 = torch.minimum(at_1, (p_V > 0).sum() - 1).clamp(min=0)
-    return ids_V.gather(0, at_1)[0]
 
 
 class Step:
@@ -286,7 +263,11 @@ class Step:
             undivided = self._norm(parts, kept, layer.attention_norm, x)
             q, k, v = self._products(x, (attention.q, attention.k, attention.v))
             x = self._out(config.num_attention_heads * config.head_dim, attention.o)
-            heads = Heads(_biases(attention), _norms(attention), _eps(attention), self._turns)
+            norms, eps = None, 0.0
+            if attention.q_norm is not None and attention.k_norm is not None:
+                norms = attention.q_norm.weight, attention.k_norm.weight
+                eps = attention.q_norm.eps
+            heads = Heads(_biases(attention), norms, eps, self._turns)
             decode_launch.attend(
                 *(q, k, v, heads, undivided, *cache, position_M, self._scratch, x),
                 early=self._early,
@@ -295,7 +276,7 @@ class Step:
             x = self._out(kept.shape[1], mlp.gate)
             undivided = self._norm(parts, kept, layer.mlp_norm, x)
             gate, up = self._products(x, (mlp.gate, mlp.up))
-            x = self._out(_columns(mlp), mlp.down)
+            x = self._out(config.intermediate_size, mlp.down)
             decode_launch.gate(gate, up, undivided, x, self._rows, early=self._early)
             (parts,) = self._products(x, (mlp.down,))
         x = self._out(kept.shape[1], decoder.head)
@@ -366,21 +347,3 @@ def _biases(attention: Attention) -> tuple[Tensor, Tensor, Tensor] | None:
         if isinstance(each, PackedLinear) and each.bias is not None
     ]
     return (found[0], found[1], found[2]) if found else None
-
-
-def _norms(attention: Attention) -> tuple[Tensor, Tensor] | None:
-    if attention.q_norm is None or attention.k_norm is None:
-        return None
-    return attention.q_norm.weight, attention.k_norm.weight
-
-
-def _eps(attention: Attention) -> float:
-    return 0.0 if attention.q_norm is None else attention.q_norm.eps
-
-
-def _columns(mlp: FeedForward) -> int:
-    down = mlp.down
-    if isinstance(down, PackedLinear):
-        return down.packed.columns
-    assert isinstance(down, nn.Linear)
-    return down.in_features

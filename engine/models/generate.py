@@ -53,6 +53,7 @@ from engine.models.decode import (
     Sampling,
     choose_cuda_graph,
     coverage,
+    draw,
 )
 from engine.models.decoder import Decoder, Past
 
@@ -274,16 +275,8 @@ def next_token(
         # The first of equals: argmax promises none of them.
         return int((logits_V == logits_V.max()).nonzero()[0, 0])
     # On the CPU and in fp64: one seed is one text, on whatever device the model is.
-    scores_V = logits_V.double().cpu() / sampling.temperature
-    scores_V, ids_V = scores_V.sort(descending=True, stable=True)
-    if sampling.top_k:
-        scores_V = scores_V[: sampling.top_k]
-    p_V = scores_V.softmax(0)
-    before_V = p_V.cumsum(0) - p_V
-    p_V = p_V[before_V < sampling.top_p] if sampling.top_p < 1 else p_V
-    drawn = torch.rand((), generator=random, dtype=torch.float64) * p_V.sum()
-    at = int(torch.searchsorted(p_V.cumsum(0), drawn, right=True))
-    return int(ids_V[min(at, len(p_V) - 1)])
+    uniform_1 = torch.rand(1, generator=random, dtype=torch.float64)
+    return int(draw(logits_V.cpu(), sampling, uniform_1))
 
 
 def _not_finite(where: str, bad: int, ids: int) -> NoAnswer:

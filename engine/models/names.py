@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import WeightsError
 from engine.models.config import ModelConfig, shape_of
@@ -34,6 +34,7 @@ from engine.quant.blocks import BLOCK_TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine.formats.weights import WeightFile
     from engine.quant.tensor import QuantTensor
 
 
@@ -44,22 +45,6 @@ APR_HALVES = 2
 APR_BLOCKS = ("APR_Q4", "APR_Q8")
 FLOAT_DTYPES = ("F32", "BF16", "F16")
 LISTED_PROBLEMS = 12
-
-
-class TensorFacts(Protocol):
-    """What a weight file says of a tensor before its data is read."""
-
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class WeightNames(Protocol):
-    """Any weight file."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorFacts]: ...
 
 
 TOGETHER = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
@@ -95,7 +80,7 @@ def readable_dtypes(convention: str) -> tuple[str, ...]:
 
 
 def check_fits(
-    config: ModelConfig, weights: WeightNames, where: object, convention: str = "hf"
+    config: ModelConfig, weights: WeightFile, where: object, convention: str = "hf"
 ) -> None:
     """Compares names, shapes and dtypes with what `config` needs; no data is read.
 

@@ -7,7 +7,6 @@ becomes floats, and one scratch holds the largest matrices of a layer that have 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import WeightsError
@@ -72,22 +71,20 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
         layer[0] += size
         if name not in ends:
             packed[ours.removesuffix(".weight")] = count
+    groups = (
+        [f"layers.{layer}.{name}" for name in group]
+        for layer in range(config.num_hidden_layers)
+        for group in TOGETHER
+    )
+    # Matrices with one input are multiplied together where all are packed.
+    together = [sum(map(packed.__getitem__, one)) for one in groups if packed.keys() >= {*one}]
     return PackedSize(
         matrices=matrices,
         block_bytes=block_bytes,
         float_values=float_values,
         layers=tuple((blocks, floats) for blocks, floats in layers),
-        scratch_values=max((*packed.values(), *_together(packed, config)), default=0),
+        scratch_values=max((*packed.values(), *together), default=0),
     )
-
-
-def _together(packed: dict[str, int], config: ModelConfig) -> Iterator[int]:
-    """Values of each group of matrices with one input, of which all are packed."""
-    for layer in range(config.num_hidden_layers):
-        for group in TOGETHER:
-            names = [f"layers.{layer}.{name}" for name in group]
-            if all(name in packed for name in names):
-                yield sum(packed[name] for name in names)
 
 
 def stays_packed(info: TensorInfo) -> BlockType | None:

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import BadInput, NoAnswer
-from engine.models.decode import GREEDY, HISTORY, Sampling, choose_cuda_graph
-from engine.models.decode_step import draw
+from engine.models.decode import GREEDY, HISTORY, Sampling, choose_cuda_graph, draw
 from engine.models.decoder import Decoder
 from engine.models.generate import StopText, generate, next_token
 from engine.models.load import load_decoder, load_packed_decoder, save_decoder
