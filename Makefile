@@ -34,16 +34,17 @@ check: .venv/.dev
 	$(BIN)/lint-imports
 
 # Unknown (exit 2) is not a failure of the code: a test of a GPU is unknown where there is none.
+RECEIPTS ?= evidence/contracts
 contracts: .venv/.dev
 	$(BIN)/engine contracts validate
-	$(BIN)/engine contracts run --jobs 2 $(ARGS) || test $$? -eq 2
+	$(BIN)/engine contracts run --jobs 2 --receipts $(RECEIPTS) $(ARGS) || test $$? -eq 2
 
 # What CI runs, what fails soonest first; each part says how long it took.
 CI = check current-docs test drills contracts bounded-soak
 ci: .venv/.dev
 	@begin=$$(date +%s); for part in $(CI); do \
 		echo "== make $$part"; from=$$(date +%s); \
-		$(MAKE) --no-print-directory $$part; code=$$?; now=$$(date +%s); \
+		$(MAKE) --no-print-directory RECEIPTS=build/contracts $$part; code=$$?; now=$$(date +%s); \
 		if test $$code -ne 0; then echo "== make $$part failed after $$((now - from)) s" >&2; exit 1; fi; \
 		echo "== make $$part: $$((now - from)) s, $$((now - begin)) s in all"; \
 	done

@@ -115,9 +115,8 @@ def test_a_power_loss_at_any_operation_of_a_run_loses_nothing_that_was_acknowled
 @pytest.mark.parametrize(
     ("seed", "wanted"),
     [
-        (1, 25),
-        (3, 25),
-        *(pytest.param(seed, soak_count(50), marks=pytest.mark.soak) for seed in range(2, 23)),
+        (1, 12),
+        *(pytest.param(seed, soak_count(50), marks=pytest.mark.soak) for seed in range(2, 24)),
     ],
 )
 def test_runs_killed_at_random_moments_come_to_the_same_end(
