@@ -155,33 +155,30 @@ def run(a: argparse.Namespace) -> int:
         bundle = changes.begin(a.evidence, a.slug, a.claim, title=a.title)
         return _say(bundle, f"n1 of {bundle.path}", a)
     bundle = find_bundle(a.finding, a.evidence)
-    if a.action in ("verify", "show"):
-        return _verify(bundle, a) if a.action == "verify" else _show(bundle, a)
-    if a.action == "export":
-        bundle = changes.export(bundle, a.to)
-        return _say(bundle, str(bundle.path), a)
-    done = _change(bundle, a)
+    match a.action:
+        case "verify":
+            return _verify(bundle, a)
+        case "show":
+            return _show(bundle, a)
+        case "export":
+            bundle = changes.export(bundle, a.to)
+            return _say(bundle, str(bundle.path), a)
+        case "add":
+            done = changes.add(bundle, a.claim, why_of=a.why_of, kind=a.kind, id_=a.id)
+        case "refute":
+            done = changes.refute(bundle, a.node, a.reason)
+        case "withdraw":
+            done = changes.withdraw(bundle, a.entry, a.reason)
+        case "alternative":
+            asked = {"test": a.test, "if_true": a.if_true, "if_false": a.if_false}
+            done = changes.suspect(bundle, a.node, a.claim, **asked, minutes=a.minutes)
+        case "close":
+            done = changes.close(bundle, unresolved=a.unresolved, text=a.text)
+        case _:
+            done = _link(bundle, a)
     if done.reopened:
         say("the finding was closed; this opens it again")
     return _say(bundle, done.said, a)
-
-
-def _change(bundle: Bundle, a: argparse.Namespace) -> Done:
-    from engine.findings import changes
-
-    match a.action:
-        case "add":
-            return changes.add(bundle, a.claim, why_of=a.why_of, kind=a.kind, id_=a.id)
-        case "refute":
-            return changes.refute(bundle, a.node, a.reason)
-        case "withdraw":
-            return changes.withdraw(bundle, a.entry, a.reason)
-        case "alternative":
-            asked = {"test": a.test, "if_true": a.if_true, "if_false": a.if_false}
-            return changes.suspect(bundle, a.node, a.claim, **asked, minutes=a.minutes)
-        case "close":
-            return changes.close(bundle, unresolved=a.unresolved, text=a.text)
-    return _link(bundle, a)
 
 
 def _say(bundle: Bundle, said: str, a: argparse.Namespace) -> int:

@@ -103,9 +103,12 @@ class Loaded:
         return tuple(sorted(self.walk.problems))
 
     @property
+    def is_broken(self) -> bool:
+        return any(problem.severity == ERROR for problem in self.walk.problems)
+
+    @property
     def contract(self) -> Contract | None:
-        broken = any(problem.severity == ERROR for problem in self.walk.problems)
-        return None if broken else self._contract
+        return None if self.is_broken else self._contract
 
 
 def load_file(path: Path) -> Loaded:
@@ -127,7 +130,7 @@ def load_file(path: Path) -> Loaded:
     elif not walk.problems:
         walk.add("W-FORM", (), "expected a mapping, found nothing")
     loaded = Loaded(path, walk)
-    if not any(problem.severity == ERROR for problem in walk.problems):
+    if not loaded.is_broken:
         loaded._contract = contract_of(path, raw, read)
     return loaded
 

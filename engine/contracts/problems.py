@@ -80,12 +80,6 @@ class Problem:
         return f"{self.file}:{self.line}:{self.column}: {self.severity} {self.rule}: {where}{self.text}"
 
 
-def counts(problems: Iterable[Problem]) -> tuple[int, int]:
-    """Errors and warnings."""
-    severities = [problem.severity for problem in problems]
-    return severities.count(ERROR), severities.count(WARNING)
-
-
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?`, or what is known where nothing is near."""
     allowed = sorted(known)

@@ -64,20 +64,19 @@ def read_prior(path: Path, slug: str = "") -> tuple[Finding, list[Blob]]:
     value = read_json(path, "prior record", limits.FINDING)
     record = value if isinstance(value, dict) else {}
     ticket, host = (_words(record.get(key)) or "not known" for key in ("ticket", "host"))
-    if whys := isinstance(record.get("five_whys"), list):
-        name, at = record.get("title"), record.get("date")
-        slug = slug or slug_of(str(name or path.stem), "imported")
-        title = _words(name) or slug
+    whys = isinstance(record.get("five_whys"), list)
+    name, at = map(record.get, ("title", "date") if whys else ("run_name", "dispatched_at"))
+    slug = slug or slug_of(str(name or path.stem), "imported")
+    title = _words(name) or slug
+    if whys:
         seen = _words(record.get("trigger")) or _words(record.get("background")) or title
         unread = ", ".join(sorted(set(record) - _FINDINGS))
         missing = ["a log or a number that shows it"]
         missing += [f"read, without a place here: {unread}"] if unread else []
     elif all(name in record for name in _EVERY_DISPATCH):
-        name, at = record.get("run_name"), record.get("dispatched_at")
-        slug = slug or slug_of(str(name or path.stem), "imported")
-        title = f"dispatch of {_words(name) or slug}"
         asked = ", ".join(f"{key} {_words(record[key])}" for key in sorted(record))
-        seen, missing = f"{_words(name) or slug} was asked for with {asked}", [*_DISPATCH_MISSING]
+        seen, missing = f"{title} was asked for with {asked}", [*_DISPATCH_MISSING]
+        title = f"dispatch of {title}"
     else:
         expected = "findings.json (five_whys) or dispatch.json (teacher, student_init, steps, ...)"
         raise BadInput.expected("prior record", path, expected, "another JSON value")
