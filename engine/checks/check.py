@@ -42,7 +42,7 @@ class About:
     """Whether a failure makes the run worthless: it is stopped then, unless checks.on_fail is
     report."""
     again: bool = False
-    """Whether it is asked again while the run trains (`engine.checks.again`)."""
+    """Whether it is asked again while the run trains (`engine.checks.runner`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import engine.checks.runner as runner
-from engine.checks.again import SHARE, Again
 from engine.checks.catalogue import CATALOGUE
 from engine.checks.check import Result, unknown
+from engine.checks.runner import SHARE, Again
 from engine.drills.catalogue import planted
 from engine.drills.defects_training import defect
 from engine.errors import SpecError
