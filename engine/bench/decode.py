@@ -32,7 +32,7 @@ from engine.models.decode import coverage
 from engine.models.decoder import Decoder
 from engine.models.frozen import freeze
 from engine.models.generate import Cache
-from engine.models.load import decoder_of, packed_decoder_of
+from engine.models.load import load_decoder, load_packed_decoder
 from engine.models.packed import PackedEmbedding
 
 ROW_COUNTS = (1, 8)
@@ -65,7 +65,7 @@ def bench_decode(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     width = config.num_key_value_heads * config.head_dim
     token_bytes = 2 * config.num_hidden_layers * width * dtype.itemsize
-    for name, load in (("bf16", decoder_of), ("Q4_K_M", packed_decoder_of)):
+    for name, load in (("bf16", load_decoder), ("Q4_K_M", load_packed_decoder)):
         with RandomWeights(config, "q4_k_m", device) as weights:
             decoder = freeze(load(weights, dtype, device))
         step_bytes[name] = weight_bytes(decoder)

@@ -31,7 +31,7 @@ from engine.bench.kd_shape import (
     weights_of,
 )
 from engine.kernels.dequantize import has_triton
-from engine.models.load import packed_decoder_of
+from engine.models.load import load_packed_decoder
 from engine.models.running import has_compiler
 from engine.plan.knobs import choose_attention, choose_loss_kernel
 from engine.spec import LossSection, TrainSection
@@ -87,7 +87,7 @@ def _ours(arm: str, device: torch.device, shape: KdShape) -> Iterator[float]:
     batches, student = batches_of(shape), fresh_student(shape, device)
     frozen: DequantizedTeacher | QuantizedTeacher
     if arm == "engine packed":
-        decoder = packed_decoder_of(weights_of(shape, device), products_dtype(device), device)
+        decoder = load_packed_decoder(weights_of(shape, device), products_dtype(device), device)
         frozen = QuantizedTeacher(decoder, precision)
     else:
         frozen = DequantizedTeacher(dense_teacher(shape, device), precision)

@@ -23,7 +23,7 @@ from engine.data.batches import Batches
 from engine.data.tokens import TokenStream
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.load import decoder_of, new_decoder
+from engine.models.load import load_decoder, new_decoder
 from engine.models.names import hf_names
 
 EXTRA_IDS = 128
@@ -67,7 +67,7 @@ def weights_of(shape: KdShape, device: torch.device) -> RandomWeights:
 
 
 def dense_teacher(shape: KdShape, device: torch.device) -> Decoder:
-    return decoder_of(weights_of(shape, device), products_dtype(device), device)
+    return load_decoder(weights_of(shape, device), products_dtype(device), device)
 
 
 def fresh_student(shape: KdShape, device: torch.device) -> Decoder:

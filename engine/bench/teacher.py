@@ -31,9 +31,9 @@ from engine.formats.weights import WeightFile
 from engine.models.attention import remember
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
-from engine.models.fp8 import DTYPE, fp8_decoder_of, product
+from engine.models.fp8 import DTYPE, load_fp8_decoder, product
 from engine.models.frozen import freeze
-from engine.models.load import decoder_of, packed_decoder_of
+from engine.models.load import load_decoder, load_packed_decoder
 from engine.models.packed_size import packed_size
 from engine.teachers.compiled import CompiledForward, compile_layers
 
@@ -104,9 +104,9 @@ def bench_teacher(
     tokens_BT = torch.randint(0, config.vocab_size, (rows, seq_len), device=device)
     place_T = torch.arange(seq_len, device=device)
     documents_BT = (place_T * DOCUMENTS // seq_len).expand(rows, -1).contiguous()
-    makes = {"dequantized": decoder_of, "quantized": packed_decoder_of}
+    makes = {"dequantized": load_decoder, "quantized": load_packed_decoder}
     if cuda:
-        makes = {**makes, "fp8": fp8_decoder_of}
+        makes = {**makes, "fp8": load_fp8_decoder}
     arms: dict[str, Callable[[], Tensor]] = {}
     linears = 0
     for name, make in makes.items():

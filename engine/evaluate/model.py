@@ -16,7 +16,7 @@ from engine.formats.weights import WeightFile
 from engine.models.config import config_of
 from engine.models.decoder import Decoder
 from engine.models.frozen import freeze
-from engine.models.load import decoder_of, packed_decoder_of
+from engine.models.load import load_decoder, load_packed_decoder
 from engine.runtime.device import choose_device, choose_precision, torch_dtype
 
 STUDENT = "student"
@@ -63,7 +63,7 @@ def open_model(
     with open_weights(path) as opened:
         found = _tokenizer(opened, tokenizer)
         found.fits(config_of(opened).vocab_size, str(path))
-        load = packed_decoder_of if weights == "packed" else decoder_of
+        load = load_packed_decoder if weights == "packed" else load_decoder
         decoder = load(opened, dtype, device)
     return Model(
         path=path,

@@ -160,7 +160,7 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
     values: dict[str, GgufValue] = {}
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind in ("linear", "yarn"):
-        values[f"{arch}.rope.scaling.type"] = GgufValue(type=ValueType.STRING, value=kind)
+        values[f"{arch}.rope.scaling.type"] = GgufValue(ValueType.STRING, kind)
         reals["rope.scaling.factor"] = nested.get("factor")
         if kind == "yarn":
             length = nested.get("original_max_position_embeddings")
@@ -172,7 +172,7 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
     for key, number in reals.items():
         if type(number) not in (int, float) or not 0 < number < LARGEST_REAL:
             _refuse_config(where, f"{key} between 0 and {LARGEST_REAL:g}", number)
-        values[f"{arch}.{key}"] = GgufValue(type=ValueType.FLOAT32, value=float(number))
+        values[f"{arch}.{key}"] = GgufValue(ValueType.FLOAT32, float(number))
     ends = config.get("eos_token_id")
     roles = dict(zip(ENDS, ends if isinstance(ends, list) else [ends], strict=False))
     roles |= {"bos": config.get("bos_token_id"), "padding": config.get("pad_token_id")}
@@ -194,7 +194,7 @@ def uint32(number: Any, key: str, where: object) -> GgufValue:
     """A count or an id to write, as the type that other readers insist on."""
     if type(number) is not int or not 0 <= number < 2**32:
         _refuse_config(where, f"{key} from 0 to 2^32 - 1", number)
-    return GgufValue(type=ValueType.UINT32, value=number)
+    return GgufValue(ValueType.UINT32, number)
 
 
 class _Reader:

@@ -223,21 +223,21 @@ def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufVa
         kinds[number] = _token_type(added.get(text), where)
     merges = [f"{left} {right}" for left, right in record["model"]["merges"]]
     values = {
-        MODEL_KEY: GgufValue(type=ValueType.STRING, value="gpt2"),
-        PRE_KEY: GgufValue(type=ValueType.STRING, value=name),
-        TOKENS: GgufValue(type=ValueType.ARRAY, element=ValueType.STRING, value=texts),
-        TOKEN_TYPES: GgufValue(type=ValueType.ARRAY, element=ValueType.INT32, value=kinds),
-        MERGES: GgufValue(type=ValueType.ARRAY, element=ValueType.STRING, value=merges),
+        MODEL_KEY: GgufValue(ValueType.STRING, "gpt2"),
+        PRE_KEY: GgufValue(ValueType.STRING, name),
+        TOKENS: GgufValue(ValueType.ARRAY, texts, ValueType.STRING),
+        TOKEN_TYPES: GgufValue(ValueType.ARRAY, kinds, ValueType.INT32),
+        MERGES: GgufValue(ValueType.ARRAY, merges, ValueType.STRING),
     }
     if normalizer != PRE_TOKENIZERS[name].normalizer:
-        values[NORMALIZER_KEY] = GgufValue(type=ValueType.STRING, value=normalizer)
+        values[NORMALIZER_KEY] = GgufValue(ValueType.STRING, normalizer)
     for role, text in zip(
         ("bos", "eos"), _added_around(record["post_processor"], where), strict=True
     ):
-        values[ADD_KEY.format(role)] = GgufValue(type=ValueType.BOOL, value=text is not None)
+        values[ADD_KEY.format(role)] = GgufValue(ValueType.BOOL, text is not None)
         if text is not None:
             key = f"tokenizer.ggml.{role}_token_id"
-            values[key] = GgufValue(type=ValueType.UINT32, value=ids[text])
+            values[key] = GgufValue(ValueType.UINT32, ids[text])
     return values
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from engine.errors import WeightsError
 from engine.formats.weights import CUT_SHORT
@@ -86,8 +86,7 @@ class Entry:
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GgufValue:
+class GgufValue(NamedTuple):
     """A value to write, with the type that other readers of GGUF insist on."""
 
     type: ValueType
@@ -310,24 +309,24 @@ def typed(value: object, key: str, where: object) -> GgufValue:
     if isinstance(value, list | tuple):
         kinds = {type(one) for one in value}
         if kinds <= {int} and (element := _integer_type(value, ValueType.INT32)):
-            return GgufValue(type=ValueType.ARRAY, element=element, value=list(value))
+            return GgufValue(ValueType.ARRAY, list(value), element)
         if kinds == {float}:
             element = max(map(_real_type, value))
-            return GgufValue(type=ValueType.ARRAY, element=element, value=list(value))
+            return GgufValue(ValueType.ARRAY, list(value), element)
         if kinds in ({bool}, {str}):
             element = ValueType.BOOL if kinds == {bool} else ValueType.STRING
             for text in value if element is ValueType.STRING else ():
                 encode_text(text, key, where)
-            return GgufValue(type=ValueType.ARRAY, element=element, value=list(value))
+            return GgufValue(ValueType.ARRAY, list(value), element)
     elif isinstance(value, bool):
-        return GgufValue(type=ValueType.BOOL, value=value)
+        return GgufValue(ValueType.BOOL, value)
     elif isinstance(value, int) and (kind := _integer_type([value], ValueType.UINT32)):
-        return GgufValue(type=kind, value=value)
+        return GgufValue(kind, value)
     elif isinstance(value, float):
-        return GgufValue(type=_real_type(value), value=value)
+        return GgufValue(_real_type(value), value)
     elif isinstance(value, str):
         encode_text(value, key, where)
-        return GgufValue(type=ValueType.STRING, value=value)
+        return GgufValue(ValueType.STRING, value)
     expected = "a number of at most 64 bits, a text, true, false, or a list of one of them"
     refuse_key(where, key, expected, f"{value!r:.80}")
 

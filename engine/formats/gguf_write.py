@@ -80,7 +80,7 @@ def _metadata(
     """All pairs but the type of the file, which the tensors decide."""
     of_config = config_metadata(config, path)
     values = {
-        "general.architecture": GgufValue(type=ValueType.STRING, value=config["model_type"]),
+        "general.architecture": GgufValue(ValueType.STRING, config["model_type"]),
         "general.quantization_version": _u32(QUANTIZATION_VERSION),
         **of_config,
     }
@@ -169,7 +169,7 @@ def _file_type(written: Mapping[str, Placed]) -> int:
 
 
 def _u32(number: int) -> GgufValue:
-    return GgufValue(type=ValueType.UINT32, value=number)
+    return GgufValue(ValueType.UINT32, number)
 
 
 def _refuse_tensor(where: object, name: str, expected: str, found: str) -> NoReturn:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine.formats.apr import AprFile
@@ -64,6 +65,16 @@ def open_weights(
         # A disk that fails while it is read; what cannot be opened was refused by name.
         refuse(path, "a readable file", error.strerror or str(error))
     return weights
+
+
+@contextmanager
+def opened(source: str | Path | WeightFile) -> Iterator[WeightFile]:
+    """The weights in a file or folder, closed again afterwards; those that are open already stay open."""
+    if isinstance(source, str | Path):
+        with open_weights(source) as weights:
+            yield weights
+    else:
+        yield source
 
 
 def _open_file(path: Path, apr_dtypes: Mapping[int, str] | None) -> WeightFile:

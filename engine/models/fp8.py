@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.errors import BadInput, InternalError
-from engine.formats.open import open_weights
+from engine.formats.open import opened
 from engine.formats.weights import WeightFile
 from engine.kernels.dequantize import has_triton
 from engine.models.config import ModelConfig, config_of
@@ -245,31 +245,17 @@ class LayerWatcher(Protocol):
 
 
 def load_fp8_decoder(
-    path: str | Path,
+    source: str | Path | WeightFile,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cuda",
     *,
     watcher: LayerWatcher | None = None,
     loaded: Loaded | None = None,
 ) -> Decoder:
-    """The decoder in a model folder or weight file, its layers in 8-bit floats on `device`, all else in
-    `dtype`. `loaded` is given each layer once it is rounded. Raises `WeightsError`, and BadInput for sides
-    that are no multiples of 16.
+    """The decoder in a model folder or weight file, or one that is open, its layers in 8-bit floats on
+    `device`, all else in `dtype`. `loaded` is given each layer once it is rounded. Raises `WeightsError`,
+    and BadInput for sides that are no multiples of 16.
     """
-    with open_weights(Path(path)) as weights:
-        return fp8_decoder_of(weights, dtype, device, watcher=watcher, loaded=loaded)
-
-
-def fp8_decoder_of(
-    weights: WeightFile,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cuda",
-    *,
-    watcher: LayerWatcher | None = None,
-    loaded: Loaded | None = None,
-) -> Decoder:
-    """As `load_fp8_decoder`, from an open file."""
-    refuse_sides(config_of(weights))
 
     def round_whole(decoder: Decoder, layer: nn.Module) -> None:
         if watcher is not None:
@@ -280,7 +266,9 @@ def fp8_decoder_of(
         if loaded is not None:
             loaded(decoder, layer)
 
-    return layer_wise_decoder_of(weights, dtype, device, round_whole)
+    with opened(source) as weights:
+        refuse_sides(config_of(weights))
+        return layer_wise_decoder_of(weights, dtype, device, round_whole)
 
 
 def refuse_sides(config: ModelConfig) -> None:

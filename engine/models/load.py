@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import InternalError, WeightsError
-from engine.formats.open import open_weights
+from engine.formats.open import opened
 from engine.formats.safetensors import SINGLE_FILE, write_safetensors
 from engine.formats.weights import WeightFile
 from engine.formats.writing import fsync_folder, unwritable
@@ -103,31 +103,26 @@ def empty_decoder(
 
 
 def load_decoder(
-    path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    source: str | Path | WeightFile,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> Decoder:
-    """The decoder in a model folder or weight file, cast to `dtype` on `device`.
+    """The decoder in a model folder, a weight file, or one that is open, cast to `dtype` on `device`.
 
     Raises `WeightsError`.
     """
-    with open_weights(Path(path)) as weights:
-        return decoder_of(weights, dtype, device)
-
-
-def decoder_of(
-    weights: WeightFile, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> Decoder:
-    """The decoder in an open weight file of any format. Raises `WeightsError`."""
-    config = config_of(weights)
-    with torch.device("meta"):
-        decoder = Decoder(config).to(dtype)
-    state: dict[str, Tensor] = {}
-    problems: list[str] = []
-    for ours, name, source in sources(weights, config):
-        state[ours] = as_floats(source, dtype, device)
-        problems.extend(non_finite(name, source, state[ours]))
-    refuse_non_finite(weights.path, problems)
-    decoder.load_state_dict(state, assign=True)
-    return decoder
+    with opened(source) as weights:
+        config = config_of(weights)
+        with torch.device("meta"):
+            decoder = Decoder(config).to(dtype)
+        state: dict[str, Tensor] = {}
+        problems: list[str] = []
+        for ours, name, tensor in sources(weights, config):
+            state[ours] = as_floats(tensor, dtype, device)
+            problems.extend(non_finite(name, tensor, state[ours]))
+        refuse_non_finite(weights.path, problems)
+        decoder.load_state_dict(state, assign=True)
+        return decoder
 
 
 def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
@@ -204,60 +199,48 @@ def _hold_floats(
 
 
 def load_packed_decoder(
-    path: str | Path,
+    source: str | Path | WeightFile,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     *,
     kernel: Kernel = "auto",
     loaded: Loaded | None = None,
 ) -> Decoder:
-    """The decoder in a GGUF or .apr file, its matrices in their blocks on `device`, computing in
-    `dtype`. `kernel` says how products are made (`engine.kernels.linear`); `loaded` is given each layer
-    once it is whole.
+    """The decoder in a GGUF or .apr file, or one that is open, its matrices in their blocks on `device`,
+    computing in `dtype`. `kernel` says how products are made (`engine.kernels.linear`); `loaded` is given
+    each layer once it is whole.
 
     Raises `WeightsError`, also for a file without a matrix in blocks.
     """
-    with open_weights(Path(path)) as weights:
-        return packed_decoder_of(weights, dtype, device, kernel=kernel, loaded=loaded)
-
-
-def packed_decoder_of(
-    weights: WeightFile,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    *,
-    kernel: Kernel = "auto",
-    loaded: Loaded | None = None,
-) -> Decoder:
-    """As `load_packed_decoder`, from an open file."""
-    config = config_of(weights)
-    check_fits(config, weights, weights.path, weights.convention)
-    if not packed_size(config, weights).matrices:
-        raise without_blocks(weights.path)
-    with torch.device("meta"):
-        decoder = Decoder(config).to(dtype)
-    decoder.eval()
-    scratch = Scratch(torch.device(device), dtype)
-    problems: list[str] = []
-    for ours, name, source in announcing(decoder, sources(weights, config), loaded):
-        if isinstance(source, QuantTensor) and len(source.shape) == 2:
-            on_device = source.to(device)
-            problems.extend(_non_finite_blocks(name, on_device))
-            _replace(decoder, ours.removesuffix(".weight"), pack(on_device), scratch, kernel)
-        else:
-            problems.extend(_hold_floats(decoder, ours, name, source, dtype, device))
-    refuse_non_finite(weights.path, problems)
-    embedding: object = decoder.embed
-    if config.tie_word_embeddings and isinstance(embedding, PackedEmbedding):
-        decoder.head = PackedLinear(embedding.packed, scratch, kernel=kernel)
-    for layer in decoder.layers:
-        for group in TOGETHER:
-            layers: list[object] = [layer.get_submodule(name) for name in group]
-            packed = [each.packed for each in layers if isinstance(each, PackedLinear)]
-            if len(packed) == len(group):
-                scratch.reserve(sum(weight.rows for weight in packed), packed[0].columns)
-    scratch.take(1, 1)  # the memory is taken while the model is loaded, not by the first step
-    return decoder
+    with opened(source) as weights:
+        config = config_of(weights)
+        check_fits(config, weights, weights.path, weights.convention)
+        if not packed_size(config, weights).matrices:
+            raise without_blocks(weights.path)
+        with torch.device("meta"):
+            decoder = Decoder(config).to(dtype)
+        decoder.eval()
+        scratch = Scratch(torch.device(device), dtype)
+        problems: list[str] = []
+        for ours, name, tensor in announcing(decoder, sources(weights, config), loaded):
+            if isinstance(tensor, QuantTensor) and len(tensor.shape) == 2:
+                on_device = tensor.to(device)
+                problems.extend(_non_finite_blocks(name, on_device))
+                _replace(decoder, ours.removesuffix(".weight"), pack(on_device), scratch, kernel)
+            else:
+                problems.extend(_hold_floats(decoder, ours, name, tensor, dtype, device))
+        refuse_non_finite(weights.path, problems)
+        embedding: object = decoder.embed
+        if config.tie_word_embeddings and isinstance(embedding, PackedEmbedding):
+            decoder.head = PackedLinear(embedding.packed, scratch, kernel=kernel)
+        for layer in decoder.layers:
+            for group in TOGETHER:
+                layers: list[object] = [layer.get_submodule(name) for name in group]
+                packed = [each.packed for each in layers if isinstance(each, PackedLinear)]
+                if len(packed) == len(group):
+                    scratch.reserve(sum(weight.rows for weight in packed), packed[0].columns)
+        scratch.take(1, 1)  # the memory is taken while the model is loaded, not by the first step
+        return decoder
 
 
 def _replace(

@@ -26,7 +26,7 @@ from engine.models import load as subject
 from engine.models.config import ModelConfig, config_of
 from engine.models.decoder import Decoder
 from engine.models.families import ROPE_DIVISORS
-from engine.models.load import decoder_of, load_decoder, new_decoder, save_decoder
+from engine.models.load import load_decoder, new_decoder, save_decoder
 from engine.models.names import names_for, permute_rows, turned_heads
 from engine.models.rope import RopeScaling, divisors
 from engine.quant.blocks import BLOCK_TYPES
@@ -403,7 +403,7 @@ def test_logits_of_blocks_equal_those_of_the_dequantised_weights(
         if parameter.dim() == 2:
             parameter.copy_(quantize(parameter, BLOCK_TYPES[blocks]).dequantize())
     save_decoder(decoder, tmp_path / "plain", torch.float32)
-    plain, loaded = load_decoder(tmp_path / "plain"), decoder_of(weights)
+    plain, loaded = load_decoder(tmp_path / "plain"), load_decoder(weights)
     for name, parameter in plain.named_parameters():
         assert torch.equal(loaded.get_parameter(name), parameter), name
     assert torch.equal(loaded(TOKENS_BT), plain(TOKENS_BT))
@@ -414,14 +414,14 @@ def test_rows_in_the_order_of_the_other_convention_are_another_model() -> None:
     decoder = lively(family_config("llama"))
     weights = MemoryFile(decoder, "apr", permuted=True)
     weights.metadata["rope_type"] = 2
-    gap_BTV = (decoder_of(weights)(TOKENS_BT) - decoder(TOKENS_BT)).abs()
+    gap_BTV = (load_decoder(weights)(TOKENS_BT) - decoder(TOKENS_BT)).abs()
     assert gap_BTV.max() > 10 * TOLERANCE
 
 
 def test_blocks_become_the_wanted_dtype_rounded_once() -> None:
     decoder = lively(family_config("qwen3"))
     weights = MemoryFile(decoder, "gguf", "Q4_K")
-    loaded = decoder_of(weights, torch.bfloat16)
+    loaded = load_decoder(weights, torch.bfloat16)
     blocks = weights.held["blk.1.ffn_up.weight"]
     assert isinstance(blocks, QuantTensor)
     assert torch.equal(
@@ -436,17 +436,17 @@ def test_nan_in_a_block_is_refused_by_name_with_its_share() -> None:
     assert isinstance(bad, QuantTensor)
     bad.blocks[3, 0:2] = torch.tensor([0, 0x7E], dtype=torch.uint8)
     with pytest.raises(WeightsError) as caught:
-        decoder_of(weights)
+        load_decoder(weights)
     assert "blk.0.attn_q.weight: 32 of 65,536 values (0.05%) are NaN" in str(caught.value)
 
 
 def test_a_tied_file_may_bring_its_head_in_the_same_blocks() -> None:
     weights = MemoryFile(lively(family_config("qwen3", tied=True)), "gguf", "Q6_K")
     weights.held["output.weight"] = weights.held["token_embd.weight"]
-    assert decoder_of(weights).head is None
+    assert load_decoder(weights).head is None
     weights.held["output.weight"] = quantize(torch.ones(97, 256), BLOCK_TYPES["Q6_K"])
     with pytest.raises(WeightsError, match=r"output\.weight equal to token_embd\.weight"):
-        decoder_of(weights)
+        load_decoder(weights)
 
 
 def with_divisors(path: Path, stored: list[float]) -> MemoryFile:
@@ -464,7 +464,7 @@ def test_rope_divisors_in_the_file_become_the_scaling(tmp_path: Path) -> None:
     stored = divisors(SCALING, 1e4, 32)
     weights = with_divisors(tmp_path / "rope", stored)
     assert config_of(weights).rope_scaling == SCALING
-    assert decoder_of(weights).config.rope_scaling == SCALING
+    assert load_decoder(weights).config.rope_scaling == SCALING
     weights = with_divisors(tmp_path / "rope", [1.0] * 16)
     assert config_of(weights).rope_scaling is None
 
