@@ -13,8 +13,14 @@ cross entropy, everywhere: loss = alpha * CE + (1 - alpha) * T^2 * KL(teacher ||
 
 from __future__ import annotations
 
-from engine.spec.build import build_spec, load_spec, read_spec, spec_from_dict, spec_to_toml
-from engine.spec.problems import key_lines
+from engine.spec.build import (
+    build_spec,
+    key_lines,
+    load_spec,
+    read_spec,
+    spec_from_dict,
+    spec_to_toml,
+)
 from engine.spec.sections import (
     KEYS,
     LossSection,
