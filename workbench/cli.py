@@ -28,7 +28,7 @@ DEFAULT_RUNS = Path("runs")
 
 WATCH_HELP = """\
 Watch runs in the terminal. A folder of runs opens the list of them, the folder of one run opens
-that run. Closing the workbench does nothing to a run.
+that run. Closing the workbench does not affect a run.
 
 other commands:
   apr-workbench demo [--set KEY=VALUE ...] [--out DIR]   start the example run and watch it
@@ -44,7 +44,7 @@ environment:
 """
 DEMO_HELP = """\
 Start the example: a small student learns from a small teacher to continue Python source, in a few
-minutes on any machine. In a terminal the run goes on in the background and the workbench opens on
+minutes on any machine. In a terminal the run continues in the background and the workbench opens on
 it; without one (a pipe, a batch job) the run is in the foreground and its exit code is the exit
 code of this command.
 """
@@ -68,7 +68,7 @@ def _screen_options(parser: argparse.ArgumentParser) -> None:
         help="colours: dark, light, colourblind-dark, colourblind-light or one of Textual's",
     )
     parser.add_argument(
-        "--list-themes", action="store_true", help="print the names of all themes and end"
+        "--list-themes", action="store_true", help="print the names of all themes and exit"
     )
     parser.add_argument("--version", action="version", version=f"apr-workbench {VERSION}")
 
@@ -204,12 +204,12 @@ def launch_environ() -> Mapping[str, str]:
 def believe_the_terminal(environ: MutableMapping[str, str]) -> None:
     """Drops COLUMNS and LINES where stdout is a terminal that knows its size.
 
-    A shell or a test runner exports them with the size that its own terminal had, and Python, Textual and
-    Rich believe them before they ask the terminal: the screen would keep that size and hear of no other.
-    A terminal without a size, as a serial line is, says 0 x 0, and then they are all there is.
+    A shell or a test runner exports them with the size of its own terminal, and Python, Textual and Rich
+    trust them before they ask the terminal: the screen would keep that size and ignore every resize.
+    A terminal without a size, such as a serial line, reports 0 x 0; then they are all there is.
     """
     try:
-        # Of the file that Textual's driver asks.
+        # The file that Textual's driver asks.
         size = os.get_terminal_size(sys.__stdout__.fileno() if sys.__stdout__ else -1)
     except (OSError, ValueError):
         return
@@ -219,8 +219,8 @@ def believe_the_terminal(environ: MutableMapping[str, str]) -> None:
 
 
 def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
-    """Open the terminal UI and wait until it is closed; 70 when it broke, whose traceback Textual
-    has printed, and 143 when it was terminated."""
+    """Open the terminal UI and wait until it is closed. Returns 70 when it crashed (Textual has printed the
+    traceback) and 143 when it was terminated."""
     # Imported here, because --help and a demo without a terminal need no Textual.
     from workbench.tui.app import WorkbenchApp, refresh_seconds
     from workbench.tui.printable import is_utf8
@@ -239,7 +239,7 @@ def _show(paths: Sequence[Path], options: argparse.Namespace) -> int:
 
 
 def farewell(snapshot: Snapshot) -> list[str]:
-    """What is said about a run when its screen is closed."""
+    """The summary of a run printed when its screen is closed."""
     path = snapshot.run.path
     lines = [snapshot.status, *result_lines(snapshot.view)]
     if snapshot.error is not None:
@@ -247,7 +247,7 @@ def farewell(snapshot: Snapshot) -> list[str]:
     lines.append(f"run folder: {path}")
     if not snapshot.has_ended:
         lines += [
-            "the run goes on by itself",
+            "the run continues in the background",
             f"  reattach  apr-workbench {path}",
             f"  follow    engine tail {path}",
             f"  stop      engine stop {path}",
@@ -257,9 +257,9 @@ def farewell(snapshot: Snapshot) -> list[str]:
 
 def _print_result(run: RunFolder, code: int) -> None:
     if code == InternalError.exit_code:
-        # What broke the screen could break the summary, too.
+        # Whatever crashed the screen could crash the summary, too.
         say(
-            "apr-workbench: the screen broke, which does nothing to a run\n"
+            "apr-workbench: the screen crashed; the run is not affected\n"
             f"hint: `engine tail {run.path}` prints this one"
         )
         return

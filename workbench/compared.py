@@ -1,12 +1,12 @@
-"""Several runs over each other: what may be drawn of them, over which x, and what is said of them in words.
+"""Comparing several runs: the metrics, the x axes, and the texts.
 
-A run is followed by a feed of its own; its columns are read in place, so a run of a million steps
-costs no more to draw than a short one. Three things can be on the x axis:
+Each run has its own feed, and its columns are read in place, so a run of a million steps costs no
+more to draw than a short one. The x axis is one of:
 
     step     optimizer steps
     tokens   tokens that went through the model so far
     time     seconds since the first line of the run's log, starting up included; a clock that was
-             set back stands still until it has caught up
+             set back counts as stopped until it has caught up
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from workbench.traces import Bucket, Trace
 
 AXES = ("step", "tokens", "time")
 UNTIMED_S = 60.0
-"""So long may a run be between two steps (an evaluation, a checkpoint) and still be one line."""
+"""A longer pause between two steps (longer than an evaluation or a checkpoint) breaks the line."""
 NOT_SETTINGS = frozenset({"run.name", "run.out"})
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Something that a run has at each step, or at each evaluation."""
+    """A value logged at each step, or at each evaluation."""
 
     name: str
     column: str
-    """Of the table of steps; empty for the held-out loss."""
+    """In the table of steps; empty for the held-out loss."""
     text: Callable[[float | None], str] = format_value
 
 
@@ -56,7 +56,7 @@ METRICS = (
 
 
 def axis_text(axis: str, x: float) -> str:
-    """A place on an x axis in words."""
+    """A value of an x axis as text."""
     return {"step": lambda: f"{x:.0f}", "tokens": lambda: format_count(round(x))}.get(
         axis, lambda: format_seconds(x)
     )()
@@ -64,7 +64,7 @@ def axis_text(axis: str, x: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compared:
-    """One of the runs, as of one poll."""
+    """One of the compared runs at one poll."""
 
     slot: int
     """The index of its style."""
@@ -72,14 +72,14 @@ class Compared:
     tokens: array[float]
     """Tokens up to and with each step; may be longer than the table of steps."""
     settings: Mapping[str, str]
-    """Every effective setting; where it is `auto`, with what it became."""
+    """Every effective setting; for `auto`, with the value it resolved to."""
 
     @property
     def view(self) -> RunView:
         return self.snapshot.view
 
     def _xs(self, axis: str) -> tuple[array[float], float]:
-        """The x of each step, and what is to be taken from it."""
+        """The x of each step, and the origin to subtract."""
         if axis == "tokens":
             return self.tokens, 0.0
         if axis == "time":
@@ -146,8 +146,8 @@ class Compared:
         return Trace(name=name, buckets=tuple(buckets), last=last, gap=self._gap(axis))
 
     def _gap(self, axis: str) -> float:
-        """How far apart two neighbours on x may be: a step that is missing, or a stretch without
-        steps, leaves a line open."""
+        """The largest distance on x between two neighbours that are joined: a missing step, or a stretch
+        without steps, breaks the line."""
         if axis == "step":
             return 1.5
         longest = self.view.steps.range("step_s").high or 0.0
@@ -174,7 +174,7 @@ def _point(x: float, y: float | None) -> Bucket:
 
 
 class _Followed:
-    """One run: its feed, and what grows with it."""
+    """One run: its feed and its running token count."""
 
     def __init__(self, run: RunFolder, slot: int, budget_s: float) -> None:
         self.run, self.slot = run, slot
@@ -238,7 +238,7 @@ class CompareFeed:
 
 
 def effective_settings(effective: Mapping[str, Any], view: RunView) -> dict[str, str]:
-    """Every setting of a run in words, what was decided where it says `auto`, and what ran."""
+    """Every setting of a run as text, what `auto` resolved to, and which weights, device and versions ran."""
     spec = effective.get("spec")
     found: dict[str, str] = {}
     for section, values in (spec if isinstance(spec, dict) else {}).items():
@@ -286,12 +286,12 @@ def differences(runs: Sequence[Compared]) -> list[Difference]:
 
 
 def _is_known(run: Compared) -> bool:
-    """Whether its settings are on record: `section.name`, beside what its log says of models and device."""
+    """Whether its settings are recorded (`section.name`), not only the models and device from its log."""
     return any("." in key for key in run.settings)
 
 
 def settings_note(runs: Sequence[Compared], letters: Sequence[str]) -> str:
-    """What is to be said below the settings that differ; empty when they say all."""
+    """The note below the settings that differ; empty where none is needed."""
     unknown = [x for run, x in zip(runs, letters, strict=True) if not _is_known(run)]
     if unknown:
         return f"{', '.join(unknown)}: no settings on record, so not compared"
@@ -336,7 +336,7 @@ def _results(run: Compared) -> dict[str, str]:
 
 
 def alerts_words(runs: Sequence[Compared], letters: Sequence[str]) -> list[str]:
-    """The alerts that stand in each run, and why one cannot be read."""
+    """The active alerts of each run, and why a run cannot be read."""
     lines = []
     for run, letter in zip(runs, letters, strict=True):
         snapshot = run.snapshot
@@ -345,5 +345,5 @@ def alerts_words(runs: Sequence[Compared], letters: Sequence[str]) -> list[str]:
         if snapshot.error is not None:
             lines += [f"  {line}" for line in snapshot.error.splitlines()]
         elif not run.view.alerts:
-            lines.append("  no alert stands")
+            lines.append("  no active alerts")
     return lines

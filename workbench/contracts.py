@@ -1,7 +1,7 @@
-"""What the lists of contracts are fed: each with its level, verdict and age, from receipts alone.
+"""The list of contracts: each with its level, verdict and age, computed from receipts alone.
 
 Evaluating all contracts parses their files and hashes the code they bind, which takes a second or
-more. So it is done again only when a contract, a receipt or a source file has changed, or is asked for.
+more. So it is repeated only when a contract, a receipt or a source file has changed, or on request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ContractsFeed:
         self._statuses: tuple[Status, ...] = ()
 
     def statuses(self) -> tuple[Status, ...]:
-        """Every contract as it stands now. Raises BadInput where there is none."""
+        """The current status of every contract. Raises BadInput where there is none."""
         if self._seen is None or self._fingerprint() != self._seen:
             self._statuses = tuple(overview(root=self._root, receipts=self._receipts))
             found = [status.contract for status in self._statuses if status.contract is not None]
@@ -56,7 +56,7 @@ class ContractsFeed:
         return listing_of(statuses)
 
     def _fingerprint(self) -> object:
-        """Of all files that an answer depends on: when each was changed, and how big it is."""
+        """Modification time and size of every file that a status depends on."""
         folders = (self._root / "contracts", self._root / self._receipts)
         files = {file for folder in folders if folder.is_dir() for file in folder.iterdir()}
         found = []

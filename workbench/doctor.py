@@ -1,7 +1,7 @@
-"""What the screen of the doctor is fed: everything that `engine doctor --json` says, as rows.
+"""The doctor's screen: everything that `engine doctor --json` reports, as rows.
 
-The doctor asks the CUDA driver, NVML and the kernel, which takes seconds and is done in a process of
-its own; nothing of it runs in a viewer.
+The doctor queries the CUDA driver, NVML and the kernel, which takes seconds, so it runs in its own
+process and never in a viewer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ask(engine: Sequence[str] = ENGINE) -> dict[str, Any]:
 
 
 class DoctorFeed:
-    """Asks once, and again when it is told to."""
+    """Runs the doctor once, and again after `forget`."""
 
     def __init__(self, engine: Sequence[str] = ENGINE) -> None:
         self._engine = tuple(engine)
@@ -47,11 +47,11 @@ class DoctorFeed:
         self._head = ""
 
     def forget(self) -> None:
-        """Ask again at the next poll."""
+        """Run it again at the next poll."""
         self._rows = None
 
     def poll(self) -> Listing:
-        """What it said, and how long ago. Raises InternalError when it said nothing."""
+        """Its report, and how old it is. Raises InternalError when there is none."""
         if self._rows is None:
             begun_s = time.monotonic()
             fields = ask(self._engine)
@@ -93,9 +93,9 @@ def rows_of(fields: Mapping[str, Any]) -> Iterator[Row]:
         *(f"  not {name}: {one_line(why)}" for name, why in allocator["rejected"]),
     ]
     yield _row("memory allocator", allocator["choice"], said)
-    yield _row("facts", "what the machine says of itself", ["facts", *_readings(fields["facts"])])
+    yield _row("facts", "what the machine reports", ["facts", *_readings(fields["facts"])])
     around = fields["surroundings"]
-    yield _row("around a run", "what a run can ask", ["around a run", *_readings(around)])
+    yield _row("around a run", "what a run can read", ["around a run", *_readings(around)])
     versions = fields["versions"]
     numbers = [f"  {name}: {version or 'not here'}" for name, version in versions.items()]
     yield _row("versions", f"engine {versions.get('engine')}", ["versions", *numbers])

@@ -1,8 +1,8 @@
-"""A run that is not started yet: a spec file, and what is to be different from it.
+"""A run that is not started yet: a spec file, and the changes to it.
 
-Everything about a setting (its default, its meaning, what is allowed, whether a value is right) is
-asked of `engine.spec`, which `engine distill` asks too: what is refused here is refused there in the
-same words.
+Everything about a setting (its default, its meaning, its allowed values, whether a value is valid)
+comes from `engine.spec`, which `engine distill` uses too, so both refuse the same values with the same
+messages.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def allowed_text(option: Option) -> str:
         )
         if limits[bound] is not None
     ]
-    kind = "a whole number" if option.type_name == "int" else "a number"
+    kind = "an integer" if option.type_name == "int" else "a number"
     return " ".join([kind, ", ".join(bounds)]).strip()
 
 
 def value_text(value: Any) -> str:
-    """A value as it is typed behind `--set KEY=`."""
+    """A value as it is typed after `--set KEY=`."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return value if isinstance(value, str) else json.dumps(value, default=str)
@@ -108,7 +108,7 @@ class Draft:
     """What was typed, by key."""
 
     def edited(self, key: str, text: str | None) -> Draft:
-        """With another value of a setting; None takes back what was typed."""
+        """With another value of a setting; None undoes what was typed."""
         edits = {name: value for name, value in self.edits.items() if name != key}
         if text is not None:
             edits[key] = text
@@ -125,7 +125,7 @@ class Draft:
         return command_text([*distill_arguments(self.file, self.sets, None), "--detach"])
 
     def build(self) -> tuple[RunSpec | None, tuple[str, ...]]:
-        """The run's settings, or every problem they have, in the engine's words."""
+        """The run's settings, or every problem in them as the engine's messages."""
         try:
             spec = build_spec(
                 dict(self.tree),
@@ -179,10 +179,10 @@ def open_draft(file: Path, environ: Mapping[str, str] = os.environ) -> Draft:
 
 
 def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft:
-    """A draft of the settings that a run had, under another name beside it.
+    """A draft with the settings of a run, under a new name in the same folder.
 
     It is the run's spec file with its settings over it, or, where that was moved or changed, the copy
-    in the run folder. Raises BadInput when the run does not tell its settings.
+    in the run folder. Raises BadInput when the settings of the run cannot be read.
     """
     try:
         effective = run.read_effective()
@@ -210,7 +210,7 @@ def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft
 
 
 def _without_paths(draft: Draft) -> tuple[RunSpec | None, tuple[str, ...]]:
-    """The settings of a file whose paths may lead nowhere; None when it has another problem."""
+    """The settings of a file whose paths need not exist; None when it has another problem."""
     try:
         spec = build_spec(
             dict(draft.tree),
@@ -229,9 +229,9 @@ def _of(spec: RunSpec, key: str) -> Any:
 
 
 def free_name(folder: Path, name: str) -> str:
-    """`name-2`, or with the first number of which there is no folder yet."""
+    """`name-2`, or the first number that no folder has yet."""
     stem, _, number = name.rpartition("-")
-    # A date is no number of ours.
+    # A date is not a counter.
     stem, first = (
         (stem, int(number)) if stem and number.isdigit() and len(number) < 4 else (name, 1)
     )
@@ -263,5 +263,5 @@ def _is_spec(path: Path) -> bool:
         tree, _ = read_spec(path)
     except BadInput:
         return False
-    # One that is misspelt in part is still to be found here, and told what is wrong.
+    # A spec with a misspelt section is still listed, so that the form can show what is wrong.
     return not set(SECTIONS).isdisjoint(tree)

@@ -1,9 +1,9 @@
-"""What the list of drills is fed: every drill, what it plants, and its last result.
+"""The list of drills: every drill, the defect it plants, and its last result.
 
-Which drills there are is asked of `engine drill --list --json` once, in a process of its own: drills
-load what a trainer loads, and no viewer does. Results are the files `drills.json` that `engine drill
---out` writes, of this machine (`drills/DATE-NAME/`) and kept as evidence (`evidence/drills/`); of
-several results of a drill the newest counts.
+The drills are listed once by `engine drill --list --json` in its own process, because drills import
+what a trainer imports and a viewer must not. Results are the `drills.json` files that `engine drill
+--out` writes, on this machine (`drills/DATE-NAME/`) and kept as evidence (`evidence/drills/`); the newest
+result of a drill counts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from workbench.listing import TONE_OF, Listing, Row, age_text
 DRILLS = Path("drills")
 EVIDENCE = Path("evidence/drills")
 JOB = "drill"
-NO_RESULT = "no result yet: n carries it out, some seconds; or `engine drill {id} --out DIR`"
+NO_RESULT = "no result yet: n runs it (a few seconds), or `engine drill {id} --out DIR`"
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """One drill as `engine drill --list --json` says."""
+    """One drill as `engine drill --list --json` prints it."""
 
     id: str
     what: str
@@ -75,7 +75,7 @@ class Found:
 
 
 def known_drills(engine: Sequence[str] = ENGINE) -> tuple[Known, ...]:
-    """Every drill there is. Raises InternalError when the engine does not list them."""
+    """Every drill. Raises InternalError when the engine does not list them."""
     done = subprocess.run(
         [*engine, "drill", "--list", "--json"],
         stdin=subprocess.DEVNULL,
@@ -113,7 +113,7 @@ def results_in(*folders: Path) -> dict[str, Found]:
 
 
 def _rank(found: Found) -> tuple[bool, float]:
-    """One that could be carried out tells more than a newer one that could not."""
+    """A result that could be judged outranks a newer one that could not."""
     return found.result.level != "unknown", found.at_unix_s or 0.0
 
 
@@ -180,7 +180,7 @@ def _lines(known: Known, found: Found | None, age: str) -> Iterator[str]:
         yield f"  {NO_RESULT.format(id=known.id)}"
         return
     result = found.result
-    when = f"{age} ago" if age else "it is not recorded when"
+    when = f"{age} ago" if age else "time not recorded"
     yield f"  {result.level.upper()}, {when}"
     if result.named_by is not None:
         yield f"  named by {result.named_by}, {_when(result)}"

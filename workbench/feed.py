@@ -1,11 +1,11 @@
-"""What the screen of a run is fed: frozen snapshots of it. (`runs_feed` makes a row for each of many.)
+"""Frozen snapshots of one run for its screen. (`runs_feed` makes one row for each of many runs.)
 
 A feed is polled from one thread and hands out values that never change afterwards, so that a screen
 in another thread can draw them without locks. What walks a long column (pace, time left) is computed
 here, in the polling thread: the storage of a table goes on growing behind the snapshot.
 
-A log that cannot be read is a fact to be shown. It becomes the text of `error`, with the state
-`unreadable`, and never an exception: what was read before it stays in the view.
+A log that cannot be read never raises: its problem becomes the text of `error`, with the state
+`unreadable`, and the view keeps what was read before.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from workbench.log import Log, LogBook
 
 READ_BUDGET_S = 0.5
 LONGEST = 4
-"""Times the budget, of a look while a long log is read: what is drawn of a part takes time from the rest."""
+"""Largest multiple of the budget for one poll of a long log: drawing a part of it costs reading time."""
 FIRST_BUDGET_S = 0.1
-"""Of the first look: a screen shows something at once, however long the log."""
+"""Budget of the first poll: the screen shows something at once, however long the log is."""
 UNREADABLE = "unreadable"
 READING = "reading"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """One run as of one poll. Equal only to itself: comparing long views is no screen's work."""
+    """One run at one poll. Compared by identity: comparing long views would be too slow for a screen."""
 
     run: RunFolder
     view: RunView
@@ -41,7 +41,7 @@ class Snapshot:
     state: str
     """The state of the view; `unreadable` when there is an error, `reading` while `behind`."""
     status: str
-    """The run in one line."""
+    """The status of the run in one line."""
     now_unix_s: float
     error: str | None
     behind: bool
@@ -63,9 +63,9 @@ class Snapshot:
 
 
 def catch_up(follower: Follower, until_s: float, monotonic: Callable[[], float]) -> bool:
-    """Read what is new; False when the time was up before the end was reached.
+    """Read what is new; False when the time ran out before the end.
 
-    Raises what is wrong with a log once all three are read as far as they can be.
+    Raises the fault of a log after all three have been read as far as possible.
     """
     fault: RunLogError | None = None
     while True:
@@ -107,13 +107,13 @@ class RunFeed:
         budget_s: float = READ_BUDGET_S,
         keep: bool = False,
     ) -> None:
-        """With `keep` the columns of a long log that had to be made are kept in the run's folder."""
+        """With `keep`, columns computed from a long log are saved in the run's folder."""
         self.run = run
         self._wall, self._monotonic, self._budget_s = wall, monotonic, budget_s
         self._follower = Follower(run, files=True, keep=keep)
         self._book = LogBook(self._follower.reader("events"))
         self._behind: int | None = None
-        """Looks since the last that reached the end; None before the first."""
+        """Polls since the last one that reached the end; None before the first."""
 
     def poll(self) -> Snapshot:
         """The run as it is now."""
@@ -130,7 +130,7 @@ class RunFeed:
         state, status = follower.state, status_text(view, alive)
         share_read = 1.0 if caught_up else follower.share_read
         if error is not None or not caught_up:
-            # What the view says of the end may be the opposite of what the rest of the log says.
+            # The rest of the log may contradict the state that the view has so far.
             state = READING if error is None else UNREADABLE
             words = f"{state.upper()} {share_read:.0%}" if state == READING else state.upper()
             status = " | ".join([words, *status.split(" | ")[1:]])
@@ -148,7 +148,7 @@ class RunFeed:
         )
 
     def _budget(self) -> float:
-        """Seconds that this look may read."""
+        """Seconds that this poll may read."""
         if self._behind is None:
             return min(self._budget_s, FIRST_BUDGET_S)
         return self._budget_s * min(2 << self._behind, LONGEST)

@@ -1,12 +1,12 @@
-"""Findings as rows: the list of them, and one as a tree that is opened in place.
+"""Findings as rows: the list of findings, and one finding as a tree.
 
-A finding is a row for each node of the chain, with its evidence and alternatives below it, and every
-piece of evidence opened at its window. A node that answers two whys is a row with everything under the
-first, and named again under the second. What a row's status means is its word and its sign:
+A finding has a row for each node of the chain, with its evidence and alternatives below it; the details
+of evidence are opened at its window. A node that answers two whys is expanded under the first and only
+referenced under the second. The status of a row is shown as a word and as a sign:
 
     * observed    + supported    x refuted    ? unverified
     > evidence    ! evidence that was changed, or an alternative that holds    / excluded
-    - withdrawn: drawn with a line through it
+    - withdrawn: struck through
 
 What may be done to one is in `engine.findings.changes`.
 """
@@ -52,7 +52,7 @@ from workbench.traces import Trace, buckets_of
 
 EVIDENCE = "evidence"
 NEW = "new"
-"""The choice of a finding that is begun."""
+"""The choice that begins a new finding."""
 NONE = """\
 No finding in {folders} yet.
 
@@ -105,13 +105,13 @@ def _row(bundle: Bundle) -> Row:
     try:
         finding = bundle.load()
     except BadInput as problem:
-        # One that is damaged must not hide the others.
+        # A damaged finding must not hide the others.
         text = f"damaged: {one_line(problem.message)}"
         lines = (f"{name}: damaged", f"  {one_line(problem.message)}")
         return Row(key=str(bundle.path), name=name, text=text, tone="bad", lines=lines)
     blocking = [problem for problem in judge(finding) if problem.level != "warning"]
     if finding.closed is None:
-        state, tone = f"open, {len(blocking)} in the way", "unsure"
+        state, tone = f"open, {len(blocking)} rules unmet", "unsure"
     elif finding.closed.outcome == "unresolved":
         state, tone = "closed unresolved", "quiet"
     else:
@@ -126,7 +126,7 @@ def _row(bundle: Bundle) -> Row:
 
 
 def open_findings(folders: Sequence[Path]) -> dict[str, Path]:
-    """Names and folders of the findings that can be read, newest first."""
+    """Name and folder of each readable finding, newest first."""
     found: dict[str, Path] = {}
     for bundle in (bundle for folder in folders for bundle in find_bundles(folder)):
         try:
@@ -140,7 +140,7 @@ def open_findings(folders: Sequence[Path]) -> dict[str, Path]:
 def keep_flip(
     flip: Path, folder: Path, *, finding: Path | None, name: str, claim: str, under: str, says: Says
 ) -> str:
-    """Put the verdict of a flip into a finding, and say where it is. Raises BadInput, RunLogError.
+    """Add the verdict of a flip to a finding; returns where it is. Raises BadInput, RunLogError.
 
     Without `finding` a new one of that `name` begins with the claim. Else `under` is a node (`n2`), or
     `of n1`: then the claim is added as an answer to why n1 is so, with the flip under it.
@@ -161,7 +161,7 @@ def keep_flip(
 
 
 class FindingFeed:
-    """One finding, checked again when a file of it has changed, or when it is told to."""
+    """One finding, checked again when one of its files has changed, or after `forget`."""
 
     def __init__(self, path: Path, *, ascii_only: bool = False) -> None:
         self.path, self._ascii_only = path, ascii_only
@@ -175,7 +175,7 @@ class FindingFeed:
         self._seen = None
 
     def poll(self) -> Listing:
-        """Its tree. What is damaged is said in it, not raised."""
+        """Its tree. Damage is shown in the tree, not raised."""
         seen = _fingerprint(self.path)
         if self._listing is None or seen != self._seen:
             checked = check_bundle(Bundle(self.path))
@@ -188,7 +188,7 @@ class FindingFeed:
 def _fingerprint(path: Path) -> object:
     found = set()
     for file in path.rglob("*"):
-        # A partial file may be gone by now.
+        # A temporary file may have disappeared meanwhile.
         with contextlib.suppress(FileNotFoundError):
             stat = file.stat()
             found.add((file, stat.st_mtime_ns, stat.st_size))
@@ -210,7 +210,7 @@ def listing_of(checked: Checked, *, ascii_only: bool) -> Listing:
 
 
 def _section(title: str, lines: Iterable[object]) -> list[str]:
-    """A heading with what is below it; nothing where nothing is."""
+    """A heading with its lines; empty where there are no lines."""
     found = [f"  {one_line(str(line))}" for line in lines]
     return [title, *found] if found else []
 
@@ -224,7 +224,7 @@ def _head_lines(checked: Checked, said: str) -> Iterator[str]:
         yield f"  by {one_line(finding.author)} on {one_line(finding.host)}, {finding.at}"
     yield from _section("changed since the tool wrote it", checked.faults)
     blocking = [f"{p.level}: {p}" for p in checked.problems if p.level != "warning"]
-    in_the_way = "what stands in the way of closing it as a root cause"
+    in_the_way = "rules that block closing it as a root cause"
     yield from _section(in_the_way, blocking or ["nothing"])
     yield from _section("warnings", (p for p in checked.problems if p.level == "warning"))
     yield from _section("notes", checked.notes)
@@ -275,7 +275,7 @@ class _Tree:
         for line in (
             withdrawn_words(node.withdrawn),
             f"{SIGNS[status][0]} {status}, {node.kind}{of}",
-            f"said to be {node.status}; {one_line(why)}" if why else "",
+            f"recorded as {node.status}; {one_line(why)}" if why else "",
             f"refuted: {one_line(node.reason)}" if node.reason else "",
             f"{one_line(node.author)}, {node.at}",
         ):
@@ -291,7 +291,7 @@ class _Tree:
         yield from _section(
             "alternatives", (f"{a.id} {alternative_words(a)}" for a in node.alternatives)
         )
-        yield from _section("missing in the record it was taken from", node.missing)
+        yield from _section("missing from the imported record", node.missing)
 
     def of_evidence(self, node: Node, evidence: Evidence, depth: int) -> Row:
         bundle, broken = self.checked.bundle, self.checked.broken
@@ -376,7 +376,7 @@ def _alternative_row(node: Node, alternative: Alternative, depth: int) -> Row:
 
 
 def _attached_lines(piece: Piece) -> list[str]:
-    """What was captured with it; stacks in full."""
+    """The artifacts captured with it; stacks in full."""
     lines, stacks = [], []
     locator, own = piece.evidence.locator, set[str]()
     if isinstance(locator, CommandRun):
@@ -403,7 +403,7 @@ def _trace_of(piece: Piece) -> Trace | None:
 
 
 def node_of(finding: Finding, key: str) -> tuple[str, str]:
-    """The node that a row belongs to, and the alternative that it is, if it is one."""
+    """The node of a row, and the alternative if the row is one."""
     for node in finding.nodes:
         if key.partition("@")[0] in {node.id, *(e.id for e in node.evidence)}:
             return node.id, ""

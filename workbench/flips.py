@@ -1,8 +1,8 @@
-"""What the screens of flips are fed: frozen snapshots of a flip folder, while it goes on and after.
+"""Frozen snapshots of a flip folder for the screens of flips, while it runs and after.
 
-The flip itself is `engine flip` in a process of its own; this reads what it has written. So a flip
-that was started in a shell, or before this program, is shown in the same way, and leaving the screen
-does not end it.
+The flip itself is `engine flip` in its own process; this module reads what it has written. So a flip
+started from a shell, or before this program, is shown in the same way, and leaving the screen does not
+end it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FLIPS = "flips"
 NONE = """\
 No flip in {folders} yet.
 
-A flip runs a spec twice in turn, as it is and with one setting changed, until it is clear which is
-better:
+A flip runs a spec in pairs, once as it is and once with one setting changed, until it is clear
+which is better:
 
   F on the screen of a run                 what its alerts and decisions suggest
   engine flip RUN --set compute.threads=1  the same from a shell"""
@@ -54,13 +54,13 @@ class FlipSnapshot:
     pairs: tuple[Pair, ...]
     going_on: bool
     arm: str
-    """What runs at the moment, in words."""
+    """What is running now, as text."""
     verdict: dict[str, Any] | None
     """The fields of verdict.json; None before there is one."""
     error: str
-    """Why it was refused, or what could not be read."""
+    """Why it was refused, or which file could not be read."""
     controls: tuple[str, ...] = ()
-    """What each control that was run with it says, in a line: A against A (`same`), A made slower (`slow`)."""
+    """One line for each control run with it: A against A (`same`), A slowed down on purpose (`slow`)."""
 
     @property
     def has_ended(self) -> bool:
@@ -69,7 +69,7 @@ class FlipSnapshot:
 
     @property
     def state(self) -> str:
-        """The verdict with its class, or what goes on, in words."""
+        """The verdict with its class, or what is running, as text."""
         if self.going_on:
             return self.arm
         if self.verdict is not None:
@@ -88,7 +88,7 @@ class FlipSnapshot:
 
 
 class FlipFeed:
-    """Follows one flip; `started` is the process of one that this program started."""
+    """Follows one flip; `started` is its process, where this program started it."""
 
     def __init__(self, folder: Path, started: StartedFlip | None = None) -> None:
         self.folder = folder
@@ -99,7 +99,7 @@ class FlipFeed:
         plan, verdict, error = None, None, ""
         pairs: tuple[Pair, ...] = ()
         controls: tuple[str, ...] = ()
-        # Asked first: what ends while it is read is seen as ended at the next look, with its verdict.
+        # Checked first: a flip that ends while it is read is seen as ended at the next poll, with its verdict.
         going_on = self._goes_on()
         try:
             if (self.folder / "pairs.jsonl").is_file():
@@ -160,7 +160,7 @@ def _controls(folder: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a form says of a flip that is to be started: the options of `engine flip`, as they are typed."""
+    """A flip as a form describes it: the options of `engine flip`, as they are typed."""
 
     assignment: str
     hypothesis: str = ""
@@ -170,7 +170,7 @@ class Wanted:
     controls: str = "auto"
 
     def problem(self) -> str:
-        """What is wrong before anything is read; empty when nothing is."""
+        """What is wrong with the form itself, before any file is read; empty when nothing is."""
         if not self.assignment:
             return "name one setting and its other value; `engine spec` lists them"
         try:
@@ -183,8 +183,8 @@ class Wanted:
         return ""
 
     def plan(self, source: Path) -> list[str]:
-        """The plan that `engine flip` would register, in lines, from a form without a problem. Raises
-        BadInput where there can be none."""
+        """The plan that `engine flip` would register, as lines, for a form without a problem. Raises
+        BadInput where no plan can be made."""
         plan = make_plan(
             source,
             [self.assignment],
@@ -197,7 +197,7 @@ class Wanted:
         return _without_seed(plan_lines(plan))
 
     def check(self, source: Path, flips: Path) -> list[str]:
-        """The plan and what it takes, from the engine, which looks at both arms' inputs. Raises BadInput
+        """The plan and its cost, from the engine, which checks the inputs of both arms. Raises BadInput
         or UsageError for a flip that would be refused."""
         options = self._options()
         return _without_seed(check_flip(source, self.assignment, self.folder(flips), **options))
@@ -222,7 +222,7 @@ def _without_seed(lines: Sequence[str]) -> list[str]:
 
 
 def going_on(flips: Path, source: Path) -> Path | None:
-    """The flip of a run that goes on at the moment, in a folder of flips."""
+    """The running flip of a run, in a folder of flips."""
     for path in find_flips(flips):
         try:
             if Path(read_plan_of(path).source) == source.absolute() and writer_is_alive(
@@ -260,7 +260,7 @@ class FlipsFeed:
             return known[1]
         snapshot = FlipFeed(path).poll()
         row = row_of(snapshot, ascii_only=self._ascii_only)
-        # One that goes on changes without its files: it is read again.
+        # A running flip changes without these files: it is read again.
         self._rows[path] = (None if snapshot.going_on else seen, row)
         return row
 

@@ -1,8 +1,8 @@
-"""Engine commands that a key starts and a screen follows: each a process of its own.
+"""Engine commands that a key starts and a screen follows, each in its own process.
 
-What a command prints goes to a file, which is read again at each look; so a screen that was left and
-opened again shows the same words. The process is in a session of its own: closing the workbench or
-its terminal does not end it.
+The output of a command goes to a file that is read again at each poll, so a screen that was left and
+opened again shows the same text. The process has its own session: closing the workbench or its terminal
+does not end it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Job:
 
     @property
     def code(self) -> int | None:
-        """Its exit code; None while it goes on."""
+        """Its exit code; None while it runs."""
         return self._process.poll()
 
     def stop(self) -> None:
@@ -53,10 +53,10 @@ class Job:
                 os.killpg(self._process.pid, signal.SIGINT)
 
     def lines(self) -> tuple[str, ...]:
-        """What it is, how it stands, and its newest words."""
+        """The command, its state, and the end of its output."""
         alive = self.is_alive
         took = format_seconds((self._ended_s or time.monotonic()) - self._begun_s)
-        state = f"goes on, {took}" if alive else f"{_ending(self.code)} after {took}"
+        state = f"running, {took}" if alive else f"{_ending(self.code)} after {took}"
         return (f"engine {shlex.join(self.arguments)}: {state}", *self._tail())
 
     def _tail(self) -> list[str]:
@@ -86,8 +86,8 @@ class Jobs:
         return self._newest.get(name)
 
     def start(self, name: str, arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> Job:
-        """Start `engine ARGUMENTS`; one of that name that goes on is returned as it is. Raises
-        RunLogError or DiskFull when its words cannot be written."""
+        """Start `engine ARGUMENTS`, or return the running command of that name. Raises
+        RunLogError or DiskFull when its output cannot be written."""
         before = self.of(name)
         if before is not None and before.is_alive:
             return before

@@ -1,9 +1,9 @@
-"""Starting, stopping and resuming runs: exactly what a shell would run, in a process of its own.
+"""Starting, stopping and resuming runs: exactly what a shell would run, in its own process.
 
-Nothing here waits for training. `--detach` returns as soon as the run stands on its own feet, with
-the path of its folder as the only line on stdout; an exit code of the engine's comes back as the
-error of that code, in the words that it printed. The child is in a session of its own, so that
-closing the terminal of a screen cannot reach it.
+Nothing here waits for training. `--detach` returns as soon as the run continues without its parent and
+prints the path of its folder as the only line on stdout; an exit code of the engine becomes the error of
+that code with the message that it printed. The child has its own session, so that closing the terminal
+of a screen cannot reach it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def start_run(
 def check_run(
     spec: Path, sets: Sequence[str], out: Path | None = None, *, engine: Sequence[str] = ENGINE
 ) -> str:
-    """What `engine distill --check` says of a spec and its inputs that are sound; BadInput with
-    everything that is wrong when they are not. Nothing is started and nothing is written."""
+    """The report of `engine distill --check` on a valid spec and its inputs; BadInput with everything
+    that is wrong otherwise. Nothing is started and nothing is written."""
     return _run([*distill_arguments(spec, sets, out), "--check"], engine).stderr.strip()
 
 
@@ -68,8 +68,8 @@ def resume_run(
 ) -> RunFolder:
     """Continue a run that has ended, from its newest checkpoint.
 
-    With `allow_fallback` from an older one when that is damaged. Raises BadInput when it has nothing
-    left to do, or when the environment changes a setting that is not in `allow_change`.
+    With `allow_fallback`, an older checkpoint is used when the newest is damaged. Raises BadInput when no
+    steps are left, or when the environment changes a setting that is not in `allow_change`.
     """
     arguments = resume_arguments(run, allow_fallback=allow_fallback, allow_change=allow_change)
     return _detached([*arguments, "--detach"], engine)
@@ -86,7 +86,7 @@ def stop_run(run: RunFolder, *, engine: Sequence[str] = ENGINE) -> str:
 
 
 class StartedFlip:
-    """A flip in a process of its own, which goes on when this program ends."""
+    """A flip in its own process, which continues when this program ends."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, words: Path) -> None:
         self._process, self.folder, self._words = process, folder, words
@@ -104,7 +104,7 @@ class StartedFlip:
         return "\n".join(dict.fromkeys([*causes[-1:], lines[-1]]))
 
     def stop(self) -> None:
-        """As Ctrl-C would: what was measured is kept, and a verdict so far is written."""
+        """Like Ctrl-C: the measurements are kept, and a verdict so far is written."""
         if self.is_alive:
             self._process.send_signal(signal.SIGINT)
 
@@ -132,8 +132,8 @@ def check_flip(
     options: Sequence[str] = (),
     engine: Sequence[str] = ENGINE,
 ) -> list[str]:
-    """What `engine flip --dry-run` says of a flip that can be started: its plan, and what it takes.
-    Both arms' inputs are looked at and nothing is started. Raises BadInput for one that is refused."""
+    """The report of `engine flip --dry-run` on a flip that can be started: its plan and its cost.
+    The inputs of both arms are checked and nothing is started. Raises BadInput for one that is refused."""
     arguments = flip_arguments(source, assignment, folder, hypothesis, budget, options)
     return _run([*arguments, "--dry-run"], engine).stderr.strip().splitlines()
 
@@ -148,8 +148,8 @@ def start_flip(
     options: Sequence[str] = (),
     engine: Sequence[str] = ENGINE,
 ) -> StartedFlip:
-    """Start `engine flip`, with more `options` of it. What it prints goes beside its folder, to
-    `<folder>.txt`. Raises BadInput when that cannot be written."""
+    """Start `engine flip` with further `options`. Its output goes to `<folder>.txt` beside its folder.
+    Raises BadInput when that cannot be written."""
     words = folder.with_name(f"{folder.name}.txt")
     arguments = flip_arguments(source, assignment, folder, hypothesis, budget, options)
     try:

@@ -1,7 +1,7 @@
-"""What a list with details is fed: frozen rows, each with what is said of it in full.
+"""A list with details: frozen rows, each with its full text.
 
-Screens draw these and decide nothing. A row's sign tells what its colour tells, so that neither a
-terminal without colour nor a reader without colour vision loses a verdict.
+Screens draw these and decide nothing. The sign of a row repeats its colour, so that neither a terminal
+without colour nor a reader without colour vision loses a verdict.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Row:
     """The same for the same thing from poll to poll."""
     text: str
     name: str = ""
-    """Stands before the text in a column of its own, which is cut where a row has no room: a list that is
-    narrow loses the middle of names before it loses a verdict."""
+    """Drawn before the text in its own column, which is cut first: a narrow list loses the middle of names
+    before it loses a verdict."""
     tone: Tone = "plain"
     sign: str = ""
     """One character before the text; that of the tone where it is empty."""
     struck: bool = False
-    """Whether it was taken back: drawn with a line through it."""
+    """Whether it was withdrawn: drawn struck through."""
     lines: tuple[str, ...] = ()
     """Details. A line that does not begin with a space is a heading of those that do."""
     trace: Trace | None = None
@@ -44,19 +44,19 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """A whole list as of one poll."""
+    """A whole list at one poll."""
 
     head: str
     rows: tuple[Row, ...] = ()
     empty: str = ""
     """What to do to get a row, where there is none."""
     job: tuple[str, ...] = ()
-    """The newest words of a command that a key started; none where there is none."""
+    """The newest output of a command that a key started; empty without one."""
     job_runs: bool = False
 
 
 def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
-    """Where things called `name` are looked for: here, and beside and in each of some folders."""
+    """The folders called `name` to search: here, and beside and inside each of some folders."""
     found = {Path(name).resolve(): Path(name)}
     for folder in folders:
         for place in (folder / name, folder.parent / name):
@@ -66,7 +66,7 @@ def beside(folders: Iterable[Path], name: str) -> tuple[Path, ...]:
 
 
 def with_job(listing: Listing, job: Job | None) -> Listing:
-    """A list with the newest words of a command below it."""
+    """A list with the newest output of a command below it."""
     if job is None:
         return listing
     return replace(listing, job=job.lines(), job_runs=job.is_alive)

@@ -1,8 +1,8 @@
-"""The whole log of a run, any line of it at any time, without holding it in memory.
+"""Random access to the log of a run without holding it in memory.
 
-The lines of the trainer's log are numbered, and its reader notes where every hundred or so of them begin. So a
-page of lines is read from the disk when it is looked at. The supervisor's lines are few: each stands in
-front of the first line of the trainer that is later. Lines of one log never change places.
+The lines of the trainer's log are numbered, and its reader indexes about every hundredth of them, so a
+page of lines is read from disk when it is shown. The supervisor's lines are few: each is placed before
+the first later line of the trainer. Lines of one log never change their order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STEP = b'"kind":"step"'
 STEP_WORDS = (
     "step loss ce kd agree lr g time not measured nan inf µs ms s m h d e".casefold().split()
 )
-"""Every run of letters that a step's text can have."""
+"""Every word that the text of a step can contain."""
 
 
 class Parts:
@@ -39,7 +39,7 @@ class Parts:
         self._lock = Lock()
 
     def raw(self, begin: Point, end: Point) -> list[bytes]:
-        """The lines as bytes; fewer when the file is not what it was."""
+        """The lines as bytes; fewer when the file was truncated meanwhile."""
         try:
             with open_plain(self._path) as file:
                 file.seek(begin.offset)
@@ -49,7 +49,7 @@ class Parts:
         return block.split(b"\n")[: end.number - begin.number]
 
     def lines(self, begin: Point, end: Point) -> tuple[LogLine, ...]:
-        """The lines, decoded; one that cannot be read any more says so."""
+        """The lines, decoded; a line that can no longer be read says so."""
         key = begin.offset, end.offset
         with self._lock:
             if key in self._kept:
@@ -75,7 +75,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Log:
-    """The log as of one poll: rows from 0 to `len` - 1, in the order of time."""
+    """The log at one poll: rows 0 to `len` - 1, in order of time."""
 
     parts: Parts
     points: Sequence[Point]
@@ -83,7 +83,7 @@ class Log:
     """Lines of the trainer's log."""
     asides: tuple[LogLine, ...] = ()
     places: tuple[int, ...] = ()
-    """In front of which line of the trainer's log each aside stands."""
+    """The line of the trainer's log that each aside precedes."""
 
     def __len__(self) -> int:
         return self.count + len(self.asides)
@@ -123,7 +123,7 @@ class Log:
         return None, row - low
 
     def row_at(self, unix_s: float) -> int:
-        """How many rows there are up to a time."""
+        """The number of rows up to a time."""
         asides = bisect_right([line.unix_s for line in self.asides], unix_s)
         number = _number_at(self.parts, self.points, self.count, unix_s)
         return number + asides
@@ -183,9 +183,9 @@ def _number(point: Point) -> int:
 
 
 def _number_at(parts: Parts, points: Sequence[Point], count: int, unix_s: float) -> int:
-    """How many lines of the trainer's log are not later than a time."""
+    """The number of lines of the trainer's log up to a time."""
     index = bisect_right(points, unix_s, key=lambda point: point.unix_s)
-    # Everything in front of the point before `index` is early enough; what follows it may be.
+    # Every line before points[index - 1] is early enough; those between the two points are checked.
     if index >= len(points):
         return count
     begin, end = points[max(0, index - 1)], points[index]
@@ -218,7 +218,7 @@ class LogBook:
         points = self._reader.points
         known = 0
         if asides[: len(self._asides)] == self._asides and newest is not None:
-            # A place in front of a line is final; one behind the last line is looked up again.
+            # A place before a line is final; one after the last line is looked up again.
             known = bisect_left(self._places, newest.count)
         places = self._places[:known]
         for line in asides[known:]:

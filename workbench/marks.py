@@ -1,8 +1,8 @@
-"""What stands out on the time line of a run: numbers that are not finite, alerts, restarts, flips that began
-with this run, compiles and checkpoints. Each has a step, a time, and words.
+"""The marks on the time line of a run: non-finite values, alerts, restarts, flips of this run, compiles and
+checkpoints. Each has a step, a time and a text.
 
-A mark that the log gives a time but no step stands at the step that was going on then. Marks of a step that
-a resume has replaced are left out; what happened at a time stays.
+A mark with a time but no step is placed at the step that was running then. Marks of steps that a resume has
+replaced are dropped; marks with a time stay.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PRESSING: tuple[Kind, ...] = (
     "checkpoint",
     "compile",
 )
-"""Where several are at one place, the first of these is drawn."""
+"""Priority: of several marks in one column, the first of these is drawn."""
 FLIPS = Path("flips")
 LOOK_FOR_FLIPS_S = 5.0
 
@@ -47,7 +47,7 @@ class Happening:
     unix_s: float
     title: str
     lines: tuple[str, ...]
-    """All that is known of it."""
+    """All details."""
     alert: AlertRaised | None = None
     folder: Path | None = None
     """Of a flip."""
@@ -72,7 +72,7 @@ class FlipLook:
         self._found: tuple[FlipSeen, ...] = ()
 
     def look(self) -> tuple[FlipSeen, ...]:
-        """Those there are; one whose folder cannot be read is left out."""
+        """The flips found; one whose folder cannot be read is left out."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_FOR_FLIPS_S:
             return self._found
@@ -100,7 +100,7 @@ class FlipLook:
 
 
 def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening, ...]:
-    """Every mark, in the order of steps."""
+    """Every mark, ordered by step."""
     steps = view.steps
 
     def step_at(unix_s: float) -> float:
@@ -183,7 +183,7 @@ def happenings(view: RunView, flips: Sequence[FlipSeen] = ()) -> tuple[Happening
 
 
 def _stretches(faults: Sequence[NonFinite]) -> list[list[NonFinite]]:
-    """Faults of the same or of neighbouring steps together: a run that diverged has one for each step."""
+    """Faults of equal or consecutive steps grouped: a run that diverged has one at every step."""
     parts: list[list[NonFinite]] = []
     for fault in faults:
         if parts and fault.step - parts[-1][-1].step <= 1:

@@ -1,8 +1,8 @@
-"""The panes of a run: one row each, which the terminal's screen of a run and the notebook both read.
+"""The panes of a run: one table row each, read by the terminal's run screen and by the notebook.
 
 A pane is added by a row of `PANES` and a function that makes its lines from a snapshot. The terminal gives
 it a place, a key, a tab, a line of help and a line of the palette; the notebook gives it a part of the page.
-The functions are pure; the sentences themselves are `engine.log.text`'s.
+The functions are pure; the sentences come from `engine.log.text`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def device_words(snapshot: Snapshot) -> list[str]:
 
 
 def machine_words(snapshot: Snapshot) -> list[str]:
-    """The newest readings, and how old they are when they are not of now."""
+    """The newest readings, with their age when they are not current."""
     view = snapshot.view
     newest = [view.hosts.last("unix_s"), *(t.last("unix_s") for t in view.gpu_tables.values())]
     times = [unix_s for unix_s in newest if unix_s is not None]
@@ -47,13 +47,13 @@ def machine_words(snapshot: Snapshot) -> list[str]:
 
 
 RECENT = 200
-"""So many of the newest steps of this session tell how long a step takes."""
+"""The pace is taken from this many of the newest steps of the session."""
 PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer", "idle")
-"""In the order in which a step goes through them."""
+"""In the order of a step."""
 
 
 def ledger_words(snapshot: Snapshot, width: int, ascii_only: bool) -> list[str]:
-    """Pace, the phases of the newest step as bars, and the share of the bound."""
+    """Pace, the phases of the newest step as bars, and the share of the device's peak."""
     return [
         *_pace_lines(snapshot.view),
         *_bars(snapshot.view, width, ascii_only),
@@ -68,7 +68,7 @@ def _pace_lines(view: RunView) -> list[str]:
     )
     pace = view.tokens_per_second()
     if not times:
-        return ["no step of this session was timed yet"]
+        return ["no step of this session timed yet"]
     typical = f"{format_seconds(times[len(times) // 2])} a step"
     around = f"{format_seconds(times[0])} to {format_seconds(times[-1])} in the last {len(times)}"
     rate = "" if pace is None else f"{format_count(pace)} tok/s, "
@@ -78,7 +78,7 @@ def _pace_lines(view: RunView) -> list[str]:
 def _bars(view: RunView, width: int, ascii_only: bool) -> list[str]:
     total = sum(view.phases.values())
     if not 0 < total < math.inf:
-        return ["no phases were measured: the ledger is empty"]
+        return ["no phases measured: the ledger is empty"]
     names = [n for n in PHASES if n in view.phases] + [n for n in view.phases if n not in PHASES]
     longest = max(len(name) for name in names)
     room = max(4, min(40, width - longest - 16))
@@ -98,27 +98,27 @@ def _bound(view: RunView) -> list[str]:
     if started is None or pace is None:
         return []
     if not started.flops_per_token:
-        return ["bound  the operations of a token are not known"]
+        return ["bound  the FLOPs per token are not known"]
     rate = pace * started.flops_per_token
     if not started.peak_flops_per_s:
-        why = started.peak_source or "no rate is known for this device"
-        return [f"bound  {rate / 1e12:.3g} TFLOP/s of its own arithmetic; {why}"]
+        why = started.peak_source or "the peak rate of this device is not known"
+        return [f"bound  {rate / 1e12:.3g} TFLOP/s; {why}"]
     peak = started.peak_flops_per_s
     return [
-        f"bound  {rate / peak:.0%} of what the device could: {rate / 1e12:.3g} of {peak / 1e12:.4g} TFLOP/s "
+        f"bound  {rate / peak:.0%} of the device's peak: {rate / 1e12:.3g} of {peak / 1e12:.4g} TFLOP/s "
         f"({started.peak_source})"
     ]
 
 
 def decision_words(snapshot: Snapshot) -> list[str]:
-    """Every automatic choice with its reason, what was not chosen, and how to choose otherwise."""
+    """Every automatic choice with its reason, the rejected values, and how to override it."""
     if not snapshot.view.decisions:
         return ["no decision logged yet"]
     return [line for decision in snapshot.view.decisions for line in decision_lines(decision)]
 
 
 def check_words(snapshot: Snapshot) -> list[str]:
-    """The first-minute checks: what failed, then what could not be told, then what holds."""
+    """The first-minute checks: failed, then unknown, then passed."""
     return check_lines(snapshot.view)
 
 
@@ -128,17 +128,17 @@ def kernel_words(snapshot: Snapshot) -> list[str]:
 
 
 def alert_words(snapshot: Snapshot) -> list[str]:
-    """The alerts that stand."""
+    """The active alerts."""
     lines = [line for alert in snapshot.view.alerts.values() for line in alert_lines(alert)]
-    return lines or ["no alert stands"]
+    return lines or ["no active alerts"]
 
 
 def result_words(snapshot: Snapshot) -> list[str]:
-    """How the run ended, what came of it, and where it is."""
+    """How the run ended, its results, and its folder."""
     view = snapshot.view
     lines = []
     if not snapshot.has_ended:
-        lines.append("the run is not over; so far:")
+        lines.append("still running; so far:")
     elif view.finished is not None:
         lines.append(f"{view.finished.state} at step {view.finished.step}: {view.finished.reason}")
     elif view.exit is not None:
@@ -146,7 +146,7 @@ def result_words(snapshot: Snapshot) -> list[str]:
     elif snapshot.state == "host_lost":
         lines.append(f"host lost: {host_lost_text(view)}")
     elif snapshot.state == "vanished":
-        lines.append("vanished: no process of it exists and nobody recorded its end")
+        lines.append("vanished: none of its processes exists and no end was recorded")
     else:
         lines.append(snapshot.state)
     if view.non_finite:
@@ -169,7 +169,7 @@ def result_words(snapshot: Snapshot) -> list[str]:
 
 
 Words = Callable[[Snapshot], list[str]]
-"""The lines of a pane. A line that does not begin with a space is a heading of those that do."""
+"""The lines of a pane. A line without leading space is a heading of the indented lines below it."""
 LAST = 99
 LEAST_WIDTH = 20
 
@@ -181,25 +181,25 @@ class Pane:
     id: str
     title: str
     words: Words | None = None
-    """None where the terminal has a widget of its own for it: the time line and the log."""
+    """None where the terminal has a special widget: the time line and the log."""
     fitted: Callable[[Snapshot, int, bool], list[str]] | None = None
-    """In the place of `words`: lines made for a width in cells, of ASCII alone where that is asked for."""
+    """Instead of `words`: lines made for a width in cells, in ASCII only if asked."""
     label: str = ""
-    """What tabs and keys call it; its id where this is empty."""
+    """Its name in tabs and keys; its id where this is empty."""
     help: str = ""
     """Markdown: a heading, and what the pane shows."""
     column: Literal["left", "right", "below"] = "right"
     """Where it is on a large terminal."""
     when: Literal["always", "ended", "alerts", "tall", "chosen"] = "chosen"
-    """What shows it on a large terminal besides choosing it: the end of the run, an active alert, many rows."""
+    """When a large terminal shows it unchosen: at the end of the run, with an active alert, on many rows."""
     page: int | None = LAST
-    """Its rank on the notebook's page; None where the page has no such pane."""
+    """Its rank on the notebook's page; None where the page does not show it."""
     page_words: Words | None = None
-    """The lines on that page, where they are not `words`."""
+    """The lines on that page, where they differ from `words`."""
 
     @property
     def name(self) -> str:
-        """What tabs and keys call it."""
+        """Its name in tabs and keys."""
         return self.label or self.id
 
     @property
@@ -220,15 +220,15 @@ class Pane:
 
     @property
     def numbered_title(self) -> str:
-        """The title behind the key."""
+        """The title after the key."""
         return f"{self.key} {self.title}"
 
 
 LEDGER_HELP = """# Pace
 
-Tokens a second and the time of a step, then the ledger of the newest step by the device's own clock:
-where its time went, phase by phase. `idle` is time in which the device had nothing to do. The bound is
-what the datasheet's matrix rate would allow for the run's own arithmetic.
+Tokens per second and the time of a step, then the ledger of the newest step by the device's clock: the
+time of each phase. `idle` is time in which the device had no work. The bound compares the arithmetic of
+the run with the matrix rate in the datasheet.
 """
 PANES: tuple[Pane, ...] = (
     Pane(id="loss", title="loss, nats per token", column="left", when="always", page=None),
@@ -265,7 +265,7 @@ def pane_of(id_: str) -> Pane:
 
 
 def page_panes() -> dict[str, Words]:
-    """The panes of the notebook's page in their order, each with what makes its lines."""
+    """The panes of the notebook's page in order, each with the function that makes its lines."""
     shown = sorted((p.page, n, p) for n, p in enumerate(PANES) if p.page is not None)
     found = {pane.id: pane.page_words or pane.words for _, _, pane in shown}
     return {id_: words for id_, words in found.items() if words is not None}

@@ -1,12 +1,12 @@
-"""A run as it was at any time of its life: the same snapshots that a feed gives, made from the log again.
+"""A run as it was at any past time: the snapshots that a feed would have given, rebuilt from the log.
 
-The logs are folded once from their beginning, in the order of time, and every STRIDE lines the view and the
-places in the logs are kept. A view is frozen and shares its columns, so keeping it costs next to nothing.
-A question about a time starts at the newest kept view before it, reads the few thousand lines that follow,
-and folds those that are not later. So a day of a run is as near as a minute.
+The logs are folded once from the beginning, in order of time, and every STRIDE lines the view and the
+positions in the logs are kept. A view is frozen and shares its columns, so keeping it costs next to nothing.
+A query for a time starts at the newest kept view before it, reads the few thousand lines that follow, and
+folds those that are not later. So jumping by a day costs no more than jumping by a minute.
 
-Lines of one log are in order; of two logs the earlier time comes first. What happened later is not known to
-a view of the past: an alert that was raised a minute after it does not stand in it.
+Lines of one log are in order; of two logs the earlier time comes first. A view of the past contains nothing
+later: an alert raised a minute afterwards is not active in it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STRIDE = 2048
 READ_BYTES = 2 << 20
 BUDGET_S = 0.25
 KEPT = -1
-"""In the place of a row that a fold does not change."""
+"""Marks a session row that the fold has not changed."""
 BOTH = Liveness(trainer=True, supervisor=True)
 NOBODY = Liveness(trainer=False, supervisor=False)
 
@@ -57,13 +57,13 @@ class _Ahead:
         self._opened_s, self._latest_s = 0.0, float("-inf")
 
     def fill(self) -> None:
-        """Have lines that are not folded yet, if there are any."""
+        """Read on until there are lines that are not folded yet, or the log ends."""
         if self.done < len(self.events) or self.is_over:
             return
         try:
             found = self.reader.poll(READ_BYTES)
         except BrokenLog as broken:
-            # What is behind the fault is not known; what is before it can be looked at.
+            # Lines after the fault are unknown; lines before it can be shown.
             found, self.is_over = list(broken.before), True
         self.events, self.times, self.done = found, [], 0
         self.is_over = self.is_over or not found
@@ -74,14 +74,14 @@ class _Ahead:
             self.times.append(self._latest_s)
 
     def take(self, until_s: float) -> list[AnyEvent]:
-        """The lines not later than a time, of those that were read."""
+        """The lines read so far that are not later than a time."""
         end = bisect_right(self.times, until_s, self.done)
         taken, self.done = self.events[self.done : end], end
         return taken
 
 
 class ReplayFeed:
-    """Snapshots of one run as of any time. `read` goes on through the logs; `at` answers for what was read.
+    """Snapshots of one run at any time. `read` advances through the logs; `at` answers for what was read.
 
     Used from one thread at a time.
     """
@@ -107,14 +107,14 @@ class ReplayFeed:
         return max(self._view.last_unix_s or 0.0, self._kept[-1].unix_s, self.first_unix_s)
 
     def read(self, budget_s: float = BUDGET_S) -> bool:
-        """Read on for about so long; True when everything there is was read."""
+        """Read on for about `budget_s`; True when everything was read."""
         until_s = self._monotonic() + budget_s
         while not self.is_read and self._monotonic() < until_s:
             self._step()
         return self.is_read
 
     def _step(self) -> None:
-        """Fold the next lines in the order of time, and keep what they come to."""
+        """Fold the next lines in order of time, and keep the view."""
         waiting = []
         for log in self._logs.values():
             log.fill()
@@ -123,13 +123,13 @@ class ReplayFeed:
         if not waiting:
             self.is_read = True
             return
-        # No further than each log is known, and at most STRIDE lines of any.
+        # No further than every log has been read, and at most STRIDE lines of any.
         limit_s = min(log.times[min(log.done + STRIDE, len(log.times)) - 1] for log in waiting)
         for source, log in self._logs.items():
             events = log.take(limit_s)
             self._view = fold(self._view, source, events)
             self._taken[source] += len(events)
-        # The lines of a view are whole events, and the log has them all.
+        # The lines of a view are complete events, which the log has as well.
         kept = replace(self._view, lines=())
         self._kept.append(_Kept(limit_s, kept, dict(self._taken)))
 
@@ -162,7 +162,7 @@ class ReplayFeed:
         )
 
     def _between(self, reader: LogReader, first: int, count: int, unix_s: float) -> list[AnyEvent]:
-        """`count` lines of a log from the first-th on, without those that are later than a time."""
+        """`count` lines of a log from number `first` on, without those later than a time."""
         if not count:
             return []
         index = bisect_right(reader.points, first, key=lambda point: point.number) - 1
@@ -188,13 +188,13 @@ class ReplayFeed:
 
 
 def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEvent]]) -> RunView:
-    """A view and the lines that follow it. `later` has all rows of these lines already, so that no long column
+    """A view extended by the lines that follow it. `later` already has the rows of these lines, so no long column
     is copied to add a few."""
     opens = any(
         type(event) in (LogOpened, RunStarted) for events in between.values() for event in events
     )
     if opens or not _goes_on(view, later):
-        # A resume may cut rows off, and counts from all of them.
+        # A resume may remove rows, and its counts depend on all of them.
         for source, events in between.items():
             view = fold(view, source, events)
         return view
@@ -212,7 +212,7 @@ def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEven
     rows = len(view.steps) - len(last) + len(thin.steps)
     return replace(
         thin,
-        # The fold begins a session behind all steps, or leaves it where it began.
+        # The fold starts a session after all steps, or leaves it where it was.
         session_row=view.session_row if thin.session_row == KEPT else rows,
         steps=later.steps.first(rows),
         hosts=later.hosts.first(len(view.hosts) + len(thin.hosts)),
@@ -224,14 +224,14 @@ def _folded(view: RunView, later: RunView, between: Mapping[Source, list[AnyEven
 
 
 def _goes_on(view: RunView, later: RunView) -> bool:
-    """Whether the rows of a view are the first of those of a later one."""
+    """Whether the rows of a view are a prefix of those of a later one."""
     pairs = [(view.steps, later.steps), (view.hosts, later.hosts)]
     pairs += [(table, later.gpu_tables[n]) for n, table in view.gpu_tables.items()]
     return all(table.columns is longer.columns for table, longer in pairs)
 
 
 def _alive(view: RunView) -> Liveness:
-    """Which processes there were, by what the logs had said so far."""
+    """Which processes existed, according to the logs so far."""
     if not view.clocks:
         return NOBODY
     return BOTH if view.exit is None and view.finished is None else NOBODY

@@ -1,9 +1,9 @@
-"""What the list of runs is fed: one row for each run of some folders, whoever started it.
+"""The list of runs: one row for each run in some folders, whoever started it.
 
-A run that has ended is read once, and again only when one of its logs has changed size. For that the
-ended runs are looked at in turn, LOOKS of them at each poll, so that thousands of them cost no more
-than a few hundred. Runs that go on are followed. A run that cannot be read is a row that says why,
-and never an exception.
+A run that has ended is read once, and again only when one of its logs has changed size. To notice that,
+LOOKS ended runs are examined at each poll in turn, so that thousands of them cost no more than a few
+hundred. Active runs are followed. A run that cannot be read becomes a row that says why, never an
+exception.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RunRow:
 
     path: Path
     name: str
-    """Of its folder; with the folder around it when that is not the one that was named."""
+    """The name of its folder; with the parent folder where that is not the one given."""
     state: str
     last_step: int
     total_steps: int | None
@@ -49,7 +49,7 @@ class RunRow:
     alive: bool = False
     """Whether a process of it exists."""
     alerts: tuple[tuple[str, str], ...] = ()
-    """Severity and id of each alert that stands, errors first."""
+    """Severity and id of each active alert, errors first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def _runs_in(
 ) -> list[_Found]:
     """The runs in a folder, and in those of its folders that are no runs themselves, newest first.
 
-    What is in `known`, by its path, is taken to be the run it was. Raises OSError when the folder
+    A path in `known` is taken to be the same run as before. Raises OSError when the folder
     cannot be listed; one inside it that cannot be is passed over.
     """
     found: list[_Found] = []
@@ -131,7 +131,7 @@ def _runs_in(
 
 
 def find_all(folder: Path, known: Mapping[str, _Found]) -> list[_Found]:
-    """Every run that naming `folder` means: itself, or those in it and one level below. None when
+    """Every run that `folder` stands for: itself, or those in it and one level below. Empty when
     there is no such folder."""
     if is_run(folder):
         run = RunFolder(folder)
@@ -178,7 +178,7 @@ class RunsFeed:
         )
 
     def _due(self) -> set[str]:
-        """The ended runs whose turn it is to be looked at."""
+        """The ended runs to examine at this poll."""
         ended = list(self._ended)
         begin = self._turn if self._turn < len(ended) else 0
         self._turn = begin + LOOKS
@@ -200,7 +200,7 @@ class RunsFeed:
             try:
                 for found in find_all(folder, known):
                     path = found.run.path
-                    # Resolving walks the whole path; where a run is does not change while it is there.
+                    # Resolving walks the whole path, and a run does not move while it is listed.
                     key = self._real.get(path) or os.path.realpath(path)
                     self._real[path] = key
                     runs.setdefault(key, found)

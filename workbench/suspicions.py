@@ -1,9 +1,9 @@
-"""What a flip could test about a run, most pressing first: one for each alert that names a flip, then
-one for each choice that was made automatically and could have been made otherwise.
+"""What a flip could test about a run, most urgent first: one suspicion for each alert that names a flip, then
+one for each automatic choice that has an alternative.
 
 What cannot be tested on this run comes last, with the reason: a flip would refuse it, or would compare
-a run with itself. The reasons here are those that settings, decisions and device facts alone give;
-`engine flip --dry-run` has the last word before a start.
+a run with itself. The reasons here follow from settings, decisions and device facts alone; before a start
+`engine flip --dry-run` decides.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from engine.spec import KEYS
 
 _SET = "--set "
 NO_BLOCKS = "no quantized blocks"
-"""In the reason of a Decision that rejects weights in blocks."""
+"""Part of the reason in a Decision that rejects quantized weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """One setting to change, and what would be learnt."""
+    """One setting to change, and the hypothesis that this would test."""
 
     assignment: str
     """`knob=value`, as after --set."""
     hypothesis: str
     source: str
-    """What raised it: the alert or the decision, in words."""
+    """The alert or the decision that raised it, as text."""
     impossible: str = ""
     """Why it cannot be tested on this run; empty where it can."""
 
@@ -46,7 +46,7 @@ class Suspicion:
 
 
 def suspicions(view: RunView, settings: Mapping[str, Any] | None = None) -> tuple[Suspicion, ...]:
-    """Each assignment once, by whoever named it first; what cannot be tested comes last. `settings`
+    """Each assignment once, from the first source that names it; what cannot be tested comes last. `settings`
     are those of the run by dotted key, where they could be read."""
     found: dict[str, Suspicion] = {}
     for suspicion in (*_of_alerts(view), *_of_decisions(view)):
@@ -77,7 +77,7 @@ def settings_of(run: RunFolder) -> dict[str, Any]:
 def why_impossible(one: Suspicion, view: RunView, settings: Mapping[str, Any]) -> str:
     """Why a flip of this cannot say anything about this run; empty where it can."""
     if one.knob not in KEYS or not one.value:
-        return f"{one.knob} is no setting"
+        return f"{one.knob} is not a setting"
     if one.knob in settings and as_choice(settings[one.knob]) == one.value:
         return f"it is {one.value} already"
     chosen = {decision.knob: decision for decision in view.decisions}
@@ -89,9 +89,9 @@ def why_impossible(one: Suspicion, view: RunView, settings: Mapping[str, Any]) -
     match one.knob, one.value:
         case "memory.allocator", "managed":
             if on_cpu:
-                return "managed memory belongs to a GPU, and the run computes on the CPU"
+                return "managed memory needs a GPU, and the run computes on the CPU"
             if _has_no_gpu(view):
-                return "managed memory belongs to a GPU, and none was found on this machine"
+                return "managed memory needs a GPU, and none was found on this machine"
         case "compute.device", "cuda":
             if _has_no_gpu(view):
                 return "no GPU was found on this machine"
@@ -110,7 +110,7 @@ def why_impossible(one: Suspicion, view: RunView, settings: Mapping[str, Any]) -
 
 
 def _has_no_gpu(view: RunView) -> bool:
-    """Whether the run's own facts say that there is no GPU; where there are no facts, nothing is said."""
+    """Whether the logged device facts show no GPU; False without facts."""
     if view.facts is None:
         return False
     return not (view.facts.get("cuda_count") or view.facts.get("gpu_count"))

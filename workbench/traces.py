@@ -1,12 +1,11 @@
-"""Columns of a run as few enough points to draw: buckets, each the lowest and highest value of
+"""Columns of a run reduced to as many points as can be drawn: buckets with the lowest and highest value of
 consecutive rows, so that a spike of one step in a million is still drawn.
 
-`WindowTraces` makes them of a table's columns, between two ends, from the extremes of rows of the table;
-`buckets_of` of a few rows that are in no table.
+`WindowTraces` makes them from the columns of a table between two ends; `buckets_of` from a few rows that are
+in no table.
 
-NaN and infinity are no values: a bucket that holds one says so (`non_finite`) and its low and high
-are of the finite rest. An absent entry (None) is neither; a bucket of nothing but absent entries
-has no low and no high.
+A bucket that contains NaN or infinity is flagged (`non_finite`), and its low and high are those of the
+finite values. Absent entries (None) are ignored; a bucket of absent entries alone has no low and no high.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Trace:
     last: float | None
     """The newest entry, None when it is absent."""
     gap: float = math.inf
-    """Points further apart than this on x belong to no common line: between them nothing is known."""
+    """Points further apart than this on x are not joined: nothing is known between them."""
 
     x_name: str = "step"
     """What x counts."""
@@ -54,7 +53,7 @@ class Trace:
 
 def _bucket_of(xs: Sequence[float], ys: Sequence[float | None]) -> Bucket:
     present = [y for y in ys if y is not None] if None in ys else ys
-    # One sum tells whether every value is finite: NaN and infinity go through it.
+    # One sum shows whether every value is finite: NaN and infinity propagate.
     finite = present
     if not math.isfinite(sum(present)):  # type: ignore[arg-type]
         finite = [y for y in present if y is not None and math.isfinite(y)]
@@ -79,11 +78,11 @@ def buckets_of(
 
 
 class WindowTraces:
-    """Columns of a table over the rows whose x is in a window, made again at each look.
+    """Columns of a table over the rows whose x is in a window, recomputed at each poll.
 
     Every bucket holds the extremes of all its rows, which costs hardly more for a million rows than for a
-    thousand. The width of buckets is a round number, so that in a run that goes on only the newest bucket
-    changes from one look to the next, and the others are kept.
+    thousand. The width of buckets is a round number, so that in an active run only the newest bucket
+    changes from one poll to the next, and the others are cached.
     """
 
     def __init__(self) -> None:

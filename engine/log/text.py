@@ -196,7 +196,7 @@ def _event_text(event: AnyEvent) -> str:
         case TrainerExited():
             return f"trainer exited: {event.sentence}"
         case LauncherGone():
-            return f"launcher is gone ({event.how}); the run goes on by itself"
+            return f"launcher is gone ({event.how}); the run continues in the background"
         case StopForwarded():
             return f"{event.signal} forwarded to the trainer"
         case AlertRaised():

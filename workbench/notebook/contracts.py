@@ -1,7 +1,7 @@
-"""Contracts: what the code promises, with equations, last result and age, as `engine contracts list` says.
+"""Contracts: what the code promises, with equations, last result and age, as in `engine contracts list`.
 
 Evaluating receipts parses every contract and hashes the code it binds; it starts nothing and runs no test.
-No comm is made: the cell shows what was so when it ran, and the same cell run again shows what is so now.
+No comm is opened: the cell shows the state when it ran; run it again for the current state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Doctor: what this machine is, and what cannot be measured on it, as `engine doctor` says.
+"""Doctor: what this machine is, and what cannot be measured on it, as `engine doctor` reports.
 
-The engine asks the CUDA driver and NVML in a process of its own, which takes seconds on a machine with many
-GPUs; the cell shows its words when they come. No comm is made.
+The engine queries the CUDA driver and NVML in its own process, which takes seconds on a machine with many
+GPUs; the cell shows the report when it arrives. No comm is opened.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Doctor:
 
     @property
     def lines(self) -> list[str]:
-        """What it says so far."""
+        """Its report so far."""
         if self._done is None:
             return ["engine doctor: asking"]
         return (self._done.stdout or self._done.stderr).splitlines()

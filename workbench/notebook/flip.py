@@ -6,7 +6,7 @@
 
 The chooser has what the run itself suggests: a flip for each alert that names one, then each automatic choice
 that could have been made otherwise. The plan below the form is the one that would be registered. The
-flip is `engine flip` in a process of its own: closing the widget or the kernel does not end it, and
+flip is `engine flip` in its own process: closing the widget or the kernel does not end it, and
 `Flip(run, out=folder)` shows the same one again.
 """
 
@@ -133,7 +133,7 @@ class Flip(Panel):
         )
 
     def start(self) -> Path:
-        """Start the flip that the form says, or take the one that was started; returns its folder. Raises
+        """Start the flip that the form describes, or attach to the one already started; returns its folder. Raises
         BadInput, UsageError."""
         feed = self._begun()
         self._wake.set()
@@ -173,7 +173,7 @@ class Flip(Panel):
         )
 
     def _choose(self, change: Any) -> None:
-        """The form says what was chosen, on any thread."""
+        """Copy the choice into the form, on any thread."""
         found = self._choice.value
         if found:
             self._set.value, self._hypothesis.value = found
@@ -181,7 +181,7 @@ class Flip(Panel):
     # What the thread does
 
     def tick(self) -> None:
-        """Read the flip, or make the plan that the form asks for."""
+        """Read the flip, or show the plan for the form."""
         feed = self._feed
         if feed is None:
             self._suggest()
@@ -199,7 +199,7 @@ class Flip(Panel):
         if self.is_over and not was_over:
             self._update_still()
         if self._was_refused(snapshot):
-            # Nothing was begun: the form may say something else, and what was said of it stays until then.
+            # Nothing was started: the form can be changed, and the refusal stays visible until then.
             self._feed, self._planned = None, self._form()
             self._start_button.disabled = False
 

@@ -1,4 +1,4 @@
-"""Tables of pandas from a run: what a person computes with. pandas is loaded when one is asked for."""
+"""pandas tables of a run. pandas is imported only when a table is requested."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def frame(run: str | Path, what: str = "steps") -> pandas.DataFrame:
 
 def frame_of(view: RunView, what: str = "steps") -> pandas.DataFrame:
     """One row a step (`steps`), a reading (`device`: host and GPUs one below the other, `source` says which)
-    or a compile (`compiles`). Times are unix seconds, sizes bytes; what was absent is NA, NaN what was
-    logged as NaN. Raises UsageError for another word, and where pandas is not installed."""
+    or a compile (`compiles`). Times are unix seconds, sizes bytes; absent values are NA, and NaN means
+    that NaN was logged. Raises UsageError for another word, and where pandas is not installed."""
     try:
         import pandas
     except ImportError as missing:

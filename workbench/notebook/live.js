@@ -75,7 +75,7 @@ function render({ model, el }) {
     soon();
   }
   function lost() {
-    status.textContent = "no kernel behind this view: the run goes on by itself; run the cell again to attach to it";
+    status.textContent = "no kernel behind this view: the run continues in the background; run the cell again to attach to it";
     root.classList.add("apr-lost");
   }
   model.on("msg:custom", take);

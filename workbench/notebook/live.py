@@ -5,10 +5,11 @@
     Live("kd.toml", out="runs/first")          the same, and once runs/first exists it is attached to
 
 The last form is for notebooks that are run again: after a restart of the kernel the same cell shows the same
-run. A page asks for the run when it is opened or loaded again (`ready`) and gets it thinned, then what is
-added. A kernel that runs a cell does not hear it ask; so, from the display of the widget until it was heard,
-the whole run goes out every PREVIEW_S, thinned further. `window` is the span of time that was last selected with the
-mouse in a chart, in unix seconds; of a chart over steps it is when these steps were done. `Whys.link` takes it.
+run. A page requests the run when it is opened or reloaded (`ready`) and gets it thinned, then the additions.
+A kernel that is running a cell does not receive the request; so, from the display of the widget until the
+request arrives, the whole run is sent every PREVIEW_S, thinned further. `window` is the time span last selected
+with the mouse in a chart, in unix seconds; in a chart over steps it is when these steps were done. `Whys.link`
+takes it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 REFRESH_S = 0.5
 PREVIEW_S, PREVIEW, PREVIEW_PANES = 2.0, 48, ("alerts", "result")
 PREVIEWS_AFTER = 3
-"""Previews that are still sent of a run that has ended: a page may be slow to open."""
+"""Previews still sent after a run has ended: a page may be slow to open."""
 STILL_LIMIT = 100
 
 
@@ -120,8 +121,8 @@ class Live(Panel):
     # What a person does
 
     def start(self) -> RunFolder:
-        """Start the run of the spec; where it was started already, that one. Returns when it stands on its
-        own feet. Raises BadInput."""
+        """Start the run of the spec, or return the one already started. Returns as soon as the run continues
+        without this process. Raises BadInput."""
         self._start()
         self._wake.set()
         assert self._feed is not None
@@ -140,7 +141,7 @@ class Live(Panel):
         return self._feed.run
 
     def frame(self, what: str = "steps") -> pandas.DataFrame:
-        """What was read so far as a table of pandas: steps, device or compiles."""
+        """What was read so far as a pandas table: steps, device or compiles."""
         from workbench.notebook.frames import frame_of
 
         if self.snapshot is None:
@@ -197,7 +198,7 @@ class Live(Panel):
             self._wake.set()
 
     def _preview(self, snapshot: Snapshot) -> None:
-        """The whole run in little, for a page whose question is not heard while a cell runs."""
+        """The whole run, thinned, for a page whose request is not received while a cell runs."""
         now = time.monotonic()
         if now - self._previewed < PREVIEW_S or not self._previews_left:
             return

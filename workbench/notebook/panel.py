@@ -1,8 +1,8 @@
-"""What Live and Flip have in common: a thread that polls, a command in another, and two outputs in the cell.
+"""The base of Live and Flip: a polling thread, a thread for commands, and two outputs in the cell.
 
-A cell gets two outputs. The first is the widget. The second is a still: SVG and text, drawn anew when
-something ends and now and then between. JupyterLab shows an error in the place of a widget whose kernel is
-gone, whatever else that output carries; so the still is an output of its own, which the live widget hides
+A cell gets two outputs. The first is the widget. The second is a still: SVG and text, redrawn when
+something ends and now and then before. JupyterLab shows an error in place of a widget whose kernel is
+gone, whatever else that output carries; so the still is a separate output, which the live widget hides
 while it has something to show.
 
 Callbacks of a page may come on any thread: they set an event or start a thread, and return. `tick` alone
@@ -28,15 +28,15 @@ from workbench.notebook.outputs import replace, show
 
 STILL_EVERY_S = 60.0
 FIRST_LOOK_S = 0.5
-"""What a cell waits at most for the first reading, so that its still shows it. Programs that run notebooks
-drop what a cell shows after its end; a page does not."""
+"""How long a cell waits at most for the first reading, so that its still contains it: programs that execute
+notebooks drop outputs that arrive after the end of the cell; a page does not."""
 _FIGURE = "display:inline-block;width:48%;min-width:24em;max-width:620px"
 VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
-    """A page's part that needs no script: figures, then lines. The SVG are images of their own: of a notebook
-    that came from elsewhere JupyterLab removes drawings and keeps images."""
+    """HTML without scripts: figures, then lines. The SVGs are embedded as images: in an untrusted notebook
+    JupyterLab removes inline drawings and keeps images."""
     drawn = "".join(
         f'<img style="{_FIGURE}" src="data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}">'
         for svg in figures
@@ -46,7 +46,7 @@ def still_html(key: str, figures: Sequence[str], lines: Sequence[str]) -> str:
 
 
 def hide_still(key: str) -> str:
-    """A style that hides the still while the live widget that holds it is on the page."""
+    """A style that hides the still while the live widget that contains the style is on the page."""
     return f'<style>[data-apr-static="{html.escape(key)}"] {{ display: none; }}</style>'
 
 
@@ -70,7 +70,7 @@ class Panel(ABC):
         self._wake, self._closing = threading.Event(), threading.Event()
         self._ended = threading.Condition()
         self._shown, self._still_at, self._looked = False, 0.0, False
-        # What ends while its cell is drawn is drawn anew after that, and not forgotten.
+        # Something that ends while its cell is drawn is redrawn afterwards, not forgotten.
         self._drawing = threading.Lock()
         self._root: ipywidgets.Widget | None = None
         # No label: a page typesets what is in one, and TeX may hold links that run scripts.
@@ -92,15 +92,15 @@ class Panel(ABC):
 
     @property
     def is_current(self) -> bool:
-        """Whether all that there is was read."""
+        """Whether everything available was read."""
         return self._looked
 
     @abstractmethod
     def still(self) -> tuple[list[str], list[str]]:
-        """Figures as SVG, and lines, of how it stands."""
+        """The current state as SVG figures and lines."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended; False when the time was up first. The kernel is busy meanwhile:
+        """Wait until it has ended; False on a timeout. The kernel is busy meanwhile:
         for cells that need the result."""
         with self._ended:
             done = self._ended.wait_for(lambda: self.is_over or self.is_closed, timeout_s)
@@ -113,7 +113,7 @@ class Panel(ABC):
         return self._closing.is_set()
 
     def close(self) -> None:
-        """End the thread and every comm; what is shown goes on by itself."""
+        """End the thread and every comm; the run or flip itself continues."""
         if self.is_closed:
             return
         self._closing.set()
@@ -132,7 +132,7 @@ class Panel(ABC):
             try:
                 self.tick()
             except (EngineError, OSError) as problem:
-                # A file that another process is just making or taking away: the next tick sees more.
+                # A file that another process is creating or removing: the next tick sees more.
                 self._say(str(problem))
             with self._ended:
                 self._looked = True
@@ -144,7 +144,7 @@ class Panel(ABC):
     # Commands
 
     def _command(self, name: str, call: Callable[[], object]) -> None:
-        """Run a command of the engine in a thread; what it says, or why it refused, is shown."""
+        """Run an engine command in a thread and show its answer, or why it refused."""
 
         def work() -> None:
             try:

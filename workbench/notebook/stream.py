@@ -4,8 +4,8 @@
     rows    {"kind": "rows", "series": [names]}           and one buffer for each: float32, all x, then all y
     words   {"kind": "words", "panes": {name: text}}      only those that changed
 
-Pure but for what it remembers: how many rows of each table were sent. `reset` forgets that, so that the
-next messages are the whole run again; a view that was opened or loaded again asks for it. History is
+Its only state is how many rows of each table were sent. `reset` clears that, so that the next messages
+are the whole run again; a view that was opened or reloaded requests it. History is
 thinned to HISTORY shares of a series, what is added later to LIVE shares a tick, so that neither a long
 run nor a fast one floods the page: at most 6 KB a series to open and 600 bytes a tick later.
 
@@ -66,7 +66,7 @@ class _Batch:
 
 
 class _Since(Sequence[float | None]):
-    """The rows of a column from `start` on, less what it begins at: of very many only a few are asked for."""
+    """The rows of a column from `start` on, minus an origin; thinning reads only a few of very many."""
 
     def __init__(self, table: Table, name: str, start: int, begin: float) -> None:
         self._table, self._name, self._start, self._begin = table, name, start, begin
@@ -80,7 +80,7 @@ class _Since(Sequence[float | None]):
 
 
 def _floats(values: tuple[float, ...]) -> array[float]:
-    """float32; what is too large for one becomes infinite instead of an error."""
+    """float32; values too large for it become infinite instead of raising."""
     limit = 3.4028234e38
     inf = float("inf")
     return array(
@@ -105,11 +105,11 @@ class Stream:
         self._is_new = True
 
     def messages(self, snapshot: Snapshot) -> Iterator[Message]:
-        """What a page that has got all messages so far does not know yet."""
+        """What is new for a page that has received all messages so far."""
         if self._is_new:
             self._is_new = False
             yield Message(content={"kind": "clear", "series": None})
-        # While a long log is being read its rows come in pieces: they are thinned once, as a whole.
+        # While a long log is being read its rows come in parts; they are thinned once, together.
         if not snapshot.behind:
             batch = self._rows(snapshot)
             if batch.cleared:
@@ -155,7 +155,7 @@ class Stream:
         ]
         if compiled:
             self._compiled = compiled[-1].key
-            # Those after warm-up, which cost a step, stand high.
+            # Compiles after warm-up, which delay a step, are drawn high.
             rows = [
                 (line.unix_s - begin, 90.0 if line.event.after_warm_up else 10.0)
                 for line in compiled
@@ -190,7 +190,7 @@ class Stream:
 
 
 def _cut(text: str) -> str:
-    """A text of bounded size without control characters: what is beyond it is in the log."""
+    """A text of bounded size without control characters; the log has the rest."""
     text = printable(text)
     if len(text) <= PANE_CHARACTERS:
         return text

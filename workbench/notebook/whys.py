@@ -1,4 +1,4 @@
-"""Whys: a finding in a cell: its tree, and what can be done with it.
+"""Whys: a finding in a cell, as a tree with its actions.
 
     whys = Whys("hang", claim="no step in 90 minutes")     begins it in ./evidence, or opens it
     whys.link(live, "n1", metric="loss")                   the window selected in Live, else the whole run
@@ -9,7 +9,7 @@
     whys.answer("a1", "excluded", "data took 2 % of the step", evidence="e3")
     whys.conclude("attention ran on the CPU")
 
-Each change is made under the lock of the bundle and shown at once; what is refused is said in the words of
+Each change is made under the lock of the bundle and shown at once; a refusal shows the message of
 the engine. The buttons do the same from the page: add an answer to a why, link the window that was selected last in
 any Live of this kernel, verify, export. `conclude` refuses while a rule is open, and says which.
 """
@@ -125,7 +125,7 @@ class Whys(Panel):
         says: str = "supports",
         limit_s: float = COMMAND_LIMIT_S,
     ) -> str:
-        """Run a command, without a shell, that must end or say as was expected before; returns the id of the
+        """Run a command, without a shell, whose exit code or output must match the expectation; returns the id of the
         evidence. The cell waits for it, `limit_s` seconds at most. Raises BadInput."""
         expected: dict[str, Any] = {"expect_exit": expect_exit, "expect_text": expect_text}
         return self._link(
@@ -196,7 +196,7 @@ class Whys(Panel):
     # What the thread does
 
     def tick(self) -> None:
-        """Show the tree as it is on disk: a shell may have changed it."""
+        """Show the tree as it is on disk; a shell may have changed it."""
         text = f"{hide_still(self.key)}{hanging(self.still()[1])}"
         if not self.is_closed and self._tree.value != text:
             self._tree.value = text
@@ -219,7 +219,7 @@ class Whys(Panel):
 def _open(name: str, claim: str, folder: Path) -> Bundle:
     if not claim:
         return find_bundle(name, folder)
-    # The same cell, run again, goes on with the finding that it began.
+    # The same cell, run again, continues the finding that it began.
     for bundle in find_bundles(folder):
         if bundle.path.name[11:] == name:
             return bundle

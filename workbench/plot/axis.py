@@ -1,7 +1,7 @@
-"""An axis: where a value is, and which round values to name.
+"""An axis: the position of a value, and which round values to label.
 
-Large and tiny floats are as good as any: positions are computed from halves, because the difference
-of two finite floats need not be finite.
+Positions are computed from halves, because the difference of two large finite floats need not be
+finite.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Axis:
     is_log: bool = False
 
     def dot(self, value: float) -> int | None:
-        """The dot of a value, clipped to the axis; None when a logarithmic axis has no place for
-        it."""
+        """The dot of a value, clipped to the axis; None for a value at or below 0 on a logarithmic
+        axis."""
         if self.is_log:
             if value <= 0:
                 return None
@@ -60,11 +60,11 @@ class Axis:
         return [None if y is None else next(dots) for y in known]
 
     def is_over(self, value: float) -> bool:
-        """Whether a value is over the upper end."""
+        """Whether a value is above the upper end."""
         return (math.log10(value) if self.is_log and value > 0 else value) > self.high
 
     def ticks(self, count: int) -> list[Tick]:
-        """About `count` round values, at least two where there are any; else the ends of the
+        """About `count` round values, at least two where possible; otherwise the ends of the
         axis."""
         low, high = self.low, self.high
         if self.is_log:
@@ -87,7 +87,7 @@ def _round_ticks(low: float, high: float, count: int) -> list[Tick]:
     span = high - low
     if not (1e-300 < span < 1e300 and span > 1e-12 * max(abs(low), abs(high))):
         return []
-    # A step that leaves fewer than two ticks on the axis is too long: take the next shorter one.
+    # A step with fewer than two ticks on the axis is too long: take the next shorter one.
     exponent = math.floor(math.log10(span / count)) + 1
     steps = [(digit, exponent - down) for down in range(3) for digit in reversed(ROUND_DIGITS)]
     for digit, power in steps:
@@ -100,7 +100,7 @@ def _round_ticks(low: float, high: float, count: int) -> list[Tick]:
 
 
 def _tick_text(value: float, power: int, largest: float) -> str:
-    """A multiple of 10^power, with no more digits than tell it from its neighbours."""
+    """A multiple of 10^power, with just enough digits to tell it from its neighbours."""
     if value == 0:
         return "0"
     if largest >= 1e12 or largest < 1e-3:

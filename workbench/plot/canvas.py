@@ -8,7 +8,7 @@ A braille cell is 2 dots wide and 4 high; its code point is 0x2800 plus one bit 
     0x40 0x80
 
 In ASCII a cell is one dot. Drawn rows are tuples of `Span(text, role)`: a role names what a piece
-of text is ("trace0", "axis"), and what colour it gets is the widget's business.
+of text is ("trace0", "axis"); the widget gives it a colour.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUNS = tuple(
     tuple(tuple(sum(bits[low : high + 1]) for high in range(4)) for low in range(4))
     for bits in BRAILLE_BITS
 )
-"""Bits of the dots from a row to a row of one column."""
+"""Bits of the dots of one column between two rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,14 @@ class Glyphs:
     """The characters of one alphabet."""
 
     traces: tuple[str, ...]
-    """How each of up to six traces looks in the legend; the first character of each is its dot in
-    ASCII."""
+    """The legend entry of each of up to six traces; its first character is the dot in ASCII."""
     mark: str
     cross: str
     level: str
     below: str
-    """A value that a logarithmic axis has no place for."""
+    """A value at or below 0 on a logarithmic axis."""
     above: str
-    """A value over the end of an axis that leaves outliers out."""
+    """A value beyond the end of an axis that clips outliers."""
     vertical: str
     tick: str
     corner: str
@@ -111,8 +110,8 @@ class Canvas:
         return x // self.dots_per_column, self.rows - 1 - y // self.dots_per_row
 
     def dot(self, x: int, y: int, char: str, role: str) -> None:
-        """Set one dot, in ASCII the whole cell to `char`. A cell has the role of what was drawn in
-        it last."""
+        """Set one dot, in ASCII the whole cell to `char`. A cell has the role of the last thing drawn
+        in it."""
         self.run(x, y, y, char, role)
 
     def run(self, x: int, low: int, high: int, char: str, role: str) -> None:
@@ -144,7 +143,7 @@ class Canvas:
         """One row of cells, from the top."""
         begin = row * self.columns
         end = begin + self.columns
-        # Dots drawn over a character have taken its place.
+        # Dots drawn over a character replace it.
         chars = [
             chr(BRAILLE_BLANK | bits) if bits else char
             for char, bits in zip(self._chars[begin:end], self._bits[begin:end], strict=True)
@@ -180,7 +179,7 @@ def centred(text: str, width: int, height: int) -> list[Row]:
 
 
 def name_places(placed: Iterable[tuple[int, str]], columns: int) -> tuple[str, list[int]]:
-    """A row of words centred at their columns, the first ones first, and the columns of those that found room."""
+    """A row of labels centred at their columns, earlier ones first, and the columns of those that fit."""
     words, named = [" "] * columns, []
     for column, text in placed:
         start = min(max(0, column - len(text) // 2), columns - len(text))
@@ -193,7 +192,7 @@ def name_places(placed: Iterable[tuple[int, str]], columns: int) -> tuple[str, l
 
 
 def flow(lengths: Sequence[int], width: int, gap: int) -> list[range]:
-    """Which items go on which line, each line as full as it can be; one too long has a line of its own."""
+    """Which items go on which line, each line as full as possible; an item that is too long gets its own line."""
     lines, start, used = [], 0, 0
     for index, length in enumerate(lengths):
         if index > start and used + gap + length > width:

@@ -1,4 +1,4 @@
-"""A chart as text: lines, points and levels over one x axis, and what is said of them.
+"""A chart as text: lines, points and levels over one x axis, with a legend.
 
     ⣤⣤ loss 2.1132  ⠤ ⠤ ce 2.3011  ◆ held-out 2.4  ╌╌ ln V 6.9     the legend: what is drawn
       6 ┤⡇               ┊
@@ -8,16 +8,15 @@
      1 s┤⣀⡀⣀⣀⣀⣀⣀⣀⣀⣀⣀⣀┊⣀⣀                                         another line below, with its own y
         └┬────────┬──────┴┬───
     step 0       100    200
-    step 183: loss 2.1132 ...                                         what is under the cursor
+    step 183: loss 2.1132 ...                                         the values under the cursor
 
-A column of dots shows the lowest and the highest value that fall on it; columns in between are
-joined by a straight line. A value that is not finite is not a point: it is a cross at the top of
-its column, and no line goes to or from it. An absent value leaves a gap. Lines differ in form, so that they
-can be told apart without colour; a line with a letter has it now and then along its way, at its end, and
-under its crosses.
+A column of dots shows the lowest and the highest of its values; distant columns are joined by a straight
+line. A non-finite value is drawn as a cross at the top of its column, and the line breaks there. An absent
+value leaves a gap. Lines differ in form, so that they can be told apart without colour; a line with a letter
+shows it now and then along its way, at its end, and under its crosses.
 
-The axis of the line below ends at CLIP times its median, so that one slow first step does not flatten all
-others; what is over it is an arrow at the top.
+The axis of the lower line ends at CLIP times its median, so that one slow first step does not flatten all
+others; values above it are an arrow at the top.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ from workbench.plot.canvas import (
 from workbench.traces import Bucket, Trace
 
 MIN_WIDTH, MIN_HEIGHT = 24, 4
-"""Below this there is no room for a curve: the newest values are written instead."""
+"""Below this size no curve fits: the newest values are written instead."""
 LOW = 9
-"""On fewer rows signs stand on the line of the x axis, and what is under the cursor in the place of the
-legend, so that the curve keeps its rows."""
+"""On fewer rows the signs are drawn on the x axis, and the values under the cursor replace the legend,
+so that the curve keeps its rows."""
 TALL = 12
-"""From so many rows on, what is under the cursor takes two."""
+"""From this many rows on, the values under the cursor take two rows."""
 WITH_BELOW = 13
-"""From so many rows on there is room for the line below."""
+"""From this many rows on, the lower line is drawn."""
 CLIP = 3.0
 FEW = 8
-"""So few values have no shape yet that a level could flatten."""
+"""With fewer values than this, a curve has no shape that a level could flatten."""
 APART = 20
 """Cells between two letters on one line."""
 GAP, MORE = "  ", ".."
-"""Between two items of a legend, and in the place of those without room."""
+"""Between two items of a legend, and in place of those that do not fit."""
 FORMS = (
     "################",
     "#####   #####   ",
@@ -67,26 +66,26 @@ FORMS = (
     "############    ",
     "#   #   #   #   ",
 )
-"""Which dot columns a line uses, over and over: the first is solid, the second dashed, the third dotted, and
-then dashes with dots, long dashes, and few dots."""
+"""Which dot columns a line uses, as a repeating pattern: solid, dashed, dotted, dashes with dots, long dashes,
+and sparse dots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line: its points, and how it is told from the others."""
+    """One line: its points, and its style."""
 
     trace: Trace
     slot: int
     """The index of its form and its colour."""
     letter: str = ""
-    """Stands on the line, and for its name in the legend."""
+    """Drawn on the line, and instead of its name in the legend."""
     value: float | None = None
-    """What the legend tells of it."""
+    """The value in the legend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A point of its own, drawn as one character over the lines."""
+    """A single point, drawn as one character over the lines."""
 
     x: float
     y: float
@@ -94,14 +93,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """A horizontal line to compare with. One far from all points is named in the legend only, so
-    that it flattens nothing."""
+    """A horizontal reference line. One far from all points appears in the legend only, so that it
+    does not flatten the curve."""
 
     y: float
     name: str
 
     def height(self, log_y: bool) -> float:
-        """Where it is on an axis; a logarithmic axis has no level at or under 0."""
+        """Its position on an axis; a logarithmic axis has no level at or below 0."""
         return math.log10(self.y) if log_y else self.y
 
 
@@ -115,36 +114,36 @@ class Sign:
 
 
 def number_text(x: float) -> str:
-    """A value of x with no more digits than it needs."""
+    """A value of x with as many digits as needed."""
     return f"{x:.0f}" if x % 1 == 0 or x > 1000 else f"{x:.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Everything that is drawn, for one width."""
+    """Everything that a chart draws, for one width."""
 
     low: float = 0.0
     high: float = 1.0
     """The ends of the x axis."""
     lines: tuple[Line, ...] = ()
     below: Trace | None = None
-    """A line of seconds with a y axis of its own."""
+    """The lower line: seconds, with its own y axis."""
     points: tuple[Point, ...] = ()
     points_name: str = "held-out"
     levels: tuple[Level, ...] = ()
     signs: tuple[Sign, ...] | None = None
-    """Of several in one column the last is drawn; None where there is no row for them."""
+    """Of several in one column the last is drawn; None for a chart without marks."""
     fault: str = ""
-    """Which x are not finite, in words; empty where the lines alone tell."""
+    """Which x are not finite, as text; if empty, it is derived from the lines."""
     cursor: float | None = None
     readout: tuple[str, ...] = ()
-    """What is under the cursor; without it, the axis names the place of the cursor."""
+    """The text for the cursor; without it, the axis labels the cursor."""
     log_y: bool = False
     x_name: str = "step"
     x_text: Callable[[float], str] = number_text
     y_text: Callable[[float | None], str] = format_value
     ticks: Callable[[float, float, int], Sequence[float]] | None = None
-    """Which x to name of [low, high], about so many; None for round numbers."""
+    """Chooses about `count` x in [low, high] to label; None for round numbers."""
 
 
 def chart_of(traces: Sequence[Trace]) -> Chart:
@@ -159,7 +158,7 @@ def chart_of(traces: Sequence[Trace]) -> Chart:
 
 
 def margin_of(width: int) -> int:
-    """Cells left of the plot: enough for any label of an axis."""
+    """Cells left of the plot, enough for any axis label."""
     return 7 if width >= 50 else 6
 
 
@@ -169,7 +168,7 @@ def columns_of(width: int) -> int:
 
 
 def dots_of(width: int, *, ascii_only: bool) -> int:
-    """Dot columns of a chart of a width: so many buckets it can show."""
+    """Dot columns of a chart of a width: the number of buckets it can show."""
     return columns_of(width) * (1 if ascii_only else 2)
 
 
@@ -187,7 +186,7 @@ class _Drawing:
         self.chart, self.width, self.height, self.glyphs = chart, width, height, glyphs
         self.margin, self.columns = margin_of(width), columns_of(width)
         self.lines = [line for line in chart.lines if not line.trace.is_empty]
-        # Infinite levels, and on a logarithmic axis those at or under 0, have no place.
+        # Infinite levels, and on a logarithmic axis those at or below 0, cannot be drawn.
         self.levels = [
             x for x in chart.levels if math.isfinite(x.y) and (x.y > 0 or not chart.log_y)
         ]
@@ -203,7 +202,7 @@ class _Drawing:
         most = 2 if height >= (LOW if chart.signs is None else TALL) else 1
         legend = self.legend()
         if any(line.letter for line in chart.lines) and needs_rows(legend, width) > most:
-            # Each line's form comes before its value, which stands above the chart, too.
+            # The form of each line matters more than its value, which the heading shows as well.
             legend = self.legend(values=False)
         if width < MIN_WIDTH or height < MIN_HEIGHT:
             return legend_rows(legend, width, height, pad=True)
@@ -234,7 +233,7 @@ class _Drawing:
     # The legend
 
     def legend(self, *, values: bool = True) -> list[tuple[Span, Span]]:
-        """What is drawn, each as its form and its words; what is not finite comes first."""
+        """The legend's items, each as form and text; non-finite values come first."""
         chart, glyphs = self.chart, self.glyphs
         items = [(Span(glyphs.cross, "cross"), Span(x, "cross")) for x in self.faults()]
         for line in chart.lines if any(line.letter for line in chart.lines) else self.lines:
@@ -309,7 +308,7 @@ class _Drawing:
         return self.framed(canvas, labels)
 
     def lower(self, trace: Trace, rows: int) -> list[Row]:
-        """The line below: its lowest and highest value are named."""
+        """The lower line; its lowest and highest value are labelled."""
         span = span_of([trace], (), (), False, clip=True)
         if span is None:
             return centred("no step time was measured", self.width, rows)
@@ -322,7 +321,7 @@ class _Drawing:
         return self.framed(canvas, labels)
 
     def framed(self, canvas: Canvas, labels: dict[int, str], *, is_tick: bool = True) -> list[Row]:
-        """A canvas with the y axis before it, and the cursor where nothing else is."""
+        """A canvas with the y axis at its left, and the cursor in the empty cells."""
         cursor = self.chart.cursor
         rows = []
         for row in range(canvas.rows):
@@ -340,12 +339,12 @@ class _Drawing:
         return (self.x_axis.dot(x) or 0) // (1 if self.glyphs is ASCII else 2)
 
     def letters(self, canvas: Canvas, line: Line, y_axis: Axis) -> None:
-        """Put a line's letter on it: now and then, and at its end."""
+        """Put the letter of a line on it at intervals, and at its end."""
         role, last = f"trace{line.slot}", -APART
         known = [b for b in line.trace.buckets if b.low is not None and b.high is not None]
         for index, bucket in enumerate(known):
             column = self.column((bucket.x_first + bucket.x_last) / 2)
-            # Each begins elsewhere, so that letters of lines that lie on each other are all seen.
+            # Each line starts at another offset, so that the letters of coinciding lines are all visible.
             due = column - last >= APART and column % APART >= 3 * line.slot
             assert bucket.low is not None and bucket.high is not None
             dot = y_axis.dot(bucket.low / 2 + bucket.high / 2)
@@ -357,7 +356,7 @@ class _Drawing:
                 last = column
 
     def crosses(self, canvas: Canvas, lines: Sequence[Line]) -> None:
-        """A cross at the top for each value that is not finite, and below it the letter of its line."""
+        """A cross at the top for each non-finite value, and below it the letter of its line."""
         taken: dict[int, int] = {}
         for line in lines:
             for bucket in line.trace.buckets:
@@ -370,7 +369,7 @@ class _Drawing:
                     canvas.char(column, row, line.letter, f"trace{line.slot}")
 
     def signs(self, under: str) -> Canvas:
-        """The signs on one row, over what is under them."""
+        """The signs on one row, drawn over `under`."""
         canvas = Canvas(len(under), 1, ascii_only=self.glyphs is ASCII)
         for column, char in enumerate(under):
             if char != " ":
@@ -381,7 +380,7 @@ class _Drawing:
         return canvas
 
     def x_rows(self) -> tuple[Row, Row]:
-        """The line under the chart and the values under the line; both ends are always named."""
+        """The x axis and its labels; both ends are always labelled."""
         chart, axis, glyphs = self.chart, self.x_axis, self.glyphs
         count = max(2, self.columns // 14)
         if chart.ticks is not None:
@@ -410,12 +409,12 @@ class _Drawing:
 def legend_rows(
     items: Sequence[tuple[Span, Span]], width: int, height: int, *, pad: bool = False
 ) -> list[Row]:
-    """A legend on at most `height` rows; what has no room is left out whole, and a sign stands for it."""
+    """A legend on at most `height` rows; items that do not fit are dropped whole, and MORE replaces them."""
     lengths = [sum(len(span.text) for span in item) for item in items]
     lines = flow(lengths, width, len(GAP))
     is_cut = len(lines) > height
     if is_cut:
-        # On the last row, room for the sign is kept.
+        # The last row keeps space for MORE.
         first = lines[height - 1].start
         last = flow(lengths[first:], width - len(GAP + MORE), len(GAP))[0]
         lines = [*lines[: height - 1], range(first, first + len(last))]
@@ -430,7 +429,7 @@ def legend_rows(
 
 
 def needs_rows(items: Sequence[tuple[Span, Span]], width: int) -> int:
-    """How many rows a legend takes that leaves nothing out."""
+    """How many rows the complete legend takes."""
     return len(legend_rows(items, width, len(items) or 1))
 
 
@@ -442,8 +441,8 @@ def span_of(
     *,
     clip: bool = False,
 ) -> tuple[float, float] | None:
-    """Lowest and highest y to show: every finite value but clipped ones, and each level that is
-    near enough to them."""
+    """Lowest and highest y to show: every finite value except clipped ones, and each level that is
+    close enough to them."""
     values = [y for t in traces for b in t.buckets for y in (b.low, b.high) if y is not None]
     values += [point.y for point in points if math.isfinite(point.y)]
     if clip and values:
@@ -463,7 +462,7 @@ def span_of(
 def draw_line(
     canvas: Canvas, trace: Trace, x_axis: Axis, y_axis: Axis, slot: int, glyphs: Glyphs
 ) -> None:
-    """Draw one line; points that are further apart than the trace's gap are not joined."""
+    """Draw one line; points further apart than the gap of the trace are not joined."""
     role, char = f"trace{slot}", glyphs.traces[slot][0]
     form = FORMS[slot if canvas.dots_per_column > 1 else 0]
     before: tuple[int, int, int] | None = None
@@ -488,7 +487,7 @@ def draw_line(
             runs = [(x, low, high)]
             if before is not None and not bucket.non_finite:
                 x0, low0, high0 = before
-                # Between the nearest dots of both bands: bands that overlap need no line through them.
+                # Join the nearest dots of both bands; overlapping bands need no line between them.
                 y0 = min(max((low + high) // 2, low0), high0)
                 y1 = min(max(y0, low), high)
                 if x > x0 + 1 or abs(y1 - y0) > 1:
@@ -511,7 +510,7 @@ def _joined(x0: int, y0: int, x1: int, y1: int) -> list[tuple[int, int, int]]:
 
 
 def name_levels(canvas: Canvas, levels: Sequence[tuple[int, str]]) -> None:
-    """Write the name of each level on its row, where no line and no other name has covered it."""
+    """Write the name of each level on its row, where no line and no other name covers it."""
     taken: set[tuple[int, int]] = set()
     for row, name in levels:
         words = f" {name} "

@@ -5,10 +5,10 @@
      2 AB  ├──────┊────●───│──────┊───┤        0.960 [0.871, 1.058]
      3 BA         ┊  x├─●─┤│      ┊            0.957 [0.941, 0.973]
 
-A row is a pair, in the order in which its arms ran; `x` is the ratio B/A of that pair alone, the bar the
-interval of all pairs so far, valid however often one looks. The two dotted lines are the margin: an
-interval that lies outside decides, one inside says that the arms are the same. The axis is logarithmic;
-what is beyond it is an arrow at its end.
+A row is a pair, with its arms in the order in which they ran; `x` is the ratio B/A of that pair alone, the
+bar the interval of all pairs so far, valid however often one looks. The two dotted lines are the margin: an
+interval outside it decides, one inside it shows that the arms are equal. The axis is logarithmic; values
+beyond it are an arrow at its end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Axis:
 def render_forest(
     plan: Plan, pairs: Sequence[Pair], width: int, height: int, *, ascii_only: bool
 ) -> list[Row]:
-    """At most `height` rows of `width` cells: the axis, then the newest pairs that there is room for.
+    """At most `height` rows of `width` cells: the axis, then the newest pairs that fit.
 
     The roles are those of a chart: the interval is `trace0`, the margin `trace1`, a pair's own ratio `mark`.
     """

@@ -1,6 +1,6 @@
-"""How runs that are shown together are told apart: by letter, by marker, and last by colour.
+"""Styles that tell runs in one figure apart: by letter, by marker, and last by colour.
 
-A run keeps its style for as long as it is chosen, whatever else is chosen beside it. The colours are
+A run keeps its style for as long as it is chosen, whatever other runs are chosen. The colours are
 those of Okabe and Ito, which people with any form of colour blindness can tell apart; orange, sky blue
 and purple are darker than in the original, so that each of the six has a contrast of 3:1 to a dark
 ground and to a light one.
@@ -18,7 +18,7 @@ class SeriesStyle:
     """One of `SERIES`; each part is different in each of them."""
 
     letter: str
-    """Stands for the run in ASCII, in legends and in tables."""
+    """Names the run in ASCII, in legends and in tables."""
     marker: str
     """One cell wide, one shape each."""
     colour: str

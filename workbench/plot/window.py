@@ -1,4 +1,4 @@
-"""Which part of a run a time line shows: a window on x, and a cursor in it. Pure values.
+"""The part of a run that a time line shows: a window on x, and a cursor in it. Pure values.
 
 x is the step, or the time. A window without an end follows the newest row; zooming keeps the cursor (or,
 without one, the end) where it is on the screen.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 SMALLEST = 8.0
-"""So many steps, or seconds, a window shows at least."""
+"""The smallest window, in steps or seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is shown; `span` None is everything."""
+    """The visible part; `span` None is everything."""
 
     span: float | None = None
     end: float | None = None
@@ -48,7 +48,7 @@ class Window:
         return self._ending(end, self.span, last)
 
     def moved(self, to: float, first: float, last: float) -> Window:
-        """With the cursor at `to`; the window comes along."""
+        """With the cursor at `to`; the window follows."""
         to = min(max(to, first), last)
         low, high = self.bounds(first, last)
         if self.span is not None and not low <= to <= high:

@@ -1,5 +1,5 @@
-"""The application: which screen is first, and what holds on every screen: themes, the alphabet, copying and
-saving, help, the command palette, and that read-only mode acts on nothing."""
+"""The application: the first screen, and what all screens share: themes, the alphabet, copying and saving, help,
+the command palette, and read-only mode."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _palette_commands() -> type[Provider]:
 
 
 def refresh_seconds(environ: Mapping[str, str]) -> float:
-    """Seconds between two looks: twice as long where each frame goes through ssh or tmux."""
+    """Seconds between two polls: twice as long where each frame goes through ssh or tmux."""
     return 2.0 if environ.get("SSH_CONNECTION") or environ.get("TMUX") else 1.0
 
 
@@ -74,7 +74,7 @@ class WorkbenchApp(App[None]):
             "quit",
             show=False,
             priority=True,
-            tooltip="close the workbench; nothing ends with it",
+            tooltip="close the workbench; runs continue",
         ),
         Binding(
             "ctrl+p",
@@ -111,7 +111,7 @@ class WorkbenchApp(App[None]):
         for own in OWN:
             self.register_theme(own)
         self.theme = theme
-        # A key is answered by one picture and not by a dozen on the way, which over ssh come late.
+        # A key changes the screen at once: animation frames arrive late over ssh.
         self.animation_level = "none"
         self.context = Context(tuple(paths), refresh_s, read_only, ascii_only)
 
@@ -128,7 +128,7 @@ class WorkbenchApp(App[None]):
         return True
 
     def action_visit(self, name: str) -> None:
-        """Open a place; the one that is on screen already stays as it is."""
+        """Open a place, unless it is on screen already."""
         screen = self.screen
         run = screen.run if isinstance(screen, RunScreen) else None
         if isinstance(screen, RunsScreen) and (target := screen.target()) is not None:
@@ -143,7 +143,7 @@ class WorkbenchApp(App[None]):
         self.open_folder(message.run)
 
     def open_folder(self, run: RunFolder) -> None:
-        """Put the screen of a run over what is shown."""
+        """Put the screen of a run over the current one."""
         self.push_screen(RunScreen(self.context, run))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
@@ -162,7 +162,7 @@ class WorkbenchApp(App[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action, unless it changes something and nothing may be changed."""
+        """Run an action, unless it acts and read-only mode refuses it."""
         node = self if default_namespace is None else default_namespace
         if isinstance(action, str) and is_refused(self, node, action):
             self.notify("read-only: nothing is started, stopped or changed", markup=False)
@@ -170,7 +170,7 @@ class WorkbenchApp(App[None]):
         return await super().run_action(action, node, namespaces)
 
     def action_command_palette(self) -> None:
-        # A question is answered first: nothing else can be chosen meanwhile.
+        # A question has to be answered first.
         if not self.screen.is_modal:
             super().action_command_palette()
 
@@ -183,19 +183,19 @@ class WorkbenchApp(App[None]):
         self.push_screen(HelpScreen(f"help: {title}", bindings_of(screen), notes))
 
     def choose_theme(self, name: str) -> None:
-        """Show another theme, and say how to keep it."""
+        """Switch the theme, and tell how to keep it."""
         self.theme = name
         self.notify(f"theme {name}; {THEME_VARIABLES[0]}={name} keeps it", markup=False)
 
     def next_theme(self) -> None:
-        """Show the next of the workbench's own themes."""
+        """Switch to the next of the workbench's own themes."""
         place = OWN_NAMES.index(self.theme) if self.theme in OWN_NAMES else -1
         self.choose_theme(OWN_NAMES[(place + 1) % len(OWN_NAMES)])
 
     # Copying and saving
 
     def action_copy(self, whole: bool = False) -> None:
-        """Copy what is selected, else the pane with the focus, else the screen."""
+        """Copy the selection, else the focused pane, else the screen."""
         screen = self.screen
         pane = None if whole else pane_of(screen)
         selected = None if whole else screen.get_selected_text()
@@ -219,7 +219,7 @@ class WorkbenchApp(App[None]):
         self.notify(said, markup=False)
 
     def action_save(self) -> None:
-        """Save the screen, and the pane that has the focus."""
+        """Save the screen and the focused pane."""
         screen = self.screen
         pane = pane_of(screen)
         taken = [capture(screen), *([] if pane is None else [capture(screen, pane)])]
@@ -230,7 +230,11 @@ class WorkbenchApp(App[None]):
             self._not_saved(problem)
             return
         names = "\n".join(f"  {path.name}" for path in files)
-        note = "\nread-only: files of the viewer, nothing of a run" if self.read_only else ""
+        note = (
+            "\nread-only mode: these files belong to the viewer, not to a run"
+            if self.read_only
+            else ""
+        )
         self.notify(f"saved in {_shown(files[0].parent)}:\n{names}{note}", timeout=10, markup=False)
 
     def _folder(self) -> Path:
@@ -242,6 +246,6 @@ class WorkbenchApp(App[None]):
 
 
 def _shown(path: Path) -> str:
-    """A path as a person would type it from here."""
+    """A path as it would be typed from here."""
     here = Path.cwd()
     return f"./{path.relative_to(here)}" if path.is_relative_to(here) else str(path)

@@ -1,10 +1,10 @@
-"""A pane or a screen as text and as a picture, and where they are saved.
+"""A pane or a screen as text and as a picture, and the folder they are saved in.
 
-Text has no colours and no control characters. A pane that scrolls is copied whole where it can say
-what it holds (`Copyable`), and a table with all its rows; of any other what is seen is taken.
+Text has no colours and no control characters. A `Copyable` pane that scrolls and a table are copied whole;
+of any other widget the visible part is taken.
 
-A file is made beside the work of the person who looks, never inside a run folder: what a viewer
-saves belongs to the viewer, which is why read-only mode allows it.
+Files are written to the user's working folder, never inside a run folder: captures belong to the viewer,
+which is why read-only mode allows them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Copyable(Protocol):
     """A widget that holds more than it shows."""
 
     def whole_text(self) -> str:
-        """All it holds, as lines."""
+        """Its whole text, as lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def pane_of(screen: Screen[Any]) -> Widget | None:
 
 
 def name_of(widget: Widget) -> str:
-    """What a file of it is called: its id, else its class in small letters."""
+    """The name of its files: its id, else its class in lower case."""
     return widget.id or re.sub(r"(Screen|Pane)$", "", type(widget).__name__).lower()
 
 
@@ -75,7 +75,7 @@ def capture(screen: Screen[Any], widget: Widget | None = None) -> Capture:
 
 
 def pane_text(screen: Screen[Any], widget: Widget) -> str:
-    """The title of a pane and what it holds."""
+    """The title and the text of a pane."""
     inner = screen.focused if screen.focused in widget.walk_children(with_self=True) else None
     text = next(
         (found for node in (inner, widget) if node is not None and (found := _whole_text(node))),
@@ -132,8 +132,8 @@ def _svg(strips: Sequence[Strip], title: str) -> str:
 
 
 def captures_folder(cwd: Path, environ: Mapping[str, str]) -> Path:
-    """Where captures go: `$APR_WORKBENCH_CAPTURES`, else a folder beside the work; started inside a
-    run folder, the user's folder of states (XDG Base Directory Specification 0.8)."""
+    """The folder of captures: `$APR_WORKBENCH_CAPTURES`, else one in the working folder; started inside a run
+    folder, the user's state folder (XDG Base Directory Specification 0.8)."""
     if named := environ.get(FOLDER_VARIABLE):
         return Path(named).expanduser()
     if not any(is_run(folder) for folder in (cwd, *cwd.parents)):
@@ -145,7 +145,7 @@ def captures_folder(cwd: Path, environ: Mapping[str, str]) -> Path:
 
 def save(folder: Path, run: str | None, captures: Sequence[Capture]) -> list[Path]:
     """Write each capture as text and as SVG; returns the files. Raises BadInput or DiskFull when a
-    file cannot be written; none is ever written over."""
+    file cannot be written; files are never overwritten."""
     stem = time.strftime("%Y%m%d-%H%M%S")
     if run is not None:
         stem += "-" + re.sub(r"[^A-Za-z0-9._]+", "-", run).strip("-.")[:NAME_LENGTH]
@@ -161,7 +161,7 @@ def save(folder: Path, run: str | None, captures: Sequence[Capture]) -> list[Pat
 
 
 def save_copy(folder: Path, text: str) -> Path:
-    """Write what was copied to `copied.txt`, over what was copied before. Raises BadInput or
+    """Write the copied text to `copied.txt`, replacing the previous one. Raises BadInput or
     DiskFull when it cannot be written."""
     path = folder / "copied.txt"
     try:

@@ -1,4 +1,4 @@
-"""What every screen is told: the folders looked at, how often, and what it may do."""
+"""What every screen is given: the folders to watch, the refresh interval, and what it may do."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from workbench.jobs import Jobs
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The choices of one start of the workbench."""
+    """The options of one start of the workbench."""
 
     folders: tuple[Path, ...]
     """As named on the command line: folders of runs, or the folder of one run."""
     refresh_s: float = 1.0
-    """Seconds between two looks."""
+    """Seconds between two polls."""
     read_only: bool = False
     """Nothing may be started, stopped, killed or written."""
     ascii_only: bool = False

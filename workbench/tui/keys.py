@@ -1,9 +1,9 @@
-"""Which keys do something now: the one question that the key bar, the help and the palette ask, of
-the tables that dispatch keys.
+"""Which keys do something now: computed from the tables that dispatch keys, for the key bar, the help and
+the palette.
 
-What an action does is known by its name alone, so a screen lists in `ACTING` those of its actions
-that start, stop or change a run, a flip or evidence. In read-only mode they are not offered, and the
-application refuses to run them (`WorkbenchApp.run_action`).
+A screen lists in `ACTING` the names of its actions that start, stop or change a run, a flip or
+evidence. In read-only mode they are not offered, and the application refuses to run them
+(`WorkbenchApp.run_action`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from textual.widget import Widget
 
 
 def acts(node: object, name: str) -> bool:
-    """Whether an action of a screen or widget changes anything but what is shown: a class adds its
-    own to those of the classes it comes from."""
+    """Whether an action of a screen or widget changes more than the display; a class adds its own actions to
+    those of its bases."""
     return any(name in vars(kind).get("ACTING", ()) for kind in type(node).__mro__)
 
 
 def resolved(app: App[None], node: DOMNode, action: str) -> tuple[DOMNode, str, tuple[object, ...]]:
-    """Whose action it is that a binding of `node` names, its name and its parameters."""
+    """The owner of the action that a binding of `node` names, the action's name and its parameters."""
     destination, name, parameters = parse(action)
     screen = node.screen if isinstance(node, Widget) else app.screen
     return {"app": app, "screen": screen}.get(destination, node), name, parameters
@@ -54,9 +54,9 @@ class Keys:
 
 
 def active_keys(screen: Screen[Any]) -> list[Keys]:
-    """The keys that do something now, by who has them: first the focused widget, last the app.
+    """The keys that do something now, by owner: first the focused widget, last the app.
 
-    Keys of one action are one binding. What has no words is left out: nobody is meant to know it.
+    Keys of one action are one binding. Bindings without a description are internal and left out.
     """
     found: dict[DOMNode, list[Binding]] = {}
     for active in screen.active_bindings.values():

@@ -1,15 +1,14 @@
-"""Which panes are on a screen of a given size: a pure function, so that it can be tried at every
+"""Which panes are on a screen of a given size: a pure function, so that it can be tested at every
 size.
 
     status   below 40 x 10      the status line and nothing else
     single   below 18 rows      one pane, chosen by its key
     tabs     below 100 x 36     the time line and one pane, chosen by its key
-    grid     from  100 x 36     the panes that are looked at most; the result when there is one, or
-                                when it is chosen; alerts while one is active; other panes in the
-                                place of decisions and result when they are chosen, and checks
-                                and kernels beside them from 52 rows
+    grid     from  100 x 36     the main panes; the result when there is one, or when it is chosen;
+                                alerts while one is active; other panes replace decisions and result
+                                when they are chosen; checks and kernels as well from 52 rows
 
-A zoomed pane is alone in every mode. The table `workbench.panes` says what shows each pane in the grid.
+A zoomed pane is alone in every mode. The table `workbench.panes` says when the grid shows a pane.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from workbench.panes import PANES, pane_of
 
 SINGLE, TALL = 18, 52
 GIVING_WAY = frozenset({"decisions", "result"})
-"""The panes whose place is taken by a chosen one that is not always there."""
+"""The panes that a chosen pane replaces, if it is not always shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,12 @@ class Layout:
 
 
 def is_tiny(width: int, height: int) -> bool:
-    """Whether a terminal has no room for anything but the first line of a screen."""
+    """Whether only the first line of a screen fits the terminal."""
     return width < 40 or height < 10
 
 
 def is_low(width: int, height: int) -> bool:
-    """Whether a screen has room for one pane, and for that only as long as all else is short."""
+    """Whether one pane fits the screen, and only if everything else is short."""
     return height < SINGLE and not is_tiny(width, height)
 
 
@@ -54,7 +53,7 @@ def arrange(
     if mode == "tabs":
         return Layout(mode, frozenset({PANES[0].id, chosen}))
     is_tall = height >= TALL
-    # A result names the alerts itself.
+    # The result pane lists the alerts as well.
     has_result = ended or shown_when == "ended"
     reasons = {
         "always": True,

@@ -1,4 +1,4 @@
-"""Names of runs where there is no room for them: cut in their middle, and still told apart."""
+"""Names of runs in narrow columns: cut in the middle, and still distinguishable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CUT = "…"
 
 
 def shortened(text: str, width: int) -> str:
-    """Text cut in its middle: the beginning and the end of a run's name both tell."""
+    """Text cut in the middle, because the beginning and the end of a run's name are both informative."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -18,11 +18,10 @@ def shortened(text: str, width: int) -> str:
 
 @lru_cache(maxsize=16)
 def told_apart(names: tuple[str, ...], width: int) -> tuple[str, ...]:
-    """Each name in at most `width` cells, no two alike where the names differ and there is room.
+    """Each name in at most `width` cells; different names stay different where possible.
 
-    Names that would be alike are cut elsewhere, all of them at the same places, so that what they
-    differ in is left: in 9 cells `sweep-lr1-seed0` and `sweep-lr2-seed0` are `…eep-lr1…` and
-    `…eep-lr2…`.
+    Names that would look alike are all cut at the same other places, so that their difference stays
+    visible: in 9 cells `sweep-lr1-seed0` and `sweep-lr2-seed0` are `…eep-lr1…` and `…eep-lr2…`.
     """
     short = [shortened(name, width) for name in names]
     shown: dict[str, str] = {}
@@ -33,8 +32,8 @@ def told_apart(names: tuple[str, ...], width: int) -> tuple[str, ...]:
 
 
 def _windows(names: Sequence[str], width: int) -> list[str]:
-    """The same stretch of each name: the first that tells most of them apart, from the beginning to the
-    end and then counted from the end."""
+    """The same window of each name: the first that distinguishes most of them, counted from the beginning and
+    then from the end."""
     room = width - 2
     best = [shortened(name, width) for name in names]
     if room < 1 or len(names) < 2:

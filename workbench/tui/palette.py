@@ -1,6 +1,6 @@
 """The command palette: every place, every key that does something now, runs and themes, by name.
 
-It offers what the tables of keys offer, so it can do nothing that a key could not do.
+It is made from the tables of keys, so it can do nothing that a key could not do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNNAMED = (
     *("scroll", "cursor", "page", "first", "last", "focus", "select", "copy_text"),
     "command_palette",
 )
-"""Beginnings of the actions that only move about, or that the palette says in other words."""
+"""Prefixes of the actions that only navigate, or that the palette lists under another name."""
 ALSO = {
     "stop": "end kill cancel abort",
     "resume": "continue restart go on",
@@ -50,9 +50,9 @@ ALSO = {
     "contracts": "promises receipts tests",
     "drills": "defects planted",
 }
-"""Other words for an action or a place, by its name: what somebody may type who looks for it."""
+"""Synonyms of an action or a place, by its name: what a user may type to find it."""
 ELSEWHERE = (
-    ("stop", "nothing here goes on: x on a run that does, in the list or on its screen"),
+    ("stop", "nothing is running here: x on an active run, in the list or on its screen"),
     ("resume", "nothing here can be resumed: R on a run that ended early"),
     ("compare", "on the list of runs: space marks 2 to 6 of them, c compares"),
     ("replay", "on the screen of a run: p shows it as it was"),
@@ -60,7 +60,7 @@ ELSEWHERE = (
     ("filter", "on the list of runs, and in the log of a run: /"),
     ("new", "on the list of runs: n starts one from a spec"),
 )
-"""What is found by its name where it cannot be done, with the place where it can."""
+"""Commands that cannot be used here, with the place where they can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Command:
     words: str
     run: Callable[[], object]
     also: str = ""
-    """Other words that find it."""
+    """Synonyms that find it."""
 
 
 def runs_to_open(context: Context) -> list[RunFolder]:
@@ -84,7 +84,7 @@ def runs_to_open(context: Context) -> list[RunFolder]:
 
 
 class WorkbenchCommands(Provider):
-    """Everything that can be done on the screen below."""
+    """Every command of the screen below."""
 
     _runs: Sequence[RunFolder] = ()
 
@@ -94,7 +94,7 @@ class WorkbenchCommands(Provider):
         return cast("WorkbenchApp", self.app)
 
     async def startup(self) -> None:
-        # Folders of runs may lie on a slow disk; the screen goes on being drawn meanwhile.
+        # Folders of runs may be on a slow disk; the screen stays responsive meanwhile.
         self._runs = await asyncio.to_thread(runs_to_open, self.workbench.context)
 
     async def discover(self) -> Hits:
@@ -110,7 +110,7 @@ class WorkbenchCommands(Provider):
         commands = list(self._commands())
         for command in (*commands, *self._elsewhere({command.name for command in commands})):
             line = f"{command.name} {command.words}"
-            # What the words say finds a command, too, but after those whose name says it.
+            # A match in the description counts less than one in the name.
             score = max(
                 matcher.match(command.name),
                 matcher.match(command.also) * 0.8,
@@ -121,7 +121,7 @@ class WorkbenchCommands(Provider):
                 yield Hit(score, shown, command.run, command.name, _help(command.words))
 
     def _commands(self) -> Iterator[Command]:
-        """Each name once: the screen's own `quit` tells more than that of all screens."""
+        """Each name once: the screen's own `quit` is more specific than the app's."""
         names: set[str] = set()
         for command in self._all_commands():
             # Runs of one name in two folders are two runs.
@@ -130,7 +130,7 @@ class WorkbenchCommands(Provider):
                 yield command
 
     def _all_commands(self) -> Iterator[Command]:
-        """What is done most comes first; keys of the focused widget, and of digits, come last."""
+        """The most used commands first; keys of the focused widget, and digits, come last."""
         app, nodes = self.workbench, active_keys(self.screen)
         later: list[Command] = []
         for keys in reversed(nodes):
@@ -149,7 +149,7 @@ class WorkbenchCommands(Provider):
             if keys.node is app:
                 found = (self._of_key(keys, binding) for binding in keys.bindings)
                 yield from (command for command in found if command is not None)
-        words = "all that is seen, as text"
+        words = "the whole screen as text"
         yield Command("copy the screen", words, partial(app.run_action, "copy(True)"))
         yield Command("next theme", "dark, light, and both for the colour-blind", app.next_theme)
         yield from later
@@ -161,7 +161,7 @@ class WorkbenchCommands(Provider):
             yield Command(f"theme {theme}", words, partial(app.choose_theme, theme))
 
     def _of_key(self, keys: Keys, binding: Binding) -> Command | None:
-        """What a key does; None for one that only moves about."""
+        """The command of a key; None for one that only navigates."""
         app = self.workbench
         _, action, arguments = resolved(app, keys.node, binding.action)
         if action.startswith(UNNAMED):
@@ -170,14 +170,14 @@ class WorkbenchCommands(Provider):
         if binding.group is not None:
             name = f"{binding.group.description} {name}"
         elif sum(other.description == name for other in keys.bindings) > 1:
-            # Two keys of one short word, such as back and on, are told apart by what they do.
+            # Two keys with the same short description are listed by their tooltips.
             name = words
         run = partial(app.run_action, binding.action, keys.node)
         topic = str(arguments[0]) if action == "visit" and arguments else action
         return Command(name, f"{words} (key {key_text(binding)})", run, ALSO.get(topic, ""))
 
     def _elsewhere(self, offered: set[str]) -> Iterator[Command]:
-        """What cannot be done here; choosing it tells where."""
+        """Commands that cannot be used here; choosing one tells where they can."""
         for name, where in ELSEWHERE:
             if name not in offered:
                 said = partial(self.app.notify, where, title=f"{name}: not here", markup=False)
@@ -185,5 +185,5 @@ class WorkbenchCommands(Provider):
 
 
 def _help(words: str) -> str:
-    """Words as the palette wants them: it would read what is in brackets as markup."""
+    """Escaped for the palette, which would read brackets as markup."""
     return words.replace("[", "\\[")

@@ -1,5 +1,5 @@
-"""The screens that can be reached from everywhere: one row each, from which the keys, the help and
-the command palette are made.
+"""The screens that can be opened from everywhere: one row each, from which the keys, the help and the
+command palette are made.
 
 A screen is imported when it is built: the first paint needs none of them."""
 
@@ -17,17 +17,17 @@ from workbench.tui.context import Context
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A screen, the key that opens it, and what is there."""
+    """A screen, the key that opens it, and its description."""
 
     key: str
-    """Empty for a place that the palette alone leads to from everywhere."""
+    """Empty for a place that only the palette opens from everywhere."""
     name: str
     """One word; also the argument of the app's action `visit`."""
     tooltip: str
     build: Callable[[Context, RunFolder | None], Screen[Any]]
     """Makes the screen; the second argument is the run that is on screen now, if any."""
     acts: bool = False
-    """Whether it is there to start something: read-only mode does not open it."""
+    """Whether it exists to start something: read-only mode does not open it."""
 
 
 def _flips(context: Context, run: RunFolder | None) -> Screen[Any]:

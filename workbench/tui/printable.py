@@ -1,7 +1,7 @@
-"""The last filter before the terminal: only characters that can be drawn, and only ASCII where
-nothing else can.
+"""The last filter before the terminal: only printable characters, and only ASCII where nothing else can
+be drawn.
 
-A log may hold anything, an escape sequence in the name of a file included; a control character is
+A log may contain anything, even an escape sequence in the name of a file; control characters are
 dropped and can never act on the terminal. In ASCII mode plots draw ASCII by themselves, and
 everything else (borders, scroll bars, names of runs) is replaced here, each character by as many
 cells as it had.
@@ -48,13 +48,13 @@ def drawable(text: str, *, ascii_only: bool) -> str:
 
 
 def as_title(text: str) -> Any:
-    """A title of a widget that says just `text`: in a plain one, brackets would be read as markup. (What
-    the widget gives back is a text, which is why it says that it takes no other.)"""
+    """A widget title that shows `text` literally: in a plain string, brackets would be read as markup. (The
+    widget's property is typed as a string, hence `Any`.)"""
     return Content(drawable(text, ascii_only=False))
 
 
 class Printable(LineFilter):
-    """Lets nothing through that a terminal would obey or could not draw."""
+    """Removes what a terminal would obey or could not draw."""
 
     def __init__(self, *, ascii_only: bool) -> None:
         super().__init__()

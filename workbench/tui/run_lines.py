@@ -1,7 +1,7 @@
-"""Several runs in words: a heading, their results, settings that differ; pure functions of a width that leave no
-run out.
+"""Several runs as text: a heading, their results, settings that differ; pure functions of a width that never drop
+a run.
 
-Wide enough, each run is a column:          else each run is a row, and results go on below:
+Wide enough: a column per run.              Otherwise: a row per run, results in blocks.
 
                     A          B              state      step    loss
     run       …alpha0.1  …alpha0.5            A  completed  60/60  2.1991
@@ -22,16 +22,16 @@ from workbench.plot.series import series_style
 from workbench.tui.names import shortened, told_apart
 
 GAPS = ("  ", " ")
-"""Between two columns; the narrow one where the other does not fit."""
+"""Between two columns; the narrow one where the wide one does not fit."""
 NAME_CELLS = 8
-"""A name has at least so many cells, or none."""
+"""A name has at least this many cells, or none."""
 NAMES_TO = 28
-"""And at most so many."""
+"""And at most this many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Words in the colour of a run, or in that of the pane."""
+    """Text in the colour of a run, or in that of the pane."""
 
     text: str
     slot: int | None = None
@@ -53,7 +53,7 @@ def result_lines(
 
 
 def wanted_width(names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """The width at which every run is a column, and names have some room."""
+    """The width at which every run is a column with a readable name."""
     cells = _cell_widths(rows)
     return _label_width(rows) + sum(
         len(GAPS[0]) + max(cell, min(len(name), 2 * NAME_CELLS))
@@ -72,7 +72,7 @@ def _cell_widths(rows: Sequence[Sequence[str]]) -> list[int]:
 def _fitting_names(
     names: Sequence[str], rows: Sequence[Sequence[str]], width: int, gap: int
 ) -> tuple[str, ...] | None:
-    """The longest names with which every run still has its column; None where none has room."""
+    """The longest names with which every run still has its column; None where none fit."""
     cells = _cell_widths(rows)
     room = width - _label_width(rows) - gap * len(names)
     for most in range(NAMES_TO, NAME_CELLS - 1, -1):
@@ -126,7 +126,7 @@ def setting_lines(
     settings: Sequence[tuple[str, Sequence[tuple[Sequence[int], str]]]],
     width: int,
 ) -> list[Line]:
-    """A setting and who has which value: `loss.alpha  AC 0.1  B 0.5`; on lines of their own where one
+    """A setting and which runs have which value: `loss.alpha  AC 0.1  B 0.5`; on several lines where one
     is too short. Places of runs are indices of `slots`."""
     lines: list[Line] = []
     longest = min(max((len(key) for key, _ in settings), default=0), width // 2)
@@ -160,7 +160,7 @@ LONGEST, SHORTEST = 40, 6
 
 @dataclass(frozen=True, slots=True)
 class Headed:
-    """A run as it stands there."""
+    """A run in the heading."""
 
     slot: int
     name: str
@@ -170,8 +170,8 @@ class Headed:
 def heading_lines(
     runs: Sequence[Headed], width: int, *, first: Sequence[str], rows: int, ascii_only: bool
 ) -> list[Line]:
-    """At most `rows` lines of `width` cells; `first` are words before the runs, which are left out where they
-    would cost a line or the names."""
+    """At most `rows` lines of `width` cells; `first` is text before the runs, dropped where it would cost a line
+    or the names."""
     names = tuple(run.name for run in runs)
     named = [told_apart(names, most) for most in range(LONGEST, SHORTEST - 1, -1)]
     unnamed = tuple("" for _ in runs)
@@ -193,7 +193,7 @@ def _filled(
     *,
     ascii_only: bool,
 ) -> list[Line]:
-    """Lines, each as full as it can be."""
+    """Lines, each as full as possible."""
     items: list[Line] = [(Piece(words, bold=True),) for words in first]
     for run, name in zip(runs, names, strict=True):
         style = series_style(run.slot)

@@ -1,10 +1,9 @@
-"""The themes, and which one a person asked for.
+"""The themes, and which one to start with.
 
 Four are the workbench's own: `dark` and `light`, and one of each in the colours of Okabe and Ito,
-which people with any form of colour blindness can tell apart. In all of them the colours that text
-is written in have a contrast of at least 4.5:1 to the ground (WCAG 2.2, success criterion 1.4.3).
-Textual's themes can be chosen, too. Nothing is remembered between two starts: a variable in the
-environment does that.
+which people with any form of colour blindness can tell apart. In all of them the text colours have a
+contrast of at least 4.5:1 to the background (WCAG 2.2, success criterion 1.4.3). Textual's themes can be
+chosen as well. The choice is not remembered between two starts; an environment variable sets it.
 
 Source of the colours: M. Okabe, K. Ito, "Color Universal Design", 2002; on a light ground darker.
 """
@@ -21,7 +20,7 @@ from engine.errors import UsageError
 THEME_VARIABLES = ("APR_WORKBENCH_THEME", "TEXTUAL_THEME")
 """The environment variables that name a theme; the first that is set wins."""
 LIGHT_GROUNDS = ("7", "15")
-"""White and bright white, as `COLORFGBG` numbers the ground."""
+"""White and bright white, the background numbers of `COLORFGBG`."""
 
 
 def _theme(
@@ -37,7 +36,7 @@ def _theme(
     accent: str,
 ) -> Theme:
     """A theme whose coloured text has exactly these colours: Textual would blend them with the
-    colour of plain text, which brings colours closer together."""
+    colour of plain text, which makes them more alike."""
     background, surface, panel = ground
     foreground, muted = text
     written = {
@@ -119,15 +118,15 @@ OWN_NAMES = tuple(theme.name for theme in OWN)
 
 
 def theme_names() -> list[str]:
-    """Every theme: the workbench's own first, then Textual's in the order of the alphabet."""
+    """Every theme: the workbench's own first, then Textual's in alphabetical order."""
     return [*OWN_NAMES, *sorted(name for name in BUILTIN_THEMES if name not in OWN_NAMES)]
 
 
 def chosen_theme(option: str | None, environ: Mapping[str, str]) -> str:
-    """The theme to start with: `--theme`, the environment, or one for the ground of the terminal.
+    """The theme to start with: `--theme`, the environment, or one for the background of the terminal.
 
-    Few terminals tell their ground (in `COLORFGBG`); the others are taken to be dark. Raises
-    UsageError for a name that no theme has.
+    Few terminals report their background (in `COLORFGBG`); the others are taken to be dark. Raises
+    UsageError for an unknown name.
     """
     asked = [("--theme", option), *((name, environ.get(name)) for name in THEME_VARIABLES)]
     for source, name in asked:

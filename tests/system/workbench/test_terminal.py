@@ -105,7 +105,7 @@ def test_a_crash_restores_the_terminal_and_shows_where_it_was(
     after = terminal.output[terminal.output.rindex(LEAVE_ALTERNATE) :]
     assert "ZeroDivisionError" in after
     assert "planted" in after
-    assert "the screen broke, which does nothing to a run" in after
+    assert "the screen crashed; the run is not affected" in after
 
 
 def test_a_terminated_workbench_restores_the_terminal(tmp_path: Path) -> None:

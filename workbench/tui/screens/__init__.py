@@ -1,1 +1,1 @@
-"""Screens: they poll a feed in a thread, hand its snapshots down to widgets, and act on keys."""
+"""Screens: they poll a feed in a thread, pass its snapshots to widgets, and act on keys."""

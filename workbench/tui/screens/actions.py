@@ -1,8 +1,8 @@
-"""The actions `stop` and `resume` of every screen that has a run at hand.
+"""The actions `stop` and `resume` of every screen with a current run.
 
-Both ask first. The engine does it, in a thread of its own, and what it answers is shown in its words;
-when it refuses because the environment changes a setting of the run, it is asked again with the flag
-that it named, if that is wanted.
+Both ask for confirmation. The engine runs the command in a thread, and its message is shown; when it
+refuses because the environment changes a setting of the run, the user may repeat the command with the
+flag that the engine named.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from workbench.launch import command_text, resume_arguments, resume_run, stop_ru
 from workbench.tui.screens.form import ChooseScreen
 from workbench.tui.screens.polling import PollingScreen, Problem
 
-STOP = Binding("x", "stop", "stop", tooltip="ask the run to stop, after a question")
+STOP = Binding("x", "stop", "stop", tooltip="stop the run, after confirmation")
 RESUME = Binding(
-    "R", "resume", "resume", tooltip="continue a run that ended early, after a question"
+    "R", "resume", "resume", tooltip="continue a run that ended early, after confirmation"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The run that the keys act on, as it was last seen."""
+    """The run that the keys act on, as of the last poll."""
 
     run: RunFolder
     state: str
@@ -37,7 +37,7 @@ class Target:
     step: int
 
     def can(self, action: str) -> bool:
-        """Whether `stop` or `resume` does something now."""
+        """Whether `stop` or `resume` is possible now."""
         if action == "stop":
             return self.alive
         ended = self.state != READING and has_ended(self.state)
@@ -50,7 +50,7 @@ def changes_to_allow(problem: Problem) -> list[str]:
 
 
 def ask_to_stop(screen: PollingScreen, target: Target) -> None:
-    """Stop a run, after a question."""
+    """Stop a run, after confirmation."""
     run = target.run
     question = (
         f"{run.name} finishes its step, saves a checkpoint and stops; R resumes it.\n\n"
@@ -61,15 +61,15 @@ def ask_to_stop(screen: PollingScreen, target: Target) -> None:
         if answer == "y":
             screen.command("stop", lambda: stop_run(run) or "the run was asked to stop")
 
-    answers = [("y", "stop it"), ("n", "let it go on")]
+    answers = [("y", "stop it"), ("n", "keep it running")]
     screen.app.push_screen(ChooseScreen("stop this run", question, answers), answered)
 
 
 def ask_to_resume(screen: PollingScreen, target: Target) -> None:
-    """Continue a run that ended early, after a question."""
+    """Continue a run that ended early, after confirmation."""
     run = target.run
     question = (
-        f"{run.name} ({target.state} at step {target.step}) goes on from its newest checkpoint, "
+        f"{run.name} ({target.state} at step {target.step}) continues from its newest checkpoint, "
         "in the background.\n\n"
         f"This is `{command_text([*resume_arguments(run), '--detach'])}`."
     )
@@ -106,7 +106,7 @@ def _resume(
             if answer == "y":
                 _resume(screen, run, allow_fallback=allow_fallback, allow_change=keys)
 
-        answers = [("y", f"go on with the changed {', '.join(keys)}"), ("n", "leave it")]
+        answers = [("y", f"continue with the changed {', '.join(keys)}"), ("n", "leave it")]
         question = f"{problem}\n\nThe change would be written into effective.json."
         screen.app.push_screen(ChooseScreen("settings have changed", question, answers), answered)
         return True

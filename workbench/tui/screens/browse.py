@@ -1,8 +1,8 @@
-"""A list, the details of the row under the cursor, and the words of a command that goes on.
+"""A list, the details of the row under the cursor, and the output of a running command.
 
 wide     from 100 x 18    list and details side by side
 stacked  from 18 rows     details below the list
-single   below 18 rows    one of both; z changes between them
+single   below 18 rows    one of the two; z switches between them
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from workbench.tui.widgets.words_view import WordsView
 
 COMMON: tuple[Binding, ...] = (
     Binding("z", "zoom", "zoom", tooltip="the details alone, or the list again"),
-    Binding("r", "refresh", "refresh", show=False, tooltip="look again now"),
+    Binding("r", "refresh", "refresh", show=False, tooltip="refresh now"),
     Binding("question_mark", "app.help", "help", tooltip="this help"),
-    Binding("escape", "back", "back", tooltip="back to where you were; what goes on goes on"),
+    Binding("escape", "back", "back", tooltip="back; whatever runs continues"),
     Binding(
-        "q", "app.quit", "quit", show=False, tooltip="close the workbench; what goes on goes on"
+        "q", "app.quit", "quit", show=False, tooltip="close the workbench; whatever runs continues"
     ),
 )
 """Keys of every list, after its own."""
@@ -45,20 +45,20 @@ JOB_LINES = 7
 
 
 def shape_of(width: int, height: int) -> str:
-    """How list and details lie on a screen of a size."""
+    """The arrangement of list and details at a screen size."""
     if height < 18:
         return "single"
     return "wide" if width >= 100 else "stacked"
 
 
 class DetailsPane(VerticalScroll, can_focus=True):
-    """Draws one row in full."""
+    """Draws the details of one row."""
 
     HELP = """\
 # Details
 
-What is known of the row under the cursor. Up, down, page up and page down scroll; `z` gives it the
-whole screen.
+All about the row under the cursor. Up, down, page up and page down scroll; `z` gives it the whole
+screen.
 """
     DEFAULT_CSS = """
     DetailsPane {
@@ -80,7 +80,7 @@ whole screen.
         yield WordsView()
 
     def whole_text(self) -> str:
-        """All that is said of the row."""
+        """The details of the row."""
         return "\n".join(self.row.lines) if self.row is not None else ""
 
     def watch_row(self, before: Row | None, row: Row | None) -> None:
@@ -97,11 +97,11 @@ whole screen.
 
 
 class BrowseScreen(PollingScreen):
-    """Draws listings; a subclass reads them and has keys of its own."""
+    """Draws listings; a subclass reads them and adds its own keys."""
 
     AUTO_FOCUS = "RowList"
     NOTES: ClassVar[Sequence[str]] = ()
-    """What help says below the keys."""
+    """The notes in the help below the keys."""
     JOB: ClassVar[str] = ""
     """The name of the engine's commands that keys start in the background, one at a time."""
     DEFAULT_CSS = """
@@ -171,7 +171,7 @@ class BrowseScreen(PollingScreen):
 
     @on(Polled)
     def show(self, message: Polled) -> None:
-        """Hand the rows down."""
+        """Pass the rows to the widgets."""
         listing: Listing = message.snapshot
         rows = self.query_one(RowList)
         with self.app.batch_update():
@@ -195,7 +195,7 @@ class BrowseScreen(PollingScreen):
 
     @on(OptionList.OptionHighlighted)
     def draw_row(self) -> None:
-        """Tell the row under the cursor in full."""
+        """Show the details of the row under the cursor."""
         self.query_one(DetailsPane).row = self.selected
         self.draw_keys()
 
@@ -205,13 +205,13 @@ class BrowseScreen(PollingScreen):
         return self.query_one(RowList).selected
 
     def goto(self, key: str) -> None:
-        """Put the cursor on a row as soon as there is one of that key."""
+        """Put the cursor on the row of that key as soon as there is one."""
         self._goto = key
         self.tick()
 
     @on(Resize)
     def lay_out(self) -> None:
-        """Place list and details as they suit a screen of this size."""
+        """Arrange list and details for the size of the screen."""
         shape = shape_of(*self.size)
         for name in ("wide", "stacked", "single"):
             self.set_class(name == shape, f"-{name}")

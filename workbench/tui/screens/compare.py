@@ -1,5 +1,5 @@
-"""Two to six runs over each other: one metric over one x axis, their results side by side, the
-settings they differ in, and the alerts of each."""
+"""Two to six runs compared: one metric over one x axis, their results side by side, the settings that
+differ, and the alerts of each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from workbench.tui.widgets.words_view import wrapped
 PANES = ("plot", "results", "settings", "alerts")
 PANE_KEYS = Binding.Group("pane")
 GRID, SINGLE = (100, 30), 18
-"""From this size all panes are shown; below so many rows only one is; else the plot and one."""
+"""From this size all panes are shown; below this many rows only one; otherwise the plot and one more."""
 FRAME = 5
 """Cells of a pane that its border, padding and scroll bar take."""
 FAR = 10
@@ -61,22 +61,22 @@ class CompareScreen(PollingScreen):
     """Draws the polls of one CompareFeed."""
 
     NOTES = (
-        "Every run keeps its letter, its form of line and its colour.",
+        "Every run keeps its letter, line style and colour.",
         "",
         "Signs in the plot",
-        "  A to F                   on its line: which run; at its end, too",
-        "  × (X in ASCII)           NaN or infinite; the letter below says whose",
-        "  an open line             steps that are missing, or a minute or more without one",
+        "  A to F                   on a line and at its end: which run it is",
+        "  × (X in ASCII)           NaN or infinite; the letter below names the run",
+        "  a gap in a line          missing steps, or a minute or more without one",
         "  ▾ ▴ (v ^ in ASCII)       off the axis",
         "",
-        "x is steps, tokens so far, or seconds since the run's first line, starting up included.",
-        "Settings are the effective ones: `auto: bf16` is auto, which became bf16.",
+        "x is steps, tokens so far, or seconds since the run's first line, start-up included.",
+        "Settings are the effective ones: `auto: bf16` is auto, resolved to bf16.",
     )
 
     AUTO_FOCUS = "#plot"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
-        Binding("escape,q", "back", "back", tooltip="the cursor away, or back to the runs"),
+        Binding("escape,q", "back", "back", tooltip="remove the cursor, or back to the runs"),
         *(
             Binding(
                 str(digit),
@@ -91,7 +91,7 @@ class CompareScreen(PollingScreen):
         Binding("M", "metric(-1)", "metric before", show=False, tooltip="the metric before"),
         Binding("x", "axis", "x axis", tooltip="x by step, tokens or wall time"),
         Binding("l", "log_y", "log y", tooltip="logarithmic y axis on or off"),
-        Binding("left", "move(-1)", "cursor", tooltip="a cursor that tells each run's value there"),
+        Binding("left", "move(-1)", "cursor", tooltip="a cursor that shows each run's value"),
         Binding("right", "move(1)", "cursor", show=False, tooltip="the cursor to the right"),
         Binding(
             "comma,shift+left", f"move(-{FAR})", "far", show=False, tooltip="the cursor far left"
@@ -103,7 +103,7 @@ class CompareScreen(PollingScreen):
             show=False,
             tooltip="the cursor far right",
         ),
-        Binding("r", "refresh", "refresh", show=False, tooltip="look again now"),
+        Binding("r", "refresh", "refresh", show=False, tooltip="refresh now"),
     ]
     CSS = """
     CompareScreen {
@@ -133,7 +133,7 @@ class CompareScreen(PollingScreen):
         self._cursor: float | None = None
         self._pane = PANES[0]
         self._wanted = 0
-        """Cells that the results have a use for."""
+        """Width that the results need, in cells."""
 
     def compose(self) -> ComposeResult:
         yield Static("reading runs", id="head", markup=False)
@@ -154,7 +154,7 @@ class CompareScreen(PollingScreen):
 
     @on(Polled)
     def show(self, message: Polled) -> None:
-        """Hand the runs down."""
+        """Pass the runs to the widgets."""
         self._comparison = message.snapshot
         runs: tuple[Compared, ...] = message.snapshot.runs
         slots = [run.slot for run in runs]
@@ -192,7 +192,7 @@ class CompareScreen(PollingScreen):
         self.query_one("#head", Static).update(self._heading(comparison))
 
     def _chart(self, comparison: Comparison, dots: int) -> Chart:
-        """The metric of every run over the axis; with a cursor, the legend tells the values there."""
+        """The metric of every run over the axis; with a cursor, the legend shows the values there."""
         metric, axis = METRICS[self._metric], AXES[self._axis]
         low, high = comparison.extent(metric, axis) or (0.0, 1.0)
         lines = (
@@ -265,7 +265,7 @@ class CompareScreen(PollingScreen):
         self.query_one(PaneTabs).chosen = self._pane
 
     def _share_width(self) -> None:
-        """Beside other panes the results get the width that they need, within limits."""
+        """Beside other panes, give the results the width that they need, within limits."""
         results, width = self.query_one("#results"), self.size.width
         if not self.has_class("-grid"):
             results.styles.width = "1fr"
@@ -300,14 +300,14 @@ class CompareScreen(PollingScreen):
         self._draw_plot()
 
     def action_move(self, by: int) -> None:
-        """Move the cursor by dot columns; the first move puts it at the end that it comes from."""
+        """Move the cursor by dot columns; the first move puts it at the end it enters from."""
         if self._comparison is None:
             return
         axis = AXES[self._axis]
         low, high = self._comparison.extent(METRICS[self._metric], axis) or (0.0, 0.0)
         width = (high - low) / max(1, self.query_one("#plot", ChartView).dots - 1)
         if axis == "step":
-            # No less than a step: between two of them there is nothing to be told.
+            # At least one step: there is nothing between two steps.
             width = max(1.0, width)
         before = self._cursor
         if before is None:

@@ -1,4 +1,4 @@
-"""Contracts: what each promises, the level it has reached, and its tests run now."""
+"""Contracts: what each promises, the level it has reached, and running its tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTES = (
     "  proven     and every proof holds",
     "",
     "UNKNOWN is never a pass: not run, skipped, stale (the contract or its code changed since).",
-    "`engine contracts run` goes on when this screen or the workbench is left.",
+    "`engine contracts run` continues when this screen or the workbench is closed.",
 )
 
 
@@ -35,7 +35,9 @@ class ContractsScreen(BrowseScreen):
             "n", "run", "run now", tooltip="run the contract under the cursor in the background"
         ),
         Binding("N", "run_all", "run all", tooltip="run every contract in the background"),
-        Binding("x", "stop", "stop", tooltip="stop what runs; whole receipts are kept"),
+        Binding(
+            "x", "stop", "stop", tooltip="stop the running command; complete receipts are kept"
+        ),
     )
 
     def __init__(self, context: Context, root: Path = Path()) -> None:

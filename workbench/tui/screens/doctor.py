@@ -13,8 +13,8 @@ from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.widgets.row_list import RowList
 
 NOTES = (
-    "The answers of `engine doctor`, asked once when this is opened; R asks again.",
-    "PASS: everything that a run reads can be read. UNKNOWN: something cannot, and it is said what",
+    "The report of `engine doctor`, made once when this opens; R runs it again.",
+    "PASS: everything that a run reads can be read. UNKNOWN: something cannot; the row says what",
     "that rules out. FAIL: something is broken.",
 )
 
@@ -24,7 +24,7 @@ class DoctorScreen(BrowseScreen):
 
     NOTES = NOTES
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
-        Binding("R", "ask_again", "ask again", tooltip="examine the machine again"),
+        Binding("R", "ask_again", "run again", tooltip="examine the machine again"),
     )
 
     def __init__(self, context: Context) -> None:
@@ -36,6 +36,6 @@ class DoctorScreen(BrowseScreen):
 
     def action_ask_again(self) -> None:
         self._feed.forget()
-        self.query_one("#head").update("doctor: asking again")  # type: ignore[attr-defined]
+        self.query_one("#head").update("doctor: running again")  # type: ignore[attr-defined]
         self.query_one(RowList).focus()
         self.tick()

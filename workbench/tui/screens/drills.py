@@ -1,4 +1,4 @@
-"""Drills: known defects to plant, whether each was named, and one carried out now."""
+"""Drills: known defects to plant, whether each was named, and running one."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from workbench.tui.screens.runs import RunsScreen
 
 NOTES = (
     "A drill plants one known defect in a short real run and asks whether the workbench names it.",
-    "PASS: it was named as it must be. FAIL: it was not. UNKNOWN: it cannot be tried here.",
+    "PASS: it was named as required. FAIL: it was not. UNKNOWN: it cannot be tried here.",
     "",
-    "A drill that runs goes on when this screen or the workbench is left; its folder is in drills/.",
+    "A running drill continues when this screen or the workbench is closed; its folder is in drills/.",
 )
 
 
 class DrillsScreen(BrowseScreen):
-    """Every drill that the engine has."""
+    """Every drill of the engine."""
 
     NOTES = NOTES
     JOB = JOB
     ACTING = frozenset({"run", "stop"})
     BINDINGS: ClassVar[list[BindingType]] = own_keys(
-        Binding(
-            "n", "run", "run now", tooltip="carry out the drill under the cursor, some seconds"
-        ),
+        Binding("n", "run", "run now", tooltip="run the drill under the cursor (a few seconds)"),
         Binding(
             "o", "open_run", "open its run", tooltip="the screen of the run of its last result"
         ),
-        Binding("x", "stop", "stop", tooltip="stop the drill that runs, and its run"),
+        Binding("x", "stop", "stop", tooltip="stop the running drill and its run"),
     )
 
     def __init__(self, context: Context) -> None:
@@ -46,7 +44,7 @@ class DrillsScreen(BrowseScreen):
         return self._feed.poll()
 
     def _run(self) -> Path | None:
-        """The run of the selected drill: that of one that goes on, else of its last result."""
+        """The run of the selected drill: its active run, else that of its last result."""
         if not self.is_mounted or (row := self.selected) is None:
             return None
         if self.job is not None and self.job_runs and self.job.arguments[1] == row.key:

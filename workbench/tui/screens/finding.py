@@ -1,4 +1,4 @@
-"""One finding: its chain as a tree, each piece of evidence opened in place, and what may be done."""
+"""One finding: its chain as a tree, each piece of evidence opened in place, and the actions on it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from workbench.tui.screens.form import Field, FormScreen, Values
 NOTES = (
     "Signs of claims: * observed, + supported, x refuted, ? unverified. A cause (hypothesis,",
     "mechanism) is supported by a flip or a reproduction alone; else it is shown as unverified.",
-    "> is evidence: under the cursor it is opened at its window. ! was changed since it was taken.",
-    "- was withdrawn: it stays, struck out, and carries nothing any more.",
+    "> is evidence, shown in full under the cursor. ! was changed since it was captured.",
+    "- was withdrawn: it stays, struck through, and supports nothing any more.",
     "",
     "E-WHY-001  observed needs evidence; supported and refuted need evidence that a tool captured",
     "E-WHY-002  a cause needs a flip with its runs, or a reproduction that started a run",
@@ -35,7 +35,7 @@ NOTES = (
     "           excluded by anything but the test it names",
     "E-WHY-005  one observation supports one claim once",
     "",
-    "Every change is what `engine why` does, under the lock of the finding.",
+    "Every change is made as by `engine why`, under the lock of the finding.",
 )
 WHERE = "a run, a flip or a file; ! COMMAND; or : what you say"
 
@@ -54,8 +54,10 @@ class FindingScreen(BrowseScreen):
             "l", "link", "link", tooltip="put evidence under the claim, or answer an alternative"
         ),
         Binding("o", "alternative", "or", tooltip="name another explanation and its cheapest test"),
-        Binding("x", "refute", "refute", tooltip="say that the claim is wrong, and why"),
-        Binding("t", "withdraw", "take back", tooltip="withdraw an entry: it is kept, struck out"),
+        Binding("x", "refute", "refute", tooltip="mark the claim as wrong, with a reason"),
+        Binding(
+            "t", "withdraw", "withdraw", tooltip="withdraw an entry: it is kept, struck through"
+        ),
         Binding("v", "verify", "verify", tooltip="hash and evaluate every piece of evidence again"),
         Binding("c", "close", "close", tooltip="close as root cause, or as unresolved"),
         Binding(
@@ -83,7 +85,7 @@ class FindingScreen(BrowseScreen):
     def _ask(
         self, title: str, send: Callable[[Values], Done | str], *fields: Field, note: str = ""
     ) -> None:
-        """Open a form; what it does is said, and the cursor goes to the entry that it is about."""
+        """Open a form; its result is shown, and the cursor goes to the entry that it changed."""
 
         def sent(values: Values) -> str:
             done = send(values)
@@ -160,7 +162,7 @@ class FindingScreen(BrowseScreen):
 
     def action_refute(self) -> None:
         self._ask(
-            "say that a claim is wrong",
+            "mark a claim as wrong",
             lambda v: changes.refute(self.bundle, v["node"], v["reason"]),
             Field(name="reason", label="reason", hint="both arms completed"),
             Field(name="node", label="node", value=self._place()[0]),
@@ -170,11 +172,11 @@ class FindingScreen(BrowseScreen):
         entry = "" if self.selected is None else self.selected.key.partition("@")[0]
         hint = "a claim, evidence or an alternative: n2, e3, a1"
         self._ask(
-            "take an entry back",
+            "withdraw an entry",
             lambda v: changes.withdraw(self.bundle, v["entry"], v["reason"]),
             Field(name="reason", label="reason", hint="it is of another run"),
             Field(name="entry", label="entry", value=entry, hint=hint),
-            note="It is kept, struck out, and supports nothing any more.",
+            note="It is kept, struck through, and supports nothing any more.",
         )
 
     def action_verify(self) -> None:

@@ -1,4 +1,4 @@
-"""Forms that begin or feed a finding from another screen: of what a run shows, of a flip's verdict."""
+"""Forms that begin or extend a finding from another screen: with a part of a run, or with a flip's verdict."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from workbench.tui.screens.form import Field, FormScreen, Values
 
 OTHER = "other"
 KEEP_NOTE = (
-    "new begins a finding with what was seen; of another, the flip goes under a node (n2), or under a "
-    "new answer to its why (of n1)."
+    "new begins a finding with the claim; in an existing finding the flip goes under a node (n2), or "
+    "under a new answer to a node's why (of n1)."
 )
 
 
 def finding_form(run: RunFolder, view: RunView) -> FormScreen:
-    """Its first evidence is a part of the run: what stood out most is offered first."""
+    """A form for a new finding whose first evidence is a part of the run; the most important part comes first."""
     said = _parts(view)
     folder: Path = beside([run.path.parent], EVIDENCE)[0]
 
@@ -43,7 +43,7 @@ def finding_form(run: RunFolder, view: RunView) -> FormScreen:
 
 
 def _parts(view: RunView) -> dict[str, str]:
-    """Parts of a run that ask for a why, with their words: alerts, errors first, then the end."""
+    """Parts of a run worth a finding, with their texts: alerts (errors first), then the exit."""
     alerts = sorted(view.alerts.values(), key=lambda a: (a.severity != "error", -a.to_unix_s))
     found = {f"alert {alert.id}": alert.title for alert in alerts}
     if view.exit is not None:
@@ -69,4 +69,4 @@ def keep_form(snapshot: FlipSnapshot) -> FormScreen:
         Field(name="under", label="under", value="of n1", hint="n2, or of n1"),
         Field(name="says", label="it", value="supports", options=("supports", "contradicts")),
     )
-    return FormScreen("the flip to a finding", fields, send, note=KEEP_NOTE)
+    return FormScreen("add the flip to a finding", fields, send, note=KEEP_NOTE)

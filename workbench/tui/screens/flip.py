@@ -1,10 +1,10 @@
 """A flip: choose what to test, see the plan, and follow its pairs to the verdict.
 
 Before it starts, a list of what the run itself suggests (its alerts first) fills a form that can be
-changed; below it is the plan that would be registered, with the time, memory and GPUs that it takes,
-as `engine flip --dry-run` says. Enter starts it. From then on the screen shows the flip's folder. The
-flip is a process of its own: leaving the screen, ctrl+c and closing the workbench end nothing, and F or
-the list of flips finds it again; only ctrl+x ends it, with what was measured.
+edited; below it is the plan that would be registered, with the time, memory and GPUs that it needs, from
+`engine flip --dry-run`. Enter starts it. After that the screen shows the flip's folder. The flip has its
+own process: leaving the screen, ctrl+c and closing the workbench do not end it, and F or the list of flips
+finds it again; only ctrl+x ends it, keeping its measurements.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from workbench.tui.widgets.key_bar import KeyBar
 from workbench.tui.widgets.words_view import WordsView
 
 SHORT = 18
-"""Rows below which nothing has a border."""
+"""Below this many rows nothing has a border."""
 
 
 class Suggested(Message):
-    """What a run suggests."""
+    """The suspicions that a run suggests."""
 
     def __init__(self, found: tuple[Suspicion, ...]) -> None:
         super().__init__()
@@ -45,17 +45,17 @@ class Suggested(Message):
 
 
 class FlipScreen(PollingScreen):
-    """Form and progress of a flip of one run; with `folder`, a flip that there is."""
+    """Form and progress of a flip of one run; with `folder`, an existing flip."""
 
     NOTES = (
-        "A flip runs this spec twice in turn, A as it is and B with one setting changed, until the",
+        "A flip runs this spec in pairs, A as it is and B with one setting changed, until the",
         "interval of B/A lies on one side of the margin, or inside it. The plan is registered first.",
         "",
-        "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE says how many pairs it would take;",
+        "B_FASTER, B_SLOWER, EQUIVALENT are decided; INCONCLUSIVE names the number of pairs needed;",
         "`measured` needs controls of the last day (controls: run makes them), else it is a `screen`.",
         "",
-        "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it goes on, and E",
-        "lists it. ctrl+x ends it with what was measured.",
+        "Leaving this screen, ctrl+c or closing the workbench does not end a flip: it continues, and E",
+        "lists it. ctrl+x ends it and keeps its measurements.",
     )
 
     AUTO_FOCUS = ""
@@ -64,11 +64,11 @@ class FlipScreen(PollingScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "start", "start", tooltip="register the plan and run it"),
         Binding("tab", "edit", "edit", tooltip="go through the fields"),
-        Binding("ctrl+x", "stop", "stop", tooltip="end the flip with what was measured"),
+        Binding("ctrl+x", "stop", "stop", tooltip="end the flip and keep its measurements"),
         Binding(
             "ctrl+w", "keep", "to a finding", tooltip="put its verdict into a five-whys finding"
         ),
-        Binding("escape", "back", "back", tooltip="back to where you were; a flip goes on"),
+        Binding("escape", "back", "back", tooltip="back; a running flip continues"),
         Binding("f1", "app.help", "help", tooltip="this help"),
     ]
     CSS = """
@@ -109,7 +109,7 @@ class FlipScreen(PollingScreen):
         self._called = run.name if run is not None else folder.name if folder is not None else ""
 
     def compose(self) -> ComposeResult:
-        yield Static(f"flip {self._called}: what is to be tested?", id="head", markup=False)
+        yield Static(f"flip {self._called}: what to test?", id="head", markup=False)
         with Vertical(id="before"):
             yield FlipForm()
             yield FlipPlan(self._run, self._flips)
@@ -120,7 +120,7 @@ class FlipScreen(PollingScreen):
         yield KeyBar()
 
     def on_mount(self) -> None:
-        # Textual calls the handlers of each class: the screen that polls has its own.
+        # Textual calls the handlers of every class: PollingScreen has its own.
         if self._feed is None and self._found is not None:
             self.query_one(FlipForm).found = self._found
 
@@ -146,7 +146,7 @@ class FlipScreen(PollingScreen):
 
     @on(FlipForm.Changed)
     def preview(self, message: FlipForm.Changed) -> None:
-        """The plan, or what is wrong with it, as it is typed."""
+        """Show the plan, or what is wrong with the form, as it is typed."""
         self.query_one(FlipPlan).preview(message.wanted)
 
     @on(FlipForm.Sent)
@@ -155,7 +155,7 @@ class FlipScreen(PollingScreen):
         await self.run_action("start")
 
     def action_start(self) -> None:
-        """Start what the form says."""
+        """Start the flip of the form."""
         if self._feed is not None or self._run is None:
             return
         wanted = self.query_one(FlipForm).wanted
@@ -208,7 +208,7 @@ class FlipScreen(PollingScreen):
             self._started.stop()
 
     def action_keep(self) -> None:
-        # Evidence is no part of the first frame.
+        # Imported here: the first frame does not need it.
         from workbench.tui.screens.finding_forms import keep_form
 
         if self._snapshot is not None and self._snapshot.has_ended:
@@ -220,5 +220,5 @@ class FlipScreen(PollingScreen):
 
     def action_back(self) -> None:
         if self._snapshot is not None and self._snapshot.going_on:
-            self.app.notify("the flip goes on; E lists it", markup=False)
+            self.app.notify("the flip continues; E lists it", markup=False)
         self.app.pop_screen()

@@ -1,4 +1,4 @@
-"""Experiments: every flip with its verdict; any is opened, and a new one is begun."""
+"""Experiments: every flip with its verdict; opens one, or starts a new one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from workbench.tui.screens.finding_forms import keep_form
 from workbench.tui.screens.flip import FlipScreen
 
 NOTES = (
-    "+ decided   ? inconclusive   ! invalid, or the arms compute different things   ~ goes on",
+    "+ decided   ? inconclusive   ! invalid, or the arms compute different things   ~ running",
     "",
     "measured     registered beforehand, both controls passed, flipped, equal and parity proved",
-    "screen       anything less: good enough to drop a hypothesis, not to quote a number",
+    "screen       anything less: enough to drop a hypothesis, not to quote a number",
     "exploratory  the plan was changed after the start",
 )
 

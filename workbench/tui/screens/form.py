@@ -1,7 +1,7 @@
-"""What is asked over a screen: a question with several answers, or a form of some lines.
+"""Dialogs over a screen: a question with several answers, or a form with several fields.
 
-The form stays until what it asks for was done or it is left; a refusal is shown below the lines, which
-keep what was typed.
+The form stays until its command succeeds or it is cancelled; a refusal is shown below the fields, which
+keep their values.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from workbench.tui.printable import as_title
 from workbench.tui.screens.polling import CommandEnded, run_command
 from workbench.tui.widgets.choice import Choice
 
-KEYS = "enter does it   tab next line   esc leaves"
+KEYS = "enter submits   tab next field   esc cancels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """One line of a form."""
+    """One field of a form."""
 
     name: str
     label: str
     value: str = ""
     hint: str = ""
-    """Shown while the line is empty."""
+    """Shown while the field is empty."""
     options: tuple[str, ...] = ()
-    """The words to choose from; none where anything may be typed."""
+    """The values to choose from; empty for free text."""
 
 
 Values = Mapping[str, str]
 
 
 class FormScreen(ModalScreen[str | None]):
-    """Asks; the result is what the engine said of doing it, None when it was left."""
+    """Asks; the result is the message of the engine, None when it was cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "leave", show=False),
-        Binding("enter", "send", "do it", show=False),
-        Binding("down", "app.focus_next", "next line", show=False),
-        Binding("up", "app.focus_previous", "line before", show=False),
+        Binding("escape", "leave", "cancel", show=False),
+        Binding("enter", "send", "submit", show=False),
+        Binding("down", "app.focus_next", "next field", show=False),
+        Binding("up", "app.focus_previous", "previous field", show=False),
     ]
     CSS = """
     FormScreen { align: center middle; }
@@ -107,7 +107,7 @@ class FormScreen(ModalScreen[str | None]):
 
     @property
     def values(self) -> dict[str, str]:
-        """What the lines say now."""
+        """The current values of the fields."""
         found = {}
         for field in self._fields:
             widget = self.query_one(f"#field-{field.name}")
@@ -117,19 +117,19 @@ class FormScreen(ModalScreen[str | None]):
 
     @on(Input.Submitted)
     def action_send(self) -> None:
-        """Do it, in a thread: the engine may take a while."""
+        """Submit, in a thread: the engine may take a while."""
         if self._sending:
             return
         self._sending = True
         values = self.values
         self.query_one("#said", Static).update("")
-        self.query_one("#keys", Static).update("doing it")
+        self.query_one("#keys", Static).update("working")
 
         run_command(self, "form", lambda: self._send(values))
 
     @on(CommandEnded)
     def hear(self, message: CommandEnded) -> None:
-        """Close when it was done; else say why not."""
+        """Close on success; otherwise show the refusal."""
         message.stop()
         self._sending = False
         if message.problem is None:
@@ -147,7 +147,7 @@ NO = "n"
 
 
 class ChooseScreen(ModalScreen[str]):
-    """Asks; the result is the key of an answer. Escape, q and enter are the careful answer, n."""
+    """Asks; the result is the key of an answer. Escape, q and enter give the safe answer, n."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,enter", f"answer('{NO}')", "no", tooltip="change nothing"),

@@ -1,7 +1,7 @@
-"""Help: what the focused widget shows and which keys it has, then the keys of the screen below, then
-those that work everywhere, from the same tables that dispatch them; last what the signs mean.
+"""Help: what the focused widget shows and its keys, then the keys of the screen below, then those that work
+everywhere, from the same tables that dispatch them; last the meaning of the signs.
 
-A widget says what it shows in `HELP`, in Markdown: a heading, which is its name, and paragraphs.
+A widget describes itself in `HELP`, in Markdown: a heading, which is its name, and paragraphs.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def help_of(widget: Widget | None) -> tuple[str, list[str]] | None:
 
 
 class HelpScreen(ModalScreen[None]):
-    """Shows help until a key closes it. `bindings` is the table of the screen below: a key of it
-    that would do nothing now is listed, too, and says so."""
+    """Shows help until a key closes it. `bindings` is the table of the screen below: its keys that
+    do nothing now are listed as such."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,question_mark,f1,enter", "dismiss", "close"),
@@ -107,7 +107,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 def _wrapped(lines: Sequence[str], width: int) -> Iterator[str]:
-    """Lines of a width: words are indented, and what a key does goes on below what it does."""
+    """Lines of a width: text is indented, and the description of a key wraps below itself."""
     for line in lines:
         if not line:
             yield ""

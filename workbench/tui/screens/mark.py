@@ -1,4 +1,4 @@
-"""What a mark on the time line is: all that is known of it, and for an alert the flip that would test it."""
+"""Details of a mark on the time line, and for an alert the flip that would test it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.marks import Happening
 
 
 class MarkScreen(ModalScreen[Happening | None]):
-    """Shows marks until a key closes it; F gives back the first that a flip belongs to."""
+    """Shows marks until a key closes it; F returns the first that has a flip."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,enter", "close", "close"),

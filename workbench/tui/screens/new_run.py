@@ -1,7 +1,7 @@
-"""A run that is to be started: choose a spec, change settings, see what is wrong, start it.
+"""A form to start a run: choose a spec, change settings, see what is wrong, start it.
 
-The form is `engine.spec`'s own table of settings. Each change is checked as it is typed, in the words
-of the engine; what will be run is shown as the command that a shell would run.
+The form is made from `engine.spec`'s table of settings. Each change is checked by the engine as it is typed;
+the command that a shell would run is shown.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from workbench.tui.widgets.cell_table import CellTable
 from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 
 LOW = 18
-"""On fewer rows, what a setting means and the command make room for the settings."""
+"""On fewer rows, the description and the command shrink in favour of the settings."""
 NARROW = 60
 
 
@@ -55,7 +55,7 @@ def shown_path(path: Path) -> str:
 
 
 class PickSpecScreen(ModalScreen[Path | None]):
-    """Asks; the result is the path of a spec file, None when it was left."""
+    """Asks; the result is the path of a spec file, None when it was cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "leave", tooltip="choose none"),
@@ -81,8 +81,8 @@ class PickSpecScreen(ModalScreen[Path | None]):
         with Vertical() as box:
             box.border_title = "choose a spec"
             yield OptionList(*(shown_path(path) for path in self._specs), markup=False)
-            yield Input(placeholder="or tab, and type the path of one", compact=True)
-            yield Static("enter takes it   esc leaves", classes="words", markup=False)
+            yield Input(placeholder="or press tab and type a path", compact=True)
+            yield Static("enter selects   esc cancels", classes="words", markup=False)
 
     def on_mount(self) -> None:
         options = self.query_one(OptionList)
@@ -106,7 +106,7 @@ class PickSpecScreen(ModalScreen[Path | None]):
 
 
 class SettingsTable(CellTable):
-    """Draws settings. Before the key stands `!` where a value is wrong, `*` where it is typed, and
+    """Draws settings. The sign before a key is `!` for a wrong value, `*` for a typed one, and
     `+` where file or environment differ from the default."""
 
     def __init__(self) -> None:
@@ -145,25 +145,27 @@ class NewRunScreen(Screen[None]):
     """Edits one draft, and starts it."""
 
     NOTES = (
-        "Before a setting: `!` its value is wrong, `*` it was typed here, `+` the file or the environment",
-        "sets it otherwise than by default. Nothing before it: the default.",
+        "Sign before a setting: `!` wrong value, `*` typed here, `+` the file or the environment",
+        "changes the default. No sign: the default.",
         "",
-        "Starting runs `engine distill SPEC --set ... --detach`, as it is shown; the run goes on by itself.",
-        "k asks the engine to look at the inputs, too: weights, tokenizers, room on the disk.",
+        "Starting runs `engine distill SPEC --set ... --detach`, as shown; the run continues in the background.",
+        "k has the engine check the inputs as well: weights, tokenizers, disk space.",
     )
 
     ACTING: ClassVar[frozenset[str]] = frozenset(
         {"open", "edit", "cycle", "reset", "check", "start", "save"}
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "back", "back", tooltip="leave the line, or the form"),
+        Binding("escape", "back", "back", tooltip="cancel the field, or close the form"),
         Binding("o", "open", "spec", tooltip="choose another spec file, or type its path"),
         Binding("enter", "edit", "edit", tooltip="type a value; checked as it is typed"),
         Binding("space", "cycle", "next value", tooltip="the next of the allowed values"),
-        Binding("s", "start", "start", tooltip="start the run, after a question"),
-        Binding("k", "check", "check", tooltip="engine distill --check: the inputs, too"),
-        Binding("backspace,delete", "reset", "reset", tooltip="take back what was typed here"),
-        Binding("d", "only", "changed", tooltip="only settings that are not the default, or all"),
+        Binding("s", "start", "start", tooltip="start the run, after confirmation"),
+        Binding("k", "check", "check", tooltip="engine distill --check: the inputs as well"),
+        Binding("backspace,delete", "reset", "reset", tooltip="undo what was typed here"),
+        Binding(
+            "d", "only", "changed", tooltip="only settings that differ from the default, or all"
+        ),
         Binding("slash", "filter", "filter", tooltip="settings by name"),
         Binding("a", "save", "save as", tooltip="write all settings as a new spec file"),
         Binding("Y", "copy_command", "copy command", tooltip="copy the command that is shown"),
@@ -192,7 +194,7 @@ class NewRunScreen(Screen[None]):
         self.title = "a new run"
         self._draft: Draft | None = None
         self._before: Draft | None = None
-        """What the draft was before the line that is typed now."""
+        """The draft before the value being typed."""
         self._asked = ""
         self._only, self._pattern = False, ""
         self._settings: dict[str, Setting] = {}
@@ -211,7 +213,7 @@ class NewRunScreen(Screen[None]):
 
     @on(Resize)
     def lay_out(self) -> None:
-        """Less beside the settings on a low screen, nothing but the heading on a tiny one."""
+        """Shrink the rest on a low screen; show only the heading on a tiny one."""
         self.set_class(self.size.height < LOW, "-low")
         self.set_class(is_tiny(*self.size), "-tiny")
         self._draw()
@@ -224,7 +226,9 @@ class NewRunScreen(Screen[None]):
     def on_mount(self) -> None:
         self._draw_keys()
         if self._given.read_only:
-            words = "read-only: no run is started from here; apr-workbench without --read-only does"
+            words = (
+                "read-only: no run is started from here; start apr-workbench without --read-only"
+            )
             self.query_one("#head", Static).update(words)
             return
         if self._like is None:
@@ -247,7 +251,7 @@ class NewRunScreen(Screen[None]):
     # The spec file
 
     def action_open(self) -> None:
-        """Ask for a spec file; without any there is no form."""
+        """Ask for a spec file; without one the form closes."""
 
         def answered(path: Path | None) -> None:
             if path is not None:
@@ -266,7 +270,7 @@ class NewRunScreen(Screen[None]):
         self._take(self._beside_the_others(draft))
 
     def _beside_the_others(self, draft: Draft) -> Draft:
-        """Where the runs are that are looked at, when the file does not say and the default differs."""
+        """With `run.out` set to the folder being watched, unless the file sets it or it is the default."""
         folders = self._given.folders
         if not folders or "out" in draft.tree.get("run", {}):
             return draft
@@ -276,7 +280,7 @@ class NewRunScreen(Screen[None]):
             return draft
         return draft.edited("run.out", str(folder))
 
-    # One line for a value, a path or words
+    # The input line: a value, a path or a filter
 
     def _ask(self, what: str, value: str, hint: str) -> None:
         line = self.query_one("#line", Input)
@@ -295,7 +299,7 @@ class NewRunScreen(Screen[None]):
 
     @on(Input.Changed)
     def hear(self, event: Input.Changed) -> None:
-        """A value is checked, and words filter, as they are typed."""
+        """Check a value, or filter the settings, as it is typed."""
         if self._asked in OPTIONS and self._before is not None:
             self._draft = self._before.edited(self._asked, event.value)
         elif self._asked == "filter":
@@ -304,7 +308,7 @@ class NewRunScreen(Screen[None]):
 
     @on(Input.Submitted)
     def send(self, event: Input.Submitted) -> None:
-        """Keep what was typed; a value that is wrong stays on the line."""
+        """Keep what was typed; a wrong value stays on the line."""
         asked, text = self._asked, event.value.strip()
         if asked == "save":
             self._save(Path(text).expanduser())
@@ -339,7 +343,7 @@ class NewRunScreen(Screen[None]):
         rest = f": {changed} settings are not the default{wrong}{self._busy}"
         if is_low(*self.size):
             rest = f": {changed} changed{wrong}{self._busy}"
-        # What is wrong is told before where the file lies.
+        # Problems take precedence over the path of the file.
         room = max(12, self.size.width - 2 - len("a new run from ") - len(rest))
         file = shortened(shown_path(draft.file), room)
         self.query_one("#head", Static).update(f"a new run from {file}{rest}")
@@ -354,7 +358,7 @@ class NewRunScreen(Screen[None]):
         )
         self.query_one("#command", Static).update(draft.command)
         self._describe()
-        # What is typed now comes first; the others follow in the order of the file.
+        # Problems of the value being typed come first; the others follow in the order of the file.
         first = self._settings[self._asked].problems if self._asked in OPTIONS else ()
         others = [problem for problem in problems if problem not in first]
         wrong_words = self.query_one("#wrong", Static)
@@ -380,7 +384,7 @@ class NewRunScreen(Screen[None]):
             self._ask(setting.option.key, setting.value, allowed_text(setting.option))
 
     def action_cycle(self) -> None:
-        """Go on to the next allowed value of the setting under the cursor."""
+        """Switch to the next allowed value of the setting under the cursor."""
         setting = self._settings.get(self.query_one(SettingsTable).key or "")
         if setting is None or self._draft is None:
             return
@@ -456,7 +460,7 @@ class NewRunScreen(Screen[None]):
             if answer == "y":
                 self._engine("start", start)
 
-        question = f"{draft.command}\n\nThe run goes on when the workbench is closed."
+        question = f"{draft.command}\n\nThe run continues when the workbench is closed."
         answers = [("y", "start it"), ("n", "not yet")]
         self.app.push_screen(ChooseScreen("start this run", question, answers), answered)
 
@@ -468,7 +472,7 @@ class NewRunScreen(Screen[None]):
 
     @on(CommandEnded)
     def show_answer(self, message: CommandEnded) -> None:
-        """What the engine said; the screen of the run in the place of the form once there is one."""
+        """Show the engine's message; once the run has started, its screen replaces the form."""
         self._busy = ""
         self._draw()
         refused = "the engine refused: " if message.problem is not None else ""
@@ -477,6 +481,6 @@ class NewRunScreen(Screen[None]):
             self.app.switch_screen(RunScreen(self._given, self._started))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        # While a line is typed, its letters are no commands.
+        # While a value is typed, its letters are not commands.
         shut = self.ACTING | {"only", "filter", "copy_command"}
         return not (self._asked and action in shut)

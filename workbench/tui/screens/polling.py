@@ -1,4 +1,4 @@
-"""A screen that is fed by a poll in a thread, and has the engine do things in threads of their own."""
+"""A screen fed by a polling thread, which runs engine commands in further threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workbench.tui.widgets.key_bar import KeyBar, bindings_of
 
 
 class Polled(Message):
-    """What a poll found: one frozen value, which may say that it is `behind` and there is more to read."""
+    """The result of a poll: one frozen value, which may be `behind`, with more to read."""
 
     def __init__(self, snapshot: Any) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ Problem = EngineError | OSError
 
 
 class CommandEnded(Message):
-    """A command of the engine that a key started has ended: what it said, or why it refused."""
+    """An engine command started by a key has ended, with its message or its refusal."""
 
     def __init__(
         self, text: str, problem: Problem | None, answer: Callable[[Problem], bool] | None = None
     ) -> None:
-        """`answer` may deal with a refusal; it says whether it has."""
+        """`answer` may handle a refusal; it returns whether it did."""
         super().__init__()
         self.text, self.problem, self.answer = text, problem, answer
 
@@ -53,7 +53,7 @@ def run_command(
     call: Callable[[], str],
     answer: Callable[[Problem], bool] | None = None,
 ) -> None:
-    """Have the engine do something in a thread; `node` gets CommandEnded."""
+    """Run an engine command in a thread; `node` receives CommandEnded."""
 
     def work() -> None:
         try:
@@ -62,22 +62,22 @@ def run_command(
             message = CommandEnded(str(problem), problem, answer)
         node.post_message(message)
 
-    # A daemon, not a worker: quitting must not wait for the engine, and the engine does not need us.
+    # A daemon thread, not a worker: quitting must not wait for the engine.
     threading.Thread(target=work, name=f"engine-{name}", daemon=True).start()
 
 
 class PollingScreen(Screen[None]):
-    """Polls every `context.refresh_s`, one poll at a time, and posts what it found to itself.
+    """Polls every `context.refresh_s`, one poll at a time, and posts the result to itself.
 
-    A thread cannot be cancelled, and a feed belongs to one thread at a time: a tick that finds a
-    poll going on does nothing.
+    A thread cannot be cancelled, and a feed belongs to one thread at a time: a tick during a poll
+    does nothing.
     """
 
     POLLS_BEHIND: ClassVar[bool] = False
-    """Whether it goes on polling while another screen hides it."""
+    """Whether it keeps polling while another screen covers it."""
     ACTING: ClassVar[frozenset[str]] = frozenset()
-    """The actions of this class that start, stop or change a run, a flip or evidence: read-only mode
-    has none of them."""
+    """The actions of this class that start, stop or change a run, a flip or evidence; read-only mode
+    refuses them."""
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -90,11 +90,11 @@ class PollingScreen(Screen[None]):
 
     @on(Resize)
     def fit_terminal(self, event: Resize) -> None:
-        """On a terminal too small for panes, show the first line of the screen alone, however many
-        rows it takes."""
+        """On a terminal too small for panes, show only the first line of the screen, wrapped over as many
+        rows as it needs."""
         self.set_class(is_tiny(*self.size), "-tiny")
-        # A screen that lays itself out sends itself the size that it had then. Where the next size of
-        # the terminal waits just before that, Textual takes the later event for the newer one.
+        # A screen that lays itself out sends itself its current size. Where the terminal's next size is
+        # queued just before that, Textual takes the later event for the newer one.
         if event.size != self.app.size:
             _resize(self, self.app.size)
 
@@ -111,10 +111,10 @@ class PollingScreen(Screen[None]):
             self.tick()
 
     def tick(self) -> None:
-        """Poll, unless a poll is going on or nobody sees what it would find."""
+        """Poll, unless a poll is running or the screen is not visible."""
         if not (self.is_current or self.POLLS_BEHIND):
             return
-        # Whatever became of an event, and whichever screen is on top: it is laid out for its terminal.
+        # Even if an event was lost, the screen on top is laid out for the size of its terminal.
         shown = self.app.screen
         if shown.outer_size and shown.outer_size != self.app.size:
             _resize(shown, self.app.size)
@@ -139,13 +139,13 @@ class PollingScreen(Screen[None]):
         call: Callable[[], str],
         answer: Callable[[Problem], bool] | None = None,
     ) -> None:
-        """Have the engine do something, and say what came of it."""
+        """Run an engine command, and show its message."""
         self.notify(f"{name}: asking the engine", markup=False)
         run_command(self, name, call, answer)
 
     @on(CommandEnded)
     def say(self, message: CommandEnded) -> None:
-        """What the engine answered, or why it refused, unless that is a question."""
+        """Show the engine's message or refusal, unless the refusal is handled."""
         if message.problem is None:
             self.notify(message.text, markup=False)
         elif message.answer is None or not message.answer(message.problem):
@@ -169,5 +169,5 @@ class PollingScreen(Screen[None]):
 
 
 def _resize(screen: Screen[Any], size: Size) -> None:
-    """Have a screen laid out anew: asking for a layout alone repeats it in the size that it had."""
+    """Lay a screen out again: requesting only a layout would reuse its old size."""
     screen.post_message(Resize(size, size))

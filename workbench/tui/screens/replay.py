@@ -1,7 +1,7 @@
-"""Replay on the screen of a run: which time is shown, whether it plays, and the thread that answers.
+"""Replay on the screen of a run: the time shown, whether it plays, and the thread that makes snapshots.
 
-The keys set the time that is wanted; a thread of its own makes the snapshot of the newest wanted time, and
-reads on through a long log between two questions. What was asked for and is outdated by then is skipped.
+The keys set the wanted time; a thread makes the snapshot of the newest wanted time, and reads on through a
+long log in between. Outdated requests are skipped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from workbench.replay import ReplayFeed
 
 SPEEDS = (1, 10, 60, 600, 3600)
 TICK_S = 0.25
-"""Between two pictures of a replay that plays: a terminal is not asked for more."""
+"""Between two frames of a playing replay; more would overload a terminal."""
 
 
 class Replayed(Message):
-    """The run as it was at the time that was asked for."""
+    """The run as it was at the requested time."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Replay:
             self._asked.notify()
 
     def tick(self, last_unix_s: float) -> None:
-        """Go on by what one tick is at this speed; stops at the end."""
+        """Advance by one tick at this speed; stops at the end."""
         if not self.is_playing:
             return
         to = self.unix_s + self.speed * TICK_S
@@ -69,7 +69,7 @@ class Replay:
         self.speed = SPEEDS[(SPEEDS.index(self.speed) + 1) % len(SPEEDS)]
 
     def words(self, first_unix_s: float, last_unix_s: float) -> str:
-        """Where it is, for the status line."""
+        """The position, for the status line."""
         at, whole = self.unix_s - first_unix_s, last_unix_s - first_unix_s
         how = f"playing {self.speed}x" if self.is_playing else f"paused, space plays {self.speed}x"
         far = "" if self._feed.is_read else ", reading the log"

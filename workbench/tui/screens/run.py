@@ -1,6 +1,6 @@
-"""One run: its panes, a replay of how it was, and the keys that ask, stop and resume.
+"""One run: its panes, its replay, and the keys that act on it.
 
-What it shows comes from the table of panes (`workbench.panes`); what its keys do to a run is in `actions`.
+The panes come from the table `workbench.panes`; stopping and resuming a run is in `actions`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class RunScreen(PollingScreen):
     """Draws the snapshots of one RunFeed."""
 
     NOTES = (
-        "The key of the chosen pane once more zooms it, too.",
+        "Pressing the key of the chosen pane again zooms it as well.",
         "",
         "Signs in plots",
         "  solid, dashed, dotted  loss, ce, kd; in ASCII three characters",
         "  ◆ (H in ASCII)         held-out loss of the student",
-        "  × (X in ASCII)         NaN or infinite: no line goes over it",
+        "  × (X in ASCII)         NaN or infinite: the line breaks there",
         "  ▾ ▴ (v ^ in ASCII)     off the axis",
-        "  dashed level           ln V, the loss of guessing; the share of it that CE has; the teacher's",
+        "  dashed level           ln V, the loss of a uniform guess; CE's share of it; the teacher's loss",
         "Signs on the row of marks",
         "  × ! R F C s c          not finite, alert, resumed, flip, late compile, saved, compile",
         "",
-        "A replay shows every pane as it was: arrows go through time, space plays, v is how fast.",
-        "Closing this screen does nothing to a run: it goes on by itself.",
+        "A replay shows every pane as it was: arrows move in time, space plays, v sets the speed.",
+        "Closing this screen does not affect the run.",
     )
 
     AUTO_FOCUS = "#loss"
@@ -64,7 +64,7 @@ class RunScreen(PollingScreen):
     ACTING = frozenset({"stop", "resume", "flip", "why"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
-        Binding("q", "app.quit", "quit", tooltip="close the workbench; the run goes on"),
+        Binding("q", "app.quit", "quit", tooltip="close the workbench; the run continues"),
         *(
             Binding(
                 pane.key,
@@ -84,12 +84,10 @@ class RunScreen(PollingScreen):
             "pause",
             "pause",
             show=False,
-            tooltip="hold the screen still, the run goes on; in a replay: play or pause",
+            tooltip="freeze the screen, the run continues; in a replay: play or pause",
         ),
-        Binding(
-            "p", "replay", "replay", tooltip="the run as it was, from the cursor on; p ends it"
-        ),
-        Binding("v", "speed", "speed", show=False, tooltip="how fast a replay plays: 1x to 3600x"),
+        Binding("p", "replay", "replay", tooltip="replay the run from the cursor on; p ends it"),
+        Binding("v", "speed", "speed", show=False, tooltip="speed of a replay: 1x to 3600x"),
         Binding(
             "left", "scrub(-1)", "earlier", show=False, priority=True, tooltip="back in a replay"
         ),
@@ -149,7 +147,7 @@ class RunScreen(PollingScreen):
         self._marks: tuple[Happening, ...] = ()
         self._replay: Replay | None = None
         self._past: Snapshot | None = None
-        """The run as it was at the time that a replay has come to."""
+        """The run as it was at the time of the replay."""
         self._player: Timer
 
     def compose(self) -> ComposeResult:
@@ -172,7 +170,7 @@ class RunScreen(PollingScreen):
             return LogPane(title, id=pane.id)
         return TextPane(title, id=pane.id, help=pane.help)
 
-    # Textual calls the handlers of every class of a screen, so none calls that of its base.
+    # Textual calls the handlers of every class of a screen, so they do not call super().
 
     def on_mount(self) -> None:
         self._player = self.set_interval(TICK_S, self._play, pause=True)
@@ -183,19 +181,19 @@ class RunScreen(PollingScreen):
 
     @property
     def shown(self) -> Snapshot | None:
-        """What the panes show: the run as it is, or as it was."""
+        """The snapshot that the panes show: now, or the replay's."""
         return self._snapshot if self._replay is None else self._past
 
     def poll(self) -> Polled:
         snapshot = self._feed.poll()
-        # Walks long lists, and looks into other folders: no work for the thread that draws.
+        # Walks long lists and reads other folders: not in the thread that draws.
         self._flips = self._flip_look.look()
         self._marks = happenings(snapshot.view, self._flips)
         return Polled(snapshot)
 
     @on(Polled)
     def show(self, message: Polled) -> None:
-        """Hand a snapshot down to every widget."""
+        """Pass a snapshot to every widget."""
         before, self._snapshot = self._snapshot, message.snapshot
         if not self._paused:
             self._hand_down()
@@ -309,7 +307,7 @@ class RunScreen(PollingScreen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "scrub":
-            # The time line has these keys itself, and a filter that is typed needs them.
+            # The time line binds these keys itself, and typing a filter needs them.
             return self._replay is not None and not isinstance(self.focused, TimelinePane | Input)
         if action == "speed":
             return self._replay is not None
@@ -395,7 +393,7 @@ class RunScreen(PollingScreen):
         replay, live = self._replay, self._snapshot
         if replay is not None and live is not None:
             last = live.view.steps.last("clock_s")
-            # After the last step a run still has an end to show.
+            # After the last step the end of the run can still be shown.
             is_end = last is not None and message.unix_s >= last
             replay.seek(live.view.last_unix_s or 0.0 if is_end else message.unix_s)
             self._tell_replay()
@@ -432,9 +430,9 @@ class RunScreen(PollingScreen):
         self.app.push_screen(MarkScreen(message.marks), self._flip_of)
 
     def _flip_of(self, mark: Happening | None) -> None:
-        """Open the flip of a mark: one that there is, or the form filled with what its alert names."""
+        """Open the flip of a mark: an existing one, or the form filled with the flip that its alert names."""
         if mark is not None and mark.folder is not None:
-            # It has begun: looking at it starts nothing.
+            # It exists already: opening it starts nothing.
             self._push_flip(folder=mark.folder)
         elif mark is not None:
             self._ask_for_flip(mark)
@@ -461,7 +459,7 @@ class RunScreen(PollingScreen):
         )
 
     def action_why(self) -> None:
-        # Evidence is no part of the first frame.
+        # Imported here: the first frame does not need it.
         from workbench.tui.screens.finding_forms import finding_form
 
         if self._snapshot is not None:
@@ -473,10 +471,10 @@ class RunScreen(PollingScreen):
 
 
 def _needs(snapshot: Snapshot | None) -> object:
-    """What the panes and keys that are shown depend on."""
+    """What the visible panes and keys depend on."""
     return snapshot and (snapshot.state, snapshot.alive, bool(snapshot.view.alerts))
 
 
 def _until(marks: tuple[Happening, ...], snapshot: Snapshot) -> tuple[Happening, ...]:
-    """The marks that were there at the time of a snapshot of the past."""
+    """The marks that existed at the time of a past snapshot."""
     return tuple(mark for mark in marks if mark.unix_s <= snapshot.now_unix_s)

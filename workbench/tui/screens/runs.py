@@ -1,4 +1,4 @@
-"""All runs of the folders that were named, newest first, whoever started them."""
+"""All runs in the given folders, newest first, whoever started them."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class RunsScreen(PollingScreen):
     """Draws the snapshots of one RunsFeed."""
 
     NOTES = (
-        "Runs are found in the folders that were named and one level below, whoever started them.",
-        "A filter is words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
-        "Marks stay with their runs until they are taken back: the letter and the colour are those of",
-        "the run in the comparison, too.",
+        "Runs are found in the given folders and one level below, whoever started them.",
+        "A filter matches words of a name, a state or an alert: `killed`, `error`, `sweep nan`.",
+        "Marks stay on their runs until they are removed; the letter and the colour are those of",
+        "the run in the comparison.",
     )
 
     class Opened(Message):
@@ -60,12 +60,12 @@ class RunsScreen(PollingScreen):
     ACTING = frozenset({"stop", "resume", "start", "again"})
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "app.help", "help", tooltip="this help"),
-        Binding("q", "app.quit", "quit", tooltip="close the workbench; runs go on"),
+        Binding("q", "app.quit", "quit", tooltip="close the workbench; runs continue"),
         Binding("enter", "open", "open", tooltip="open the run under the cursor"),
         Binding("slash", "filter", "filter", tooltip="filter by name, state or alert"),
         Binding("space", "mark", "mark", tooltip="mark the run for a comparison, or unmark it"),
-        Binding("c", "compare", "compare", tooltip="the 2 to 6 marked runs over each other"),
-        Binding("u", "unmark", "unmark all", show=False, tooltip="take all marks back"),
+        Binding("c", "compare", "compare", tooltip="compare the 2 to 6 marked runs"),
+        Binding("u", "unmark", "unmark all", show=False, tooltip="remove all marks"),
         Binding("n", "start", "new", tooltip="start a run from a spec"),
         STOP,
         RESUME,
@@ -77,11 +77,11 @@ class RunsScreen(PollingScreen):
                 f"sort({digit - 1})",
                 column.name,
                 group=SORT_KEYS,
-                tooltip="sort by that column; once more: the other way round",
+                tooltip="sort by that column; again: reverse order",
             )
             for digit, column in enumerate(COLUMNS, start=1)
         ),
-        Binding("r", "refresh", "refresh", tooltip="look again now"),
+        Binding("r", "refresh", "refresh", tooltip="refresh now"),
     ]
     CSS = """
     RunsScreen {
@@ -119,7 +119,7 @@ class RunsScreen(PollingScreen):
 
     @on(Polled)
     def show(self, message: Polled) -> None:
-        """Hand the rows down."""
+        """Pass the rows to the table."""
         self._snapshot = message.snapshot
         there = {row.path for row in message.snapshot.rows}
         if not there.issuperset(self._marked):
@@ -139,17 +139,17 @@ class RunsScreen(PollingScreen):
             table.marked, table.rows_shown = dict(self._marked), tuple(rows)
             self._draw_detail()
         if rows and self.focused is None:
-            # A table that was hidden could not have the focus; it can as soon as it is drawn.
+            # A hidden table cannot have the focus; it can as soon as it is drawn.
             self.call_after_refresh(self.query_one(RunsTable).focus)
 
     def _heading(self, snapshot: RunsSnapshot, count: int) -> str:
-        """The first line, at most as wide as the screen where that is possible; `count` is how many runs the
-        filter leaves."""
+        """The first line, at most as wide as the screen where possible; `count` is the number of runs that
+        match the filter."""
         every = len(snapshot.rows)
         counted = f"{every}" if not self._pattern else f"{count} of {every}"
         parts = []
         going_on = sum(row.alive for row in snapshot.rows)
-        parts += [f"{going_on} going on"] if going_on else []
+        parts += [f"{going_on} running"] if going_on else []
         ill = sum(bool(row.alerts) and row.alive for row in snapshot.rows)
         parts += [f"! {ill} with alerts"] if ill else []
         if self._marked:
@@ -160,7 +160,7 @@ class RunsScreen(PollingScreen):
         parts += ["read-only"] if self.context.read_only else []
         parts += [snapshot.error] if snapshot.error else []
         counted += f" run{'' if every == 1 else 's'} in "
-        # The folders are known best: they make room for what is not.
+        # The user knows the folders best, so they are shortened first.
         room = self.size.width - len(counted) - sum(len(part) + 2 for part in parts) - 2
         return "  ".join([counted + shortened(_folders(snapshot), max(12, room)), *parts])
 
@@ -168,14 +168,14 @@ class RunsScreen(PollingScreen):
         row = self.query_one(RunsTable).selected
         lines = [] if row is None else told(row)
         if is_low(*self.size):
-            # The keys keep their row: a line each, the beginning and the end of a path.
+            # Keep the row of the keys: one line each, with the beginning and the end of a path.
             lines = [shortened(line, max(1, self.size.width - 2)) for line in lines[:2]]
         self.query_one("#detail", Static).update("\n".join(lines))
         self.draw_keys()
 
     @on(DataTable.RowHighlighted)
     def describe(self) -> None:
-        """Tell the run under the cursor in full."""
+        """Show the details of the run under the cursor."""
         self._draw_detail()
 
     @on(DataTable.HeaderSelected)
@@ -198,7 +198,7 @@ class RunsScreen(PollingScreen):
     # Marks
 
     def action_mark(self) -> None:
-        """Mark the run under the cursor with the first style that is free, and go on to the next."""
+        """Mark the run under the cursor with the first free style, and move to the next."""
         table = self.query_one(RunsTable)
         row = table.selected
         if row is None:
@@ -281,10 +281,10 @@ class RunsScreen(PollingScreen):
 
 
 def nothing(snapshot: RunsSnapshot, pattern: str) -> str:
-    """What is said where no run is shown."""
+    """The text where no run is shown."""
     if not snapshot.rows:
         return NO_RUNS.format(folders=_folders(snapshot))
-    return f"None of the {len(snapshot.rows)} runs has {pattern!r} in it."
+    return f"None of the {len(snapshot.rows)} runs matches {pattern!r}."
 
 
 def _folders(snapshot: RunsSnapshot) -> str:
@@ -292,7 +292,7 @@ def _folders(snapshot: RunsSnapshot) -> str:
 
 
 def told(row: RunRow) -> list[str]:
-    """A run in full: where it is, how far, what is wrong."""
+    """The details of a run: its folder, its progress, its alerts."""
     lines = [str(row.path)]
     if row.total_steps is not None:
         words = [f"step {row.last_step}/{row.total_steps}"]

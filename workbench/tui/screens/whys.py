@@ -16,8 +16,8 @@ from workbench.tui.screens.finding import FindingScreen
 from workbench.tui.screens.form import Field, FormScreen, Values
 
 NOTES = (
-    "A finding begins with what was seen and asks why until no cheaper explanation is left untested.",
-    "It is kept in evidence/DATE-NAME/, with everything that it rests on, frozen by hash.",
+    "A finding begins with an observation and asks why until no cheaper explanation is untested.",
+    "It is kept in evidence/DATE-NAME/, with all its evidence, frozen by hash.",
 )
 
 

@@ -1,4 +1,4 @@
-"""A table whose columns are as wide as they need, of which only what has changed is written."""
+"""A table whose columns fit their contents, and which rewrites only changed cells."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.text import Text
 from textual.widgets import DataTable
 
 Texts = Mapping[str, Sequence[str]]
-"""The words of each row, by its key."""
+"""The cell texts of each row, by its key."""
 
 
 class CellTable(DataTable[Text]):
-    """Draws rows; the cursor stays on its own when they change."""
+    """Draws rows; the cursor stays on its row when they change."""
 
     DEFAULT_CSS = "CellTable { height: 1fr; scrollbar-size-vertical: 1; }"
 
@@ -35,15 +35,14 @@ class CellTable(DataTable[Text]):
         texts: Texts,
         cells: Callable[[str, Sequence[str]], list[Text]],
     ) -> None:
-        """Draw other rows; `cells` makes what is drawn of the words of one. Where the words are the same,
-        what is drawn is the same."""
+        """Draw other rows; `cells` renders the texts of one row and has to depend on them alone."""
         before = self.key
         widths = [
             max([1, title.cell_len, *(cell_len(row[place]) for row in texts.values())])
             for place, title in enumerate(titles)
         ]
         if ([*names], [*titles], widths) != self._head:
-            # Columns of known widths: none has to be measured, cell by cell, before it is drawn.
+            # With known column widths Textual need not measure every cell.
             self._head = ([*names], [*titles], widths)
             self.clear(columns=True)
             for name, title, width in zip(names, titles, widths, strict=True):
@@ -63,7 +62,7 @@ class CellTable(DataTable[Text]):
     def _write_changes(
         self, texts: Texts, cells: Callable[[str, Sequence[str]], list[Text]]
     ) -> None:
-        """In a long table that is little."""
+        """Update the changed cells only, which are few in a long table."""
         for key, words in texts.items():
             before = self._texts[key]
             if before == words:

@@ -1,4 +1,4 @@
-"""A widget that a chart fills; what it shows is decided in `workbench.plot`."""
+"""A widget that draws a chart of `workbench.plot`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChartView(Widget):
     """Draws one chart. Lines with letters have the colours of their runs, others those of the theme."""
 
     class Resized(Message):
-        """It has another width: what it shows has to be computed again."""
+        """Its width has changed, so the chart has to be computed again."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         "plot--trace0",
@@ -62,23 +62,23 @@ class ChartView(Widget):
 
     @property
     def dots(self) -> int:
-        """So many buckets can be shown."""
+        """The number of buckets it can show."""
         return dots_of(self.size.width, ascii_only=self._ascii_only)
 
     def charted(self) -> tuple[object, ...]:
-        """All that the chart is made of: while nothing of it changes, nothing is drawn again."""
+        """Everything the chart depends on; it is redrawn only when one of these changes."""
         return (self.chart,)
 
     def made(self) -> Chart:
-        """The chart at the size that it has."""
+        """The chart for the current size."""
         return self.chart
 
     def rows(self) -> list[Row]:
-        """What is drawn."""
+        """The drawn rows."""
         return render_chart(self.made(), *self.size, ascii_only=self._ascii_only)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        # Lines are asked for one by one: the chart is drawn once for all of them.
+        # Textual requests single lines: the chart is drawn once for all of them.
         wanted = (*self.charted(), self.size)
         if len(wanted) != len(self._drawn) or any(map(_differ, wanted, self._drawn)):
             self._drawn = wanted
@@ -99,5 +99,5 @@ class ChartView(Widget):
 
 
 def _differ(a: object, b: object) -> bool:
-    """Views and charts are long: the same one is known by itself."""
+    """Views and charts are long, so they are compared by identity."""
     return a is not b and (isinstance(a, RunView | Chart) or a != b)

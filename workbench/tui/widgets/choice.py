@@ -1,4 +1,4 @@
-"""One of a few words, on one line: left, right and space change it."""
+"""A choice between a few words, on one line: left, right and space change it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ One of the words of this line; the one in brackets is chosen.
             for word in self.options
         ]
         width = sum(len(word) + 2 for word in self.options)
-        # Where not all fit, the chosen one and its place among them.
+        # If not all fit, show the chosen one and its position.
         place = f" {self.options.index(self.value) + 1} of {len(self.options)}"
         narrow = Content.assemble((f"[{self.value}]", "bold"), place)
         self.update(Content("").join(parts) if width <= self.size.width else narrow)

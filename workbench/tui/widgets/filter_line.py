@@ -1,4 +1,4 @@
-"""A line for the words of a filter: it is there while one is typed, and while one is kept."""
+"""An input line for a filter, visible while one is typed or active."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from textual.widgets import Input
 
 
 class FilterLine(Input):
-    """Disabled until a filter is typed, so that no other key can end up in it."""
+    """Disabled until a filter is typed, so that no other key is typed into it."""
 
     DEFAULT_CSS = "FilterLine { display: none; height: 1; border: none; padding: 0; }"
 
@@ -14,15 +14,15 @@ class FilterLine(Input):
         super().__init__(placeholder=hint, compact=True, disabled=True)
 
     def begin(self) -> None:
-        """Let words be typed."""
+        """Show the line and focus it."""
         self.display, self.disabled = True, False
         self.focus()
 
     def leave(self) -> None:
-        """Keep what was typed; without any it is hidden."""
+        """Keep the filter; hide the line if it is empty."""
         self.display, self.disabled = bool(self.value), True
 
     def drop(self) -> None:
-        """Filter nothing any more."""
+        """Remove the filter."""
         self.value = ""
         self.leave()

@@ -1,5 +1,5 @@
-"""What a flip will test: suggestions of the run, the lines that they fill in, and the plan that would be
-registered; a moment later, from the engine, what it takes or why it cannot be run."""
+"""The form of a flip: the run's suggestions, the fields that they fill in, and the plan that would be
+registered; a moment later, from the engine, its cost or why it cannot run."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ from workbench.tui.widgets.words_view import WordsView
 CONTROLS = ("auto", "run", "skip")
 LINES = (
     ("assignment", "B differs in", "teacher.backend=quantized"),
-    ("hypothesis", "hypothesis", "what you expect, in a sentence"),
-    ("margin", "margin", "what is too small to matter"),
+    ("hypothesis", "hypothesis", "what you expect, in one sentence"),
+    ("margin", "margin", "differences too small to matter"),
     ("budget", "budget", "of all pairs, as 90s or 5m"),
     ("steps", "steps", "of each run"),
 )
 START = Wanted(assignment="")
 CHECK_AFTER_S = 0.4
-"""Without typing, until the engine is asked whether both arms can be run."""
+"""Pause in typing after which the engine checks whether both arms can run."""
 
 
 class FlipForm(VerticalScroll, can_focus=False):
-    """Lets a person say what to test; posts `Changed` as it is typed."""
+    """The fields of a flip; posts `Changed` as they are typed."""
 
     class Changed(Message):
-        """The form says something else."""
+        """The form has changed."""
 
         def __init__(self, wanted: Wanted) -> None:
             super().__init__()
             self.wanted = wanted
 
     class Sent(Message):
-        """Enter: start what the form says."""
+        """Enter: start the flip of the form."""
 
     HELP = """\
-# What is to be tested
+# What to test
 
-The list has what the run itself suggests, its alerts first; the line under the cursor fills the form.
-What cannot be tested on this run is at its end, with the reason, and cannot be chosen.
+The list has the suggestions of the run, its alerts first; the line under the cursor fills the form.
+What cannot be tested on this run is at the end, with the reason, and cannot be chosen.
 
-Enter starts; tab goes through the lines; the plan below is the one that will be registered.
+Enter starts; tab moves through the fields; the plan below is the one that will be registered.
 """
     DEFAULT_CSS = """
     FlipForm {
@@ -75,7 +75,7 @@ Enter starts; tab goes through the lines; the plan below is the one that will be
     """
 
     found: reactive[tuple[Suspicion, ...] | None] = reactive(None, init=False)
-    """What the run suggests; None while that is not known."""
+    """The run's suggestions; None while they are not known."""
 
     def __init__(self) -> None:
         super().__init__(id="form")
@@ -106,13 +106,13 @@ Enter starts; tab goes through the lines; the plan below is the one that will be
 
     @property
     def wanted(self) -> Wanted:
-        """What the form says now."""
+        """The flip that the form describes."""
         values = {name: self.query_one(f"#{name}", Input).value.strip() for name, *_ in LINES}
         return Wanted(**values, controls=self.query_one("#controls", Choice).value)
 
     @on(OptionList.OptionHighlighted)
     def fill(self, event: OptionList.OptionHighlighted) -> None:
-        """The form says what the line under the cursor suggests."""
+        """Fill the form with the suggestion under the cursor."""
         event.stop()
         if self.found is None or event.option_index >= len(self.found):
             return
@@ -142,10 +142,10 @@ def _option(suspicion: Suspicion) -> Option:
 
 
 class FlipPlan(VerticalScroll, can_focus=False):
-    """Draws the plan for what a form says."""
+    """Draws the plan for a form."""
 
     class Checked(Message):
-        """What the engine says of the form."""
+        """The engine's answer about a form."""
 
         def __init__(self, wanted: Wanted, lines: list[str], *, refused: bool) -> None:
             super().__init__()
@@ -167,7 +167,7 @@ class FlipPlan(VerticalScroll, can_focus=False):
         yield WordsView(id="plan")
 
     def preview(self, wanted: Wanted) -> None:
-        """Show the plan for another form, or what is wrong with it."""
+        """Show the plan for a changed form, or what is wrong with it."""
         if self._timer is not None:
             self._timer.stop()
         self._wanted = wanted
@@ -175,7 +175,7 @@ class FlipPlan(VerticalScroll, can_focus=False):
         try:
             if not lines[0] and self._run is not None:
                 plan = wanted.plan(self._run.path)
-                self._say([*plan, "", "asking the engine what it takes"], refused=False)
+                self._say([*plan, "", "asking the engine for its cost"], refused=False)
                 self._timer = self.set_timer(CHECK_AFTER_S, lambda: self._check(wanted))
                 return
         except EngineError as problem:
@@ -187,7 +187,7 @@ class FlipPlan(VerticalScroll, can_focus=False):
         self.set_class(refused, "-refused")
 
     def _check(self, wanted: Wanted) -> None:
-        """Ask the engine, in a thread, whether both arms can be run."""
+        """Ask the engine, in a thread, whether both arms can run."""
         run = self._run
         if run is None:
             return
@@ -203,7 +203,7 @@ class FlipPlan(VerticalScroll, can_focus=False):
 
     @on(Checked)
     def show_answer(self, message: Checked) -> None:
-        """What the engine says, unless the form says something else by now."""
+        """Show the engine's answer, unless the form has changed meanwhile."""
         message.stop()
         if message.wanted == self._wanted:
             self._say(message.lines, refused=message.refused)

@@ -1,4 +1,4 @@
-"""The pairs of a flip against the margin; what it shows is decided in `forest.render_forest`."""
+"""The pairs of a flip against the margin, drawn by `workbench.plot.forest`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ForestPlot(ChartView):
 # Pairs against the margin
 
 A row is a pair: `x` is its own ratio B/A, the bar is the interval of all pairs so far. The dotted lines
-are the margin: an interval outside them decides, one inside says that the arms are the same.
+are the margin: an interval outside them decides, one inside shows that the arms are equal.
 """
     DEFAULT_CSS = "ForestPlot { height: auto; max-height: 45%; margin-bottom: 1; }"
 

@@ -53,12 +53,12 @@ def grouped(bindings: Sequence[Binding]) -> list[tuple[str, str, list[Binding]]]
 
 
 MORE = "…"
-"""Stands for keys that have no room; help lists them all."""
+"""Replaces keys that do not fit; help lists them all."""
 
 
 class KeyBar(Static):
-    """Draws keys, as many as there is room for, that of help among them; a click does what the key does.
-    Bindings of one group are drawn as a range."""
+    """Draws as many keys as fit, help always among them; a click does what the key does. Bindings of one
+    group are drawn as a range."""
 
     DEFAULT_CSS = """
     KeyBar {
@@ -78,7 +78,7 @@ class KeyBar(Static):
         """Show these keys."""
         self._shown = bindings
         groups = grouped(bindings)
-        # Help is what the keys without room are found by.
+        # Help comes first: it lists the keys that do not fit.
         groups.sort(key=lambda group: group[2][0].action not in ("help", "app.help"))
         widths = [len(f"{keys} {words}") for keys, words, _ in groups]
         room, used, count = self.size.width, 0, 0

@@ -1,8 +1,8 @@
-"""The log of a run, newest last, with a filter: those lines that are on show are read from the disk.
+"""The log of a run, newest last, with a filter; only visible lines are read from disk.
 
-A filter is words to look for, whatever their case; with `!` before them, words to leave out
-(`!step` hides the steps). It goes back from the newest line, and shows what it has found meanwhile.
-Lines too long for the width go on below, indented.
+A filter is a text to search for, ignoring case; with `!` before it, a text to leave out (`!step` hides the
+steps). It searches backwards from the newest line, and shows its results as it finds them. Lines too long
+for the width are wrapped and indented.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from workbench.log import Log
 from workbench.tui.widgets.filter_line import FilterLine
 
 FILTER_ROWS = 4000
-"""So many lines are looked through between two looks at the screen."""
+"""Lines searched between two updates of the screen."""
 
 
 def role_of(line: LogLine) -> str:
-    """What kind of line it is; the words say it too."""
+    """The style of a line; its text carries the same meaning."""
     match line.event:
         case NonFinite() | AlertRaised():
             return "log--bad"
@@ -60,20 +60,20 @@ def role_of(line: LogLine) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """A line as rows of a width; rows after the first are indented to where the words of the first
-    begin."""
+    """A line as rows of a width; rows after the first are indented to where the text of the first
+    begins."""
     if len(text) <= width:
         return [text]
     return textwrap.wrap(text, max(width, 12), subsequent_indent="         ") or [""]
 
 
 class LogView(ScrollView, can_focus=True):
-    """The scrolling lines of a log pane: those on show are read from the disk."""
+    """The scrolling lines of a log pane; only visible lines are read from disk."""
 
     HELP = """# Log
 
-    Every line of the run, newest last; the oldest are as near as the newest. It follows its end until you
-    read back; f follows again. / filters: words to look for, whatever their case, or !words to leave out.
+    Every line of the run, newest last. It follows the end until you scroll up; f follows again.
+    / filters: text to search for, ignoring case, or !text to leave out.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
@@ -99,7 +99,7 @@ class LogView(ScrollView, can_focus=True):
     pattern: reactive[str] = reactive("")
 
     class Filtered(Message):
-        """Rows that the filter shows, of the rows [begin, end) of the log."""
+        """Rows that match the filter, of the rows [begin, end) of the log."""
 
         def __init__(self, pattern: str, begin: int, end: int, rows: list[int]) -> None:
             super().__init__()
@@ -116,21 +116,21 @@ class LogView(ScrollView, can_focus=True):
 
     @property
     def shown(self) -> int:
-        """How many lines the filter shows, as far as it has looked."""
+        """The number of matching lines found so far."""
         if not self.pattern:
             return 0 if self.book is None else len(self.book)
         return len(self._earlier) + len(self._later)
 
     @property
     def share_filtered(self) -> float:
-        """How much of the log the filter has looked at."""
+        """The share of the log that the filter has searched."""
         total = 0 if self.book is None else len(self.book)
         return (self._sought[1] - self._sought[0]) / total if self.pattern and total else 1.0
 
     def watch_book(self, before: Log | None, log: Log | None) -> None:
         if before is not None and log is not None and self.pattern:
             if len(log) < self._sought[1] or log.asides[: len(before.asides)] != before.asides:
-                # Lines have moved: a filter of the old rows says nothing about the new ones.
+                # Lines have moved: the matches in the old rows are not valid for the new ones.
                 self._filter_again()
             else:
                 self._filter(log, self.pattern)
@@ -156,7 +156,7 @@ class LogView(ScrollView, can_focus=True):
 
     @work(thread=True, exclusive=True, group="filter")
     def _filter(self, log: Log, pattern: str) -> None:
-        """Look through what is new, then back from there, the newest first."""
+        """Search the new lines, then backwards from there, newest first."""
         worker = get_current_worker()
         low, high = self._sought
         stretches = [(high, len(log))] if len(log) > high else []
@@ -171,7 +171,7 @@ class LogView(ScrollView, can_focus=True):
 
     @on(Filtered)
     def take_filtered(self, message: Filtered) -> None:
-        """Show what the filter found, unless another one is meant by now."""
+        """Show the matches, unless the filter has changed meanwhile."""
         if message.pattern != self.pattern:
             return
         low, high = self._sought
@@ -186,7 +186,7 @@ class LogView(ScrollView, can_focus=True):
         self._lay_out()
 
     def _row(self, index: int) -> int:
-        """The row of the log that is the index-th on show."""
+        """The row of the log at an index of the visible rows."""
         if not self.pattern:
             return index
         older = len(self._earlier)
@@ -197,7 +197,7 @@ class LogView(ScrollView, can_focus=True):
         if width <= 0:
             return
         self._drawn = None
-        # The scroll bar is always there, so another length of the log takes no layout of the screen.
+        # The scroll bar is always visible, so a new length needs no layout of the screen.
         self.set_reactive(LogView.virtual_size, Size(width, self.shown))
         self.vertical_scrollbar.window_virtual_size = self.shown
         if self.follow:
@@ -213,7 +213,7 @@ class LogView(ScrollView, can_focus=True):
         return [line for row in rows for line in self.book.lines(row, row + 1)]
 
     def _draw(self) -> None:
-        """Wrap the lines on show. At the end of the log the last row of its last line is at the bottom;
+        """Wrap the visible lines. At the end of the log the last row of its last line is at the bottom;
         elsewhere the first row of the first line is at the top."""
         height, width = self.size.height, self.scrollable_content_region.width
         top = round(self.scroll_y)
@@ -267,7 +267,7 @@ class LogPane(Vertical):
 
     def compose(self) -> ComposeResult:
         yield LogView()
-        yield FilterLine("show lines with these words; !words hides them")
+        yield FilterLine("show lines with this text; !text hides them")
 
     def on_mount(self) -> None:
         self.watch(self.view, "follow", self._write_title)
@@ -313,11 +313,11 @@ class LogPane(Vertical):
 
     def _write_title(self) -> None:
         view = self.view
-        following = "following" if view.follow else "not following, f goes to the end"
+        following = "following" if view.follow else "not following, f follows the end"
         total = 0 if view.book is None else len(view.book)
         some = f", {view.shown} of {total} lines" if view.pattern else f", {total} lines"
         looked = view.share_filtered
-        far = f", looked through {looked:.0%}" if looked < 1 else ""
+        far = f", searched {looked:.0%}" if looked < 1 else ""
         title = f"{self._title}, {following}{some}{far}"
         if title != self.border_title:
             self.border_title = title

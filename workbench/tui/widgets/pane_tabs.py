@@ -30,7 +30,7 @@ class PaneTabs(Static):
 
     def _write(self) -> None:
         width = self.size.width
-        # The brackets of the chosen one take one cell more.
+        # The brackets of the chosen pane take one more cell.
         has_names = 1 + sum(len(f" {key} {name}") for key, name in self._panes.values()) <= width
         parts = []
         for pane, (key, name) in self._panes.items():
@@ -39,6 +39,6 @@ class PaneTabs(Static):
             text = f"[{words}]" if is_chosen else f" {words}"
             content = Content.styled(text, "bold reverse" if is_chosen else "")
             parts.append(content.stylize(Style.from_meta({"@click": f"screen.pane('{pane}')"})))
-        # Apart as far as there is room for it.
+        # Separated by a space where that fits.
         gap = " " if sum(len(part.plain) + 1 for part in parts) <= width else ""
         self.update(Content(gap).join(parts))

@@ -1,5 +1,4 @@
-"""A list of rows of which one is under the cursor; the cursor stays on its row when the list
-changes."""
+"""A list of rows with a cursor that stays on its row when the list changes."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ SIGN_CELLS = 2
 WHOLE = 10_000
 """A width at which nothing is cut."""
 NAME_CELLS, TEXT_CELLS = 12, 18
-"""A name is cut to no less than so many cells to leave so many for what is said of it."""
+"""A name keeps at least the first number of cells; the text beside it gets the second."""
 
 
 def lines_of(rows: Sequence[Row], width: int) -> list[str]:
-    """The rows without their signs; names in a column, cut in their middle where that is narrow."""
+    """The rows without their signs; names in a column, cut in the middle where it is narrow."""
     names = tuple(row.name for row in rows)
     longest = max(map(len, names), default=0)
     cells = min(longest, max(NAME_CELLS, width - TEXT_CELLS))
@@ -60,7 +59,7 @@ class RowList(OptionList):
 # List
 
 Up and down, or `j` and `k`, choose a row; its details are beside or below it. The sign in front of
-a row says what its colour says: `+` good, `!` bad, `?` not known, `-` does not count.
+a row repeats its colour: `+` good, `!` bad, `?` not known, `-` does not count.
 """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j", "cursor_down", "down", show=False),

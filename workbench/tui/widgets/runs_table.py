@@ -1,5 +1,5 @@
-"""The table of runs: one row each, sorted by a column, with as many columns as the width has room
-for. A marked run shows its letter before its name, and has the colour of that letter."""
+"""The table of runs: one row each, sorted by a column, with as many columns as fit the width. A marked
+run shows its letter before its name, in the colour of that letter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _share(row: RunRow) -> float | None:
 
 
 def alerts_text(row: RunRow) -> str:
-    """The worst severity, and how many alerts stand: `error 3` is three, at least one an error."""
+    """The worst severity, and how many alerts are active: `error 3` is three, at least one an error."""
     if not row.alerts:
         return ABSENT
     return f"{'error' if row.alerts[0][0] == 'error' else 'warn'} {len(row.alerts)}"
@@ -87,7 +87,7 @@ STEP = [column.name for column in COLUMNS].index("step")
 
 
 def in_order(rows: Sequence[RunRow], index: int, *, backwards: bool) -> list[RunRow]:
-    """Rows sorted by a column; one that has no number there, or NaN, comes last in both orders."""
+    """Rows sorted by a column; a missing value or NaN comes last in both orders."""
     value = COLUMNS[index].value
     known: list[RunRow] = []
     unknown: list[RunRow] = []
@@ -99,7 +99,7 @@ def in_order(rows: Sequence[RunRow], index: int, *, backwards: bool) -> list[Run
 
 
 def matching(rows: Sequence[RunRow], pattern: str) -> list[RunRow]:
-    """Rows whose name, state or alerts hold every word of a filter."""
+    """Rows whose name, state or alerts contain every word of a filter."""
     words = pattern.casefold().split()
     return [row for row in rows if all(word in _words_of(row) for word in words)]
 
@@ -181,7 +181,7 @@ class RunsTable(CellTable):
         return self._gap + text
 
     def _all_texts(self, rows: Iterable[RunRow]) -> dict[str, list[str]]:
-        """The words of each row; names get the width that the other columns leave."""
+        """The cell texts of each row; names get the width that the other columns leave."""
         texts = {str(row.path): self._words(row) for row in rows}
         others = [
             max([self._title(index).cell_len, *(len(row[place]) for row in texts.values())])
@@ -196,7 +196,7 @@ class RunsTable(CellTable):
         }
 
     def _words(self, row: RunRow) -> list[str]:
-        """The words of a row behind its name; of a run that has not changed, only its age is new."""
+        """The cell texts of a row after its name; for an unchanged run only the age is recomputed."""
         known = self._known.get(str(row.path))
         if known is None or known[0] != self._shown or not _is_as_before(known[1], row):
             known = (self._shown, row, [self._text(row, index) for index in self._shown[1:]])

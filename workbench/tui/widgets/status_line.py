@@ -1,5 +1,4 @@
-"""The status line: which run, how far, and its state in words. The one thing that is on every
-screen, however small."""
+"""The status line: the run, its progress and its state. It is shown on every screen, however small."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def bar_text(done: int, total: int, cells: int, *, ascii_only: bool) -> str:
 
 
 def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> tuple[str, list[str]]:
-    """What stands beside the name of the run: how much of it is done, and what is to be known besides."""
+    """The progress beside the name of the run, and the flags after it."""
     view = snapshot.view
     share, parts = "", []
     if view.total_steps is not None:
@@ -49,14 +48,13 @@ def heading(snapshot: Snapshot, width: int, *, ascii_only: bool) -> tuple[str, l
 
 
 DETAILS = re.compile(r"held-out .*|.* tok/s.*|.* left")
-"""What a small screen leaves out of a status when it has no room for it."""
+"""The parts of a status that a small screen drops where they do not fit."""
 NAME_CELLS = 8
-"""To which a name is cut to make room for those."""
+"""The width to which a name is cut to make space for these."""
 
 
 def compact(name: str, flags: Sequence[str], share: str, status: str, width: int) -> list[str]:
-    """Name and status in two rows where that is possible; `flags` and what a run says of its state are
-    never left out.
+    """Name and status in two rows where possible; `flags` and the state are never dropped.
 
     `share` is the progress in percent; the state is the beginning of the second line."""
     first = [*flags, *([share] if share else [])]
@@ -85,7 +83,7 @@ class StatusLine(Static):
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
     paused: reactive[bool] = reactive(False)
     replay: reactive[str] = reactive("")
-    """Where a replay is; empty when the run is shown as it is."""
+    """The position of a replay; empty for the live view."""
 
     def __init__(self, name: str, *, ascii_only: bool, read_only: bool, id: str) -> None:
         super().__init__(Content(f"{name}: reading its log"), id=id, markup=False)
@@ -103,7 +101,7 @@ class StatusLine(Static):
         if snapshot is None:
             return
         width = self.size.width
-        before = ["SCREEN PAUSED (space goes on)"] if self.paused else []
+        before = ["SCREEN PAUSED (space resumes)"] if self.paused else []
         before = [self.replay, *before] if self.replay else before
         after = ["read-only"] if self._read_only else []
         share, flags = heading(snapshot, width, ascii_only=self._ascii_only)
@@ -119,7 +117,7 @@ class StatusLine(Static):
         lines = [_bold_to(top, "  ", "bold"), _bold_to(below, " | ", "bold reverse")]
         if snapshot.error is not None:
             lines += [Content(line) for line in snapshot.error.splitlines()]
-        # Laying a screen out draws all of it again: only lines that need other rows are worth that.
+        # A layout redraws the whole screen, so it is requested only when the row count changes.
         rows = tuple(-(-line.cell_length // max(1, width - 2)) for line in lines)
         words = Content("\n").join(lines)
         if words != self._words:

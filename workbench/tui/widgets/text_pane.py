@@ -1,4 +1,4 @@
-"""A pane of lines that scrolls: words of a snapshot, or of several runs, each in its letter and colour."""
+"""A scrolling pane of lines: the text of a snapshot, or of several runs, each with its letter and colour."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LinesFor = Callable[[int], Sequence[str | Line]]
 
 
 def drawn(piece: Piece) -> Content:
-    """Words as they are drawn."""
+    """A piece with its style."""
     colour = "" if piece.slot is None else series_style(piece.slot).colour
     return Content.styled(piece.text, " ".join(x for x in ("bold" * piece.bold, colour) if x))
 
@@ -45,7 +45,7 @@ class TextPane(VerticalScroll, can_focus=True):
         yield Static(markup=False)
 
     def whole_text(self) -> str:
-        """Every line, also those that are scrolled away."""
+        """Every line, including those scrolled out of view."""
         return "\n".join(map(text_of, self._lines))
 
     def on_resize(self) -> None:
@@ -58,7 +58,7 @@ class TextPane(VerticalScroll, can_focus=True):
 
     def _write(self) -> None:
         width = self.scrollable_content_region.width
-        # A pane that is hidden has no width: it is written when it gets one.
+        # A hidden pane has no width; it is written when it gets one.
         if self._lines_for is None or width <= 0:
             return
         before, lines = self._lines, self._lines_for(width)
@@ -66,13 +66,13 @@ class TextPane(VerticalScroll, can_focus=True):
             return
         self._lines = lines
         text = self.query_one(Static)
-        # Laying out the whole screen costs more than everything else in a second.
+        # A layout of the whole screen is the most expensive part of an update.
         layout = not _same_height(before, lines, text.size.width)
         text.update(Content("\n").join(_contents(lines)), layout=layout)
 
 
 def _contents(lines: Sequence[str | Line]) -> list[Content]:
-    """Lines as they are drawn. A plain one that does not begin with a space is a heading of those that do."""
+    """Styled lines. A plain line without leading space is a heading of the indented lines below it."""
     has_parts = any(isinstance(line, str) and line.startswith(" ") for line in lines)
     return [
         Content.styled(line, "bold" if has_parts and not line.startswith(" ") else "")

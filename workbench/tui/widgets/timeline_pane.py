@@ -1,7 +1,7 @@
-"""The time line of a run: loss, marks and step time over one x axis, with a cursor and the keys that move it.
+"""The time line of a run: loss, marks and step time over one x axis, with a cursor and its keys.
 
-What is on the x axis is a step or a time; both ends of it are those of the whole run, also while an earlier
-state of the run is shown.
+The x axis is the step or the time; its ends are those of the whole run, even while a replay shows an earlier
+state.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from workbench.tui.widgets.chart_view import ChartView
 
 LOSSES = ("loss", "ce", "kd")
 TWO_ROWS = 18
-"""From so many rows on, what is under the cursor takes two."""
+"""From this many rows on, the values under the cursor take two rows."""
 GAP_STEPS = 1.5
 GAP_OF_MEDIAN, GAP_S = 20.0, 5.0
-"""On an axis of time, steps further apart than this many times a step, and than this, are not joined."""
+"""On a time axis, steps are not joined if they are further apart than both of these: median step times, seconds."""
 
 
 SIGNS: dict[Kind, tuple[str, str]] = {
@@ -53,13 +53,13 @@ class TimelinePane(ChartView, can_focus=True):
 
     HELP = """# Time line
 
-    Training loss with its parts CE and KD, held-out losses, and the loss of guessing (ln V) as lines to
-    compare with; below it the marks, and how long each step took, all over the same x. Every column shows
-    the lowest and highest of all steps on it. NaN is a cross, and no line goes over it or over a gap.
+    Training loss with its parts CE and KD, held-out losses, and the loss of a uniform guess (ln V) as a
+    reference line; below it the marks and the step times, all over the same x. Every column shows the lowest
+    and highest of all its steps. NaN is drawn as a cross; lines break there and at gaps.
 
     Marks: × (X in ASCII) not finite, ! alert, R resumed, F a flip of this run began, C a compile that a step
-    waited for, c a compile, s checkpoint saved. Where several are in one column, the first of these is
-    drawn, and the line under the cursor names all. On a small screen they stand on the axis.
+    waited for, c a compile, s checkpoint saved. Of several in one column the first of these is drawn, and
+    the line under the cursor names all. On a small screen they are drawn on the axis.
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "move(-1)", "cursor", tooltip="the cursor to an earlier step"),
@@ -70,14 +70,14 @@ class TimelinePane(ChartView, can_focus=True):
         Binding("end", "end_of(1)", "last", tooltip="the cursor to the newest step"),
         Binding("left_square_bracket", "mark(-1)", "mark", tooltip="to the mark before"),
         Binding("right_square_bracket", "mark(1)", "mark", tooltip="to the next mark"),
-        Binding("enter", "open", "open mark", tooltip="what the mark under the cursor is"),
+        Binding("enter", "open", "open mark", tooltip="details of the mark under the cursor"),
         Binding("plus,equals_sign", "zoom(0.5)", "zoom in", tooltip="half as much of the run"),
         Binding("minus", "zoom(2.0)", "zoom out", tooltip="twice as much of the run"),
         Binding("0", "whole", "whole run", tooltip="the whole run again"),
         Binding("comma", "pan(-0.5)", "pan", tooltip="half a width back"),
         Binding("full_stop", "pan(0.5)", "pan", tooltip="half a width on"),
         Binding("t", "by_time", "time axis", tooltip="x is the step, or the time"),
-        Binding("escape", "drop", "no cursor", show=False, tooltip="take the cursor away"),
+        Binding("escape", "drop", "no cursor", show=False, tooltip="remove the cursor"),
     ]
 
     class Moved(Message):
@@ -96,7 +96,7 @@ class TimelinePane(ChartView, can_focus=True):
 
     snapshot: reactive[Snapshot | None] = reactive(None, repaint=False)
     whole: reactive[Snapshot | None] = reactive(None, repaint=False)
-    """The run that gives the ends of the axis, when `snapshot` is an earlier state of it."""
+    """The whole run, which sets the ends of the axis while `snapshot` is an earlier state of it."""
     marks: reactive[tuple[Happening, ...]] = reactive(())
     by_time: reactive[bool] = reactive(False)
     window: reactive[Window] = reactive(Window())
@@ -143,7 +143,7 @@ class TimelinePane(ChartView, can_focus=True):
             gap = max(GAP_S, GAP_OF_MEDIAN * typical if known and typical is not None else 0.0)
         names = (*LOSSES, "step_s")
         *traces, pace = self._traces.traces(steps, names, low, high, self.dots, x=self._x, gap=gap)
-        # What came after the last step, or before the first, stands at that end of the axis.
+        # Marks after the last step, or before the first, are drawn at that end of the axis.
         first, last = self._ends()
         placed = [(min(max(self._place(mark), first), last), mark) for mark in self.marks]
         losses = [trace for trace in traces if not trace.is_empty]
@@ -169,9 +169,9 @@ class TimelinePane(ChartView, can_focus=True):
         if cursor is None or not len(self._table):
             return ()
         row = self._row_of(cursor)
-        # In a replay the step under the cursor may not be done yet: then it is the newest.
+        # In a replay the step under the cursor may not be done yet: then show the newest.
         done = min(row, len(steps) - 1)
-        words = step_words(steps, done) if done >= 0 else "nothing is logged here yet"
+        words = step_words(steps, done) if done >= 0 else "nothing logged here yet"
         under = [mark.title for mark in self._under()]
         many = f" (and {len(under) - 3} more)" if len(under) > 3 else ""
         marks = "; ".join(under[:3]) + many + (" (enter)" if under else "")
@@ -304,7 +304,7 @@ class TimelinePane(ChartView, can_focus=True):
 
 
 def signs_of(placed: Sequence[tuple[float, Happening]], *, ascii_only: bool) -> tuple[Sign, ...]:
-    """Marks with their x as signs, the most pressing last."""
+    """Marks with their x as signs, the most urgent last."""
     order = sorted(placed, key=lambda item: PRESSING.index(item[1].kind), reverse=True)
     return tuple(
         Sign(
@@ -319,7 +319,7 @@ def signs_of(placed: Sequence[tuple[float, Happening]], *, ascii_only: bool) -> 
 def marks_near(
     marks: Sequence[tuple[float, Happening]], x: float, within: float
 ) -> list[Happening]:
-    """The marks at most `within` from x, the nearest first, of equals the most pressing."""
+    """The marks at most `within` from x, nearest first; of equally near ones the most urgent first."""
     near = [(abs(place - x), PRESSING.index(mark.kind), mark) for place, mark in marks]
     return [m for d, _, m in sorted(near, key=lambda item: item[:2]) if d <= within]
 
@@ -339,7 +339,7 @@ def clock_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def heldout_points(view: RunView, low: float, high: float, *, by_time: bool) -> tuple[Point, ...]:
-    """Held-out losses of the student in a window, each at its step or at the time of it."""
+    """Held-out losses of the student in a window, each at its step or its time."""
     points = []
     for done in view.evals:
         if done.subject in ("student", "untrained") and done.loss is not None:
@@ -355,8 +355,8 @@ def heldout_points(view: RunView, low: float, high: float, *, by_time: bool) -> 
 
 
 def levels_of(view: RunView) -> tuple[Level, ...]:
-    """Losses to compare with: of a model that gives each of V tokens the same probability, the share of it
-    that CE has in the objective, and the teacher's own."""
+    """Reference losses: of a uniform guess over V tokens (ln V), CE's share of it in the objective, and the
+    teacher's own."""
     levels = []
     student, teacher = view.models.get("student"), view.eval_of("teacher")
     if student is not None and student.vocab_size > 1:

@@ -1,4 +1,4 @@
-"""Lines of words: headings bold, and what does not fit goes on below, indented under its beginning."""
+"""Lines of text: headings bold, and long lines wrapped and indented."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIN_WIDTH = 16
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """A line as rows of a width; the rows after the first are two cells further in than it."""
+    """A line as rows of a width; rows after the first are indented by two more cells."""
     if len(line) <= width:
         return [line]
     indent = " " * min(len(line) - len(line.lstrip()) + 2, width // 2)
@@ -27,7 +27,7 @@ def wrapped(line: str, width: int) -> list[str]:
 
 
 def worded(lines: Sequence[str], width: int) -> Content:
-    """Lines as they are drawn. One that does not begin with a space is a heading of those that do."""
+    """Styled lines. A line without leading space is a heading of the indented lines below it."""
     has_parts = any(line.startswith(" ") for line in lines)
     return Content("\n").join(
         Content.styled(row, "bold" if has_parts and not line.startswith(" ") else "")

@@ -143,7 +143,7 @@ def test_read_only_saves_what_is_the_viewers_and_says_so(here: Path) -> None:
 
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "S")
-        assert "read-only: files of the viewer, nothing of a run" in words_of(pilot)
+        assert "read-only mode: these files belong to the viewer, not to a run" in words_of(pilot)
 
     on_screen([run.path], (120, 40), script, read_only=True)
 

@@ -215,9 +215,7 @@ def test_what_cannot_be_tested_comes_last_with_its_reason(tmp_path: Path) -> Non
     why = {one.assignment: one.impossible for one in found if one.impossible}
     assert why == {
         "compute.threads=2": "it is 2 already",
-        "memory.allocator=managed": (
-            "managed memory belongs to a GPU, and the run computes on the CPU"
-        ),
+        "memory.allocator=managed": ("managed memory needs a GPU, and the run computes on the CPU"),
         "teacher.backend=quantized": (
             "the teacher's file holds dense weights: it has no quantized blocks"
         ),
