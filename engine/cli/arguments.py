@@ -93,9 +93,9 @@ def add_model(parser: Parser) -> None:
         "--weights",
         ("dense", "packed"),
         "dense",
-        "packed: matrices stay in the blocks of their file (dense)",
+        "packed: matrices stay quantized as in their file (dense)",
     )
-    add_path(parser, "--tokenizer", "FILE", "instead of the model's")
+    add_path(parser, "--tokenizer", "FILE", "in place of the model's")
 
 
 def add_sampling(parser: Parser) -> None:
@@ -103,7 +103,7 @@ def add_sampling(parser: Parser) -> None:
         parser,
         "--max-tokens",
         limits.POSITIONS,
-        "(512, or what the model has room for)",
+        "(512, or the context length of the model)",
         metavar="N",
         least=1,
     )

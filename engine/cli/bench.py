@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         default=RIVALS,
         metavar="NAMES",
-        help=f"rivals that run beside us where they are installed ({RIVALS}); empty for none",
+        help=f"rivals to run as well where they are installed ({RIVALS}); empty for none",
     )
     add_number(group, "--steps", limits.ROUNDS, "measured steps of each arm (10)", default=10)
     group.add_argument(
@@ -132,11 +132,11 @@ def run(arguments: argparse.Namespace) -> int:
         return code
     put("\n".join(lines))
     copy, matmul = roof.copy_bytes_per_s / 1e12, roof.matmul_flop_per_s / 1e12
-    put(f"roofline: copy {copy:.2f} TB/s, bf16 product {matmul:.0f} TFLOP/s, in this run")
+    put(f"roofline: copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s, in this run")
     for name, value in extra.items():
         put(f"{name}: {value}")
     if device.type != "cuda":
-        say("a CPU's times depend on what else runs: only ratios mean anything")
+        say("times on a CPU depend on other processes: only ratios are meaningful")
     return code
 
 

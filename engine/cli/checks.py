@@ -26,7 +26,7 @@ WIDTH = 100
 
 def add_checks_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser, or_nothing=True)
-    add_flag(parser, "--list", "list the checks there are")
+    add_flag(parser, "--list", "list the checks")
     add_json(parser)
 
 
@@ -171,7 +171,7 @@ def _list_rules(*, as_json: bool) -> None:
         return
     for rule in RULES:
         put(f"{rule.id}: {rule.asks}")
-        put(f"  speaks at: {rule.threshold}")
+        put(f"  fires at: {rule.threshold}")
         put(f"  reads: {', '.join(rule.reads)}")
 
 
@@ -185,7 +185,7 @@ def _diagnosis_lines(name: str, found: Any, *, everything: bool) -> list[str]:
         f"{name}: {count} alert{'' if count == 1 else 's'}; {judged} of {rules} rules could judge"
     ]
     for entry in found.raised:
-        end = "stands at the end of the log"
+        end = "active at the end of the log"
         if entry.cleared_unix_s is not None:
             end = f"over after {format_seconds(entry.cleared_unix_s - entry.unix_s)}"
         head, *rest = alert_lines(entry.alert)

@@ -1,6 +1,6 @@
 """Check contracts, run what they promise, and show what each has reached.
 
-    engine contracts validate [FILES]    is each file sound? every problem at once, with line and column
+    engine contracts validate [FILES]    check each file; list every problem at once, with line and column
     engine contracts run [IDS]           run tests and proofs, then plant each bug and see it caught
     engine contracts status              the level each has reached, from its receipts alone
     engine contracts list                each with its equations, last result and age
@@ -26,13 +26,13 @@ from engine.terminal import put, put_json, say
 if TYPE_CHECKING:
     from engine.contracts.status import Status
 
-HELP = "check contracts, run them, show what each has reached"
+HELP = "check contracts, run them, show the level of each"
 WIDTH = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = actions_of(parser)
-    validate = action("validate", "is each file sound? every problem at once")
+    validate = action("validate", "check each file; list every problem at once")
     add_path(validate, "files", "FILES", "files or folders (contracts/)", nargs="*")
     add_choice(validate, "--format", ("text", "json"), "text")
     rules = "pv: only the rules that upstream's `pv validate` has"

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser,
         "--allow-restart",
-        "with --resume: when every checkpoint is gone, begin again from step 0",
+        "with --resume: when every checkpoint is gone, start again from step 0",
     )
     add_repeated(
         parser,
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--smoke",
         limits.STEPS,
-        "make N steps, then say what the whole run will take and what the checks found",
+        "run N steps, then report the projected cost of the whole run and the results of the checks",
         metavar="N",
     )
     add_number(
@@ -140,7 +140,7 @@ def _start(arguments: argparse.Namespace) -> RunFolder | None:
         )
     check_inputs(spec, path)
     if arguments.check:
-        say(f"{arguments.spec}: the spec and its inputs are sound")
+        say(f"{arguments.spec}: the spec and its inputs are valid")
         if arguments.json:
             put_json({"spec_sha256": spec.sha256, "spec": spec.to_dict()})
         return None

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("drill", nargs="*", metavar="NAME", help="drills to carry out")
-    add_flag(parser, "--all", "every drill, as a table")
+    parser.add_argument("drill", nargs="*", metavar="NAME", help="drills to run")
+    add_flag(parser, "--all", "run every drill and print a table")
     add_flag(parser, "--list", "list the drills, start nothing")
     add_flag(parser, "--healthy", "runs without a defect instead")
     add_number(parser, "--seeds", limits.ROUNDS, "of healthy runs: 0 to N - 1 (3)", metavar="N")
     add_choice(
-        parser, "--device", ("cpu", "cuda"), "cpu", "where drills run that do not need a GPU (cpu)"
+        parser, "--device", ("cpu", "cuda"), "cpu", "device for drills that do not need a GPU (cpu)"
     )
     add_path(parser, "--out", "DIR", "keep the results in DIR")
     add_flag(parser, "--keep", "with --out: keep every run folder")

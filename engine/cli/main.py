@@ -53,29 +53,29 @@ COMMANDS = (
     # Train.
     Command(
         "distill",
-        "distil a student as a spec says, or resume a run",
+        "distil a student from a spec, or resume a run",
         distill.add_arguments,
         distill.run,
     ),
     Command(
-        "prepare", "run the teacher once and store what it says", prepare.add_arguments, prepare.run
+        "prepare", "run the teacher once and store its outputs", prepare.add_arguments, prepare.run
     ),
     # Look at a run.
     Command(
         "tail",
-        "print a run: state, losses, decisions, device, log",
+        "show a run: state, losses, decisions, device, log",
         runs.add_tail_arguments,
         runs.tail,
     ),
     Command(
         "diagnose",
-        "say what is wrong with a run, from its logs",
+        "report what is wrong with a run, from its logs",
         checks.add_diagnose_arguments,
         checks.diagnose,
     ),
     Command(
         "checks",
-        "show the first-minute checks, or what they found in a run",
+        "list the first-minute checks, or show their results in a run",
         checks.add_checks_arguments,
         checks.checks,
     ),
@@ -102,11 +102,11 @@ COMMANDS = (
         weights.add_convert_arguments,
         weights.convert,
     ),
-    Command("generate", "continue a text with a model", generate.add_arguments, generate.run),
+    Command("generate", "generate text with a model", generate.add_arguments, generate.run),
     Command(
         "eval", "evaluate a model: perplexity, programming problems", eval.add_arguments, eval.run
     ),
-    Command("gate", "say which gates of a distillation hold", gate.add_arguments, gate.run),
+    Command("gate", "report which gates a distillation passes", gate.add_arguments, gate.run),
     Command(
         "publish",
         "publish a finished run's student, or verify a published folder",
@@ -116,19 +116,19 @@ COMMANDS = (
     # This machine, and the workbench itself.
     Command(
         "doctor",
-        "say what this machine can do, and what cannot be measured on it",
+        "report what this machine can do, and what cannot be measured on it",
         doctor.add_arguments,
         doctor.run,
     ),
     Command(
         "drill",
-        "plant a known defect, and see whether it is named",
+        "plant a known defect, and check that it is named",
         drill.add_arguments,
         drill.run,
     ),
     Command(
         "bench",
-        "measure linear layers, a teacher, generation, the loss or whole steps beside the roofline and beside rivals",
+        "benchmark linear layers, a teacher, generation, the loss or whole steps against the roofline and rivals",
         bench.add_arguments,
         bench.run,
     ),

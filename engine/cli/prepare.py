@@ -156,7 +156,7 @@ def _report(job: Job, done: Prepared, stop_code: int, *, as_json: bool) -> int:
     )
     if done.stopped is not None:
         say(
-            f"stopped by {done.stopped}: {left:,} rows are left; the same command goes on with them"
+            f"stopped by {done.stopped}: {left:,} rows are left; the same command continues with them"
         )
     else:
         say(f"to train with it: --set teacher.cache={out}")

@@ -91,7 +91,7 @@ def stop_run(arguments: argparse.Namespace) -> int:
 def add_tail_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on printing the log until the run ends"
+        "-f", "--follow", action="store_true", help="keep printing the log until the run ends"
     )
     parser.add_argument(
         "-n",

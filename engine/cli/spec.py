@@ -18,7 +18,7 @@ from engine.terminal import put
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_path(parser, "file", None, "a spec to complete", nargs="?")
+    add_path(parser, "file", None, "a spec to fill in with defaults", nargs="?")
     add_set(parser)
     add_json(parser, "print as JSON")
 

@@ -25,7 +25,7 @@ _PLAIN_EVERY_S = 5.0
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     add_path(parser, "path", "FILE|FOLDER", "weight file, or folder of one model")
     add_flag(parser, "--tensors", "list every tensor")
-    add_flag(parser, "--values", "read every value too; exit 1 when one is NaN or infinite")
+    add_flag(parser, "--values", "also read every value; exit 1 when one is NaN or infinite")
     add_json(parser)
 
 

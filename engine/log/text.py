@@ -54,7 +54,7 @@ from engine.units import NOT_MEASURED, format_bytes, format_count, format_second
 
 
 def one_line(text: str) -> str:
-    """`text` on one line that a terminal prints as it stands: no line breaks, no control
+    """`text` on one line that a terminal prints literally: no line breaks, no control
     characters, and cut where it is longer than any line that is printed."""
     text = clipped(text, PRINTED_LINE.most)
     if text.isprintable():
@@ -84,7 +84,7 @@ def clock_text(unix_s: float) -> str:
 
 
 def decision_lines(decision: DecisionMade) -> list[str]:
-    """A decision as it stands in the log, in the words of `engine.decision`."""
+    """A logged decision, in the words of `engine.decision`."""
     lines = Decision(
         knob=decision.knob,
         choice=decision.choice,
@@ -130,7 +130,7 @@ def _event_text(event: AnyEvent) -> str:
         case Phase():
             return f"{event.name}: {event.detail}" if event.detail else event.name
         case DecisionMade():
-            # What was rejected and how to override it stands with the decisions, not in the log.
+            # The rejected values and the override are shown with the decisions, not in the log.
             return ", ".join(line.strip() for line in decision_lines(event)[:2])
         case DataReady():
             return (
@@ -202,7 +202,7 @@ def _event_text(event: AnyEvent) -> str:
         case AlertRaised():
             return f"ALERT {event.id}: {event.title}"
         case AlertCleared():
-            return f"alert {event.id} is over; it stood for {format_seconds(event.stood_s)}"
+            return f"alert {event.id} is over after {format_seconds(event.stood_s)}"
         case StackDump():
             return f"stacks of the trainer in {event.path}: {event.summary}"
         case HostSample() | GpuSample():
@@ -251,7 +251,7 @@ def _compiled_text(event: Compiled) -> str:
 
 
 def check_text(check: Checked) -> str:
-    """A check's answer with what it cost: a failure stands out, what is unknown is never a pass."""
+    """The result of a check with its cost: a failure is highlighted, and unknown is never a pass."""
     level = {"pass": "pass", "fail": "FAIL"}.get(check.level, "unknown")
     return f"check {check.id}: {level}: {check.reason} ({format_seconds(check.cost_s)})"
 
@@ -298,7 +298,7 @@ def device_lines(view: RunView) -> list[str]:
     for index, gpu in sorted(view.gpus.items()):
         cell = _cells(view, gpu, f"gpu{index}.")
         used, total = cell("gpu_mem_used_bytes"), cell("gpu_mem_total_bytes")
-        # What the utilisation hides stands beside it: any kernel counts as use, however small.
+        # Shown beside the utilisation, which counts any kernel as use, however small.
         beside = "" if gpu.tensor_util_pct is None else f", tensor cores {cell('tensor_util_pct')}"
         limit = "" if gpu.gpu_power_limit_w is None else f" of {cell('gpu_power_limit_w')}"
         held = f", held by {gpu.clock_event_reasons}" if gpu.clock_event_reasons else ""
@@ -337,7 +337,7 @@ def device_lines(view: RunView) -> list[str]:
 
 
 def _held_lines(view: RunView) -> list[str]:
-    """What the trainer says of its own memory, beside what others count; nothing where it has not."""
+    """The trainer's own account of its memory; empty where it has not logged one."""
     host = view.host
     if host is None or host.memory_held_bytes is None:
         return []
@@ -396,7 +396,7 @@ def has_ended(state: str) -> bool:
 
 
 def alerts_text(view: RunView) -> str:
-    """The alerts that stand, in a word: `2 alerts: data_wait, gpu_idle`; empty when none does."""
+    """The active alerts in brief: `2 alerts: data_wait, gpu_idle`; empty when there is none."""
     names = sorted(view.alerts)
     if not names:
         return ""
@@ -404,8 +404,8 @@ def alerts_text(view: RunView) -> str:
 
 
 def checks_failed_text(view: RunView) -> str:
-    """The checks that failed, in a word: `2 checks failed: shift_proof, loss_gradient`; empty when
-    none did."""
+    """The failed checks in brief: `2 checks failed: shift_proof, loss_gradient`; empty when none
+    failed."""
     names = [name for name, check in view.checks.items() if check.level == "fail"]
     if not names:
         return ""
@@ -471,7 +471,7 @@ def _ending(view: RunView, state: str) -> list[str]:
         return [view.exit.sentence]
     if state == "host_lost":
         return [host_lost_text(view)]
-    return ["no process of it exists and nobody recorded its end"] if state == "vanished" else []
+    return ["none of its processes exists and no end was recorded"] if state == "vanished" else []
 
 
 def host_lost_text(view: RunView) -> str:
@@ -481,7 +481,9 @@ def host_lost_text(view: RunView) -> str:
         "another machine looks the same)"
     )
     if (view.facts or {}).get("cuda0_integrated") == "yes":
-        words += "; where GPU and host share memory, running out of it is possible and not proved"
+        words += (
+            "; where GPU and host share memory, it may have run out of memory; that is not proved"
+        )
     return f"{words}; continue it with `engine distill --resume`"
 
 
@@ -533,10 +535,10 @@ CHECK_SIGNS = {"fail": "x FAIL", "unknown": "? unknown", "pass": "+ pass"}
 
 
 def check_lines(view: RunView) -> list[str]:
-    """The first-minute checks: what failed, then what could not be told, then what holds."""
+    """The first-minute checks: failed, then unknown, then passed."""
     checks = view.checks
     if not checks:
-        return ["no check was asked yet"]
+        return ["no check has run yet"]
     order = list(CHECK_SIGNS)
     levels = {
         check.id: check.level if check.level in order else "unknown" for check in checks.values()
@@ -547,7 +549,7 @@ def check_lines(view: RunView) -> list[str]:
     )
     cost = sum(check.cost_s or 0.0 for check in found)
     times, seconds = view.checked_again
-    again = f"; {times} answers again later took {format_seconds(seconds)}" if times else ""
+    again = f"; {times} repeated answers took {format_seconds(seconds)}" if times else ""
     return [
         f"{counts}; they took {format_seconds(cost)}{again}",
         *(
@@ -583,4 +585,4 @@ def kernel_lines(view: RunView) -> list[str]:
         )
         if compiled.differs:
             lines.append("    " + one_line(f"differs in {', '.join(compiled.differs)}"))
-    return lines or ["nothing was compiled: this run has no kernels of its own, or none yet"]
+    return lines or ["nothing compiled: this run has no custom kernels, or none yet"]

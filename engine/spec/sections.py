@@ -56,21 +56,22 @@ class TeacherSection:
     )
     backend: str = setting(
         "auto",
-        "How the teacher computes: dense weights (dequantized), weights that stay in their blocks (quantized), "
-        "what it said before, out of teacher.cache (cached), or no teacher (none). auto is cached where "
+        "How the teacher computes: dense weights (dequantized), weights that stay quantized (quantized), "
+        "outputs stored in teacher.cache (cached), or no teacher (none). auto is cached where "
         "teacher.cache is set, else dequantized where that fits in memory.",
         allowed=("auto", "dequantized", "quantized", "cached", "none"),
     )
     precision: str = setting(
         "auto",
-        "Arithmetic of the teacher: auto is bf16 on a GPU that has it, else fp32. tf32 is fp32 with tf32 products; "
-        "fp8 is bf16 with products of 8-bit floats, which is checked on held-out rows.",
+        "Arithmetic of the teacher: auto is bf16 on a GPU that has it, else fp32. tf32 is fp32 with TF32 matmuls; "
+        "fp8 is bf16 with FP8 matmuls, which is checked on held-out rows.",
         allowed=("auto", "fp32", "tf32", "bf16", "fp8"),
     )
     kernel: str = setting(
         "auto",
-        "How a quantized teacher multiplies: blocks inside the product (fused), or a dense scratch first (dequantize). "
-        "auto goes by the number of rows.",
+        "How a quantized teacher multiplies: dequantize inside the matmul (fused), or into a dense buffer first "
+        "(dequantize). "
+        "auto decides by the number of rows.",
         allowed=("auto", "fused", "dequantize"),
     )
     compile: str = setting(
@@ -81,7 +82,7 @@ class TeacherSection:
     )
     prefetch: str = setting(
         "auto",
-        "Whether the teacher begins with the next batch while the optimizer steps. auto is off: it "
+        "Whether the teacher starts on the next batch during the optimizer step. auto is off: it "
         "gains half a percent of a step.",
         allowed=SWITCH,
     )
@@ -104,7 +105,7 @@ class TeacherSection:
     )
     attention: str = setting(
         "auto",
-        "Attention over packed documents: each by itself (packed), or a mask (masked). auto is packed where "
+        "Attention over packed documents: variable-length kernels (packed), or a mask (masked). auto is packed where "
         "the GPU has it.",
         allowed=("auto", "masked", "packed"),
     )
@@ -123,7 +124,7 @@ class StudentSection:
     config: str = setting("", "A config.json with the shape of a fresh student.", path=True)
     precision: str = setting(
         "auto",
-        "Arithmetic of the student; its master weights are fp32 always.",
+        "Arithmetic of the student; its master weights are always fp32.",
         allowed=("auto", "fp32", "bf16"),
     )
     compile: str = setting(
@@ -134,19 +135,21 @@ class StudentSection:
     )
     graphs: str = setting(
         "auto",
-        "Whether the student's layers are launched as CUDA graphs and not kernel by kernel. auto is off: it saves some "
+        "Whether the student's layers are launched as CUDA graphs instead of kernel by kernel. auto is off: it "
+        "saves some "
         "percent of a step and keeps their activations and gradients in memory.",
         allowed=SWITCH,
     )
     attention: str = setting(
         "auto",
-        "Attention over packed documents: each by itself (packed), or a mask (masked). auto is packed where "
+        "Attention over packed documents: variable-length kernels (packed), or a mask (masked). auto is packed where "
         "the GPU has it.",
         allowed=("auto", "masked", "packed"),
     )
     checkpointing: str = setting(
         "auto",
-        "Whether activations are made again in the backward pass instead of kept. auto is on only where the "
+        "Whether activations are recomputed in the backward pass instead of kept (gradient checkpointing). auto "
+        "is on only where the "
         "run does not fit without it.",
         allowed=SWITCH,
     )
@@ -158,7 +161,7 @@ class StudentSection:
     )
     save_as: str = setting(
         "fp32",
-        "Number format of the saved student; checkpoints are fp32 always.",
+        "Number format of the saved student; checkpoints are always fp32.",
         allowed=("fp32", "bf16"),
     )
 
@@ -167,7 +170,8 @@ class StudentSection:
 class VocabSection:
     align: str = setting(
         "truncate",
-        "When the teacher has more ids than the student: cut its columns before the softmax (truncate), or refuse.",
+        "When the teacher has more tokens than the student: drop the extra columns before the softmax (truncate), "
+        "or refuse.",
         allowed=("truncate", "refuse"),
     )
 
@@ -199,7 +203,7 @@ class DataSection:
         False, "Whether python-stdlib includes the library's own test files."
     )
     max_bytes: int = setting(
-        0, "At most so many bytes of training text; 0 means all.", low=0, most=1 << 53
+        0, "At most this many bytes of training text; 0 means all.", low=0, most=1 << 53
     )
 
 
@@ -216,7 +220,7 @@ class LossSection:
     )
     divergence: str = setting(
         "forward_kl",
-        "What teacher and student are compared by: "
+        "Divergence between teacher and student: "
         + "; ".join(f"{name}, {row.doc}" for name, row in DIVERGENCES.items())
         + ".",
         allowed=tuple(DIVERGENCES),
@@ -231,12 +235,12 @@ class LossSection:
     )
     kernel: str = setting(
         "auto",
-        "How the loss is computed between its products: in one kernel (fused), or in plain torch (eager). auto is "
+        "How the loss is computed between its matmuls: in one kernel (fused), or in plain torch (eager). auto is "
         "fused where a GPU can run it.",
         allowed=("auto", "eager", "fused"),
     )
     chunk_rows: int = setting(
-        0, "Tokens whose logits are held at a time; 0 chooses.", low=0, most=1 << 26
+        0, "Tokens whose logits are in memory at a time; 0 chooses.", low=0, most=1 << 26
     )
 
 
@@ -245,7 +249,7 @@ class TrainSection:
     steps: int = setting(1000, "Optimizer steps of the whole run.", low=1, most=10**9)
     stop_after: int = setting(
         0,
-        "Steps of one session after which it saves and stops, in good order; 0 goes on to the end.",
+        "Steps of one session after which it saves and stops cleanly; 0 trains to the end.",
         low=0,
         most=10**9,
     )
@@ -264,11 +268,11 @@ class TrainSection:
     beta2: float = setting(0.95, "AdamW's second moment.", low=0.0, high=0.99999)
     eps: float = setting(1e-8, "AdamW's epsilon.", above=0.0, most=1e6)
     clip_norm: float = setting(
-        1.0, "Global gradient norm is clipped to this; 0 never clips.", low=0.0, most=1e38
+        1.0, "Global gradient norm is clipped to this; 0 does not clip.", low=0.0, most=1e38
     )
     update: str = setting(
         "auto",
-        "What makes an update of gradients, norm and clipping included: kernels of ours that read and write each "
+        "What computes an update, gradient norm and clipping included: our kernels, which read and write each "
         "number once (fused), or torch's. auto is fused on one GPU.",
         allowed=("auto", "torch", "fused"),
     )
@@ -300,12 +304,12 @@ class CheckpointSection:
     )
     at_end: bool = setting(
         True,
-        "Save a checkpoint and the student at the end; an experiment that measures needs neither.",
+        "Save a checkpoint and the student at the end; a benchmark run needs neither.",
     )
     sharded: str = setting(
         "auto",
         "With several GPUs: whether every rank writes its own part of a checkpoint (on), or the first writes all of "
-        "it (off). auto is on for large students. Either is continued on any number of GPUs.",
+        "it (off). auto is on for large students. Both can be resumed on any number of GPUs.",
         allowed=SWITCH,
     )
 
@@ -319,7 +323,7 @@ class ComputeSection:
     )
     gpus: int = setting(
         1,
-        "GPUs that train together, one process each (on a CPU: processes). train.rows is of each of them.",
+        "GPUs that train together, one process each (on a CPU: processes). train.rows is per GPU.",
         low=1,
         high=1024,
     )
@@ -334,12 +338,12 @@ class ComputeSection:
     )
     thread_wait: str = setting(
         "auto",
-        "How waiting CPU threads wait: passive sleeps, active spins.",
+        "How idle CPU threads wait: passive sleeps, active spins.",
         allowed=("auto", "passive", "active"),
     )
     slow_by: float = setting(
         0.0,
-        "Share by which each step is made longer by waiting: the positive control of an experiment.",
+        "Share by which a sleep lengthens each step: the positive control of an experiment.",
         low=0.0,
         high=10.0,
     )
@@ -359,13 +363,13 @@ class MemorySection:
     budget: str = setting(
         "enforce",
         "A run predicted to need more memory than there is: refuse it before anything is uploaded (enforce), "
-        "or only say so (report).",
+        "or only warn (report).",
         allowed=("enforce", "report"),
     )
     limit_gib: float = setting(
         0.0,
-        "Most GiB of the device's memory that the run may take; 0 is all that is free. Where it is short, the loss "
-        "takes smaller chunks, then the teacher stays in its blocks, then activations are made again.",
+        "Limit in GiB of the device memory the run may use; 0 is all that is free. Where it is short, the loss "
+        "takes smaller chunks, then the teacher stays quantized, then activations are recomputed.",
         low=0.0,
         most=1 << 20,
     )
@@ -383,13 +387,13 @@ class KernelsSection:
 class WatchSection:
     stall_seconds: int = setting(
         0,
-        "Seconds without a step after which the run counts as stalled; 0 goes by the median step.",
+        "Seconds without a step after which the run counts as stalled; 0 derives it from the median step.",
         low=0,
         most=LONGEST_WAIT_S,
     )
     on_stall: str = setting(
         "report",
-        "What to do with a stalled run: report it with its stacks, or stop it after that.",
+        "What to do with a stalled run: report it with its stacks, or report and stop it.",
         allowed=("report", "stop"),
     )
     on_thrash: str = setting(
@@ -401,7 +405,7 @@ class WatchSection:
     sample_seconds: float = setting(
         1.0,
         "Seconds between two readings of the GPU and the host, made longer where reading costs more than 0.5 % of "
-        "the time; 0 takes none, which serves to measure what watching costs.",
+        "the time; 0 takes none, to measure the cost of watching.",
         low=0,
         most=86400,
     )
@@ -410,20 +414,20 @@ class WatchSection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChecksSection:
     enabled: bool = setting(
-        True, "Prove in the first minute that the run is what it says it is; costs are shown."
+        True, "Check in the first minute that the run does what its spec says; costs are shown."
     )
     skip: str = setting(
         "", "Ids of checks to leave out, separated by commas (`engine checks --list`)."
     )
     on_fail: str = setting(
         "stop",
-        "What to do when a check fails that makes the run worthless: stop, or report it and go on.",
+        "What to do when a check fails that makes the run worthless: stop, or report it and continue.",
         allowed=("stop", "report"),
     )
     every: int = setting(
         0,
-        "Steps after which the checks of loss and step are asked again, on one process alone; 0 asks again on a CPU "
-        "as often as costs at most 0.5 % of the time, and never on a GPU, which waits while they are asked; -1 never.",
+        "Steps after which the checks of loss and step are repeated, in a single process; 0 repeats them on a CPU "
+        "as often as costs at most 0.5 % of the time, and never on a GPU, which would wait for them; -1 never.",
         low=-1,
         most=10**9,
     )
@@ -450,16 +454,16 @@ class GateSection:
     )
     cache_cosine: float = setting(
         0.999,
-        "Least cosine between what teacher.cache holds of a token and what the teacher says.",
+        "Least cosine between a token's hidden state in teacher.cache and the teacher's own.",
         low=0.0,
         high=1.0,
     )
     cache_rows: int = setting(
-        16, "Stored rows that are asked of the teacher again.", low=1, most=1 << 20
+        16, "Stored rows that the teacher recomputes for comparison.", low=1, most=1 << 20
     )
     heldout_loss: float = setting(
         0.0,
-        "Largest held-out loss of the student in nats a token; 0 sets no such target.",
+        "Largest held-out loss of the student in nats per token; 0 sets no target.",
         low=0.0,
         most=1e6,
     )
@@ -472,7 +476,7 @@ class GateSection:
     )
     pass_at_1: float = setting(
         0.0,
-        "Least lower end of the 95 % interval of pass@1 (HumanEval, MBPP); 0 asks for none.",
+        "Minimum of the lower end of the 95 % interval of pass@1 (HumanEval, MBPP); 0 disables it.",
         low=0.0,
         high=1.0,
     )

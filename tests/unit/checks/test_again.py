@@ -176,7 +176,7 @@ def test_what_asking_again_took_is_told_with_the_answers() -> None:
     assert check_lines(view)[0] == "2 pass, 0 unknown, 0 fail; they took 1.0 s"
     view = fold(RunView(), "events", numbered([opened(1.0), *first, *again]))
     head, worst, _ = check_lines(view)
-    assert head == "1 pass, 0 unknown, 1 fail; they took 1.0 s; 2 answers again later took 1.0 s"
+    assert head == "1 pass, 0 unknown, 1 fail; they took 1.0 s; 2 repeated answers took 1.0 s"
     assert worst.startswith("x FAIL rows_in_update")
     # Of another session nothing was asked again.
     resumed = fold(view, "events", numbered([opened(9.0), *first]))

@@ -33,7 +33,7 @@ def test_a_run_with_an_alert_exits_1_and_tells_it(
     out = capsys.readouterr().out
     assert out.startswith("run: 1 alert; ")
     assert "error: non_finite: loss was nan at step 30" in out
-    assert "stands at the end of the log" in out and "test it: --set train.lr=" in out
+    assert "active at the end of the log" in out and "test it: --set train.lr=" in out
     assert "could not judge" not in out
 
 

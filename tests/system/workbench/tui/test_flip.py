@@ -182,7 +182,7 @@ def test_checks_and_kernels_have_panes_of_their_own(run: Path, tmp_path: Path) -
 
     async def without(pilot: Pilot[None]) -> None:
         await press(pilot, "7")
-        assert "no check was asked yet" in words_of(pilot)
+        assert "no check has run yet" in words_of(pilot)
 
     on_screen([plain.path], (80, 24), without)
 
