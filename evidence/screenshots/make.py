@@ -1,9 +1,10 @@
 """Real screens of real runs, as SVG: `.venv/bin/python evidence/screenshots/make.py RUNS RUN`.
 
 Opens the workbench on what is there, without a terminal, and saves what it draws: the list of runs
-in the folder RUNS; the run folder RUN at two sizes, in a light theme and in one for the colour-blind;
-a flip of it before it starts; help and palette; and each of the screens that can be reached from
+in the folder RUNS; the run folder RUN at two sizes, in a light theme and in two for the colour-blind;
+a flip of it before it starts; help and palette; and each of the screens that can be opened from
 everywhere (contracts, drills, findings, doctor), as they are in the folder where this is started.
+`live.svg`, the picture of README, is a replay of the log of a run on an H200 (`evidence/distill/within`).
 """
 
 import asyncio
@@ -15,16 +16,18 @@ from textual.widgets import OptionList
 
 from workbench.tui.app import WorkbenchApp
 from workbench.tui.places import PLACES
+from workbench.tui.screens.run import RunScreen
 
 HERE = Path(__file__).parent
+H200_RUN = HERE.parent / "distill" / "within"
 TOGETHER = 3
-"""How many runs the comparison is of."""
+"""How many runs are compared."""
 
 
 async def save(
     path: Path, size: tuple[int, int], name: str, *keys: str, theme: str = "dark"
 ) -> None:
-    """Open the workbench on `path`, press keys, and save what is seen as `name`."""
+    """Open the workbench on `path`, press keys, and save the screen as `name`."""
     app = WorkbenchApp([path], refresh_s=3600.0, theme=theme)
     async with app.run_test(size=size) as pilot:
 
@@ -38,15 +41,21 @@ async def save(
             await pilot.press(key)
             await settle()
         if isinstance(app.screen, CommandPalette):
-            # The palette lists what it found a moment after it has opened.
+            # The palette lists its commands a moment after it has opened.
             while not app.screen.query_one(OptionList).option_count:
                 await pilot.pause()
             await settle()
+        while isinstance(app.screen, RunScreen) and app.screen.shown is None:
+            # A replay reads the log in a thread of its own.
+            await pilot.pause(0.05)
         (HERE / name).write_text(app.export_screenshot(title="apr-workbench"))
 
 
 async def main(runs: Path, run: Path) -> None:
     wide = (120, 40)
+    # From the first step on by five times ten columns: step 51 of 60. Then the pane of alerts.
+    replay = ("home", *["greater_than_sign"] * 5, "p", "9")
+    await save(H200_RUN, (150, 54), "live.svg", *replay)
     await save(run, wide, "run.svg")
     await save(run, (80, 24), "run-80x24.svg")
     await save(run, wide, "run-light.svg", theme="light")

@@ -301,6 +301,8 @@ class _Drawing:
             elif y is not None:
                 canvas.char(column, canvas.cell(0, y)[1], glyphs.mark, "mark")
         self.crosses(canvas, self.lines)
+        # Before the names of levels, so that none of their letters is covered.
+        self.draw_cursor(canvas)
         name_levels(canvas, levels)
         ticks = Axis(*span, rows, chart.log_y)
         placed = [(ticks.dot(tick.value), tick) for tick in ticks.ticks(max(2, rows // 3))]
@@ -322,17 +324,22 @@ class _Drawing:
 
     def framed(self, canvas: Canvas, labels: dict[int, str], *, is_tick: bool = True) -> list[Row]:
         """A canvas with the y axis at its left, and the cursor in the empty cells."""
-        cursor = self.chart.cursor
+        self.draw_cursor(canvas)
         rows = []
         for row in range(canvas.rows):
-            if cursor is not None and self.chart.low <= cursor <= self.chart.high:
-                column = self.column(cursor)
-                if canvas.role(column, row) in (None, "axis", "level"):
-                    canvas.char(column, row, ":" if self.glyphs is ASCII else "┊", "cursor")
             edge = self.glyphs.tick if row in labels and is_tick else self.glyphs.vertical
             label = f"{labels.get(row, ''):>{self.margin}.{self.margin}} {edge}"
             rows.append((Span(label, "axis"), *canvas.text(row)))
         return rows
+
+    def draw_cursor(self, canvas: Canvas) -> None:
+        """The cursor in every empty cell of its column."""
+        cursor = self.chart.cursor
+        if cursor is not None and self.chart.low <= cursor <= self.chart.high:
+            column = self.column(cursor)
+            for row in range(canvas.rows):
+                if canvas.role(column, row) in (None, "axis", "level"):
+                    canvas.char(column, row, ":" if self.glyphs is ASCII else "┊", "cursor")
 
     def column(self, x: float) -> int:
         """The column of cells of an x; the x axis is linear, so there always is one."""

@@ -26,13 +26,15 @@ from workbench.tui.widgets.key_bar import grouped
 WIDTH = 80
 AROUND = 10
 """Cells of a row that border, padding and scroll bar take."""
+KEY_CELLS = 13
+"""Width of the column of keys."""
 READ_ONLY = "Read-only: no key starts, stops or changes a run, a flip or evidence."
 
 
 def key_lines(bindings: Sequence[Binding], note: str = "") -> list[str]:
     """One line for each key, or range of keys."""
     return [
-        f"  {keys:<7} {members[0].tooltip or words}{note}"
+        f"  {keys:<{KEY_CELLS}} {members[0].tooltip or words}{note}"
         for keys, words, members in grouped(bindings)
     ]
 
@@ -113,7 +115,7 @@ def _wrapped(lines: Sequence[str], width: int) -> Iterator[str]:
             yield ""
             continue
         is_key = line.startswith(" ")
-        indent = " " * 10 if is_key else "  "
+        indent = " " * (KEY_CELLS + 3) if is_key else "  "
         yield from textwrap.wrap(
             line, width, initial_indent="" if is_key else "  ", subsequent_indent=indent
         )

@@ -7,6 +7,7 @@ state.
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -176,7 +177,7 @@ class TimelinePane(ChartView, can_focus=True):
         many = f" (and {len(under) - 3} more)" if len(under) > 3 else ""
         marks = "; ".join(under[:3]) + many + (" (enter)" if under else "")
         if self.size.height >= TWO_ROWS:
-            return (words, marks)
+            return (words, marks) if marks else tuple(textwrap.wrap(words, self.size.width)[:2])
         return (f"{marks} | {words}" if marks else words,)
 
     # What is where
