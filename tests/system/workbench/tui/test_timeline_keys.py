@@ -115,7 +115,7 @@ def test_the_mark_of_a_flip_opens_that_flip(
         await press(pilot, "F")
         assert isinstance(pilot.app.screen, FlipScreen)
         assert folder.name in words_of(pilot)
-        assert "what is to be tested?" not in words_of(pilot)
+        assert "what to test?" not in words_of(pilot)
 
     on_screen([run.path], (120, 40), script)
 

@@ -121,7 +121,7 @@ def test_the_chain_is_a_tree_whose_statuses_are_words_and_signs(world: World) ->
 
 def test_what_blocks_closing_is_named_by_rule(world: World) -> None:
     text = "\n".join(world.rows()["finding"].lines)
-    assert "what stands in the way" in text
+    assert "rules that block closing" in text
     assert "E-WHY-004 n3: a1 is untested and costs 5 minutes: iostat" in text
     assert "E-WHY-002 n4: unverified" in text
     assert "E-WHY-004" in "\n".join(world.rows()["n3"].lines)
@@ -160,7 +160,7 @@ def test_a_damaged_finding_is_listed_beside_the_others(world: World) -> None:
     (other.path / "finding.json").write_text("{")
     rows = FindingsFeed([world.evidence]).poll().rows
     assert sorted(row.tone for row in rows) == ["bad", "unsure"]
-    assert any("open, " in row.text and "in the way" in row.text for row in rows)
+    assert any("open, " in row.text and "rules unmet" in row.text for row in rows)
 
 
 def _fields(world: World) -> dict[str, object]:
