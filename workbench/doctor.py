@@ -6,34 +6,20 @@ process and never in a viewer.
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from engine.errors import InternalError
 from engine.log.text import one_line
 from engine.units import format_bytes, format_seconds
 from engine.verdict import Level
-from workbench.launch import ENGINE
+from workbench.launch import ENGINE, ask_json
 from workbench.listing import TONE_OF, Listing, Row
 
 
 def ask(engine: Sequence[str] = ENGINE) -> dict[str, Any]:
     """The diagnosis as JSON. Raises InternalError when there is none."""
-    done = subprocess.run(
-        [*engine, "doctor", "--json"], stdin=subprocess.DEVNULL, capture_output=True, check=False
-    )
-    try:
-        fields = msgspec.json.decode(done.stdout, type=dict[str, Any])
-    except msgspec.DecodeError as problem:
-        said = done.stderr.decode("utf-8", "replace").strip() or str(problem)
-        raise InternalError(
-            f"engine doctor --json — expected one JSON value, found code {done.returncode}: {said}"
-        ) from None
-    return fields
+    return ask_json(["doctor", "--json"], dict[str, Any], engine)
 
 
 class DoctorFeed:

@@ -124,8 +124,9 @@ class Draft:
         """The command that starts it."""
         return command_text([*distill_arguments(self.file, self.sets, None), "--detach"])
 
-    def build(self) -> tuple[RunSpec | None, tuple[str, ...]]:
-        """The run's settings, or every problem in them as the engine's messages."""
+    def build(self, *, check_paths: bool = True) -> tuple[RunSpec | None, tuple[str, ...]]:
+        """The run's settings, or every problem in them as the engine's messages. With `check_paths`, a
+        path that does not exist is a problem."""
         try:
             spec = build_spec(
                 dict(self.tree),
@@ -133,6 +134,7 @@ class Draft:
                 base=self.file.resolve().parent,
                 lines=key_lines(self.text),
                 sets=[*self.environment, *self.sets],
+                check_paths=check_paths,
             )
         except SpecError as error:
             return None, error.problems
@@ -199,7 +201,7 @@ def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft
         same = False
     if not same:
         draft = open_draft(run.spec, environ)
-    base, _ = _without_paths(draft)
+    base, _ = draft.build(check_paths=False)
     for key in KEYS:
         value, had = _of(wanted, key), None if base is None else _of(base, key)
         if key not in ("run.name", "run.out") and value != had:
@@ -207,20 +209,6 @@ def draft_like(run: RunFolder, environ: Mapping[str, str] = os.environ) -> Draft
     parent = run.path.resolve().parent
     draft = draft.edited("run.out", str(parent))
     return draft.edited("run.name", free_name(parent, run.path.resolve().name))
-
-
-def _without_paths(draft: Draft) -> tuple[RunSpec | None, tuple[str, ...]]:
-    """The settings of a file whose paths need not exist; None when it has another problem."""
-    try:
-        spec = build_spec(
-            dict(draft.tree),
-            base=draft.file.resolve().parent,
-            sets=list(draft.environment),
-            check_paths=False,
-        )
-    except SpecError as error:
-        return None, error.problems
-    return spec, ()
 
 
 def _of(spec: RunSpec, key: str) -> Any:

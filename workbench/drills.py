@@ -8,7 +8,6 @@ result of a drill counts.
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,13 @@ from typing import Any
 import msgspec
 
 from engine import limits
-from engine.errors import BadInput, InternalError
+from engine.errors import BadInput
 from engine.files import read_bytes
 from engine.log.folder import is_run
 from engine.log.text import one_line
 from engine.units import format_seconds
 from engine.verdict import Level
-from workbench.launch import ENGINE
+from workbench.launch import ENGINE, ask_json
 from workbench.listing import TONE_OF, Listing, Row, age_text
 
 DRILLS = Path("drills")
@@ -76,19 +75,7 @@ class Found:
 
 def known_drills(engine: Sequence[str] = ENGINE) -> tuple[Known, ...]:
     """Every drill. Raises InternalError when the engine does not list them."""
-    done = subprocess.run(
-        [*engine, "drill", "--list", "--json"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        check=False,
-    )
-    try:
-        return msgspec.json.decode(done.stdout, type=tuple[Known, ...])
-    except msgspec.DecodeError as problem:
-        said = done.stderr.decode("utf-8", "replace").strip() or str(problem)
-        raise InternalError(
-            f"engine drill --list — expected a list of drills, found {said}"
-        ) from None
+    return ask_json(["drill", "--list", "--json"], tuple[Known, ...], engine)
 
 
 def results_in(*folders: Path) -> dict[str, Found]:

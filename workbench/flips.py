@@ -199,21 +199,23 @@ class Wanted:
     def check(self, source: Path, flips: Path) -> list[str]:
         """The plan and its cost, from the engine, which checks the inputs of both arms. Raises BadInput
         or UsageError for a flip that would be refused."""
-        options = self._options()
-        return _without_seed(check_flip(source, self.assignment, self.folder(flips), **options))
+        return _without_seed(check_flip(self.arguments(source, self.folder(flips))))
 
     def start(self, source: Path, folder: Path) -> StartedFlip:
         """Start it in a new folder. Raises BadInput where that cannot be written."""
-        return start_flip(source, self.assignment, folder, **self._options())
+        return start_flip(self.arguments(source, folder), folder)
 
     def folder(self, flips: Path) -> Path:
         """The folder of a flip that begins now."""
         knob = self.assignment.partition("=")[0].replace(".", "-") or "flip"
         return (flips / f"{time.strftime('%Y%m%d-%H%M%S')}-{knob}").absolute()
 
-    def _options(self) -> dict[str, Any]:
-        options = ["--margin", self.margin, "--steps", self.steps, "--controls", self.controls]
-        return {"hypothesis": self.hypothesis, "budget": self.budget, "options": options}
+    def arguments(self, source: Path, folder: Path) -> list[str]:
+        """The arguments of the engine that start it."""
+        named = ("hypothesis", "budget", "margin", "steps", "controls")
+        values = [(f"--{name}", value) for name in named if (value := getattr(self, name))]
+        asked = [("--set", self.assignment), ("--out", str(folder)), *values]
+        return ["flip", str(source), *(word for option in asked for word in option)]
 
 
 def _without_seed(lines: Sequence[str]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from engine.errors import write_error
 from engine.units import format_seconds
-from workbench.launch import ENGINE
+from workbench.launch import ENGINE, spawn
 
 TAIL_BYTES = 16 << 10
 
@@ -96,12 +96,6 @@ class Jobs:
         except OSError as problem:
             raise write_error("command", tempfile.gettempdir(), "to write there", problem) from None
         with os.fdopen(fd, "wb") as output:
-            process = subprocess.Popen(
-                [*engine, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = spawn(arguments, output, engine)
         job = self._newest[name] = Job(name, arguments, process, Path(path))
         return job

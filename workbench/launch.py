@@ -14,12 +14,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
 
 from engine.errors import BadInput, EngineError, InternalError, UsageError
 from engine.log.folder import RunFolder, open_run
 
 ENGINE = (sys.executable, "-m", "engine")
 """The engine of the interpreter that runs the workbench."""
+T = TypeVar("T")
 
 
 def distill_arguments(spec: Path, sets: Sequence[str], out: Path | None) -> list[str]:
@@ -109,64 +113,52 @@ class StartedFlip:
             self._process.send_signal(signal.SIGINT)
 
 
-def flip_arguments(
-    source: Path,
-    assignment: str,
-    folder: Path,
-    hypothesis: str,
-    budget: str,
-    options: Sequence[str],
-) -> list[str]:
-    """The arguments of `engine flip` for a new flip."""
-    arguments = ["flip", str(source), "--set", assignment, "--out", str(folder), "--budget", budget]
-    return [*arguments, *(["--hypothesis", hypothesis] if hypothesis else []), *options]
-
-
-def check_flip(
-    source: Path,
-    assignment: str,
-    folder: Path,
-    *,
-    hypothesis: str = "",
-    budget: str = "5m",
-    options: Sequence[str] = (),
-    engine: Sequence[str] = ENGINE,
-) -> list[str]:
+def check_flip(arguments: Sequence[str], *, engine: Sequence[str] = ENGINE) -> list[str]:
     """The report of `engine flip --dry-run` on a flip that can be started: its plan and its cost.
     The inputs of both arms are checked and nothing is started. Raises BadInput for one that is refused."""
-    arguments = flip_arguments(source, assignment, folder, hypothesis, budget, options)
     return _run([*arguments, "--dry-run"], engine).stderr.strip().splitlines()
 
 
-def start_flip(
-    source: Path,
-    assignment: str,
-    folder: Path,
-    *,
-    hypothesis: str = "",
-    budget: str = "5m",
-    options: Sequence[str] = (),
-    engine: Sequence[str] = ENGINE,
-) -> StartedFlip:
-    """Start `engine flip` with further `options`. Its output goes to `<folder>.txt` beside its folder.
-    Raises BadInput when that cannot be written."""
+def start_flip(arguments: Sequence[str], folder: Path) -> StartedFlip:
+    """Start `engine flip` into `folder`. Its output goes to `<folder>.txt` beside it. Raises BadInput
+    when that cannot be written."""
     words = folder.with_name(f"{folder.name}.txt")
-    arguments = flip_arguments(source, assignment, folder, hypothesis, budget, options)
     try:
         words.parent.mkdir(parents=True, exist_ok=True)
         with words.open("wb") as output:
-            process = subprocess.Popen(
-                [*engine, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            process = spawn(arguments, output)
     except OSError as problem:
         raise BadInput.expected(
             "flip", words, "to write it", problem.strerror or str(problem)
         ) from problem
     return StartedFlip(process, folder, words)
+
+
+def spawn(
+    arguments: Sequence[str], output: BinaryIO, engine: Sequence[str] = ENGINE
+) -> subprocess.Popen[bytes]:
+    """Start an engine command that outlives this program; all that it prints goes to `output`."""
+    return subprocess.Popen(
+        [*engine, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def ask_json(arguments: Sequence[str], type_: type[T], engine: Sequence[str] = ENGINE) -> T:
+    """The JSON value that an engine command prints. Raises InternalError when there is none."""
+    done = subprocess.run(
+        [*engine, *arguments], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    try:
+        return msgspec.json.decode(done.stdout, type=type_)
+    except msgspec.DecodeError as problem:
+        said = done.stderr.decode("utf-8", "replace").strip() or str(problem)
+        raise InternalError(
+            f"engine {' '.join(arguments)} — expected one JSON value, found code {done.returncode}: {said}"
+        ) from None
 
 
 def _detached(arguments: Sequence[str], engine: Sequence[str]) -> RunFolder:

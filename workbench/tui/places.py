@@ -5,8 +5,8 @@ A screen is imported when it is built: the first paint needs none of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from textual.screen import Screen
@@ -24,72 +24,37 @@ class Place:
     name: str
     """One word; also the argument of the app's action `visit`."""
     tooltip: str
-    build: Callable[[Context, RunFolder | None], Screen[Any]]
-    """Makes the screen; the second argument is the run that is on screen now, if any."""
+    screen: str
+    """`module.Class` in `workbench.tui.screens`."""
+    takes: str = ""
+    """The parameter that is given the run on screen now, if the screen has one."""
     acts: bool = False
     """Whether it exists to start something: read-only mode does not open it."""
 
-
-def _flips(context: Context, run: RunFolder | None) -> Screen[Any]:
-    from workbench.tui.screens.flips import FlipsScreen
-
-    return FlipsScreen(context, run)
-
-
-def _flip(context: Context, run: RunFolder | None) -> Screen[Any]:
-    from workbench.tui.screens.flip import FlipScreen
-    from workbench.tui.screens.flips import FlipsScreen
-
-    if run is None:
-        return FlipsScreen(context)
-    return FlipScreen(context, run)
+    def build(self, context: Context, run: RunFolder | None) -> Screen[Any]:
+        """Makes the screen; `run` is the run on screen now, if any."""
+        # There is no flip without a run: the list of flips has those that can be opened.
+        screen_of = FLIPS if self.name == "flip" and run is None else self.screen
+        module, _, name = screen_of.partition(".")
+        made = getattr(import_module(f"workbench.tui.screens.{module}"), name)
+        screen: Screen[Any] = made(context, **({self.takes: run} if self.takes else {}))
+        return screen
 
 
-def _whys(context: Context, run: RunFolder | None) -> Screen[Any]:
-    from workbench.tui.screens.whys import WhysScreen
-
-    return WhysScreen(context)
-
-
-def _contracts(context: Context, run: RunFolder | None) -> Screen[Any]:
-    from workbench.tui.screens.contracts import ContractsScreen
-
-    return ContractsScreen(context)
-
-
-def _drills(context: Context, run: RunFolder | None) -> Screen[Any]:
-    from workbench.tui.screens.drills import DrillsScreen
-
-    return DrillsScreen(context)
-
-
-def _doctor(context: Context, run: RunFolder | None) -> Screen[Any]:
-    from workbench.tui.screens.doctor import DoctorScreen
-
-    return DoctorScreen(context)
-
-
-def _new_run(context: Context, run: RunFolder | None) -> Screen[Any]:
-    from workbench.tui.screens.new_run import NewRunScreen
-
-    return NewRunScreen(context)
-
-
-def _again(context: Context, run: RunFolder | None) -> Screen[Any]:
-    from workbench.tui.screens.new_run import NewRunScreen
-
-    return NewRunScreen(context, like=run)
-
-
+NEW_RUN, FLIPS = "new_run.NewRunScreen", "flips.FlipsScreen"
 PLACES: tuple[Place, ...] = (
-    Place("", "new run", "start a run from a spec", _new_run, acts=True),
-    Place("", "another run", "start another run with the settings of this one", _again, acts=True),
-    Place("", "flip", "test a suspicion about the run on screen", _flip, acts=True),
-    Place("E", "flips", "experiments: past flips with their verdicts", _flips),
-    Place("w", "whys", "five whys: the findings and their evidence", _whys),
-    Place("C", "contracts", "what the code promises, and its receipts", _contracts),
-    Place("D", "drills", "known defects, planted on purpose", _drills),
-    Place("I", "doctor", "what this machine is, and what it cannot measure", _doctor),
+    Place("", "new run", "start a run from a spec", NEW_RUN, acts=True),
+    Place(
+        "", "another run", "start another run with the settings of this one", NEW_RUN, "like", True
+    ),
+    Place("", "flip", "test a suspicion about the run on screen", "flip.FlipScreen", "run", True),
+    Place("E", "flips", "experiments: past flips with their verdicts", FLIPS, "run"),
+    Place("w", "whys", "five whys: the findings and their evidence", "whys.WhysScreen"),
+    Place(
+        "C", "contracts", "what the code promises, and its receipts", "contracts.ContractsScreen"
+    ),
+    Place("D", "drills", "known defects, planted on purpose", "drills.DrillsScreen"),
+    Place("I", "doctor", "what this machine is, and what it cannot measure", "doctor.DoctorScreen"),
 )
 """In the order in which help and palette list them."""
 

@@ -4,7 +4,7 @@ run shows its letter before its name, in the colour of that letter."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.text import Text
@@ -111,16 +111,7 @@ def _words_of(row: RunRow) -> str:
 
 def _is_as_before(before: RunRow, row: RunRow) -> bool:
     """Whether nothing of a run has changed but its age."""
-    return (
-        before.last_step == row.last_step
-        and before.state == row.state
-        and before.loss == row.loss
-        and before.heldout == row.heldout
-        and before.tokens_per_second == row.tokens_per_second
-        and before.total_steps == row.total_steps
-        and before.left_s == row.left_s
-        and before.alerts == row.alerts
-    )
+    return replace(before, age_s=row.age_s) == row
 
 
 class RunsTable(CellTable):

@@ -24,8 +24,7 @@ from tests.support.run_folders import Scene, completed
 from tests.support.running import engine
 from tests.support.screens import on_screen, poll, press, settle, shows, text_of, texts_of, words_of
 from workbench.feed import RunFeed
-from workbench.flips import FlipFeed, FlipsFeed, going_on
-from workbench.launch import start_flip
+from workbench.flips import FlipFeed, FlipsFeed, Wanted, going_on
 from workbench.plot.canvas import plain
 from workbench.plot.forest import render_forest
 from workbench.suspicions import settings_of, suspicions
@@ -155,7 +154,7 @@ def test_enter_runs_it_and_the_verdict_comes_onto_the_screen(
 
 
 def test_a_refused_flip_says_why(run: Path, tmp_path: Path) -> None:
-    started = start_flip(run, "compute.threads=1", tmp_path / "flips" / "x", budget="5m")
+    started = Wanted(assignment="compute.threads=1").start(run, tmp_path / "flips" / "x")
     started._process.wait(timeout=240)
     snapshot = FlipFeed(tmp_path / "flips" / "x", started).poll()
     # The kit's spec has one thread already.
