@@ -19,7 +19,7 @@ from workbench.listing import TONE_OF, Listing, Row
 
 def ask(engine: Sequence[str] = ENGINE) -> dict[str, Any]:
     """The diagnosis as JSON. Raises InternalError when there is none."""
-    return ask_json(["doctor", "--json"], dict[str, Any], engine)
+    return ask_json(["doctor", "--json"], "one JSON value", dict[str, Any], engine)
 
 
 class DoctorFeed:

@@ -75,7 +75,7 @@ class Found:
 
 def known_drills(engine: Sequence[str] = ENGINE) -> tuple[Known, ...]:
     """Every drill. Raises InternalError when the engine does not list them."""
-    return ask_json(["drill", "--list", "--json"], tuple[Known, ...], engine)
+    return ask_json(["drill", "--list", "--json"], "a list of drills", tuple[Known, ...], engine)
 
 
 def results_in(*folders: Path) -> dict[str, Found]:

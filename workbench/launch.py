@@ -147,7 +147,9 @@ def spawn(
     )
 
 
-def ask_json(arguments: Sequence[str], type_: type[T], engine: Sequence[str] = ENGINE) -> T:
+def ask_json(
+    arguments: Sequence[str], expected: str, type_: type[T], engine: Sequence[str] = ENGINE
+) -> T:
     """The JSON value that an engine command prints. Raises InternalError when there is none."""
     done = subprocess.run(
         [*engine, *arguments], stdin=subprocess.DEVNULL, capture_output=True, check=False
@@ -157,7 +159,7 @@ def ask_json(arguments: Sequence[str], type_: type[T], engine: Sequence[str] = E
     except msgspec.DecodeError as problem:
         said = done.stderr.decode("utf-8", "replace").strip() or str(problem)
         raise InternalError(
-            f"engine {' '.join(arguments)} — expected one JSON value, found code {done.returncode}: {said}"
+            f"engine {' '.join(arguments)} — expected {expected}, found {said} (code {done.returncode})"
         ) from None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -73,6 +73,23 @@ class Parts:
         return tuple(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class _Aside:
+    row: int
+    line: LogLine
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Lines [number, last) of the trainer's log, from `row` on, between two points of it."""
+
+    row: int
+    begin: Point
+    end: Point
+    number: int
+    last: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Log:
     """The log at one poll: rows 0 to `len` - 1, in order of time."""
@@ -91,12 +108,22 @@ class Log:
     def lines(self, start: int, stop: int) -> list[LogLine]:
         """Rows [start, stop)."""
         found: list[LogLine] = []
-        row = max(0, start)
-        stop = min(stop, len(self))
+        for stretch in self._stretches(start, stop):
+            if isinstance(stretch, _Aside):
+                found.append(stretch.line)
+            else:
+                first = stretch.begin.number
+                part = self.parts.lines(stretch.begin, stretch.end)
+                found += part[stretch.number - first : stretch.last - first]
+        return found
+
+    def _stretches(self, start: int, stop: int) -> Iterator[_Aside | _Stretch]:
+        """Rows [start, stop) as asides, and as stretches of the trainer's lines that are read together."""
+        row, stop = max(0, start), min(stop, len(self))
         while row < stop:
             aside, number = self._at(row)
             if aside is not None:
-                found.append(self.asides[aside])
+                yield _Aside(row, self.asides[aside])
                 row += 1
                 continue
             index = bisect_right(self.points, number, key=_number) - 1
@@ -104,10 +131,8 @@ class Log:
             next_aside = bisect_right(self.places, number)
             until = self.places[next_aside] if next_aside < len(self.places) else self.count
             last = min(end.number, until, number + stop - row)
-            part = self.parts.lines(begin, end)
-            found += part[number - begin.number : last - begin.number]
+            yield _Stretch(row, begin, end, number, last)
             row += last - number
-        return found
 
     def _at(self, row: int) -> tuple[int | None, int]:
         """The aside at a row, or None; and the line of the trainer there, or that follows it."""
@@ -149,32 +174,21 @@ class Log:
                 if matches(line_text(line), pattern)
             ]
         found = []
-        row, stop = max(0, start), min(stop, len(self))
-        while row < stop:
-            aside, number = self._at(row)
-            if aside is not None:
-                if matches(line_text(self.asides[aside]), pattern):
-                    found.append(row)
-                row += 1
+        for stretch in self._stretches(start, stop):
+            if isinstance(stretch, _Aside):
+                found += [stretch.row] if matches(line_text(stretch.line), pattern) else []
                 continue
-            index = bisect_right(self.points, number, key=_number) - 1
-            begin, end = self.points[index], self.points[index + 1]
-            next_aside = bisect_right(self.places, number)
-            until = self.places[next_aside] if next_aside < len(self.places) else self.count
-            last = min(end.number, until, number + stop - row)
+            begin, end, numbers = stretch.begin, stretch.end, range(stretch.number, stretch.last)
             raw = self.parts.raw(begin, end)
-            others = [
+            others = {
                 n
-                for n in range(number, last)
+                for n in numbers
                 if n - begin.number >= len(raw) or _STEP not in raw[n - begin.number]
-            ]
+            }
             whole = self.parts.lines(begin, end) if others else ()
             shown = {n for n in others if matches(line_text(whole[n - begin.number]), pattern)}
-            if rule:
-                known = set(others)
-                shown |= {n for n in range(number, last) if n not in known}
-            found += [row + n - number for n in sorted(shown)]
-            row += last - number
+            shown |= {n for n in numbers if n not in others} if rule else set()
+            found += [stretch.row + n - stretch.number for n in sorted(shown)]
         return found
 
 

@@ -7,9 +7,8 @@ single   below 18 rows    one of the two; z switches between them
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -96,8 +95,18 @@ screen.
         self.query_one(WordsView).lines = row.lines
 
 
-class BrowseScreen(PollingScreen):
-    """Draws listings; a subclass reads them and adds its own keys."""
+class Feed(Protocol):
+    """Makes listings."""
+
+    def poll(self) -> Listing:
+        """The list as it is now; called in a thread. May raise EngineError or OSError."""
+
+
+F = TypeVar("F", bound=Feed)
+
+
+class BrowseScreen(PollingScreen, Generic[F]):
+    """Draws the listings of a feed; a subclass adds its own keys."""
 
     AUTO_FOCUS = "RowList"
     NOTES: ClassVar[Sequence[str]] = ()
@@ -141,9 +150,9 @@ class BrowseScreen(PollingScreen):
     }
     """
 
-    def __init__(self, context: Context, title: str) -> None:
+    def __init__(self, context: Context, title: str, feed: F) -> None:
         super().__init__(context)
-        self.title = title
+        self.title, self._feed = title, feed
         self._zoomed = False
         self._goto = ""
 
@@ -158,13 +167,9 @@ class BrowseScreen(PollingScreen):
 
     # What it shows
 
-    @abstractmethod
-    def read(self) -> Listing:
-        """The list as it is now; called in a thread. May raise EngineError or OSError."""
-
     def poll(self) -> Polled:
         try:
-            return Polled(with_job(self.read(), self.job))
+            return Polled(with_job(self._feed.poll(), self.job))
         except (EngineError, OSError) as problem:
             text = str(problem)
             return Polled(Listing(head=f"{self.title}: {one_line(text)}", empty=text))

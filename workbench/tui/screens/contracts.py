@@ -8,7 +8,6 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from workbench.contracts import JOB, ContractsFeed
-from workbench.listing import Listing
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 
@@ -24,7 +23,7 @@ NOTES = (
 )
 
 
-class ContractsScreen(BrowseScreen):
+class ContractsScreen(BrowseScreen[ContractsFeed]):
     """The contracts of the project in the current folder."""
 
     NOTES = NOTES
@@ -41,11 +40,7 @@ class ContractsScreen(BrowseScreen):
     )
 
     def __init__(self, context: Context, root: Path = Path()) -> None:
-        super().__init__(context, "contracts")
-        self._feed = ContractsFeed(root)
-
-    def read(self) -> Listing:
-        return self._feed.poll()
+        super().__init__(context, "contracts", ContractsFeed(root))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "stop":

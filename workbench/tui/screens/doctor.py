@@ -7,7 +7,6 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 
 from workbench.doctor import DoctorFeed
-from workbench.listing import Listing
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.widgets.row_list import RowList
@@ -19,7 +18,7 @@ NOTES = (
 )
 
 
-class DoctorScreen(BrowseScreen):
+class DoctorScreen(BrowseScreen[DoctorFeed]):
     """One examination of this machine."""
 
     NOTES = NOTES
@@ -28,11 +27,7 @@ class DoctorScreen(BrowseScreen):
     )
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context, "doctor")
-        self._feed = DoctorFeed()
-
-    def read(self) -> Listing:
-        return self._feed.poll()
+        super().__init__(context, "doctor", DoctorFeed())
 
     def action_ask_again(self) -> None:
         self._feed.forget()

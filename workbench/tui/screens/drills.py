@@ -9,7 +9,6 @@ from textual.binding import Binding, BindingType
 
 from engine.log.folder import RunFolder, is_run
 from workbench.drills import JOB, DrillsFeed, drill_arguments, new_folder
-from workbench.listing import Listing
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.runs import RunsScreen
@@ -22,7 +21,7 @@ NOTES = (
 )
 
 
-class DrillsScreen(BrowseScreen):
+class DrillsScreen(BrowseScreen[DrillsFeed]):
     """Every drill of the engine."""
 
     NOTES = NOTES
@@ -37,11 +36,7 @@ class DrillsScreen(BrowseScreen):
     )
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context, "drills")
-        self._feed = DrillsFeed()
-
-    def read(self) -> Listing:
-        return self._feed.poll()
+        super().__init__(context, "drills", DrillsFeed())
 
     def _run(self) -> Path | None:
         """The run of the selected drill: its active run, else that of its last result."""

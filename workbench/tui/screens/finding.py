@@ -17,7 +17,6 @@ from engine.findings.verify import check_bundle
 from engine.findings.whys import OUTCOMES
 from workbench.findings import FindingFeed, node_of, tested_id
 from workbench.linking import PARTS, captured
-from workbench.listing import Listing
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.form import Field, FormScreen, Values
@@ -40,7 +39,7 @@ NOTES = (
 WHERE = "a run, a flip or a file; ! COMMAND; or : what you say"
 
 
-class FindingScreen(BrowseScreen):
+class FindingScreen(BrowseScreen[FindingFeed]):
     """The tree of one finding."""
 
     NOTES = NOTES
@@ -66,12 +65,10 @@ class FindingScreen(BrowseScreen):
     )
 
     def __init__(self, context: Context, path: Path) -> None:
-        super().__init__(context, f"finding {path.name}")
+        super().__init__(
+            context, f"finding {path.name}", FindingFeed(path, ascii_only=context.ascii_only)
+        )
         self.bundle = Bundle(path)
-        self._feed = FindingFeed(path, ascii_only=context.ascii_only)
-
-    def read(self) -> Listing:
-        return self._feed.poll()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return self._feed.finding is not None if action in self.ACTING else True

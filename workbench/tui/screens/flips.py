@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 
 from engine.log.folder import RunFolder
 from workbench.flips import FLIPS, FlipFeed, FlipsFeed
-from workbench.listing import Listing, beside
+from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.finding_forms import keep_form
@@ -24,7 +24,7 @@ NOTES = (
 )
 
 
-class FlipsScreen(BrowseScreen):
+class FlipsScreen(BrowseScreen[FlipsFeed]):
     """The flips in the folder of flips here, and beside the runs."""
 
     NOTES = NOTES
@@ -40,12 +40,12 @@ class FlipsScreen(BrowseScreen):
     )
 
     def __init__(self, context: Context, run: RunFolder | None = None) -> None:
-        super().__init__(context, "experiments")
+        super().__init__(
+            context,
+            "experiments",
+            FlipsFeed(beside(context.folders, FLIPS), ascii_only=context.ascii_only),
+        )
         self._run = run
-        self._feed = FlipsFeed(beside(context.folders, FLIPS), ascii_only=context.ascii_only)
-
-    def read(self) -> Listing:
-        return self._feed.poll()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "new":

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 
 from engine.findings.changes import begin, slug_of
 from workbench.findings import EVIDENCE, FindingsFeed
-from workbench.listing import Listing, beside
+from workbench.listing import beside
 from workbench.tui.context import Context
 from workbench.tui.screens.browse import BrowseScreen, own_keys
 from workbench.tui.screens.finding import FindingScreen
@@ -21,7 +21,7 @@ NOTES = (
 )
 
 
-class WhysScreen(BrowseScreen):
+class WhysScreen(BrowseScreen[FindingsFeed]):
     """The findings."""
 
     NOTES = NOTES
@@ -32,11 +32,7 @@ class WhysScreen(BrowseScreen):
     )
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context, "five whys")
-        self._feed = FindingsFeed(beside(context.folders, EVIDENCE))
-
-    def read(self) -> Listing:
-        return self._feed.poll()
+        super().__init__(context, "five whys", FindingsFeed(beside(context.folders, EVIDENCE)))
 
     def action_open(self) -> None:
         if self.selected is not None:
