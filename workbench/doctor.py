@@ -16,10 +16,12 @@ from engine.verdict import Level
 from workbench.launch import ENGINE, ask_json
 from workbench.listing import TONE_OF, Listing, Row
 
+REFUSAL = "engine doctor --json — expected one JSON value, found code {code}: {said}"
+
 
 def ask(engine: Sequence[str] = ENGINE) -> dict[str, Any]:
     """The diagnosis as JSON. Raises InternalError when there is none."""
-    return ask_json(["doctor", "--json"], "one JSON value", dict[str, Any], engine)
+    return ask_json(["doctor", "--json"], REFUSAL, dict[str, Any], engine)
 
 
 class DoctorFeed:

@@ -29,6 +29,7 @@ from workbench.listing import TONE_OF, Listing, Row, age_text
 DRILLS = Path("drills")
 EVIDENCE = Path("evidence/drills")
 JOB = "drill"
+REFUSAL = "engine drill --list — expected a list of drills, found {said}"
 NO_RESULT = "no result yet: n runs it (a few seconds), or `engine drill {id} --out DIR`"
 
 
@@ -75,7 +76,7 @@ class Found:
 
 def known_drills(engine: Sequence[str] = ENGINE) -> tuple[Known, ...]:
     """Every drill. Raises InternalError when the engine does not list them."""
-    return ask_json(["drill", "--list", "--json"], "a list of drills", tuple[Known, ...], engine)
+    return ask_json(["drill", "--list", "--json"], REFUSAL, tuple[Known, ...], engine)
 
 
 def results_in(*folders: Path) -> dict[str, Found]:

@@ -148,9 +148,10 @@ def spawn(
 
 
 def ask_json(
-    arguments: Sequence[str], expected: str, type_: type[T], engine: Sequence[str] = ENGINE
+    arguments: Sequence[str], refusal: str, type_: type[T], engine: Sequence[str] = ENGINE
 ) -> T:
-    """The JSON value that an engine command prints. Raises InternalError when there is none."""
+    """The JSON value that an engine command prints. Raises InternalError when there is none, in the words
+    of `refusal` with its exit `code` and what it `said`."""
     done = subprocess.run(
         [*engine, *arguments], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
@@ -158,9 +159,7 @@ def ask_json(
         return msgspec.json.decode(done.stdout, type=type_)
     except msgspec.DecodeError as problem:
         said = done.stderr.decode("utf-8", "replace").strip() or str(problem)
-        raise InternalError(
-            f"engine {' '.join(arguments)} — expected {expected}, found {said} (code {done.returncode})"
-        ) from None
+        raise InternalError(refusal.format(code=done.returncode, said=said)) from None
 
 
 def _detached(arguments: Sequence[str], engine: Sequence[str]) -> RunFolder:
