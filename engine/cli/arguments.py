@@ -140,7 +140,7 @@ def prepare_threads(wanted: str = "auto") -> None:
 
 def whole(most: int) -> Callable[[str], int]:
     """Integers up to `most`, and down to -`most`."""
-    return _number(int, "an integer", most)
+    return _number(int, "a whole number", most)
 
 
 def real(most: float) -> Callable[[str], float]:

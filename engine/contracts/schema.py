@@ -329,7 +329,7 @@ def _told(shape: Shape) -> str:
         case list():
             return "a list"
         case AtLeast():
-            return "an integer"
+            return "a whole number"
         case Block() | Named():
             return "a mapping"
         case _ if shape is bool:
