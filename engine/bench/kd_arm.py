@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from engine.bench.kd_rivals import OBJECTIVES, STEPS, versions
+from engine.bench.kd_rivals import OBJECTIVES, STEPS, Clock, versions
 from engine.bench.kd_shape import (
     KdShape,
     batches_of,
@@ -50,23 +50,16 @@ def measure(arm: str, device: torch.device, shape: KdShape) -> dict[str, Any]:
     begun = time.perf_counter()
     steps = _ours(arm, device, shape) if arm in OURS else STEPS[arm](shape, device)
     ready_s = time.perf_counter() - begun
-    cuda = device.type == "cuda"
     # A rival with a loop of its own is done by now, and has measured itself.
-    if cuda and not hasattr(steps, "seconds"):
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    losses, seconds = [], []
-    last = time.perf_counter()
+    seconds: list[float] | None = getattr(steps, "seconds", None)
+    clock, losses = Clock(device), []
+    if seconds is None:
+        clock.begin()
+        seconds = clock.seconds
     for loss in steps:
-        if cuda:
-            torch.cuda.synchronize(device)
-        now = time.perf_counter()
         losses.append(loss)
-        seconds.append(now - last)
-        last = now
-    seconds = getattr(steps, "seconds", seconds)
-    peak = torch.cuda.max_memory_allocated(device) if cuda else None
+        clock.step()
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {
         "arm": arm,
         "state": "measured",

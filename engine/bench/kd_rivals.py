@@ -139,7 +139,7 @@ def trl_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
     table = datasets.table.InMemoryTable.from_pydict({"input_ids": rows})
     # Named here, so that nothing has to be hashed.
     data = datasets.Dataset(table, fingerprint="engine-bench-kd")
-    clock = _Clock(device)
+    clock = Clock(device)
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
         tokens_BT = torch.tensor([example["input_ids"] for example in examples])
@@ -206,7 +206,7 @@ class _Recorded:
         return next(self._losses)
 
 
-class _Clock:
+class Clock:
     """Seconds between the ends of steps."""
 
     def __init__(self, device: torch.device) -> None:
@@ -214,10 +214,11 @@ class _Clock:
         self.seconds: list[float] = []
 
     def begin(self) -> None:
+        self._last = self._now()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
-        self._last = self._now()
+            self._last = self._now()
 
     def step(self) -> None:
         now = self._now()

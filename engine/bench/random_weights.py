@@ -36,11 +36,9 @@ class RandomWeights(WeightFile):
     metadata: Mapping[str, Any] = {}
     _files: Mapping[Path, OpenFile] = {}
 
-    def __init__(
-        self, config: ModelConfig, quant: str, device: torch.device, seed: int = 0
-    ) -> None:
+    def __init__(self, config: ModelConfig, quant: str, device: torch.device) -> None:
         self.config, self.device = config, device
-        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.generator = torch.Generator(device=device).manual_seed(0)
         types = tensor_types(config, quant, "gguf")
         self.types = {name: types[ours] for ours, name in names_for("gguf", config).items()}
         self.tensors = {

@@ -99,9 +99,7 @@ class _Asked:
         )
 
 
-def verify(
-    folder: Path, say: Callable[[str], None] = lambda text: None, *, steps: int = STEPS
-) -> Verification:
+def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Verification:
     """Every way there is, one after the other; `say` is told what begins.
 
     Raises `BadInput` for a folder that is no model, before anything is asked.
@@ -116,7 +114,7 @@ def verify(
         raise BadInput.expected(
             "model", folder, f"positions for {max(map(len, prompts))} tokens and one more", "fewer"
         )
-    asked_steps = min(steps, room)
+    asked_steps = min(STEPS, room)
     with scratch_folder("engine-verify-") as scratch:
         asked = _Asked(prompts=prompts, steps=asked_steps, scratch=scratch)
         say("hashing the files")

@@ -115,12 +115,10 @@ def _loss_variants() -> tuple[Variant, ...]:
     )
 
 
-def compile_all(
-    architectures: Iterable[int] = ARCHITECTURES, *, workers: int = 4
-) -> list[AotFigure]:
+def compile_all() -> list[AotFigure]:
     """The figures of every variant for every architecture, in their order."""
-    tasks = [(variant, arch) for arch in architectures for variant in all_variants(arch)]
-    with ThreadPoolExecutor(workers) as pool:
+    tasks = [(variant, arch) for arch in ARCHITECTURES for variant in all_variants(arch)]
+    with ThreadPoolExecutor(4) as pool:
         return list(pool.map(lambda task: figure(*task), tasks))
 
 

@@ -91,7 +91,7 @@ def variants(
     temperature: float = 1.0,
 ) -> tuple[Variant, ...]:
     """What a run launches for a student of `vocabulary` ids, with products in any of `dtypes`."""
-    found = (
+    return tuple(
         variant(
             vocabulary=vocabulary,
             teacher=teacher,
@@ -99,9 +99,8 @@ def variants(
             temperature=temperature,
             dtype=dtype,
         )
-        for dtype in dtypes
+        for dtype in dict.fromkeys(dtypes)
     )
-    return tuple(dict.fromkeys(found))
 
 
 @dataclass(slots=True, kw_only=True)
