@@ -6,7 +6,7 @@ doing, with nothing half-written and no process of its own left behind.
         v                                                 v  ends what the command started, removes its partial files
     exit 128 + n                                       exits
 
-A Python handler runs only between two lines of Python. While the main thread is inside native code (a product of
+A Python handler runs only between two lines of Python. While the main thread is inside native code (a matmul of
 matrices, a tokenizer, one big read) no handler runs, and where that code holds the interpreter lock no thread
 does either. So the last word has a process of its own, the guard, forked before anything is imported. The kernel's
 handler writes the signal's number into the pipe even then. The guard gives the command `GRACE_S` to unwind, which

@@ -47,7 +47,7 @@ class KdRow:
     """(largest - smallest) / median of them."""
     tokens_per_s: float | None = None
     share_of_bound: float | None = None
-    """Of what the run's own arithmetic would take at the rate of the largest product measured here."""
+    """Of what the run's own arithmetic would take at the rate of the largest matmul measured here."""
     peak_bytes: int | None = None
     first_loss: float | None = None
     last_loss: float | None = None

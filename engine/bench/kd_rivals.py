@@ -6,7 +6,7 @@
                    it has not got; it takes no teacher with more ids, so its teacher's head is cut
 
 All train fp32 weights under bf16 autocast, clip the gradient and step with fused AdamW. Each takes the
-tensors of our own models, so nobody starts from other weights; on a CPU products are in fp32. A
+tensors of our own models, so nobody starts from other weights; on a CPU matmuls are in fp32. A
 library is imported by its arm alone, and what is not installed says so.
 """
 

@@ -1,9 +1,9 @@
-"""Linear layers from packed weights, against bf16 weights and the library's matrix product.
+"""Linear layers from packed weights, against bf16 weights and the library's matmul.
 
-Arms of a stack of decoder layers, every product with its own weight and bias:
+Arms of a stack of decoder layers, every matmul with its own weight and bias:
 
     bf16           F.linear, as a decoder calls it
-    bf16 joined    the same with q, k and v as one product, and gate and up as one
+    bf16 joined    the same with q, k and v as one matmul, and gate and up as one
     packed         packed_linear
     packed joined  packed_linear_many, joined as above
     dequantise     the dequantising part of `packed` alone
@@ -70,7 +70,7 @@ class StackShape:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A product of a layer: one matrix, or several with one input."""
+    """A matmul of a layer: one matrix, or several with one input."""
 
     packed: list[PackedMatrix]
     dense_NK: Tensor

@@ -1,10 +1,10 @@
 """The loss head alone: hidden states of student and teacher in, loss and gradients out.
 
     arm            what it does
-    products       the four matrix products that nothing can do without, in bf16, and nothing else
+    products       the four matmuls that nothing can do without, in bf16, and nothing else
     fp32 products  the same with fp32 results, as a loss needs them that keeps its digits
     ce, kd         engine.loss.objective with alpha 1 and 0.5: cross entropy, and with a teacher
-                   eager and fused: the two forms of what is between the products
+                   eager and fused: the two forms of what is between the matmuls
     kd packed      kd with the teacher's head in blocks (Q6_K), made floats slice by slice
     plain          whole logits, log_softmax and autograd, as it is usually written
 
@@ -122,7 +122,7 @@ class _Loss:
         torch.autograd.backward(loss)
 
     def products(self, out: torch.dtype) -> Callable[[], None]:
-        """The products of the fused form, by its chunks and groups of chunks, into memory that is there
+        """The matmuls of the fused form, by its chunks and groups of chunks, into memory that is there
         already."""
         shape, h_ND, w_VD = self.shape, self.hidden_ND.detach(), self.head_VD.detach()
         most = default_chunk_rows(self.device, shape.vocabulary, "fused")

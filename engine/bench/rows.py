@@ -19,7 +19,7 @@ class Roofline:
     copy_bytes_per_s: float
     """A large device-to-device copy, bytes read plus bytes written."""
     matmul_flop_per_s: float
-    """The best bf16 matrix product seen."""
+    """The best bf16 matmul seen."""
 
 
 @dataclass(frozen=True, slots=True)

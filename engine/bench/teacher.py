@@ -5,15 +5,15 @@
     dequantized compiled   the same                    compiled, q|k|v and gate|up joined
     fp8 compiled           8-bit floats                compiled
     quantized              in their blocks             as written
-    quantized compiled     the same                    compiled around the products
+    quantized compiled     the same                    compiled around the matmuls
 
-All are the same decoder of the same blocks on the same tokens, so beside the times stands how far each
+All are the same decoder of the same blocks on the same tokens, so the report shows, with the times, how far each
 one's hidden states are from those of dense layers as written. With random weights that distance says
 little of a trained teacher: what fp8 costs one is measured where it is used (`engine.teachers.fp8`).
 
-The bound of every arm is the dense arm's: products at the rate of bf16. That of fp8 alone is beside the
+The bound of every arm is the dense arm's: matmuls at the rate of bf16. That of fp8 alone is beside the
 table. Memory is what the allocator holds after loading and at the peak of a forward pass. On a CPU the
-layers are as written, and the products of fp8 are a slow oracle, left out.
+layers are as written, and the matmuls of fp8 are a slow oracle, left out.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def bench_teacher(
         relative_rms      distance of each arm's hidden states from those of dense layers as written, by
                           their size
         first_s           of the first forward pass: what compiling takes is in it
-        fp8_flop_per_s    the rate of one large product of 8-bit floats in the same run
+        fp8_flop_per_s    the rate of one large matmul of 8-bit floats in the same run
     """
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -176,7 +176,7 @@ def _forward(
 
 
 def _fp8_rate(device: torch.device) -> float | None:
-    """Of a product of two random matrices of 8192 x 8192; None where the GPU has none."""
+    """Of a matmul of two random matrices of 8192 x 8192; None where the GPU has none."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     side = 8192

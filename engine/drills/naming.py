@@ -1,4 +1,4 @@
-"""What a run was told about itself: every check that failed, alert, refusal and attributed end, with its
+"""What named a defect in a run: every check that failed, alert, refusal and attributed end, with its
 time; and whether one of them is the name that a defect should have been given. Pure functions of a
 RunView; no torch.
 

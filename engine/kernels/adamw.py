@@ -3,8 +3,8 @@
     squares(tensors)                  sum of all squares, float64, 0-d
     update(weights, grads, ...)       one step of AdamW, weights and moments in place
 
-A model is some hundred tensors. One launch does them all: the addresses stand in a table on the
-device, and each program is told its tensor and where in it to begin. A step of AdamW reads weight,
+A model is some hundred tensors. One launch does them all: the addresses are in a table on the
+device, and each program is given its tensor and where in it to begin. A step of AdamW reads weight,
 gradient and both moments and writes all but the gradient: 28 bytes a weight, and 4 for the norm before it.
 
 With t steps taken, this one included, and g = gradient / divisor:

@@ -92,7 +92,7 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
 
 
 def _generation_variants(arch: int) -> tuple[Variant, ...]:
-    """The products of a step of Qwen2.5-7B as Q4_K_M: q, k, v together, and gate and up."""
+    """The matmuls of a step of Qwen2.5-7B as Q4_K_M: q, k, v together, and gate and up."""
     found = []
     for names, rows in ((("Q4_K", "Q4_K", "Q6_K"), 4608), (("Q4_K", "Q4_K"), 37888)):
         types = [BLOCK_TYPES[name] for name in names]

@@ -1,4 +1,4 @@
-"""What stands between the products of a decoder's layer when one token of each row is run.
+"""The kernels between the matmuls of a decoder's layer in a decode step (one token per row).
 
     _norm      x + what the layer gave, kept; its RMS norm, by blocks of 256 columns or whole rows
     _attend    attention: what is kept of the token itself is written, its rotation and the norms of
@@ -9,28 +9,28 @@
 At one row nothing here is work: a layer of a 7B model reads 130 MB of weights, and these kernels a few
 kB. What counts is how many there are, how often each waits for memory, and that none asks the host:
 positions and tokens are on the device, and lengths of loops are read there. Each is written so that its
-results become the next product's inputs, as floats or as integers (`small_m_inputs.py`), without a
+results become the next matmul's inputs, as floats or as integers (`small_m_inputs.py`), without a
 kernel for that.
 
 Every program knows of no row but its own: a row's bits do not depend on what is run beside it.
-`engine.models.decoder` is the oracle. A product may leave its sums in parts (`small_m.products`):
-whoever reads them adds them, in order. A product of floats is one part.
+`engine.models.decoder` is the oracle. A matmul may leave its sums in parts (`small_m.products`):
+whoever reads them adds them, in order. A matmul of floats is one part.
 
 A kernel takes as long as the loads that wait for one another: some 0.3 us each for what is in the L2
 cache, 0.6 us and more for the rest. So each asks for everything at once. Numbers of parts, widths and
 strides are constants: loops over parts are unrolled, their loads are in flight together, and 16 bytes
 wide, because the compiler can tell how addresses are aligned.
 
-RMS norm in blocks: products are linear, so the divisor of a row, sqrt(mean x^2 + eps), can be applied
-to what comes out of the product instead of to what goes in. Then a block of columns knows all it needs,
+RMS norm in blocks: matmuls are linear, so the divisor of a row, sqrt(mean x^2 + eps), can be applied
+to what comes out of the matmul instead of to what goes in. Then a block of columns knows all it needs,
 and a row is done by as many programs as it has blocks, none of which waits for another:
 
     norm        x_b = kept_b + parts_b;  squares_b = sum x_b^2;  codes of x_b w_b
-    product     of those codes
-    its reader  product * rsqrt(sum of squares / columns + eps)
+    matmul     of those codes
+    its reader  matmul * rsqrt(sum of squares / columns + eps)
 
 The block's values are not rounded to bf16 on their way into 13-bit codes: one rounding less than the
-decoder's. All other roundings are the decoder's. Whoever needs the norm itself (products of floats,
+decoder's. All other roundings are the decoder's. Whoever needs the norm itself (matmuls of floats,
 which add their bias themselves; the head, whose results are logits) has a program do whole rows.
 
 The assembler moves loads down to their use and sums up between loads, as far as it may: each load then
@@ -48,7 +48,7 @@ from engine.kernels.small_m_inputs import write_codes
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 
 # Arguments: `parts_ptr` to (SPLITS, part_rows, stride), of which the first rows are read; `codes_ptr`,
-# `scales_ptr`, `code_sums_ptr` the inputs of a product, written if CODES, else `y_ptr`, floats;
+# `scales_ptr`, `code_sums_ptr` the inputs of a matmul, written if CODES, else `y_ptr`, floats;
 # `squares_ptr` to (rows, blocks of NORMED columns), float32.
 # Shapes: B blocks of 256 values, E values of one
 
@@ -114,7 +114,7 @@ def _norm(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,  # 0: nothing is added
     BLOCKS: tl.constexpr,  # of a program: all of a row unless LATE
-    LATE: tl.constexpr,  # leaves the divisor to whoever reads the product
+    LATE: tl.constexpr,  # leaves the divisor to whoever reads the matmul
     CODES: tl.constexpr,
     EARLY: tl.constexpr,
 ):

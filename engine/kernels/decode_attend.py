@@ -1,7 +1,7 @@
 """Attention of one token of each row: chunks of its keys and values, and their join.
 
     _attend   a program for each row, head of keys and chunk of CHUNK tokens
-    _join     a program for each row and block of 256 columns, which is what a product takes
+    _join     a program for each row and block of 256 columns, which is what a matmul takes
 
 A chunk is one tile, all of it asked for at once, before the queries are there. Each program leaves its
 largest score, sum of exponentials and sums of values; a program whose chunk is beyond the row's position

@@ -10,9 +10,9 @@ begin before the kernel ahead has ended (`dependent_launch.py`).
 
 What a step reads and writes beside weights and caches, all of it on the device:
 
-    Parts       what a product gave, in parts to be added
-    Undivided   what is left of an RMS norm for whoever reads a product (`decode.py`)
-    Out         where the inputs of the next product go: integers, or floats
+    Parts       what a matmul gave, in parts to be added
+    Undivided   what is left of an RMS norm for whoever reads a matmul (`decode.py`)
+    Out         where the inputs of the next matmul go: integers, or floats
     Heads       what attention of one layer has besides queries, keys and values
     Scratch     what attention leaves of each chunk (`decode_attend.py`)
 
@@ -47,10 +47,10 @@ CHUNKS_AHEAD = 8
 
 
 class Parts(NamedTuple):
-    """A product's results: their sum over P is what it gave."""
+    """A matmul's results: their sum over P is what it gave."""
 
     parts_PMN: Tensor
-    """Of more rows than are run, where a product has more."""
+    """Of more rows than are run, where a matmul has more."""
     first: int = 0
     """The column that is number 0."""
 
@@ -72,18 +72,18 @@ class Parts(NamedTuple):
 
 
 def parts_of(blocks: int, config: Config) -> int:
-    """How many parts a product of rows of `blocks` blocks leaves: of as many blocks each, but for the last."""
+    """How many parts a matmul of rows of `blocks` blocks leaves: of as many blocks each, but for the last."""
     each = -(-blocks // config.splits)
     return -(-blocks // each)
 
 
 class Out(NamedTuple):
-    """Rows for a product to multiply."""
+    """Rows for a matmul to multiply."""
 
     floats_MK: Tensor
-    """Of more rows than are written, where a product has more."""
+    """Of more rows than are written, where a matmul has more."""
     codes: Inputs | None
-    """Written instead, for a product with blocks."""
+    """Written instead, for a matmul with blocks."""
 
     @property
     def columns(self) -> int:
@@ -96,7 +96,7 @@ class Out(NamedTuple):
 
 
 class Undivided(NamedTuple):
-    """What is left to do for whoever reads the product of rows in blocks: to divide by the norm."""
+    """What is left to do for whoever reads the matmul of rows in blocks: to divide by the norm."""
 
     squares_MB: Tensor
     """float32, of each block."""
@@ -112,7 +112,7 @@ class Heads(NamedTuple):
     """What attention of one layer needs besides its queries, keys and values."""
 
     biases: tuple[Tensor, Tensor, Tensor] | None
-    """Of q, k, v, where the products have not added them."""
+    """Of q, k, v, where the matmuls have not added them."""
     norms: tuple[Tensor, Tensor] | None
     """Of q and k."""
     eps: float
@@ -291,7 +291,7 @@ def variants(arch: int) -> tuple[Variant, ...]:
         return torch.empty(shape, dtype=dtype, device=meta)
 
     def given(rows: int, columns: int, kind: str = "Q4_K") -> Tensor:
-        """What a product with blocks leaves, in the same parts for each number of rows of x."""
+        """What a matmul with blocks leaves, in the same parts for each number of rows of x."""
         type_ = BLOCK_TYPES[kind]
         splits = parts_of(columns // type_.block_size, config_for(type_, rows, columns, 1, arch))
         return empty(splits, 1, rows, dtype=torch.float32)

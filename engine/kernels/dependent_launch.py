@@ -1,7 +1,7 @@
 """Kernels that begin before the one ahead of them has ended: programmatic dependent launch, capability 9.0.
 
 A kernel takes 1 to 2 us before it has read anything: it is launched, computes addresses, and waits for its
-first loads. Between two products of one row that is as long as what stands between them takes. So a kernel
+first loads. Between two matmuls of one row that takes as long as the work between them. So a kernel
 may be on the device while the one ahead still runs, do all that needs nothing of it, and wait then:
 
     addresses, weights, what older kernels wrote    before
@@ -11,7 +11,7 @@ may be on the device while the one ahead still runs, do all that needs nothing o
 Only then the next kernel may begin. So when a kernel is there at all, the one before the one ahead of it has
 ended, and all before that: whatever these wrote may be read before the wait.
 
-If it began at once, its programs would stand on the device for the time of two kernels, with their registers.
+If it began at once, its programs would occupy the device, with their registers, for the time of two kernels.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """silu(gate) * up, and its rows in 8-bit floats, in one pass: what a feed-forward layer gives to its
-second product when that is of 8-bit floats (`engine.models.fp8`).
+second matmul when that is of 8-bit floats (`engine.models.fp8`).
 
 The largest number of a row is known only when all of the row is there, and the row of a 7B model has
 18944 numbers. A kernel that first looks for the largest and then reads again moves the inputs twice.

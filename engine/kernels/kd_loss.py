@@ -90,7 +90,7 @@ def variants(
     divergence: str = "forward_kl",
     temperature: float = 1.0,
 ) -> tuple[Variant, ...]:
-    """What a run launches for a student of `vocabulary` ids, with products in any of `dtypes`."""
+    """What a run launches for a student of `vocabulary` ids, with matmuls in any of `dtypes`."""
     return tuple(
         variant(
             vocabulary=vocabulary,

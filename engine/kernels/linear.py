@@ -1,15 +1,15 @@
 """y = x W^T + b with W in packed blocks.
 
-Many rows: W is dequantised into a scratch of the dtype of x, and the library's matrix product does
-the rest. The product's work grows with the rows M of x and dequantising does not: on an H200 it adds
-about 250 / M to the product's time. Multiplying the codes directly would unpack each of them once for
+Many rows: W is dequantised into a scratch of the dtype of x, and the library's matmul does
+the rest. The matmul's work grows with the rows M of x and dequantising does not: on an H200 it adds
+about 250 / M to the matmul's time. Multiplying the codes directly would unpack each of them once for
 every tile of rows instead.
 
 Few rows: reading W is the work, and a kernel that multiplies while it unpacks reads a quarter of the
 bytes (`small_m.py`).
 
 The scratch is one tensor for all layers, as large as the largest weight or as its limit: a larger
-weight goes through it in ranges of rows, and each range's product is written into its columns of y.
+weight goes through it in ranges of rows, and each range's matmul is written into its columns of y.
 It is never allocated again, so that a captured CUDA graph may hold its address.
 
 A packed weight is frozen: inputs that want a gradient are refused.
@@ -33,7 +33,7 @@ from engine.quant.planes import PackedMatrix
 Kernel: TypeAlias = Literal["auto", "fused", "dequantize"]
 LIMIT_BYTES = 260 << 20
 """What gate and up of a 7B model take together (259 MiB in bf16). Larger weights lose little in parts
-of this size; parts that fit a GPU's L2 cache lose more in the product than they gain."""
+of this size; parts that fit a GPU's L2 cache lose more in the matmul than they gain."""
 ROWS = 16
 """Ranges of rows begin at multiples of this, where every plane is aligned."""
 
@@ -80,7 +80,7 @@ class Scratch:
                 f"scratch: expected a matrix that was reserved, found {rows} x {columns} for "
                 f"{self._values:,} values"
             )
-        # Ranges of equal length, so that the last product is not a thin one.
+        # Ranges of equal length, so that the last matmul is not a thin one.
         ranges = -(-rows // (fits // ROWS * ROWS))
         return -(-rows // ranges // ROWS) * ROWS
 
@@ -132,7 +132,7 @@ def packed_linear_many(
 ) -> tuple[Tensor, ...]:
     """`packed_linear` of one input with several weights; `bias` is that of all, joined.
 
-    Where they are dequantised and the scratch holds them together, they are one product, and the
+    Where they are dequantised and the scratch holds them together, they are one matmul, and the
     results are views of it: a GPU goes less often from one kind of work to the other.
     """
     x_MK = _input(x, weights[0].columns, scratch)

@@ -64,7 +64,7 @@ def prewarm_variants(
     arch: int,
     row_counts: Iterable[int],
 ) -> tuple[Variant, ...]:
-    """What products of inputs of `row_counts` rows, in any of `dtypes`, with these matrices launch on
+    """What matmuls of inputs of `row_counts` rows, in any of `dtypes`, with these matrices launch on
     compute capability `arch` (90 is 9.0), and slices and look-ups of them; each variant once."""
     counts, kinds = tuple(row_counts), tuple(dtypes)
     wanted = (

@@ -20,16 +20,16 @@ A block of Q4_K or Q5_K has 8 sub-blocks of 32 values: chunk c of 64 has sub-blo
 c + 1 in its high ones, each with a scale sc and a minimum mn of 6 bits.
 
     apart       1 to 4 rows of x    a column of the matrix unit for each row of x, chunk and byte of x, in
-                                    which the inputs of all other chunks are 0: two products cover a block
-    together    8 rows              a column for each row; a product for each sub-block and byte
+                                    which the inputs of all other chunks are 0: two matmuls cover a block
+    together    8 rows              a column for each row; a matmul for each sub-block and byte
 
 Both keep a float32 sum for each chunk, and add the four in one order at the end: nothing is exchanged
 between threads before that, and they give the same bits.
 
-A block of Q6_K has 16 scales, of 16 values each. A product is of values whose two upper bits lie in the same place.
+A block of Q6_K has 16 scales, of 16 values each. A matmul is of values whose two upper bits lie in the same place.
 
     apart       1 to 4 rows of x    a column of the matrix unit for each row of x, half of a block, 16 values of
-                                    32 and byte of x: four products cover a block
+                                    32 and byte of x: four matmuls cover a block
     together    8 rows              a column for each row of x and 16 values of 32
 
 Both keep a float32 sum for each half and 16 values of 32, and add the four in one order at the end.
@@ -56,7 +56,7 @@ from engine.kernels.small_m_parts import (
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 
-# Shapes: R rows of W, K codes of a product, N its columns, C columns of sums, M rows of x
+# Shapes: R rows of W, K codes of a matmul, N its columns, C columns of sums, M rows of x
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def _scales_and_mins(first, second, third, shift, late):
 
 @triton.jit
 def _weights_k45(low_R, high_R, header_R, b, HIGH: tl.constexpr, RUN: tl.constexpr):
-    """A block of each row: its header, its fifth bits and its nibbles, product by product."""
+    """A block of each row: its header, its fifth bits and its nibbles, matmul by matmul."""
     k_K = tl.arange(0, RUN)
     header = four_words(header_R + b * (4 * GROUP))
     high = 0
@@ -136,7 +136,7 @@ def _apart_k45(
     """`y_RC` plus a block, with a column for each row of x and chunk."""
     header, high, lows = weights
     both_R, first_R, second_R, third_R = header
-    # Of a product there are two for each of those, one for each byte of x.
+    # Of a matmul there are two for each of those, one for each byte of x.
     n_N = tl.arange(0, 8 * MP)
     there_N = n_N // 8 < m
     c_C = tl.arange(0, 4 * MP)
@@ -239,7 +239,7 @@ def codes_k45(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # Codes of one product: a whole block's low or high nibbles, or those of a chunk where the chunks
+    # Codes of one matmul: a whole block's low or high nibbles, or those of a chunk where the chunks
     # have their fifth bits in different places or the rows of x have the columns.
     RUN: tl.constexpr = 128 if MP < 8 and not HIGH else 32
     tile, first_row, end_row = rows_of(program, tiles, rows, TILE, ROWS)
@@ -297,7 +297,7 @@ def _four_times_signed(low, high, U: tl.constexpr, G: tl.constexpr, PLAIN: tl.co
 
 @triton.jit
 def _weights_q6_k(low_R, high_R, scales_R, d_ptr, block_R, b, PAIR: tl.constexpr):
-    """A block of each row: d, scales, high bits of each half, low bits of each product's."""
+    """A block of each row: d, scales, high bits of each half, low bits of each matmul's."""
     k_K = tl.arange(0, PAIR)
     low_RK = low_R[:, None] + (64 * (k_K // 32) + k_K % 32)[None, :]
     high_RK = high_R[:, None] + k_K[None, :]
@@ -403,7 +403,7 @@ def codes_q6_k(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # Products are of 32 values of each half of a block, which have their top bits in the same place.
+    # Matmuls are of 32 values of each half of a block, which have their top bits in the same place.
     PAIR: tl.constexpr = 64 if MP < 8 else 32
     tile, first_row, end_row = rows_of(program, tiles, rows, TILE, ROWS)
     row_R = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Activations quantised to 13-bit integers, for products with codes (`small_m_codes.py`).
+"""Activations quantised to 13-bit integers, for matmuls with codes (`small_m_codes.py`).
 
 Of each 256 values, the block of a K-quant, the largest becomes 4095:
 

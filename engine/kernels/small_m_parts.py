@@ -18,7 +18,7 @@ from engine.quant.blocks import GROUP_ROWS
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-# Shapes: R rows of W, K 16-bit words of a block, N columns of a product, M rows of x
+# Shapes: R rows of W, K 16-bit words of a block, N columns of a matmul, M rows of x
 
 GROUP: tl.constexpr = tl.constexpr(GROUP_ROWS)
 """From a block of a row to the row's next one, in blocks."""

@@ -116,13 +116,13 @@ def tiles_of(rows: Sequence[int], splits: int) -> list[int]:
 
 
 _PUBLISHED = {80: 64, 86: 64, 89: 64, 100: 8, 103: 8, 120: 64, 121: 64}
-"""bitsandbytes' limits for its kernel against dequantisation and a product, for the smallest
+"""bitsandbytes' limits for its kernel against dequantisation and a matmul, for the smallest
 matrices, and at most MAX_ROWS."""
 _UNKNOWN = 16
 
 
 def crossover_rows(type_: BlockType, rows: int, columns: int, arch: int) -> int:
-    """Up to how many rows of x the kernels are faster than dequantising and a matrix product: 0 for
+    """Up to how many rows of x the kernels are faster than dequantising and a matmul: 0 for
     types they do not take.
 
     On sm_90 that was so for each matrix of a 7B model and all rows they take: with 64 rows

@@ -2,7 +2,7 @@
 
 A block of Q4_K or Q5_K is 64 words of 16 bits: chunk c of 16 words holds sub-block 2c in its low nibbles and 2c + 1
 in its high ones, the even values in the low byte of a word and the odd ones in the high byte. So
-four products of the same words, each shifted differently, cover a block:
+four matmuls of the same words, each shifted differently, cover a block:
 
     u, v       values of the words, i within the chunk    inputs
     0, 0       2i     of sub-block 2c                     even ones of the chunk's first 32
@@ -16,7 +16,7 @@ high ones for the others. Word i of those holds values 2i and 2i + 1; the top tw
 bits 2g and 2g + 1 of the two bytes of word 16 h + i of the high plane. A scale belongs to 16 values,
 which is 8 words.
 
-Columns of a product are rows of x, up to 64, and weights are scaled before it and rounded once to the
+Columns of a matmul are rows of x, up to 64, and weights are scaled before it and rounded once to the
 type of x, as in dequantisation. Up to 8 rows there is `small_m_codes.py`, which is faster.
 """
 

@@ -113,7 +113,7 @@ def variant(*, temperature: float, dtype: torch.dtype) -> Variant:
 
 
 def variants(dtypes: Iterable[torch.dtype] = DTYPES, *, temperature: float) -> tuple[Variant, ...]:
-    """What a run launches, with products in any of `dtypes`."""
+    """What a run launches, with matmuls in any of `dtypes`."""
     return tuple(variant(temperature=temperature, dtype=dtype) for dtype in dict.fromkeys(dtypes))
 
 

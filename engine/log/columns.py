@@ -1,4 +1,4 @@
-"""Columns of long logs in files beside them, so that nobody has to decode their lines a second time.
+"""Columns of long logs in files beside them, so that their lines need not be decoded a second time.
 
     columns/events-000017.columns    a segment: what the lines say that begin in the 17th CHUNK_BYTES of events.jsonl
 
@@ -8,7 +8,7 @@ A segment describes itself, so that each may have other columns than the one bef
     header         JSON, filled up with spaces to a multiple of 8 bytes: which lines of which log, the tables with
                    the names of their columns and their rows
     columns        float64, little-endian, one behind the other, as the header names them (they can be mapped)
-    lines          those that are neither steps nor readings, as they stand in the log, and the steps and readings
+    lines          those that are neither steps nor readings, verbatim, and the steps and readings
                    that tell the newest values
 
 It holds nothing that the log does not say: any of them may be deleted. The supervisor writes them while the run goes
@@ -447,7 +447,7 @@ class SegmentWriter:
 
     The supervisor asks at each tick. A chunk that was written whole is kept, one at a time, and the next waits until
     that cost is no more than SHARE of a core, however fast the log grows. A log that grows faster is kept in part,
-    and the first viewer that may does the rest. What goes wrong is told to nobody: a run needs none of it.
+    and the first viewer that may does the rest. Failures are not reported: a run needs none of it.
     """
 
     def __init__(

@@ -415,7 +415,7 @@ under full load runs at its limit."""
 
 
 class AlertRaised(Event, frozen=True, kw_only=True, tag="alert"):
-    """Something is wrong, by the rule `id`; it stands until an `alert_cleared` of the same id."""
+    """Something is wrong, by the rule `id`; it is active until an `alert_cleared` of the same id."""
 
     id: str
     severity: str

@@ -3,7 +3,7 @@
 spec.toml       what was asked for      events.jsonl device.jsonl watch.jsonl   the logs
 effective.json  after defaults          stderr.txt               what the processes printed
 receipt.json    at the end              checkpoints/ student/    what was made
-reserve         room that is given back when the disk is full, so that the end can be told
+reserve         disk space that is released when the disk is full, so that the end can be logged
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RunFolder:
         return self.path / "reserve"
 
     def keep_reserve(self) -> None:
-        """Hold some room for the last words of a run whose disk fills up. Raises DiskFull,
+        """Reserve space for the last lines of a run whose disk fills up. Raises DiskFull,
         RunLogError."""
         try:
             with self.reserve.open("wb") as file:
@@ -187,7 +187,7 @@ def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
 @contextlib.contextmanager
 def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
     """A folder that stays when what is done in it succeeds and reaches the disk, and is gone again when not:
-    half of one would stand in the way of the next try. Raises BadInput for one that exists."""
+    half of one would block the next try. Raises BadInput for one that exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()

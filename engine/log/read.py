@@ -41,7 +41,7 @@ READ_BYTES = 16 << 20
 PART_BYTES = 128 << 10
 LONGEST_LINE_BYTES = LOG_LINE.most
 LINES_KEPT = 2000
-"""So many of the newest lines of a log are kept whole by whoever shows it."""
+"""A viewer keeps this many of the newest lines of a log."""
 
 _plain = msgspec.json.Decoder()
 _known = msgspec.json.Decoder(Known)

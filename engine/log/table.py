@@ -50,7 +50,7 @@ STEP_FIELDS = (
     "clock_s",
 )
 """`tokens_per_s` is absent where no time passed; `clock_s` is `unix_s` that never goes back: while a
-clock that was set back catches up, it stands still."""
+clock that was set back catches up, it is held."""
 HOST_FIELDS = (
     "unix_s",
     "host_available_bytes",

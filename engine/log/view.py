@@ -107,7 +107,7 @@ class RunView:
     checkpoints: tuple[CheckpointSaved, ...] = ()
     notes: tuple[Note, ...] = ()
     note_keys: tuple[LineKey, ...] = ()
-    """Where each note stands in time: notes come from more than one log."""
+    """The time of each note: notes come from more than one log."""
     memory_plan: MemoryPlanned | None = None
     memory_peak: MemoryMeasured | None = None
     """The newest measurement of this session."""
@@ -139,11 +139,11 @@ class RunView:
     exit_unix_s: float | None = None
     launcher_gone: str | None = None
     alerts: dict[str, AlertRaised] = field(default_factory=dict)
-    """Those that stand, by id."""
+    """The active ones, by id."""
     alert_count: int = 0
     """How often one was raised in this session."""
     marks: tuple[LogLine, ...] = ()
-    """What stands out on a time line, of all sessions, in the order of time: alerts that were raised or
+    """The marks of a time line, of all sessions, in order of time: alerts that were raised or
     cleared, compiles, and where a trainer began."""
     asides: tuple[LogLine, ...] = ()
     """Every line of the supervisor's logs that is no reading, in the order of time."""

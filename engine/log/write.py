@@ -10,8 +10,8 @@ an exception out of a signal handler) is cut off again, at the latest before the
 readers never see it and `seq` never repeats or jumps.
 
 A killed writer leaves at most an unfinished last line. A power loss may leave more: pages of what was
-not synced that read as zeros, with later pages behind them. A log goes on in front of the first hole
-(`recover`). Nothing that was acknowledged stands behind it, because an acknowledgement is a sync; whole
+not synced that read as zeros, with later pages behind them. A log continues before the first hole
+(`recover`). Nothing acknowledged follows it, because an acknowledgement is a sync; whole
 lines that do are put into a file beside the log, for people.
 """
 
@@ -231,7 +231,7 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-# Where a log goes on after its writer died, or its machine.
+# Where a log continues after its writer, or its machine, died.
 
 
 LOCK_TRIES = 40
@@ -278,7 +278,7 @@ def lock(fd: int, path: Path) -> None:
 
 
 def recover(fd: int, path: Path) -> Recovered:
-    """Cut off whatever stands behind the last whole line in front of the first hole. Raises RunLogError,
+    """Cut off everything after the last whole line before the first hole. Raises RunLogError,
     DiskFull; a file that is no log is refused and left as it is."""
     try:
         size = os.fstat(fd).st_size

@@ -1,6 +1,6 @@
 """What CUDA's driver library says about the GPUs that a program started here would see.
 
-NVML cannot say whether a GPU is integrated, and lists GPUs that CUDA is told to hide. The driver API
+NVML cannot say whether a GPU is integrated, and lists GPUs that CUDA is configured to hide. The driver API
 (libcuda.so.1, called through ctypes, so that neither torch nor a CUDA toolkit is needed) can:
 
     cuInit -> cuDeviceGetCount -> name, uuid, PCI address, memory total, attributes of each

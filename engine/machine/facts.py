@@ -8,7 +8,7 @@ allocator has to be chosen before the first CUDA call. People read `lines()`; th
 
 and a field without a value is None and has `<field>_absent`, the reason.
 
-NVML lists every GPU, in the order of the bus (`gpu0_...`); CUDA those it is told to show, in its own
+NVML lists every GPU, in the order of the bus (`gpu0_...`); CUDA lists those it is configured to show, in its own
 order (`cuda0_...`). `memories` joins the two and says what kind of memory each GPU has and how much
 may be used; a machine without a GPU has one entry, for the host.
 

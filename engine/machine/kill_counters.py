@@ -1,4 +1,4 @@
-"""The kernel's counters of processes killed for memory, and what stood beside them: two snapshots, before a run
+"""The kernel's counters of processes killed for memory, and the readings next to them: two snapshots, before a run
 and after it, say who killed it (`engine.watch.attribution`).
 
 `oom_kill` of a group counts its processes killed by *any* run of the kernel's OOM killer, also one

@@ -19,7 +19,7 @@ knows anything. One table joins them (a blank: not looked at):
 "Not supported" alone proves nothing: only with `integrated` does it mean that the GPU has no memory
 of its own. A total near the host's proves nothing either: a large card in a small host has one too.
 
-What may be used is one formula for each pool of memory, and a number never stands without both of
+What may be used is one formula for each pool of memory, and a number never appears without both of
 its parts:
 
     the host's         `engine.machine.host.usable_host_bytes`

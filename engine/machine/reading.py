@@ -5,7 +5,7 @@
 
 The three ways in which a monitor lies are closed here. A missing number has no value that could be
 drawn as 0, -1 or inf; a number cannot lose its source; a reason cannot be empty. So a chart has a
-gap, a budget declines, and a person is told why.
+gap, a budget declines, and the user sees why.
 
 Invariant: exactly one of `value` and `absent` is given. A float that is not finite is no reading.
 """

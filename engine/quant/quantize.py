@@ -40,7 +40,7 @@ keeps the scale of its range: comparisons with NaN are false.
     Q6_K         s_j = d sc_j                      sc in -128..127, 16 sub-blocks of 16
 
 Rounding s_j to a multiple of d moves it by up to d / 2, and the best q, m_j and d are other ones
-then. So the parts are chosen in turn, each best for the others as they stand: the codes q; for each
+then. So the parts are chosen in turn, each best for the current others: the codes q; for each
 sub-block the better of the two integers beside its best scale, with the best minimum for it; then d
 and dmin, which are a least-squares problem over the whole block. A round that does not lower the
 error of a block leaves that block as it was. d and dmin are rounded to half before anything is

@@ -1,4 +1,4 @@
-"""A tensor that stays in the blocks it was stored in, with the shape that it stands for."""
+"""A tensor kept in the blocks it was stored in, with the shape that it represents."""
 
 from __future__ import annotations
 

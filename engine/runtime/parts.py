@@ -45,7 +45,7 @@ def write_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         with warnings.catch_warnings():
-            # A single process is told that it is one.
+            # A single process is its own group.
             warnings.simplefilter("ignore", UserWarning)
             save(dict(tensors), storage_writer=writer, planner=planner)
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""`RunSpec`: everything a run can be told, as one frozen tree read from TOML.
+"""`RunSpec`: every setting of a run, as one frozen tree read from TOML.
 
 Strict by design. An unknown key is refused with the nearest known one, a value of the wrong type or
 out of range is refused with what was expected, and all problems of a file are reported together

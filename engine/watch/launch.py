@@ -40,7 +40,7 @@ class Launched:
         self.process.send_signal(number)
 
     def leave(self, byte: bytes) -> None:
-        """Say that we go on purpose: b'd' detached, b'h' hang-up. The run goes on."""
+        """Announce that the launcher leaves on purpose: b'd' detached, b'h' hang-up. The run continues."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(byte)
@@ -57,7 +57,7 @@ def launch(
     allow_restart: bool = False,
 ) -> Launched:
     """Start the supervisor of `run` in its own session and wait until it holds the run's watch
-    log. With `resume` the run goes on from its newest checkpoint: from an older one only with
+    log. With `resume` the run continues from its newest checkpoint: from an older one only with
     `allow_fallback`, from step 0 although it had one only with `allow_restart`.
     """
     if run.liveness().trainer or run.liveness().supervisor:

@@ -14,7 +14,7 @@ When both have held for HELD_S the trainer is asked to stop, which saves; what s
 ends it. A kernel without PSI gives no second reading: then nothing is guarded, and that is said once.
 
 `ClockWatch` says whether the machine slept or its wall clock was set while a run went on. Three clocks are
-compared at every look: monotonic, which stands still while the machine is suspended; boot time, which does
+compared at every poll: monotonic, which stops while the machine is suspended; boot time, which does
 not; and wall time, which people and NTP may set. Durations in the logs are of the
 monotonic clock, so neither event lengthens one; times of day after a step do not fit those before it, and
 a time measured across a suspension says nothing.

@@ -10,7 +10,7 @@ In the supervisor, `Capture` in two steps, one tick apart, so that the superviso
              does not would be ended by it; py-spy with native frames, where it is installed
     finish   the second look, what was written since, and one file with all of it
 
-What the threads are doing is told by two looks at /proc, some time apart:
+What the threads are doing is inferred from two samples of /proc, some time apart:
 
     /proc/PID/task/TID/stat      name, state, CPU time
     /proc/PID/task/TID/syscall   the number of the system call it is in, `running` when in none
@@ -29,7 +29,7 @@ From the state alone a deadlock, a slow disk and a quiet poll are all "S". What 
 
 Not covered: which lock, and who holds it; the C function that made the call, which needs a debugger.
 
-What could not be had is listed with the reason. A stopped process takes no signal before it goes on,
+What could not be read is listed with the reason. A stopped process takes no signal before it continues,
 and one in an uninterruptible wait not before that ends: neither is sent one.
 """
 

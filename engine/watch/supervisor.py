@@ -7,7 +7,7 @@ It runs in a session of its own, so closing a terminal does not reach it. Each p
 when the writer is gone, however it went, because the kernel closes a dead process's end:
 
 - the launcher writes one byte before it leaves on purpose (`d` detached, `h` hang-up). An end
-  without a byte means it was killed. The run goes on in every case and the watch log says which it
+  without a byte means it was killed. The run continues in every case and the watch log says which it
   was.
 - the trainer sees the keep-alive pipe close when the supervisor dies. It then saves, says so in its
   log, and stops: a run is never left to itself unseen.

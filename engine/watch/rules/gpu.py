@@ -152,7 +152,7 @@ def busy_without_work(case: Case) -> Symptom | None:
         reasons.append(str(missing))
     if not low:
         raise CannotJudge("; ".join(reasons))
-    # fp32 products use no tensor pipe, so power decides alone there; else everything known is low.
+    # fp32 matmuls use no tensor pipe, so power decides alone there; else everything known is low.
     if util < BUSY_PCT or not all(low):
         return None
     return Symptom(
