@@ -179,7 +179,7 @@ def _lines(known: Known, found: Found | None, age: str) -> Iterator[str]:
         cost = "" if result.cost_s is None else f", {format_seconds(result.cost_s)} in all"
         yield f"  the run ended {result.state}{cost}"
     yield f"  from {found.file}"
-    yield f"  its run: {found.run or 'not kept (only runs of --keep, or that did not pass, are)'}"
+    yield f"  its run: {found.run or 'not kept (kept with --keep, or where the drill did not pass)'}"
 
 
 def _when(result: Result) -> str:
