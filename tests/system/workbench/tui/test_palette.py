@@ -204,7 +204,7 @@ def test_help_begins_with_the_pane_that_has_the_focus(here: Path) -> None:
 def test_help_lists_what_works_everywhere_and_what_does_not_now(here: Path) -> None:
     completed(here / "runs" / "kd")
     _, words = texts_of(here / "runs" / "kd", (120, 90), "question_mark")
-    assert "stop the run, after a question; not now" in words
+    assert "stop the run, after confirmation; not now" in words
     for expected in (
         "copy the pane as text",
         "find a command",
