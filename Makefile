@@ -82,7 +82,7 @@ soak: .venv/.dev
 
 # Some of it each time, in an order that is drawn; what did not fit is skipped by that reason. `make drills` runs the drills.
 SOAK_MINUTES ?= 10
-BOUNDED = env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -v --maxschedchunk 1 --timeout=300
+BOUNDED = env -u PYTHONDONTWRITEBYTECODE $(IN_MEMORY) $(BIN)/python -m pytest -v --maxschedchunk 1 --timeout=600
 bounded-soak: .venv/.dev
 	$(BOUNDED) --soak-minutes $(SOAK_MINUTES) $(BESIDE) --deselect tests/system/drills/test_drill_runs.py::test_every_drill_is_named_or_says_why_it_cannot_be_tried $(ARGS)
 	$(BOUNDED) --soak-minutes 3 -m soak $(MEASURED)
