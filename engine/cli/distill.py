@@ -140,7 +140,7 @@ def _start(arguments: argparse.Namespace) -> RunFolder | None:
         )
     check_inputs(spec, path)
     if arguments.check:
-        say(f"{arguments.spec}: the spec and its inputs are valid")
+        say(f"{arguments.spec}: the spec and its inputs are sound")
         if arguments.json:
             put_json({"spec_sha256": spec.sha256, "spec": spec.to_dict()})
         return None

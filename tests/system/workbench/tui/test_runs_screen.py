@@ -86,7 +86,7 @@ def test_the_list_is_filtered_and_sorted(tmp_path: Path) -> None:
         await press(pilot, "escape")
         assert "alpha" in text_of(pilot)
         await press(pilot, "slash", *"nobody", "enter")
-        assert "None of the 2 runs has 'nobody'" in words_of(pilot)
+        assert "None of the 2 runs matches 'nobody'" in words_of(pilot)
 
     on_screen([tmp_path], (80, 24), script)
 
