@@ -83,7 +83,7 @@ def alerts() -> str:
         "alert carries its numbers, what each is held against, and the flip that would test the suspicion.\n"
     )
     for rule in RULES:
-        text += f"\n## {rule.id}\n\n{rule.asks}\n\n- speaks at: {rule.threshold}\n- reads: {rule.reads}\n"
+        text += f"\n## {rule.id}\n\n{rule.asks}\n\n- fires at: {rule.threshold}\n- reads: {rule.reads}\n"
     return text
 
 

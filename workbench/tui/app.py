@@ -230,11 +230,7 @@ class WorkbenchApp(App[None]):
             self._not_saved(problem)
             return
         names = "\n".join(f"  {path.name}" for path in files)
-        note = (
-            "\nread-only mode: these files belong to the viewer, not to a run"
-            if self.read_only
-            else ""
-        )
+        note = "\nread-only: files of the viewer, not of the run" if self.read_only else ""
         self.notify(f"saved in {_shown(files[0].parent)}:\n{names}{note}", timeout=10, markup=False)
 
     def _folder(self) -> Path:

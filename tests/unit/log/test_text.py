@@ -279,7 +279,7 @@ STUDENT = Evaluated(step=1, subject="student", loss=1.5, labelled=9, eval_s=0.1)
             [*BEGUN, step(1)],
             DEAD,
             "VANISHED | step 1/10 | loss 2.0000 | "
-            "no process of it exists and nobody recorded its end",
+            "none of its processes exists and no end was recorded",
         ),
     ],
 )

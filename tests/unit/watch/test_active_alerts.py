@@ -64,7 +64,7 @@ def test_a_function_in_a_family_is_all_that_a_rule_takes(
     rules = (*RULES, *diagnose_package.rules_of(family))
     monkeypatch.setattr(diagnose_package, "RULES", rules)
     assert main(["diagnose", "--list"]) == 0
-    assert "toy: Is it a toy?\n  speaks at: one step\n  reads: step\n" in capsys.readouterr().out
+    assert "toy: Is it a toy?\n  fires at: one step\n  reads: step\n" in capsys.readouterr().out
     alerts = ActiveAlerts(rules)
     said = alerts.look(Log(count=30).case())
     assert [e.id for e in said if isinstance(e, AlertRaised)] == ["toy"]

@@ -143,7 +143,7 @@ def test_read_only_saves_what_is_the_viewers_and_says_so(here: Path) -> None:
 
     async def script(pilot: Pilot[None]) -> None:
         await press(pilot, "S")
-        assert "read-only mode: these files belong to the viewer, not to a run" in words_of(pilot)
+        assert "read-only: files of the viewer, not of the run" in words_of(pilot)
 
     on_screen([run.path], (120, 40), script, read_only=True)
 
@@ -159,7 +159,8 @@ def test_a_folder_that_cannot_be_made_is_named(here: Path, monkeypatch: pytest.M
         assert "APR_WORKBENCH_CAPTURES names another folder" in words
         assert "copied" in words, "the clipboard was asked all the same"
 
-    on_screen([run.path], (120, 40), script)
+    # Notices fill at most half of a screen, and a long path makes them tall.
+    on_screen([run.path], (120, 80), script)
 
 
 def test_no_capture_is_written_over(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
