@@ -100,7 +100,7 @@ def test_a_flip_is_started_by_a_click_and_its_verdict_read_from_the_page(
     until(lambda: "compute.slow_by  A" in page.inner_text(".jp-Notebook"), "the plan")
     shoot("02-plan")
     button.click()
-    verdict = re.compile(r"^(B_SLOWER|B_FASTER|EQUIVALENT|INCONCLUSIVE|INVALID) \(", re.M)
+    verdict = re.compile(r"^ *(B_SLOWER|B_FASTER|EQUIVALENT|INCONCLUSIVE|INVALID) \(", re.M)
     found = until(lambda: verdict.search(page.inner_text(".jp-Notebook")), "the verdict")
     shoot("02-verdict", whole=True)
     # B waits twice as long again in every step: a machine that is busy with other tests can tell, too.
