@@ -48,7 +48,8 @@ def kept(written: Written) -> Path:
     """The same run, with the columns that a supervisor keeps."""
     run = RunFolder(written.folder.with_name("kept"))
     run.path.mkdir()
-    for file in written.folder.iterdir():
+    # Without the columns that a viewer of the run alone has kept meanwhile.
+    for file in filter(Path.is_file, written.folder.iterdir()):
         os.link(file, run.path / file.name)
     now = [0.0]
     writer = columns.SegmentWriter(run, monotonic=lambda: now[0])
