@@ -1,5 +1,5 @@
-"""Teachers, put together: the decoder in a file, a backend around it, and the cut of its vocabulary
-around that.
+"""Builds a teacher: the decoder in a file, a backend around it, and a cut of its vocabulary to the
+student's around that.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp8": torch.bfloat16,
 }
-"""What activations are held in, by the teacher's precision, and weights; in fp8, those that are not in a
-layer's matrices."""
+"""Dtype of the activations and weights for each teacher precision. In fp8 it is the dtype of
+everything except the matrices of the layers.
+"""
 
 
 class BuiltTeacher(NamedTuple):
     teacher: Teacher
     decoder: Decoder
-    """What computes, frozen: for its hash and its size."""
+    """The frozen decoder inside the teacher, for its hash and its size."""
 
 
 def build_teacher(
@@ -53,16 +54,16 @@ def build_teacher(
     shards: ShardedLayers | None = None,
     joined: bool = False,
 ) -> BuiltTeacher:
-    """The teacher in `path`, with as many ids as its student.
+    """Load the teacher in `path` and cut its vocabulary to the student's.
 
-    A teacher in fp8 is measured while it is loaded, on rows of `probe`, which it needs.
+    An fp8 teacher is measured while it is loaded, on rows of `probe`, which it requires.
 
-    `backend` is what `choose_backend` chose: `dequantized` or `quantized`; `kernel` says how the
-    latter multiplies (`engine.kernels.linear`). With `shards` every rank keeps its part of each layer and no
-    more; dense layers that will be compiled are joined before that (`joined`).
+    `backend` is the result of `choose_backend`: `dequantized` or `quantized`. `kernel` selects the
+    matmul of the quantized backend (`engine.kernels.linear`). With `shards`, every rank keeps only
+    its part of each layer; `joined` fuses the projections of dense layers that will be compiled
+    before they are sharded.
 
-    Raises `WeightsError`, and `BadInput` for a student
-    with more ids than the teacher.
+    Raises `WeightsError`, and `BadInput` for a student with a larger vocabulary than the teacher.
     """
     dtype = DTYPES[precision]
     frozen: FrozenDecoder

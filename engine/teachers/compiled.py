@@ -1,25 +1,25 @@
-"""The layers of a frozen decoder, run by torch.compile: one compilation for all of them.
+"""Runs the layers of a frozen decoder under torch.compile, with one compilation for all layers.
 
-What is gained is memory traffic between products: norms, rotations, silu(gate) * up, residuals, and
-in fp8 the rounding of activations, each read and written once instead of some ten times. One layer is
-compiled and serves all of them, so compiling takes seconds and not minutes. Two kinds of layers, as
-the types of a Q4_K_M file make them, are two compilations.
+The gain is memory traffic between matmuls: norms, RoPE, silu(gate) * up, residuals, and in fp8 the
+rounding of activations are each read and written once instead of about ten times. One layer is
+compiled and its code serves all layers, so compiling takes seconds, not minutes. A Q4_K_M file has
+two kinds of layers (they differ in their block types), which takes two compilations.
 
-A compilation belongs to shapes. The number of rows is left open; the length of a row is fixed, and one
-row alone is another program, made where the run trains on single rows. What has another length, or is
-a single row elsewhere, goes through the layers as they are written, which is slower and equal but for
-rounding: so no batch, whether of a step, of an evaluation or of a check, ever waits for a compiler.
-`warm_up` compiles before the first step, with rows of the run, and holds the answer against that of the
-layers as written.
+A compilation is specific to shapes. The batch size is dynamic and the sequence length is fixed. A
+batch of one row needs a second program, which is compiled only if the run trains on single rows.
+Every other shape runs the eager layers, which are slower and give the same output except for
+rounding. So no batch of a step, an evaluation or a check ever waits for the compiler. `warm_up`
+compiles before the first step, on rows of the run, and compares the output with that of the eager
+layers.
 
-Layers in blocks are one operation each, so that torch.compile can go around them: a `PackedLinear` launches
-kernels of ours and writes into a scratch that all layers share; a compiler that traced into it would find
-pointers and Python state. As an operation of torch's library it has a shape and nothing else: what is between
-two of them (norms, rotations, silu(gate) * up, residuals) becomes a few kernels. What it computes is
-`engine.kernels.linear`, unchanged.
+Each block-quantised matmul is one opaque custom op, so that torch.compile does not trace into it: a
+`PackedLinear` launches our own kernels and writes into a scratch buffer that all layers share, so
+tracing would meet pointers and Python state. The custom op exposes only its output shape to the
+compiler; what lies between two of them (norms, RoPE, silu(gate) * up, residuals) becomes a few
+kernels. The computation itself is `engine.kernels.linear`, unchanged.
 
-The codes travel as tensors, so that one compilation serves all layers whose matrices have the same
-types: a Q4_K_M file has two kinds of layers.
+The quantised codes are passed as tensor arguments, so that all layers whose matrices have the same
+block types share one compilation.
 """
 
 from __future__ import annotations
@@ -48,36 +48,39 @@ from engine.teachers.protocol import Teacher
 
 # Shapes: B rows, T tokens, D model width, M rows of activations, N rows of all weights together
 
-# One rounding of the products' operands.
+# Relative error of one rounding of the matmul operands.
 ROUNDING = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-4}
 
 _SCRATCHES: dict[int, Scratch] = {}
-"""By a number, which is what an operation can be given. One a device and dtype."""
+"""Scratch buffers by number, because a custom op can take an integer but no Python object. There is
+one per device and dtype.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The compiled layers beside those as written, on the same rows."""
+    """The output of the compiled layers compared with that of the eager layers, on the same rows."""
 
     relative_rms: float
-    """Of the last hidden states."""
+    """Relative RMS difference of the last hidden states."""
     allowed: float
 
 
 class CompiledForward:
-    """Runs the layers of a frozen decoder compiled, for rows of `length` tokens."""
+    """Runs the compiled layers of a frozen decoder on rows of `length` tokens."""
 
     def __init__(self, length: int, *, single: bool = False, backend: str = "inductor") -> None:
         self.length = length
         self.single = single
         self.enabled = True
-        """False runs the layers as written, for a comparison."""
+        """False runs the eager layers, for a comparison."""
 
-        # A function of its own: torch keeps its compilations apart from those of a student's layers.
+        # A separate function, so that torch keeps its compilations apart from those of a student's
+        # layers.
         def teacher_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
             return run_layer(layer, x_BTD, sight)
 
-        # A break of the graph would hide what was not compiled.
+        # A graph break would silently leave part of the layer uncompiled.
         self._compiled: Any = torch.compile(teacher_layer, fullgraph=True, backend=backend)
 
     def __call__(self, layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
@@ -93,8 +96,10 @@ class CompiledForward:
 
 
 def compile_layers(decoder: Decoder, length: int, *, single: bool = False) -> None:
-    """Has the layers of a frozen decoder compiled at their first use: dense layers with one input are
-    joined, layers in blocks become operations. `single`: for batches of one row too.
+    """Set up the layers of a frozen decoder to be compiled at their first use.
+
+    Dense layers that share an input are joined, and block-quantised layers become custom ops.
+    `single` compiles for batches of one row too.
     """
     join(decoder)
     make_opaque(decoder)
@@ -104,10 +109,10 @@ def compile_layers(decoder: Decoder, length: int, *, single: bool = False) -> No
 def warm_up(
     teacher: Teacher, decoder: Decoder, batch: Batch, rows: int, precision: str
 ) -> Compared:
-    """Compiles by asking `teacher`, whose decoder was given to `compile_layers`, about `rows` rows out of
-    `batch`, which has at least one.
+    """Compile the layers by running `teacher` on `rows` rows taken from `batch`, which has at least
+    one. `compile_layers` was called on its decoder before.
 
-    Raises TrainingFailed where the answers differ by more than rounding explains.
+    Raises TrainingFailed if compiled and eager output differ by more than rounding explains.
     """
     run = decoder.run_layer
     assert isinstance(run, CompiledForward)
@@ -117,8 +122,8 @@ def warm_up(
         torch.from_numpy(np.ascontiguousarray(host_BT[chosen_B])).to(device)
         for host_BT in (batch.tokens_BT, batch.documents_BT)
     )
-    # Once as an evaluation asks, and once as a step does, which says where documents begin: tensors that
-    # were made inside and outside of inference mode are two compilations.
+    # Run once like an evaluation and once like a step, which records the document boundaries first
+    # (`remember`): tensors made inside and outside of inference mode need separate compilations.
     teacher.hidden(tokens_BT, documents_BT)
     remember(documents_BT, batch.documents_BT[chosen_B])
     found_BTD = teacher.hidden(tokens_BT, documents_BT).float()
@@ -128,7 +133,8 @@ def warm_up(
     finally:
         run.enabled = True
     error = float((found_BTD - wanted_BTD).norm() / wanted_BTD.norm())
-    # Each layer adds two rounded branches to the residual, and roundings add up like a walk.
+    # Each layer adds two rounded branches to the residual, and roundings accumulate like a random
+    # walk.
     layers = decoder.config.num_hidden_layers
     allowed = max(2e-4, 4 * ROUNDING[precision] * math.sqrt(2 * layers))
     if not error <= allowed:
@@ -150,7 +156,9 @@ def packed_products(
     scratch: int,
     kernel: str,
 ) -> Tensor:
-    """x (..., K) times each matrix, its outputs side by side; `types` are names with commas."""
+    """Return x (..., K) times each matrix, with the outputs concatenated; `types` are
+    comma-separated block type names.
+    """
     shared, columns = _SCRATCHES[scratch], x.shape[-1]
     weights = [
         PackedMatrix(BLOCK_TYPES[name], count, columns, part)
@@ -184,7 +192,7 @@ def _packed_shape(
 
 
 class OpaqueLinear(PackedLinear):
-    """A `PackedLinear` that a compiler sees as one operation."""
+    """A `PackedLinear` that the compiler sees as one custom op."""
 
     def __init__(self, layer: PackedLinear) -> None:
         super().__init__(layer.packed, layer.scratch, kernel=layer.kernel)
@@ -221,7 +229,7 @@ def _products(x: Tensor, layers: Sequence[OpaqueLinear], bias: Tensor | None) ->
 
 
 def make_opaque(decoder: Decoder) -> None:
-    """Puts an `OpaqueLinear` in the place of each `PackedLinear` of the layers."""
+    """Replace each `PackedLinear` of the layers with an `OpaqueLinear`."""
     for name, layer in list(decoder.layers.named_modules()):
         if isinstance(layer, PackedLinear):
             decoder.layers.set_submodule(name, OpaqueLinear(layer))

@@ -1,18 +1,19 @@
-"""The teacher in 8-bit floats, and what that costs: measured on real rows before a run may use it.
+"""The fp8 teacher, and the error that fp8 adds, which is measured on real rows before a run may use
+it.
 
-Products of 8-bit floats take about 0.6 of the time of bf16's, and a teacher's answers move. By how
-much is no property of the format: it depends on the weights and on the text. So a teacher is given
-the run's own held-out rows twice while it is loaded, layer by layer, with exact layers and with
-rounded ones,
+Matmuls in fp8 take about 0.6 of the time of bf16, and change the teacher's output. How much is not
+a property of the format: it depends on the weights and on the text. So while the teacher is loaded,
+layer by layer, the run's own held-out rows pass through the exact layers and through the rounded
+ones, and
 
     KL(p || q) = mean over labelled tokens of sum_v p_v (ln p_v - ln q_v)       p exact, q rounded
 
-and that is held against what people accept every day from 4-bit weights: the published mean KL of
-Q4_K_M against 16-bit weights (`engine.quant.blocks`). The check `teacher_fp8_within_noise_floor` ends
-a run whose teacher is beyond it.
+is compared with an error that is widely accepted for 4-bit weights: the published mean KL of Q4_K_M
+against 16-bit weights (`engine.quant.blocks`). The check `teacher_fp8_within_noise_floor` ends a
+run whose teacher exceeds it.
 
-The exact side is the same decoder in the dtype of the activations, the one that precision=bf16 runs.
-Not measured: rows longer than the held-out ones, and text of another kind.
+The exact side is the same decoder in the dtype of the activations, as precision=bf16 runs it. Not
+measured: rows longer than the held-out ones, and other kinds of text.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ from engine.teachers.protocol import Teacher
 # Shapes: B rows, T tokens, N labelled tokens, E teacher width, V vocabulary
 
 NOISE_FLOOR_KL = NOISE_FLOORS["q4_k_m"].kl
-"""Nats."""
+"""In nats."""
 PROBE_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """What rounding to 8 bits moves the teacher's answers by."""
+    """How much rounding to fp8 changes the teacher's output."""
 
     kl: float
     """Mean KL(exact || rounded) at temperature 1, in nats; NaN without labelled tokens."""
     agreement: float
-    """Share of tokens on which both rank the same id first."""
+    """Fraction of tokens on which both have the same top-1 token."""
     relative_rms: float
-    """Of the last hidden states."""
+    """Relative RMS difference of the last hidden states."""
     tokens: int
 
 
 class Fp8Teacher(FrozenDecoder):
-    """A decoder with layers in 8-bit floats, as `load_fp8_decoder` makes them."""
+    """A decoder with layers in fp8, as `load_fp8_decoder` builds it."""
 
     def __init__(self, decoder: Decoder, rounding: Rounding) -> None:
         if not any(isinstance(part, Fp8Linear) for part in decoder.modules()):
@@ -65,8 +66,8 @@ class Fp8Teacher(FrozenDecoder):
 
 
 def rounding_of(teacher: Teacher) -> Rounding | None:
-    """What was measured of the teacher, or of the one that it goes around; None where it is not one in
-    8-bit floats.
+    """Return the measured rounding error of the teacher or of the teacher it wraps; None if it is
+    not an fp8 teacher.
     """
     inner: Any = teacher
     while inner is not None:
@@ -77,7 +78,9 @@ def rounding_of(teacher: Teacher) -> Rounding | None:
 
 
 class RoundingProbe:
-    """A watcher of `load_fp8_decoder`: the same rows through exact and through rounded layers."""
+    """A watcher for `load_fp8_decoder` that runs the same rows through the exact and the rounded
+    layers.
+    """
 
     def __init__(self, batch: Batch, device: torch.device, rows: int = PROBE_ROWS) -> None:
         self.tokens_BT, self.documents_BT, self.labels_BT = (
@@ -102,7 +105,7 @@ class RoundingProbe:
 
     @torch.inference_mode()
     def result(self, decoder: Decoder) -> Rounding:
-        """Once all of `decoder` is there."""
+        """Return the rounding error, once all layers of `decoder` are loaded."""
         kept_BT = self.labels_BT >= 0
         exact_NE = decoder.norm(self._exact_BTE)[kept_BT]
         rounded_NE = decoder.norm(self._rounded_BTE)[kept_BT]
@@ -111,7 +114,7 @@ class RoundingProbe:
 
 @torch.inference_mode()
 def compare(exact_NE: Tensor, rounded_NE: Tensor, head: Head) -> Rounding:
-    """Two teachers' last hidden states under one head."""
+    """Compare the last hidden states of two teachers under one head."""
     count = len(exact_NE)
     if count == 0:
         return Rounding(kl=math.nan, agreement=math.nan, relative_rms=math.nan, tokens=0)

@@ -1,17 +1,17 @@
-"""A decoder that teaches, with dense weights or in the blocks of its file.
+"""A frozen decoder used as a teacher, with dense or block-quantised weights.
 
-It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.frozen`), so there is
-nothing that an optimizer could be given, and hidden states are made in inference mode, where
-autograd does not exist.
+It is frozen by construction: the decoder has no `nn.Parameter` (`engine.models.frozen`), so there
+is nothing that an optimizer could be given, and hidden states are computed in inference mode,
+without autograd.
 
-A teacher computes in its own precision, inside and outside of autocast, so that what it answers
-does not depend on who asks:
+A teacher computes in its own precision, inside and outside of autocast, so that its output does not
+depend on the caller:
 
-    fp32   fp32 products          tf32   fp32 weights, products rounded to 10 bits of mantissa
-    bf16   bf16 weights and products, fp32 sums
+    fp32   fp32 matmuls           tf32   fp32 weights, matmul operands rounded to 10 bits of mantissa
+    bf16   bf16 weights and matmuls, fp32 accumulation
 
-tf32 is switched on for the teacher's own products and switched back after them: the student, and
-the logits that the loss makes of the teacher's hidden states, stay in their own arithmetic.
+tf32 is enabled for the teacher's own matmuls and restored after them. The student, and the logits
+that the loss computes from the teacher's hidden states, keep their own precision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from engine.models.packed import PackedEmbedding, PackedLinear, head_of
 
 
 class FrozenDecoder:
-    """A `Teacher` of one decoder, which it freezes."""
+    """A `Teacher` that freezes and runs one decoder."""
 
     def __init__(self, decoder: Decoder, precision: str = "fp32") -> None:
         self.decoder = freeze(decoder)
@@ -52,18 +52,19 @@ class FrozenDecoder:
 
 
 class DequantizedTeacher(FrozenDecoder):
-    """A decoder whose weights are floats, as `load_decoder` makes them: whatever the file held, its matrix
-    products are plain dense ones (cuBLAS on a GPU).
+    """A decoder with dense floating-point weights, as `load_decoder` builds it. Whatever format the
+    file has, its matmuls are plain dense ones (cuBLAS on a GPU).
     """
 
 
 # contract: cuda-q4k-frozen-teacher-v1
 class QuantizedTeacher(FrozenDecoder):
-    """The teacher in the blocks of its file, as `load_packed_decoder` makes them: a third to half of the memory
-    of bf16, for some time more.
+    """A teacher whose weights stay in the quantised blocks of its file, as `load_packed_decoder`
+    builds it. It needs a third to half of the memory of bf16 and is slower.
 
-    The whole forward pass runs where the blocks are. On the way into each product they become floats of the
-    teacher's precision, in the one scratch that all layers share; nothing else of the model's size is ever made.
+    The whole forward pass runs on the device that holds the blocks. Each matmul first dequantises
+    its blocks to the teacher's precision, into one scratch buffer that all layers share; no
+    full-size dequantised copy of the model is ever made.
     """
 
     def __init__(self, decoder: Decoder, precision: str = "fp32") -> None:
@@ -74,7 +75,9 @@ class QuantizedTeacher(FrozenDecoder):
 
 @contextlib.contextmanager
 def products(precision: str) -> Iterator[None]:
-    """Matrix products in the arithmetic of `precision`: in tf32 while it lasts, or as they were."""
+    """Run matmuls in the arithmetic of `precision`: enable tf32 within the context if asked, else
+    change nothing.
+    """
     if precision != "tf32":
         yield
         return

@@ -1,24 +1,25 @@
-"""Whether a student is its own teacher: the same values, whatever they are kept in.
+"""Detects a student that equals its teacher: the same values, whatever dtype or format holds them.
 
 A student equal to its teacher has a KL of zero from the first step on, learns nothing from it, and
-every curve of the run looks healthy. The hashes of two files do not show it: one model may lie there
-in bf16 and here in fp32, or in one GGUF file that is dequantised for the student and stays packed
-for the teacher. So values are compared, rounded to bf16, the narrowest of the dtypes that hold them:
+every curve of the run looks healthy. File hashes do not show it: one model may be stored in bf16 on
+one side and in fp32 on the other, or in one GGUF file that is dequantised for the student and stays
+packed for the teacher. So values are compared after rounding to bf16, the narrowest of the dtypes
+that hold them:
 
     digest(tensor) = SHA-256 of its values as bf16, row by row
 
-fp32, fp16 and bf16 files, and blocks, all become the same bf16 numbers when they are rounded once,
-whichever dtype they were held in before. Blocks are dequantised by the oracle, never by a kernel,
-whose last bit may differ.
+fp32, fp16, bf16 and block-quantised weights all give the same bf16 values when they are rounded
+once, whichever dtype held them before. Blocks are dequantised by the reference implementation,
+never by a kernel, whose last bit may differ.
 
-Cost: tensors are hashed in the order of the forward pass until the first that differs, which for
-two models is the embedding: some tenths of a second. Different shapes cost nothing. Only a student
-that is its teacher is hashed whole, at one or two gigabytes a second. Beside the models this needs
-some 64 MiB.
+Cost: tensors are hashed in the order of the forward pass up to the first difference, which for two
+different models is the embedding: a few tenths of a second. Different shapes cost nothing. Only a
+student that is its teacher is hashed completely, at one or two gigabytes per second. The check
+needs about 64 MiB beside the models.
 
-Two models whose weights differ by less than the rounding of bf16 everywhere are the same here. Not
-seen: a student with some rows of the vocabulary cut off, or a teacher quantised from the student, as one
-in 8-bit floats is.
+Two models whose weights differ everywhere by less than bf16 rounding count as the same. Not
+detected: a student with some rows of the vocabulary cut off, or a teacher quantised from the
+student, such as an fp8 teacher.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ from engine.models.packed import stored_tensor
 from engine.quant.planes import PackedMatrix, dequantize_rows_reference
 
 PART_VALUES = 1 << 25
-"""Values of bf16 at once: 64 MiB."""
+"""Number of bf16 values hashed at once: 64 MiB."""
 
 
 # contract: teacher-differs-from-student-v1
 def check_not_identical(
     teacher: Decoder, student: Decoder, where: object, *, allowed: bool
 ) -> str | None:
-    """Refuses a student with its teacher's values; where that is `allowed`, a note that says so.
+    """Refuse a student that has its teacher's values, or return a note about it if that is
+    `allowed`.
 
-    `where` is the student's path. Raises BadInput.
+    Returns None if they differ. `where` is the student's path. Raises BadInput.
     """
     digest = same_values(teacher, student)
     if digest is None:
@@ -69,8 +71,8 @@ def check_not_identical(
 
 # contract: teacher-differs-from-student-v1
 def same_values(one: Decoder, other: Decoder) -> str | None:
-    """A digest of all values when both decoders have the same ones; None at the first tensor that
-    differs.
+    """Return a digest of all values if both decoders have the same ones, else None at the first
+    tensor that differs.
     """
     names = [n for n in hf_names(one.config) if n != "head.weight"]
     if names != [n for n in hf_names(other.config) if n != "head.weight"]:
@@ -89,8 +91,8 @@ def same_values(one: Decoder, other: Decoder) -> str | None:
 
 @torch.no_grad()
 def value_digest(decoder: Decoder, name: str) -> str:
-    """SHA-256 of the bf16 values of the tensor `name`, one of ours, dense or in blocks. The head of
-    a tied decoder is its embedding.
+    """Return the SHA-256 of the bf16 values of the tensor `name` (our naming), dense or
+    block-quantised. The head of a tied decoder is its embedding.
     """
     digest = hashlib.sha256()
     decoder.reach(name)
@@ -104,7 +106,7 @@ def _shape(decoder: Decoder, name: str) -> tuple[int, ...]:
 
 
 def _parts(held: Tensor | PackedMatrix) -> Iterator[Tensor]:
-    """The values in order, some rows at a time."""
+    """Yield the values in order, a limited number of rows at a time."""
     rows = max(1, PART_VALUES // held.shape[-1])
     if isinstance(held, Tensor):
         yield from torch.split(held, rows)

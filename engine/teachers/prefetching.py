@@ -1,26 +1,26 @@
-"""A teacher that reads the next batch while the current step is still being finished.
+"""Wraps a teacher so that it computes the next batch while the current step is still finishing.
 
-A step ends with work that leaves the matrix units idle: the gradient norm, the optimizer (memory
-alone), and the host's wait for the step's numbers, after which the device is empty until the next
-batch has been launched. The next batch's hidden states depend on none of it. So they are launched
-before it, on a stream of their own:
+A step ends with work that leaves the tensor cores idle: the gradient norm, the optimizer
+(memory-bound), and the host's wait for the step's numbers, after which the device is idle until the
+next batch is launched. The next batch's teacher hidden states depend on none of this. So they are
+launched before it, on a stream of their own:
 
     main stream    backward | norm | AdamW |               student ...
     side stream             | teacher of the next batch ...
 
-Order. The side stream begins after all that the main stream was given before `prefetch`: the copies
-of the tokens, and the last use of whatever the teacher's own temporaries are shared with (the scratch
-of weights in blocks also serves the loss's head). Everything that asks this teacher for something
-first makes the main stream wait for the side stream. Tensors that cross over are told so
-(`record_stream`), or their memory would be given away too early.
+Ordering. The side stream waits for all work launched on the main stream before `prefetch`: the
+copies of the tokens, and the last use of any memory shared with the teacher's temporaries (the
+scratch buffer of block-quantised weights also serves the loss's head). Every call to this teacher
+first makes the main stream wait for the side stream. Tensors used on both streams are marked with
+`record_stream`, or the allocator would reuse their memory too early.
 
-Which batch a result belongs to is known from the tensors themselves: `hidden` has to be given the
-ones that `prefetch` was, and unchanged. Nothing is compared on the device, and the host waits for
-nothing. A batch that was not prefetched is computed at once; a prefetched one that is not asked for
-is dropped when the next is. At most one is held: its hidden states, beside the teacher's temporaries,
-which no other stream can use.
+A result is matched to its batch by the identity of the tensors: `hidden` must get the same tensor
+objects as `prefetch`, unmodified. Nothing is compared on the device and the host never waits. A
+batch that was not prefetched is computed when it is requested; a prefetched batch that was never
+requested is dropped at the next prefetch. At most one result is held: its hidden states, beside the
+teacher's temporaries, which no other stream can use.
 
-On a CPU there is nothing to overlap: a prefetch is computed at once, with the same bits.
+On a CPU there is nothing to overlap: `prefetch` computes at once, with bit-identical results.
 """
 
 from __future__ import annotations
@@ -38,36 +38,38 @@ from engine.teachers.protocol import Teacher
 
 
 class DeviceBatch:
-    """Two tensors on the device, to be known again by what they are and not by what they hold."""
+    """Two tensors on the device, recognised later by object identity, not by content."""
 
     def __init__(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
         self._tensors = tokens_BT, documents_BT
         self._versions = _versions(tokens_BT, documents_BT)
 
     def is_of(self, tokens_BT: Tensor, documents_BT: Tensor) -> bool:
-        """Whether these are the very tensors, unchanged since."""
+        """Whether these are the same tensor objects, unmodified since."""
         same = tokens_BT is self._tensors[0] and documents_BT is self._tensors[1]
         return same and _versions(tokens_BT, documents_BT) == self._versions
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Hidden states under way."""
+    """Hidden states that are being computed."""
 
     batch: DeviceBatch
     hidden_BTE: Tensor
     done: Any
-    """The event of the side stream; None on a CPU."""
+    """Event on the side stream; None on a CPU."""
 
 
 class PrefetchingTeacher:
-    """`inner`, able to begin before it is asked. Goes around every other teacher."""
+    """Wraps `inner` and can compute a batch before it is requested. It must be the outermost
+    wrapper.
+    """
 
     def __init__(self, inner: Teacher, device: torch.device) -> None:
         self.inner = inner
         self.device = device
         self.used = 0
-        """Prefetched batches that were asked for."""
+        """Prefetched batches that were then requested."""
         self.unused = 0
         """Prefetched batches that were dropped."""
         self._stream: Any = None
@@ -80,7 +82,7 @@ class PrefetchingTeacher:
         return self.inner.vocab_size
 
     def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Begins with a batch, after what the current stream was given so far."""
+        """Start computing a batch, after all work launched on the current stream so far."""
         self.unused += self._take() is not None
         done = None
         if self._stream is None:
@@ -109,7 +111,7 @@ class PrefetchingTeacher:
         return self.inner.head()
 
     def _take(self) -> _Ahead | None:
-        """What is under way, which the current stream waits for; it is no longer held."""
+        """Return and forget the prefetched result, after making the current stream wait for it."""
         self._wait()
         ahead, self._ahead = self._ahead, None
         return ahead
@@ -120,6 +122,6 @@ class PrefetchingTeacher:
 
 
 def _versions(tokens_BT: Tensor, documents_BT: Tensor) -> tuple[int, int]:
-    """How often each was written to; what cannot be written to has no count."""
+    """Return the write count (version) of each tensor; inference tensors have none and count as 0."""
     found = [0 if t.is_inference() else t._version for t in (tokens_BT, documents_BT)]
     return found[0], found[1]

@@ -1,18 +1,19 @@
-"""What a teacher is to the trainer: a frozen model that gives hidden states and the head that turns
-them into logits.
+"""The interface between a teacher and the trainer: a frozen model that gives hidden states, and the
+head that turns them into logits.
 
 Logits are never part of the protocol. At a vocabulary of 152k they are the largest tensors of a
-step; the loss makes them in chunks from hidden states and heads, and drops them. Nor are weights:
-what has none cannot hand them to an optimizer.
+step; the loss computes them in chunks from hidden states and heads, and drops them. Weights are not
+part of it either, so a teacher cannot pass them to an optimizer.
 
-    backend       weights                                        file
+    backend       weights                                        module
     dequantized   floats, all of them in memory                  frozen.py
-                  in fp8 a byte a number in the layers           fp8.py
-    quantized     blocks, made floats one slice at a time        frozen.py
-    cached        none: what it said before, out of a store      store/teacher.py
-    none          there is no teacher                            choose.py
+                  in fp8, one byte per weight in the layers      fp8.py
+    quantized     blocks, dequantised one slice at a time        frozen.py
+    cached        none: outputs are read from a store            store/teacher.py
+    none          there is no teacher
 
-Both are the same `Decoder` under the same `FrozenDecoder`; `TruncatingTeacher` goes around either.
+`engine.plan.knobs.choose_backend` chooses among them. `dequantized` and `quantized` are the same
+`Decoder` under the same `FrozenDecoder`; `TruncatingTeacher` wraps either.
 """
 
 from __future__ import annotations
@@ -30,52 +31,54 @@ from engine.models.head import Head
 
 
 class Teacher(Protocol):
-    """A frozen teacher. Its tensors never require gradients, so none can reach it."""
+    """A frozen teacher. Its tensors never require gradients, so no gradient can reach it."""
 
     @property
     def vocab_size(self) -> int: ...
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """Final hidden states (B, T, E), after the last norm; a token sees only its own
-        document.
+        """Return the final hidden states (B, T, E), after the last norm. A token attends only to
+        its own document.
         """
         ...
 
     def head(self) -> Head:
-        """The output matrix, `vocab_size` rows of width E."""
+        """Return the output matrix, `vocab_size` rows of width E."""
         ...
 
 
 @runtime_checkable
 class KnowsRows(Protocol):
-    """A teacher that knows rows by their content."""
+    """A teacher that identifies rows by their content."""
 
     def note(self, batch: Batch, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Says that these tensors on the device hold the tokens and documents of `batch`, before they
-        are asked about: reading them back would wait for the device.
+        """Tell the teacher, before it is called with them, that these device tensors hold the
+        tokens and documents of `batch`. Reading them back would synchronise with the device.
         """
         ...
 
 
 @runtime_checkable
 class GivesTargets(Protocol):
-    """A teacher that may have less than hidden states to give."""
+    """A teacher that may give sparse targets instead of hidden states."""
 
     def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
-        """What it says of some ids of each token; None where `hidden` and `head` are to be asked."""
+        """Return the teacher's probabilities of a few token ids per token, or None if `hidden` and
+        `head` are to be used instead.
+        """
         ...
 
 
 @runtime_checkable
 class Prefetches(Protocol):
-    """A teacher that can begin with a batch before its answer is wanted."""
+    """A teacher that can start computing a batch before its output is needed."""
 
     def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Begins with the hidden states of a batch, after all work the device was given so far.
-        `hidden` finds them when it is given these very tensors, unchanged since.
+        """Start computing the hidden states of a batch, after all work launched on the device so
+        far. A later `hidden` returns them if it gets the same tensor objects, unmodified.
         """
         ...
 
 
 class NoHiddenStates(InternalError):
-    """Hidden states were asked of a teacher that gives targets."""
+    """Hidden states were requested from a teacher that only gives sparse targets."""

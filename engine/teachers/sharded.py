@@ -1,25 +1,28 @@
-"""A teacher's layers shared out over the ranks: each holds 1/world of every layer, and gathers a layer when
-it computes.
+"""Shards a teacher's layers over the ranks: each rank holds 1/world of every layer and all-gathers
+a layer before it computes it.
 
-    part of layer i    this rank's share of the layer's bytes, all that it keeps of it
-    buffer i % 2       two of the largest layer's size, where layers are put together
+    part of layer i    this rank's share of the layer's bytes, all that it keeps of the layer
+    buffer i % 2       one of two buffers, each the size of the largest layer, for gathered layers
 
     compute     | layer 0        | layer 1        | layer 2 ...
-    gathering   | 1 -> buffer 1  | 2 -> buffer 0  | 3 -> buffer 1
+    gather      | 1 -> buffer 1  | 2 -> buffer 0  | 3 -> buffer 1
 
-A layer is gathered while the one before it computes, on a stream of its own, once the last layer to lie
-in its buffer is done with it. After the last layer comes the first: where layers are an even number it is
-there already when the next batch begins.
+A layer is gathered on a stream of its own while the layer before it computes, once the previous
+layer in its buffer is no longer in use. The first layer follows the last: if the number of layers
+is even, it is already gathered when the next batch begins.
 
-Bytes are gathered, not numbers: floats, blocks and 8-bit codes alike, and of weights in blocks a third of
-what they are as floats. A layer's modules hold views of its buffer at places that never change, so a
-compiled layer, a joined matrix and planes of blocks are what they are in a teacher that is whole, and so
-is every bit of what it answers. FSDP2 shards parameters, of which a frozen teacher has none.
+The gather moves raw bytes, so it works alike for floats, quantised blocks and fp8 codes, and
+block-quantised weights cost a third of the traffic of floats. A layer's modules hold views into its
+buffer at fixed addresses, so compiled layers, joined matrices and block planes work as in an
+unsharded teacher, and the output is bit-identical to its output. FSDP2 shards parameters, of which
+a frozen teacher has none.
 
-Every gathering is a collective of the run's one group: in the order of the program, which is the same on
-every rank. Whoever reads a layer's weights says so first (`Decoder.reach`), and so on every rank.
+Every gather is a collective of the run's single process group, issued in program order, which is
+the same on every rank. Code that reads a layer's weights must call `Decoder.reach` first, on every
+rank.
 
-Embedding, last norm and head are whole on every rank. Not covered: a rank that would ask the teacher alone.
+The embedding, the last norm and the head are replicated on every rank. Not covered: one rank
+running the teacher alone.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ from engine.runtime.ranks import Ranks
 
 BUFFERS = 2
 ALIGNMENT_BYTES = 512
-"""Of each tensor in a buffer, and of each rank's share: that of torch's allocator, for the same kernels."""
+"""Alignment of each tensor in a buffer and of each rank's share. It equals that of torch's
+allocator, so that the same kernels are chosen.
+"""
 
 
 class _Place(NamedTuple):
@@ -48,14 +53,14 @@ class _Place(NamedTuple):
     name: str
     dtype: torch.dtype
     first: int
-    """In numbers of `dtype`."""
+    """Offset in elements of `dtype`."""
     shape: torch.Size
     stride: tuple[int, ...]
 
 
 class ShardedLayers:
-    """`take` is called with each layer of a frozen decoder as it is loaded, `install` once they all are.
-    `entering` is called before each gathering.
+    """Call `take` with each layer of a frozen decoder as it is loaded, and `install` once all are
+    loaded. `entering` is called before each gather.
     """
 
     def __init__(
@@ -66,18 +71,18 @@ class ShardedLayers:
         self._places: list[list[_Place]] = []
         self._buffers: list[Tensor] = []
         self._lies: list[int | None] = [None] * BUFFERS
-        """Which layer's bytes each buffer has, or is being given."""
+        """Index of the layer that each buffer holds or is receiving."""
         self._arrived: list[Any] = [None] * BUFFERS
         self._stream: Any = None
         self.gathered = 0
-        """Layers put together so far."""
+        """Number of layer gathers so far."""
 
     @property
     def parts(self) -> list[Tensor]:
         return self._parts
 
     def take(self, layer: nn.Module) -> None:
-        """Keep this rank's part of a layer, whose tensors are gone then until `install`."""
+        """Keep this rank's part of a layer. The layer's own tensors are gone until `install`."""
         if any(True for _ in layer.parameters()):
             raise InternalError("sharded teacher: expected a frozen layer, found parameters")
         starts: dict[int, int] = {}
@@ -85,7 +90,8 @@ class ShardedLayers:
         places: list[_Place] = []
         size = 0
         for module in layer.modules():
-            # Some are no buffers: what joined layers multiply by, of which each holds its rows.
+            # Not all tensors are buffers: joined layers also hold the joined matrix as a plain
+            # attribute.
             own = {n: t for n, t in vars(module).items() if isinstance(t, Tensor)}
             own |= dict(module.named_buffers(recurse=False))
             for name, tensor in own.items():
@@ -118,14 +124,14 @@ class ShardedLayers:
         return part
 
     def install(self, decoder: Decoder) -> None:
-        """Allocate the buffers, and put the layers' tensors into them."""
+        """Allocate the buffers and make the layers' tensors views into them."""
         largest = max(len(part) for part in self._parts)
         self._buffers = [
             torch.empty(self._ranks.world * largest, dtype=torch.uint8, device=self._device)
             for _ in range(min(BUFFERS, len(self._parts)))
         ]
         if self._device.type == "cuda":
-            # First in line: layers wait for what is gathered.
+            # High priority, because layers wait for the gathered weights.
             self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             self._arrived = [torch.cuda.Event() for _ in range(BUFFERS)]  # type: ignore[no-untyped-call]
         for index, places in enumerate(self._places):
@@ -137,7 +143,7 @@ class ShardedLayers:
         decoder.shards = self
 
     def arrive(self, index: int) -> None:
-        """See `engine.models.decoder.Shards`; begins with the layer after it too."""
+        """See `engine.models.decoder.Shards`. This also starts gathering the next layer."""
         self._gather(index)
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._arrived[index % BUFFERS])
@@ -156,7 +162,7 @@ class ShardedLayers:
         if self._stream is None:
             dist.all_gather_into_tensor(buffer, part)
             return
-        # What was launched so far is the last to read what lies there.
+        # The work launched so far is the last to read what the buffer holds.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             dist.all_gather_into_tensor(buffer, part)

@@ -1,17 +1,17 @@
-"""A teacher with more ids than its student, cut to the student's, and what that costs.
+"""Cuts a teacher with a larger vocabulary down to the student's, and measures what the cut drops.
 
 Two checkpoints of one family pad the same tokenizer to different widths: Qwen2.5-7B has 152064 rows
-where Qwen2.5-0.5B has 151936. The teacher's columns beyond the student's are cut before the softmax,
-so its distribution is renormalised over the ids that both have:
+where Qwen2.5-0.5B has 151936. The teacher's columns beyond the student's are cut before the
+softmax, so its distribution is renormalised over the token ids that both have:
 
     p_v = e^{t_v / T} / sum_{u < V} e^{t_u / T}                      v < V
 
-Padding the student instead would give a made-up logit to ids it does not have, and with it a
-probability. What the cut drops is the probability that the teacher gives to the ids beyond,
+Padding the student instead would give a made-up logit, and so a probability, to ids that it does
+not have. What the cut drops is the probability that the teacher gives to the ids beyond,
 
     dropped = sum_{V <= v < W} e^{t_v / T} / sum_{v < W} e^{t_v / T}
 
-which is measured on real rows rather than trusted to be small: it is some 1e-6 where the rows
+which is measured on real rows instead of assumed to be small: it is about 1e-6 where the rows
 beyond are padding, and large where they are tokens that the student lacks.
 """
 
@@ -34,23 +34,25 @@ from engine.teachers.protocol import Teacher
 
 PART_ROWS = 8192
 CHUNK = 1024
-"""Tokens and head rows at once: logits of 32 MiB."""
+"""Number of tokens, with `PART_ROWS` head rows, processed at once: 32 MiB of logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedMass:
-    """The probability that the teacher gives to the ids that are cut, 0 to 1."""
+    """The probability that the teacher gives to the token ids that are cut, 0 to 1."""
 
     mean: float
     largest: float
-    """Of one token."""
+    """Largest value of a single token."""
     tokens: int
-    """How many it was measured on."""
+    """Number of tokens it was measured on."""
 
 
 # contract: vocabulary-alignment-v1
 class TruncatingTeacher:
-    """`inner` with the first `vocab_size` of its ids. Raises `BadInput` where it has fewer."""
+    """Wraps `inner` and keeps the first `vocab_size` token ids. Raises `BadInput` if `inner` has
+    fewer.
+    """
 
     def __init__(self, inner: Teacher, vocab_size: int) -> None:
         if vocab_size > inner.vocab_size:
@@ -76,10 +78,11 @@ class TruncatingTeacher:
     def dropped_mass(
         self, batches: Sequence[Batch], device: torch.device, *, temperature: float
     ) -> DroppedMass:
-        """What the cut drops on the labelled tokens of `batches`, at the loss's temperature; NaN without any.
+        """Return the probability dropped on the labelled tokens of `batches`, at the loss's
+        temperature; NaN if there are none.
 
-        One forward pass of the teacher; beside it some tens of MiB, because the two sums are carried
-        through the head part by part as logarithms.
+        Costs one forward pass of the teacher and some tens of MiB beside it, because the two sums
+        are accumulated over parts of the head as log-sum-exps.
         """
         head = self.inner.head()
         found = []
@@ -117,7 +120,7 @@ class _CutHead:
 
 
 def _dropped(hidden_NE: Tensor, head: Head, vocab_size: int, temperature: float) -> Tensor:
-    """The dropped share of each token, (N,)."""
+    """Return the dropped probability of each token, (N,)."""
     dtype = operand_dtype(hidden_NE)
     hidden_NE = hidden_NE.to(dtype)
     kept_N, cut_N = hidden_NE.new_full(
@@ -131,5 +134,5 @@ def _dropped(hidden_NE: Tensor, head: Head, vocab_size: int, temperature: float)
             kept_N = torch.logaddexp(kept_N, logits_NR[:, :here].logsumexp(1))
             cut_N = torch.logaddexp(cut_N, logits_NR[:, here:].logsumexp(1))
             first += len(weight_RE)
-    # Not 1 - kept: what is looked for is far below the rounding of 1.
+    # Not computed as 1 - kept: the result is far below the rounding error of 1.
     return (cut_N - torch.logaddexp(kept_N, cut_N)).exp()

@@ -1,14 +1,14 @@
-"""Whether an id means the same to the teacher, to the student and in the training text.
+"""Checks that a token id means the same to the teacher, to the student and in the training text.
 
-A distillation compares probabilities id by id. With two tokenizers of different families every
-number is still finite, every curve still falls, and the student is taught noise. So where
-tokenizers are known, every id is compared by the text of its token. An id that only one of the
-two has a token for is no contradiction (checkpoints of one family add special tokens, and pad), but
-is said. A tokenizer that is not known is said too, never taken for equal.
+Distillation compares probabilities id by id. With two tokenizers of different families every number
+is still finite, every curve still falls, and the student is trained on noise. So where the
+tokenizers are known, every id is compared by the text of its token. An id that only one of the two
+defines is reported but is no error (checkpoints of one family add special tokens, and pad). An
+unknown tokenizer is also reported, never assumed to be equal.
 
 Ids at and beyond the student's vocabulary are cut from the teacher, so they are not compared.
 
-No torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ LISTED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two tokenizers, id by id, below a number of ids."""
+    """The result of comparing two tokenizers id by id, below a limit."""
 
     differing: tuple[tuple[int, str, str], ...]
-    """Ids that are one token here and another there: (id, token here, token there)."""
+    """Ids that map to different tokens in the two: (id, token here, token there)."""
     one_sided: int
-    """Ids that only one of them has a token for."""
+    """Number of ids that only one of them defines."""
     shared: int
-    """Ids that are the same token in both."""
+    """Number of ids that map to the same token in both."""
 
 
 def compare(here: Tokenizer, there: Tokenizer, ids: int) -> Comparison:
-    """Ids 0 to `ids` of both."""
+    """Compare the tokens with ids below `ids` of both."""
     mine, theirs = here.tokens(), there.tokens()
     differing = []
     one_sided = shared = 0
@@ -52,11 +52,12 @@ def compare(here: Tokenizer, there: Tokenizer, ids: int) -> Comparison:
 
 # contract: vocabulary-alignment-v1
 def check_vocabularies(known: Mapping[str, Tokenizer | None], ids: int) -> tuple[str, ...]:
-    """Compares tokenizers by whose they are (`teacher`, `student`, `data.tokenizer`), each pair
-    below `ids`, the student's vocabulary. None stands for one that is not known.
+    """Compare each pair of tokenizers below `ids`, the student's vocabulary size.
 
-    Returns notes on what could not be compared and on ids that only one side has. Raises
-    TokenizerError with the first differing ids of the first pair that contradicts itself.
+    `known` maps the owner of a tokenizer (`teacher`, `student`, `data.tokenizer`) to the tokenizer,
+    or to None if it is not known. Returns notes about what could not be compared and about ids that
+    only one side defines. Raises TokenizerError with the first differing ids of the first pair that
+    differs.
     """
     notes = [
         f"vocabulary: the {whose}'s tokenizer is not known, so its ids were not compared"

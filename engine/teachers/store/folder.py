@@ -1,42 +1,43 @@
-"""A folder of stored teacher outputs. Nothing in it is believed before it was compared; a shard is there whole,
-or not at all.
+"""A folder of stored teacher outputs. All content is verified before use, and a shard exists
+completely or not at all.
 
     STORE/
-      manifest.json               what the rows are and whose (`manifest.py`)
+      manifest.json               what the rows are and which teacher made them (`manifest.py`)
       shard-000000.safetensors    some rows: one tensor (rows, T, ...) for each field of the form
       shard-000000.json           {"version": 1, "bytes": N, "rows": [[key, digest], ...]}
       lock, prepare.jsonl         of the process that writes
 
-A shard without its .json was never finished and is no shard. When a store is opened, each shard's
-size and header are compared with what its .json and the manifest say; that costs a few kilobytes of
-reading a shard. The data are compared row by row, whenever a row is read:
+A shard without its .json was never finished and is ignored. When a store is opened, each shard's
+size and header are checked against its .json and the manifest, which reads a few kilobytes per
+shard. The data are verified row by row, whenever a row is read, in the buffer that the row is then
+used from:
 
     digest = SHA-256( key | the row's bytes in each field )
 
-in the buffer that the row is then used from. A digest over a whole shard would have to be stamped
-with size, time and inode to be affordable (a quarter of a gigabyte at the first touch, in random order
-for all shards at once), and would trust the stamp from then on. A digest a row costs the same hashing,
-spread evenly, and is compared at every read of every epoch; hashing runs in the reader's threads,
-without the interpreter's lock, at one to two gigabytes a second each. It holds the key, so that rows
-that changed places are found too.
+Verifying a digest over a whole shard would need a cache of size, time and inode to be affordable (a
+quarter of a gigabyte at the first access, in random order for all shards at once), and would trust
+that cache from then on. A digest per row costs the same hashing, spread evenly, and is verified at
+every read of every epoch. Hashing runs in the reader's threads, without the interpreter's lock, at
+one to two gigabytes per second each. The digest covers the key, so that swapped rows are found too.
 
-Rows are read with `pread`, not mapped: a file that is cut short while it is mapped ends the process
-with SIGBUS, where a short read is an error that can be said.
+Rows are read with `pread`, not mapped: if a mapped file is truncated, the process dies with SIGBUS,
+whereas a short read is an error that can be reported.
 
-A shard that does not compare is refused by name, with all of its rows, for as long as this process
-lives: they are misses from then on.
+A shard that fails verification is refused, with all of its rows, for the lifetime of this process,
+and the reason names it: its rows are misses from then on.
 
-Rows are gathered in memory until a shard is full. Then, in this order: the shard under a partial name,
-written and fsynced; renamed; its .json the same way; the folder fsynced. The .json comes last and makes
-the shard: a process that is killed anywhere before it leaves a file that nobody reads and the next
-writer replaces. So what is lost is at most one shard of rows, and what is found was finished.
+Rows are collected in memory until a shard is full. Then, in this order: the shard is written and
+fsynced under a partial name and renamed; its .json the same way; the folder is fsynced. The .json
+comes last and completes the shard: a process that is killed anywhere before it leaves a file that
+is never read and that the next writer replaces. So at most one shard of rows is lost, and every
+shard that is found is complete.
 
-The same rows in the same order give the same bytes, headers included, and a shard that is missing
-between others is filled first: a store that was interrupted and continued is equal, file by file, to
-one that was not.
+The same rows in the same order give the same bytes, headers included, and a gap in the shard
+numbers is filled first: a store that was interrupted and continued equals, file by file, one that
+was not.
 
-One writer per store, held by `flock` on `lock`; readers need no lock, because a finished shard is
-never written again. Loads no torch.
+There is one writer per store, which holds `flock` on `lock`. Readers need no lock, because a
+finished shard is never written again. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -64,35 +65,35 @@ from engine.teachers.store.manifest import Manifest, read_manifest
 
 VERSION = 1
 SHARD_BYTES = 256 * 2**20
-"""About a second of a 7B teacher on one GPU: what a kill can cost."""
+"""About one second of a 7B teacher on one GPU, which is what a kill can cost."""
 LOCK = "lock"
 _PARTIAL = ".partial"
 _SHARD = re.compile(r"shard-([0-9]{6})\.json")
 
 
 class ShardDamaged(CacheError):
-    """A shard that is not what was written."""
+    """A shard differs from what was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
     number: int
     path: Path
-    """Of the safetensors file."""
+    """Path of the safetensors file."""
     starts: tuple[int, ...]
-    """Where the data of each field begin in the file."""
+    """Offset in the file of each field's data."""
     rows: tuple[tuple[bytes, bytes], ...]
     """Key and digest of each row."""
 
 
 class Store:
-    """The rows of a store that could be opened. Reading is thread-safe."""
+    """The readable rows of a store. Reading is thread-safe."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self.identity: Identity = manifest.identity
         self.refusals: list[str] = []
-        """Why each shard that is not used is not, by name."""
+        """For each shard that is not used, the reason with the shard's name."""
         self.unreadable: list[Path] = []
         """Shards that were refused when the store was opened."""
         self._guard = threading.Lock()
@@ -117,10 +118,11 @@ class Store:
         return key in self._places
 
     def read(self, key: bytes, into: Sequence[memoryview]) -> None:
-        """Fills one buffer of bytes for each field with the row under `key`.
+        """Read the row under `key` into one byte buffer per field.
 
-        Raises KeyError where there is none, and ShardDamaged, naming the shard, where it is not what
-        was written: its rows are gone from this store then, and the buffers hold anything.
+        Raises KeyError if there is none, and ShardDamaged, naming the shard, if the row differs
+        from what was written. All rows of that shard are then dropped from this store, and the
+        content of the buffers is undefined.
         """
         shard, row = self._places[key]
         try:
@@ -132,14 +134,14 @@ class Store:
     def _refuse(self, shard: Shard, reason: str) -> None:
         with self._guard:
             if self.shards.pop(shard.number, None) is None:
-                return  # another thread met it first
+                return  # another thread found it first
             self.refusals.append(reason)
-            # Made anew: other threads look things up in the old one meanwhile.
+            # Replaced, not modified: other threads look rows up in the old dict meanwhile.
             self._places = {k: p for k, p in self._places.items() if p[0] is not shard}
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[Shard]:
-        """Reads every row of every shard; yields the shards that are not what was written, which are
-        refused. `progress(done, total)` counts shards.
+        """Read every row of every shard, and refuse and yield the shards that differ from what was
+        written. `progress(done, total)` counts shards.
         """
         buffers = [memoryview(bytearray(field.bytes)) for field in self.identity.fields]
         shards = list(self.shards.values())
@@ -155,7 +157,9 @@ class Store:
 
 
 def open_store(path: str | Path) -> Store:
-    """The store in `path`; shards that do not compare are in its `refusals`. Raises CacheError."""
+    """Open the store in `path`. Shards that fail verification are listed in its `refusals`. Raises
+    CacheError.
+    """
     return Store(Path(path), read_manifest(Path(path)))
 
 
@@ -164,7 +168,7 @@ def shard_path(folder: Path, number: int) -> Path:
 
 
 def shard_numbers(folder: Path) -> list[int]:
-    """Of all shards that were finished, in order."""
+    """Return the numbers of all finished shards, in order."""
     try:
         found = [_SHARD.fullmatch(name) for name in os.listdir(folder)]
     except OSError as error:
@@ -175,7 +179,7 @@ def shard_numbers(folder: Path) -> list[int]:
 
 
 def row_digest(key: bytes, parts: Sequence[Any]) -> bytes:
-    """What a row is compared by; `parts` are the buffers of its fields."""
+    """Return the digest that a row is verified by; `parts` are the buffers of its fields."""
     digest = hashlib.sha256(key)
     for part in parts:
         digest.update(part)
@@ -247,15 +251,15 @@ def rows_per_shard(identity: Identity, shard_bytes: int = SHARD_BYTES) -> int:
 
 
 def disk_bytes(identity: Identity, rows: int, each: int) -> int:
-    """Exactly what `rows` more rows take on the disk, in shards of `each` rows."""
+    """Return the exact size on disk of `rows` more rows, in shards of `each` rows."""
     full, rest = divmod(rows, each)
     return full * _shard_bytes(identity, each) + (_shard_bytes(identity, rest) if rest else 0)
 
 
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Makes the folder where there is none, and holds it. Raises CacheError where another process
-    does.
+    """Create the folder if needed and lock it for writing. Raises CacheError if another process
+    holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -273,7 +277,7 @@ def only_writer(folder: Path) -> Iterator[None]:
                 "one that is alive",
                 hint="`engine prepare` is already filling this store; wait for it",
             ) from None
-        for left in folder.glob(f"*{_PARTIAL}"):  # nobody else is here: its writer is dead
+        for left in folder.glob(f"*{_PARTIAL}"):  # we hold the lock, so its writer is dead
             left.unlink()
         yield
     finally:
@@ -281,21 +285,22 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 class ShardWriter:
-    """Rows into shards of `each` rows; `taken` are the numbers of shards that are there.
+    """Writes rows into shards of `each` rows; `taken` are the numbers of existing shards.
 
-    Only within `only_writer`. Raises DiskFull or CacheError, with every finished shard as it was.
+    Use it only within `only_writer`. Raises DiskFull or CacheError, which leave every finished
+    shard unchanged.
     """
 
     def __init__(self, folder: Path, identity: Identity, each: int, taken: Iterable[int]) -> None:
         self.folder, self.identity, self.each = folder, identity, each
         self.rows = 0
-        """Finished."""
+        """Number of rows in finished shards."""
         self.bytes = 0
         self._taken = set(taken)
         self._waiting: list[tuple[bytes, bytes, list[bytes]]] = []
 
     def add(self, key: bytes, parts: Sequence[Any]) -> None:
-        """One row: a buffer for each field, copied."""
+        """Add one row, given as one buffer per field, which is copied."""
         held = [bytes(part) for part in parts]
         for field, part in zip(self.identity.fields, held, strict=True):
             assert len(part) == field.bytes, (field, len(part))
@@ -304,7 +309,7 @@ class ShardWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Writes what is gathered as a shard, however few rows it is."""
+        """Write the collected rows as a shard, even if it is not full."""
         if not self._waiting:
             return
         number = next(n for n in range(len(self._taken) + 1) if n not in self._taken)
@@ -324,14 +329,16 @@ class ShardWriter:
 
 
 def remove_shard(path: Path) -> None:
-    """Takes a shard out of its store: first what makes it one."""
+    """Remove a shard from its store, its .json first, because that marks it as finished."""
     path.with_suffix(".json").unlink(missing_ok=True)
     path.unlink(missing_ok=True)
     fsync_folder(path.parent)
 
 
 def _header(fields: Sequence[Field], rows: int) -> bytes:
-    """Fields lie in their order: all have the same width, so each starts at a multiple of it."""
+    """Return the header of a shard. Fields are stored in order: all have the same element size, so
+    each one starts aligned.
+    """
     return header_bytes((field.name, field.dtype, (rows, *field.shape)) for field in fields)
 
 

@@ -1,27 +1,27 @@
-"""The key under which a sequence's stored teacher output is looked up, and what is stored there.
+"""The key under which a sequence's stored teacher output is looked up, and what is stored under it.
 
-A row of the corpus is stored once, under a digest of everything that the teacher's answer depends on:
+A row of the corpus is stored once, under a digest of everything that the teacher's output depends
+on:
 
     key = SHA-256( identity | token ids | document ids )
 
     identity      form, teacher (SHA-256 of its weights), backend, precision, dtype, temperature, ...
     token ids     int32, little-endian
-    document ids  renumbered from 0 by first appearance: where documents begin matters, which they
-                  are in the corpus does not
+    document ids  renumbered from 0 by first appearance: only the document boundaries matter, not
+                  which documents of the corpus they are
 
-So neither the order of the rows, nor the epoch, nor the batch or the seed they came with has a part
-in it: a key that is found is the answer to exactly these tokens by exactly this teacher, and any other
-is a miss.
+So the key does not depend on the order of the rows, the epoch, the batch or the seed. A hit is the
+output of exactly this teacher for exactly these tokens; everything else is a miss.
 
-    form       a row holds                                             bytes per token
-    hidden     final hidden states (T, E), in the teacher's dtype      E x 2 or 4
-    top_k      the K likeliest ids and their log p at temperature T,   K x 8
-               likeliest first; the tail's probability is what they leave
-    sampled    m ids drawn from p at temperature T, with repeats       m x 4
+    form       a row holds                                                bytes per token
+    hidden     final hidden states (T, E), in the teacher's dtype         E x 2 or 4
+    top_k      the K most probable ids and their log p at temperature T,  K x 8
+               most probable first; the tail has the remaining probability
+    sampled    m ids drawn from p at temperature T, with repeats          m x 4
 
-Hidden states are exact: with the teacher's head they give its whole distribution, at any temperature.
-The two others are of the student's vocabulary (the teacher's first ids, renormalised), and of one
-temperature. Loads no torch.
+Hidden states are exact: with the teacher's head they give its whole distribution, at any
+temperature. The other two forms are over the student's vocabulary (the teacher's first ids,
+renormalised) and for one temperature. This module does not import torch.
 """
 
 # Shapes: B rows, T tokens of a row, E teacher width, K ids of a token
@@ -47,7 +47,7 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "I32": 4}
 
 
 class CacheError(BadInput):
-    """A store of teacher outputs that cannot be used."""
+    """A store of teacher outputs cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Field:
 
     name: str
     dtype: str
-    """As in a safetensors file."""
+    """Dtype name as in a safetensors file."""
     shape: tuple[int, ...]
 
     @property
@@ -66,25 +66,27 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """All that a stored answer depends on beside the row itself."""
+    """Everything that a stored output depends on apart from the row itself."""
 
     form: str
     teacher_sha256: str
-    """Of its tensors as they are in memory, of weights in blocks those of the blocks."""
+    """Hash of its tensors as they are in memory; for block-quantised weights, of the blocks."""
     backend: str
     precision: str
     dtype: str
-    """Of its hidden states: F32 or BF16."""
+    """Dtype of its hidden states: F32 or BF16."""
     width: int
-    """Of the teacher's hidden states."""
+    """Width of the teacher's hidden states."""
     seq_len: int
     vocabulary: int | None = None
-    """Ids that probabilities are over; None for hidden states, which come before any."""
+    """Vocabulary size of the stored probabilities; None for hidden states, which do not depend on
+    it.
+    """
     temperature: float | None = None
     count: int = 0
     """K of top_k, m of sampled."""
     seed: int | None = None
-    """Of the draws."""
+    """Seed of the draws."""
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -112,7 +114,7 @@ class Identity:
 
     @property
     def words(self) -> str:
-        """The form in a few words, for people."""
+        """A short description of the form, for people."""
         if self.form == HIDDEN:
             return f"hidden states, {self.width} x {self.dtype}"
         what = f"top {self.count}" if self.form == TOP_K else f"{self.count} draws"
@@ -122,13 +124,13 @@ class Identity:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()
 
     def keys(self, batch: Batch) -> list[bytes]:
-        """The key of each row of a batch, 32 bytes."""
+        """Return the key of each row of a batch, 32 bytes each."""
         identity = self.digest()
         return [hashlib.sha256(identity + content).digest() for content in row_contents(batch)]
 
 
 def identity_of(fields: Any) -> Identity:
-    """The identity that `asdict` made. Raises CacheError."""
+    """Return the identity from the dict that `asdict` gave. Raises CacheError."""
     try:
         return Identity(**fields)
     except TypeError as error:
@@ -137,8 +139,8 @@ def identity_of(fields: Any) -> Identity:
 
 # contract: topk-cache-fidelity-v1
 def row_contents(batch: Batch) -> list[bytes]:
-    """A digest of the tokens and documents of each row: equal for rows that any teacher answers
-    alike.
+    """Return a digest of the tokens and documents of each row. Rows with equal digests get the same
+    output from any teacher.
     """
     documents_BT = canonical(batch.documents_BT)
     return [
@@ -150,7 +152,7 @@ def row_contents(batch: Batch) -> list[bytes]:
 
 
 def canonical(documents_BT: Int64Array) -> Int64Array:
-    """Document ids of each row renumbered from 0 in the order in which they appear."""
+    """Renumber the document ids of each row from 0 in order of first appearance."""
     out_BT = np.empty_like(documents_BT)
     for row, documents_T in enumerate(documents_BT):
         _, first, place_T = np.unique(documents_T, return_index=True, return_inverse=True)
@@ -161,17 +163,19 @@ def canonical(documents_BT: Int64Array) -> Int64Array:
 
 
 def uniforms(seed: int, key: bytes, shape: Sequence[int]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) for the draws of one row: a pure function of seed and key, the same on every
-    machine, so that a row that is drawn again is drawn the same.
+    """Return numbers in [0, 1) for the draws of one row. They are a pure function of seed and key,
+    the same on every machine, so that drawing a row again gives the same ids.
     """
     words = np.frombuffer(hashlib.sha256(seed.to_bytes(8, "little") + key).digest(), dtype="<u8")
     raw = np.random.Philox(key=words[:2].copy()).random_raw(math.prod(shape))
-    # The upper 53 bits, as many as a float64 holds.
+    # The upper 53 bits, because a float64 holds 53.
     return np.asarray((raw >> np.uint64(11)) * 2.0**-53, dtype=np.float64).reshape(tuple(shape))
 
 
 def contents_sha256(batches: Sequence[Batch]) -> str:
-    """Of the rows of some batches, in order: equal where a teacher is asked the same."""
+    """Return a digest of the rows of some batches, in order. It is equal if the teacher gets the
+    same input.
+    """
     digest = hashlib.sha256()
     for batch in batches:
         for content in row_contents(batch):

@@ -1,16 +1,16 @@
-"""What a store of teacher outputs says of itself: `manifest.json`, and whether it fits a run.
+"""`manifest.json` of a store of teacher outputs, and the check whether a store fits a run.
 
-`manifest.json` says what the rows of a store are, which teacher gave them, and what was measured of it
-while it was there:
+`manifest.json` records what the rows of a store are, which teacher produced them, and what was
+measured of the teacher at that time:
 
     {"sha256": of the rest as JSON with sorted keys, "manifest": {"version": 1, "identity": {...}, ...}}
 
-The identity names a teacher by the hash of its tensors in memory. Who reads the store must not have
-to load them, so the manifest also names the files they came from, each with its size, its SHA-256 and
-a stamp: device, inode, and the times of its last change of data and of anything. A file with the same
-stamp is the one that was hashed (a copy or a touched one has another); one without is hashed again, a
-second for every gigabyte or two, and has to be the same. `fitting_manifest` holds it against a run before
-anything is loaded. Loads no torch.
+The identity names a teacher by the hash of its tensors in memory. Reading a store must not require
+loading them, so the manifest also names the files they came from, each with its size, its SHA-256
+and a stamp: device, inode, mtime and ctime. A file with the same stamp is the file that was hashed
+(a copied or touched one has another stamp). A file with another stamp is hashed again, at one or
+two gigabytes per second, and must have the same hash. `fitting_manifest` checks the manifest
+against a run before anything is loaded. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TeacherFile:
     """A file that the teacher was loaded from."""
 
     name: str
-    """Relative to the folder of the weights."""
+    """Path relative to the folder of the weights."""
     bytes: int
     sha256: str
     stamp: tuple[int, ...]
@@ -48,15 +48,15 @@ class TeacherFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a run would ask the teacher for once, on held-out rows."""
+    """Measurements of the teacher on held-out rows that a run would otherwise make itself."""
 
     heldout_sha256: str
-    """Of the rows it was measured on (`contents_sha256`)."""
+    """Digest of the rows it was measured on (`contents_sha256`)."""
     loss: float
     """Cross entropy in nats per labelled token."""
     labelled: int
     dropped_mean: float | None = None
-    """Probability of the ids that are cut, at `temperature`; None where none are."""
+    """Mean probability of the token ids that are cut, at `temperature`; None if none are cut."""
     dropped_max: float | None = None
     dropped_tokens: int = 0
     temperature: float = 1.0
@@ -66,7 +66,7 @@ class Measured:
 class Manifest:
     identity: Identity
     teacher_ids: int
-    """Of its whole vocabulary."""
+    """Size of the teacher's whole vocabulary."""
     files: tuple[TeacherFile, ...]
     measured: Measured
     rows_per_shard: int
@@ -74,7 +74,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Raises DiskFull or RunLogError."""
+    """Write the manifest into `folder`. Raises DiskFull or RunLogError."""
     held = {"version": VERSION, **asdict(manifest)}
     write_whole(
         folder / MANIFEST, json.dumps({"sha256": _digest(held), "manifest": held}, indent=1) + "\n"
@@ -82,7 +82,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CacheError."""
+    """Read the manifest in `folder` and verify its digest. Raises CacheError."""
     path = folder / MANIFEST
     try:
         if not os.path.lexists(path):
@@ -134,7 +134,7 @@ def _manifest_of(path: Path, held: dict[str, Any]) -> Manifest:
 
 
 def teacher_files(path: str | Path) -> tuple[TeacherFile, ...]:
-    """Every file that the weights in `path` come from, hashed. Raises WeightsError."""
+    """Return every file that the weights in `path` come from, with its hash. Raises WeightsError."""
     return tuple(
         TeacherFile(name=name, bytes=stamp[0], sha256=_file_digest(file), stamp=stamp)
         for name, file, stamp in _named_files(path)
@@ -142,12 +142,12 @@ def teacher_files(path: str | Path) -> tuple[TeacherFile, ...]:
 
 
 def check_teacher_files(path: str | Path, manifest: Manifest, where: Path) -> str:
-    """That the weights in `path` are those that gave the store's rows; how that is known, in words.
-    Raises CacheError.
+    """Check that the weights in `path` are the ones that produced the store's rows, and return in
+    words how that is known. Raises CacheError.
     """
     known = {file.name: file for file in manifest.files}
     found = {name: (file, stamp) for name, file, stamp in _named_files(path)}
-    # A model in one file is the same model under another name.
+    # If the model is a single file, its name does not matter.
     if len(known) == len(found) == 1:
         found = dict.fromkeys(known, next(iter(found.values())))
     if found.keys() != known.keys():
@@ -177,8 +177,8 @@ def _other_teacher(where: Path, expected: str, found: str) -> CacheError:
 
 
 def _named_files(path: str | Path) -> list[tuple[str, Path, tuple[int, ...]]]:
-    """Name, path and stamp of each file with weights, and of the config beside them; the stamp begins
-    with the size.
+    """Return name, path and stamp of each weight file, and of config.json beside safetensors files.
+    The stamp begins with the size.
     """
     with open_weights(Path(path)) as weights:
         files = {info.file for info in weights.tensors.values()}
@@ -205,14 +205,16 @@ def _file_digest(path: Path) -> str:
 
 
 def uses_cache(spec: RunSpec) -> bool:
-    """Whether a run of `spec` takes its teacher's outputs from a store."""
+    """Whether a run of `spec` reads its teacher's outputs from a store."""
     teacher = spec.teacher
     wanted = teacher.backend == "cached" or (teacher.backend == "auto" and bool(teacher.cache))
     return wanted and spec.has_teacher
 
 
 def fitting_manifest(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> Manifest:
-    """The manifest of the spec's store. Raises CacheError for one that has nothing for this run."""
+    """Return the manifest of the spec's store. Raises CacheError if the store does not fit this
+    run.
+    """
     path = Path(spec.teacher.cache)
     manifest = read_manifest(path)
     identity = manifest.identity

@@ -1,18 +1,19 @@
-"""What is kept of a teacher's distribution, made from its hidden states and head.
+"""Computes the stored form of a teacher's distribution from its hidden states and head.
 
-Over the first V ids, the student's, renormalised as the loss does it, at the loss's temperature:
+The distribution is over the first V ids (the student's vocabulary), renormalised as in the loss, at
+the loss's temperature:
 
     log p_v = t_v / T - log sum_{u < V} e^{t_u / T}
 
-    top_k      the K largest log p, with their ids, largest first; fp32. 1 - sum of the p kept is the
-               tail's, so rounding them to 16 bits would move the tail by up to 1e-3 and make it negative
-               where it is small
+    top_k      the K largest log p, with their ids, largest first; fp32. The tail's probability is
+               1 - sum of the p kept, so rounding them to 16 bits would move the tail by up to 1e-3
+               and make it negative where it is small
     sampled    id = the first v with sum_{u <= v} p_u > r, for each of m numbers r in [0, 1): the inverse
                of the distribution function, summed in float64, whose rounding is far below any p that
                could be drawn. So P(id = v) = p_v, and the mean of a function over the m draws is
                unbiased for its mean under p (random-sampling distillation)
 
-Logits are made some tokens at a time and dropped.
+Logits are computed for a chunk of tokens at a time and dropped.
 """
 
 # Shapes: N tokens, C tokens of a chunk, V student vocabulary, E teacher width, K ids of a token
@@ -30,7 +31,7 @@ from engine.models.head import Head, operand_dtype, project, sum_dtype
 from engine.teachers.store.keys import SAMPLED, TOP_K, Identity, uniforms
 
 CHUNK_BYTES = 256 * 2**20
-"""Of fp32 logits at once; drawing takes three times as much beside them."""
+"""Size of the fp32 logits of one chunk; sampling needs three times as much in addition."""
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32}
 
@@ -40,8 +41,8 @@ TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I32": torch.int32
 def sparse_parts(
     identity: Identity, hidden_NE: Tensor, head: Head, keys: list[bytes]
 ) -> tuple[Tensor, ...]:
-    """One tensor of N rows for each field of a sparse form. `keys` are those of the rows of the batch,
-    whose N tokens these are; draws depend on them.
+    """Return one tensor of N tokens for each field of a sparse form. `keys` are the keys of the
+    batch's rows, which these N tokens belong to; the draws depend on them.
     """
     vocabulary, temperature = identity.vocabulary, identity.temperature
     if vocabulary is None or temperature is None or head.vocab_size < vocabulary:
@@ -63,7 +64,7 @@ def sparse_parts(
 
 
 def as_targets(identity: Identity, parts: tuple[Tensor, ...]) -> SparseTargets:
-    """The fields of a sparse form as the loss takes them."""
+    """Return the fields of a sparse form as the loss takes them."""
     if identity.form == TOP_K:
         return SparseTargets(ids_NK=parts[0], log_probs_NK=parts[1], kind="top_k")
     return SparseTargets(ids_NK=parts[0], log_probs_NK=None, kind="sampled")
@@ -78,7 +79,7 @@ def _likeliest(logits_CV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _drawn(logits_CV: Tensor, uniforms_CK: NDArray[np.float64]) -> Tensor:
     weights_CV = (logits_CV - logits_CV.amax(1, keepdim=True)).double().exp_()
     sums_CV = weights_CV.cumsum_(1)
-    # Below the total by construction, but for one rounding.
+    # r < 1, so this is below the total except for one rounding, which the clamp below catches.
     at_CK = torch.from_numpy(uniforms_CK).to(sums_CV.device) * sums_CV[:, -1:]
     ids_CK = torch.searchsorted(sums_CV, at_CK, right=True)
     return ids_CK.clamp_(max=logits_CV.shape[1] - 1).int()

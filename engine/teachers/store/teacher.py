@@ -1,36 +1,37 @@
-"""A teacher read from stored outputs: the teacher itself is asked only for what is not in the store.
+"""A teacher read from stored outputs; the teacher model itself runs only for batches that are not
+in the store.
 
-    hidden     hidden states and the head, as from any teacher: the same loss, exactly
-    top_k      `targets`, some ids a token, for the loss in the place of hidden states and head
-    sampled    the same, of draws
+    hidden     hidden states and the head, as from any teacher: exactly the same loss
+    top_k      `targets`, a few ids per token, which the loss takes instead of hidden states and head
+    sampled    the same, with drawn ids
 
-The rows of a batch are all there, or the batch is a miss: then the teacher itself is asked for the
-whole batch, the same teacher in the same arithmetic that the store was made with, which is loaded at
-the first miss (or the miss is refused, as `teacher.cache_miss` says). Misses are counted and said;
-what they cost is seen in the step.
+If any row of a batch is missing, the whole batch is a miss. The teacher model is then run on the
+whole batch, in the same arithmetic that the store was made with; it is loaded at the first miss.
+With `teacher.cache_miss=error` a miss is refused instead. Misses are counted and reported; their
+cost shows in the step time.
 
-Rows are known by their content (`manifest.py`), which is on the host before it is on
-the device. `note` says that two tensors on the device are a batch of the host, and begins to read it;
-who asks with these very tensors gets what was read. Tensors that were not noted are read back from the
-device, which waits for it: right, and for checks and evaluations only.
+Rows are identified by their content (`keys.py`), which is on the host before it is on the device.
+`note` records that two device tensors hold a given host batch, and starts reading its rows; a later
+call with the same tensor objects gets these rows. Tensors that were not noted are copied back from
+the device, which synchronises: that is correct but slow, and meant only for checks and evaluations.
 
-On a GPU rows are copied on a stream of their own: they are asked for when the step before is still
-computed, and are there when their turn comes.
+On a GPU rows are copied on a separate stream: they are requested while the previous step still
+computes, and are on the device when they are needed.
 
-Goes around every other teacher. It reads ahead by itself, so nothing needs to go around it.
+This is the outermost wrapper. It prefetches by itself, so it needs no `PrefetchingTeacher`.
 
-Rows are read into host memory by some threads at once, ahead of who asks for them. At 100k tokens a second,
-hidden states of 7 KB a token are 0.7 GB/s to read, compare and copy. So the rows of a batch are read by threads
-of their own from the moment the batch is known, each row straight into its place in one buffer, pinned where a
-GPU will take it: the copy to the device is then asynchronous, and nobody copies on the host. The threads spend
-their time in `pread` and in SHA-256, both outside of the interpreter's lock.
+Several threads read rows into host memory ahead of use. At 100k tokens per second, hidden states of
+7 KB per token are 0.7 GB/s to read, verify and copy. So the rows of a batch are read as soon as the
+batch is known, each row directly to its place in one buffer, which is pinned if the device is a
+GPU: the copy to the device is then asynchronous, and there is no copy on the host. The threads
+spend their time in `pread` and SHA-256, both of which release the interpreter's lock.
 
-A buffer is used again once the device has finished copying it. There are as many as batches are under
-way: with one batch ahead of the one that trains, two.
+A buffer is reused once the device has finished copying it. There are as many buffers as batches in
+flight: two, if one batch is read ahead of the one that trains.
 
-With stored hidden states a run needs the teacher's output matrix and nothing else of it: 1.1 GB of the
-15 GB of a 7B teacher in bf16. `load_head` reads it as `engine.models.load` and `load_packed` do, from the one
-tensor of the file that holds it: of a tied model, the embedding.
+With stored hidden states a run needs only the teacher's output matrix: 1.1 GB of the 15 GB of a 7B
+teacher in bf16. `load_head` reads it in the same way as `engine.models.load`, from the one tensor
+of the file that holds it, which for a tied model is the embedding.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from engine.teachers.store.outputs import TORCH_DTYPES, as_targets, sparse_parts
 # Shapes: B rows, T tokens, N = B*T, E teacher width, K ids of a token
 
 REMEMBERED = 4
-"""Noted batches at most: those of one step that are under way, and the one ahead of it."""
+"""Maximum number of noted batches: those of one step in flight, and the one after it."""
 THREADS = 4
 
 
@@ -83,8 +84,8 @@ class Reading:
         self._rows = rows
 
     def wait(self) -> tuple[Tensor, ...] | None:
-        """One tensor of N tokens for each field, on the host; None where a row was not what had been
-        written. Every row has ended then.
+        """Wait until every row is read. Return one host tensor of N tokens for each field, or None
+        if a row was missing or damaged.
         """
         problems = [row.exception() for row in self._rows]
         for problem in problems:
@@ -94,7 +95,7 @@ class Reading:
 
 
 class Reader:
-    """Reads rows of `store`; buffers are pinned where `device` is a GPU."""
+    """Reads rows of `store` into buffers, which are pinned if `device` is a GPU."""
 
     def __init__(self, store: Store, device: torch.device) -> None:
         self._store = store
@@ -105,7 +106,7 @@ class Reader:
         self._free: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def begin(self, keys: Sequence[bytes]) -> Reading:
-        """Starts to read one batch; a key that is not there is found by `Reading.wait`."""
+        """Start reading one batch; a missing key is found by `Reading.wait`."""
         fields = self._store.identity.fields
         buffer = self._buffer(len(keys) * self._store.identity.row_bytes)
         raw, start = buffer.numpy().data, 0
@@ -131,8 +132,9 @@ class Reader:
         return Reading(buffer, tuple(tensors), rows)
 
     def take_back(self, reading: Reading) -> None:
-        """Says that a reading's tensors are no longer looked at by the host, and that the current
-        stream was given the last copy of them. On a CPU they may still be in use: nothing is reused.
+        """Return a reading's buffer for reuse. The host no longer reads its tensors, and the last
+        copy from them is already on the current stream. On a CPU they may still be in use, so
+        nothing is reused.
         """
         if self._device.type == "cuda":
             event = torch.cuda.current_stream(self._device).record_event()
@@ -146,27 +148,27 @@ class Reader:
             if buffer.numel() == size and (event is None or event.query()):  # type: ignore[no-untyped-call]
                 del self._free[index]
                 return buffer
-        # What has another size is of an evaluation, or of the last batch of an epoch.
+        # Buffers of other sizes belong to an evaluation or to the last batch of an epoch.
         self._free = [free for free in self._free if free[0].numel() == size]
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """Two tensors on the device, and the rows that they are."""
+    """Two device tensors and the keys of the rows they hold."""
 
     batch: DeviceBatch
     keys: list[bytes]
     reading: Reading | None
-    """None where a row is not in the store."""
+    """None if a row is not in the store."""
 
 
 # contract: topk-cache-fidelity-v1
 class CachedTeacher:
-    """`store`, with `head` where it holds hidden states.
+    """A teacher that reads its outputs from `store`, with `head` if the store holds hidden states.
 
-    `online` loads the teacher that the store was made with, cut to the student's ids; None where a
-    miss is to be refused. `say` is given a line for each thing that a person should know.
+    `online` loads the teacher that made the store, cut to the student's vocabulary; None refuses
+    misses. `say` receives one line for each event that the user should know about.
     """
 
     def __init__(
@@ -182,9 +184,9 @@ class CachedTeacher:
         assert (head is not None) == (store.identity.form == HIDDEN)
         self.store = store
         self.hits = 0
-        """Rows that came from the store."""
+        """Number of rows that came from the store."""
         self.misses = 0
-        """Rows of batches that did not."""
+        """Number of rows in batches that were misses."""
         self._device, self._vocab_size = device, vocab_size
         self._head, self._load, self._say = head, online, say
         self._online: Teacher | None = None
@@ -213,18 +215,20 @@ class CachedTeacher:
         return self._head
 
     def note(self, batch: Batch, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Says that the tensors hold the tokens and documents of `batch`, and begins to read it."""
+        """Record that the tensors hold the tokens and documents of `batch`, and start reading its
+        rows.
+        """
         while len(self._noted) >= REMEMBERED:
             self._drop(self._noted.popleft())
         self._noted.append(self._new(batch, tokens_BT, documents_BT))
 
     def prefetch(self, tokens_BT: Tensor, documents_BT: Tensor) -> None:
-        """Begins to read a batch, where `note` has not."""
+        """Start reading a batch, unless `note` already did."""
         if not any(noted.batch.is_of(tokens_BT, documents_BT) for noted in self._noted):
             self.note(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-        """As `Teacher.hidden`. Raises NoHiddenStates for a store of another form."""
+        """As `Teacher.hidden`. Raises NoHiddenStates if the store holds another form."""
         if not self.gives_hidden:
             raise self._no_hidden_states()
         stored, keys = self._stored(tokens_BT, documents_BT)
@@ -234,7 +238,9 @@ class CachedTeacher:
         return hidden_NE.view(*tokens_BT.shape, -1)
 
     def targets(self, tokens_BT: Tensor, documents_BT: Tensor) -> SparseTargets | None:
-        """What the loss takes in the place of hidden states and head; None where those are given."""
+        """Return what the loss takes instead of hidden states and head, or None if the store holds
+        hidden states.
+        """
         if self.gives_hidden:
             return None
         identity = self.store.identity
@@ -263,12 +269,14 @@ class CachedTeacher:
     def _stored(
         self, tokens_BT: Tensor, documents_BT: Tensor
     ) -> tuple[tuple[Tensor, ...] | None, list[bytes]]:
-        """The fields of the rows on the device, None where one of them is missing; and their keys."""
+        """Return the fields of the rows on the device, or None if a row is missing, and the keys of
+        the rows.
+        """
         noted = next((n for n in self._noted if n.batch.is_of(tokens_BT, documents_BT)), None)
         if noted is None:
             noted = self._new(_read_back(tokens_BT, documents_BT), tokens_BT, documents_BT)
         else:
-            # By place: comparing two of them would compare tensors.
+            # Compared by identity: `==` would compare tensors.
             self._noted = deque(n for n in self._noted if n is not noted)
         if noted.reading is None:
             return None, noted.keys
@@ -280,7 +288,7 @@ class CachedTeacher:
         return fields, noted.keys
 
     def _on_device(self, fields: tuple[Tensor, ...], reading: Reading) -> tuple[Tensor, ...]:
-        """Copies what was read, for the current stream."""
+        """Copy the fields to the device, for use on the current stream."""
         if self._stream is None:
             return tuple(field.to(self._device) for field in fields)
         current = torch.cuda.current_stream(self._device)
@@ -289,12 +297,13 @@ class CachedTeacher:
             self._reader.take_back(reading)
         current.wait_stream(self._stream)
         for copy in copies:
-            # Its memory is the other stream's, which is not to have it back before this one is done.
+            # The side stream owns this memory, and must not reuse it before the current stream is
+            # done.
             copy.record_stream(current)
         return copies
 
     def _asked(self, rows: int) -> Teacher:
-        """The teacher itself, for a batch of `rows` rows that is a miss."""
+        """Return the teacher model, for a batch of `rows` rows that is a miss."""
         first, self.misses = not self.misses, self.misses + rows
         if self._load is None:
             raise TrainingFailed(
@@ -313,7 +322,7 @@ class CachedTeacher:
         return self._online
 
     def _drop(self, noted: _Noted) -> None:
-        """A batch that nobody asked for."""
+        """Discard a noted batch that was never requested."""
         if noted.reading is not None:
             noted.reading.wait()
             self._reader.take_back(noted.reading)
@@ -334,7 +343,7 @@ def _holds(store: Store, batch: Batch, keys: list[bytes]) -> bool:
 
 
 def _read_back(tokens_BT: Tensor, documents_BT: Tensor) -> Batch:
-    """The batch that two tensors hold; waits for the device. It has no labels."""
+    """Return the batch that two tensors hold, without labels. Synchronises with the device."""
     tokens, documents = (np.asarray(t.cpu().numpy()) for t in (tokens_BT, documents_BT))
     return Batch(
         tokens_BT=tokens,
@@ -345,7 +354,8 @@ def _read_back(tokens_BT: Tensor, documents_BT: Tensor) -> Batch:
 
 
 def load_head(path: str | Path, *, packed: bool, dtype: torch.dtype, device: torch.device) -> Head:
-    """The head of the model in `path`: where `packed`, in the blocks of the file if it has any.
+    """Load the head of the model in `path`; with `packed`, keep its quantised blocks if the file
+    has any.
 
     Raises WeightsError.
     """
@@ -357,7 +367,7 @@ def load_head(path: str | Path, *, packed: bool, dtype: torch.dtype, device: tor
         name = embedding if config.tie_word_embeddings else head
         source = weights.get(name)
         if packed and isinstance(source, QuantTensor):
-            # Whether its scales are finite was checked when the store was made of the same bytes.
+            # The scales were checked to be finite when the store was made from the same bytes.
             matrix = pack(source.to(device))
             matrix = PackedMatrix(matrix.type, *matrix.shape, matrix.data.clone())
             scratch = Scratch(device, dtype)
