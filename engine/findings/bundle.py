@@ -5,14 +5,14 @@
       2026-11-21-hang-at-step-0/
         finding.json                   the root: lists the hash of everything else
         artifacts/SHA256.jsonl         what was captured, named by its content
-        plots/e3.svg  README.md        made from the others, for people
+        plots/e3.svg  README.md        generated from the others, for people
 
-A change holds a lock on the folder, writes artifacts first and finding.json last, each whole or not at
-all. So a death in the middle leaves the finding as it was, beside artifacts that nothing names yet; the
-next change takes those away.
+A change holds a lock on the folder and writes artifacts first and finding.json last, each file atomically. So
+a crash in the middle leaves the finding as it was, beside artifacts that nothing refers to yet; the next
+change removes those.
 
-Before a change the finding must load, that is, be as the tool left it; README.md and plots are made
-again at each change, so damage to those alone does not stand in the way.
+Before a change, finding.json must load, which means it must be exactly as the tool left it. README.md and
+plots are regenerated at each change, so damage to those alone does not prevent one.
 """
 
 from __future__ import annotations
@@ -62,22 +62,24 @@ class Bundle:
 
     @classmethod
     def create(cls, folder: Path, finding: Finding, blobs: Iterable[Blob] = ()) -> Bundle:
-        """A new bundle `DATE-SLUG` in `folder`. Raises BadInput for one that exists."""
+        """Create the bundle `DATE-SLUG` in `folder`. Raises BadInput when it exists."""
         bundle = cls(cls.path_of(folder, finding))
         with new_folder(bundle.path, "finding", "choose another name"):
             bundle.save(finding, blobs)
         return bundle
 
     def load(self) -> Finding:
-        """The finding as it is on disk. Raises BadInput for one that is not as the tool left it."""
+        """Load the finding from disk. Raises BadInput when it is not exactly as the tool left it."""
         return load(self.read_finding(), self.path / FINDING)
 
     def read_finding(self) -> bytes:
-        """Raises BadInput for anything but a regular file of some MiB that can be read."""
+        """Return the bytes of finding.json. Raises BadInput for anything but a readable regular file of some
+        MiB."""
         return read_bytes(self.path / FINDING, "finding", limits.FINDING)
 
     def read_artifact(self, artifact: Artifact) -> bytes | None:
-        """Its bytes; None for one that was not copied. Raises BadInput when they are not its."""
+        """Return the artifact's bytes; None when it was not copied. Raises BadInput when they do not match
+        its hash."""
         if not artifact.kept:
             return None
         path = self.path / artifact.path
@@ -95,8 +97,8 @@ class Bundle:
         return data
 
     def save(self, finding: Finding, blobs: Iterable[Blob] = ()) -> Finding:
-        """Write a finding with its new artifacts; returns it as it was written, sealed. Raises DiskFull or
-        RunLogError, and BadInput when an artifact it names is not there as it was."""
+        """Write a finding with its new artifacts, and return it sealed, as written. Raises DiskFull or
+        RunLogError, and BadInput when an artifact that it names is missing or changed."""
         for blob in blobs:
             if blob.data is not None and blob.artifact.path in finding.files:
                 _write(self.path / blob.artifact.path, blob.data)
@@ -116,8 +118,8 @@ class Bundle:
         return done
 
     def _drop_leftovers(self, finding: Finding) -> None:
-        """Remove artifacts and plots of ours that nothing names; anything else is left for `verify` to
-        name."""
+        """Remove our own artifacts and plots that nothing refers to. Other files stay, for `verify` to
+        report."""
         wanted = set(finding.files)
         for path in [*(self.path / "artifacts").glob("*"), *(self.path / "plots").glob("*.svg")]:
             name = str(path.relative_to(self.path))
@@ -131,7 +133,7 @@ class Bundle:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other changes out; waits for one that is going on."""
+        """Hold the lock that excludes other changes; waits for one that is in progress."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -146,9 +148,11 @@ class Bundle:
     def change(
         self, change: Callable[[Finding], tuple[Finding, Iterable[Blob]]]
     ) -> tuple[Finding, Finding]:
-        """What `change` makes of the finding, with its new artifacts, saved under the lock; an entry
-        that LOG.md has of it is made again. Returns the finding before and after. Raises what `change`
-        raises, and leaves everything as it was then."""
+        """Apply `change` under the lock, and save the finding that it returns with its new artifacts.
+
+        An entry of the finding in LOG.md is rewritten. Returns the finding before and after. Raises what
+        `change` raises, and then leaves everything as it was.
+        """
         with self.locked():
             before = self.load()
             finding, blobs = change(before)
@@ -158,8 +162,8 @@ class Bundle:
         return before, done
 
     def export(self, to: Path | None = None) -> Bundle:
-        """Enter the finding into LOG.md of its evidence folder; with `to`, copy it into that one first.
-        Raises BadInput for a bundle that is not sound, or a copy that exists."""
+        """Enter the finding into LOG.md of its evidence folder; with `to`, copy the bundle there first.
+        Raises BadInput for a bundle that does not verify, and for a copy that already exists."""
         finding = self.load()
         for artifact in finding.artifacts:
             self.read_artifact(artifact)
@@ -175,7 +179,7 @@ class Bundle:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all; bytes that are there already stay."""
+    """Write a file atomically; a file that already holds these bytes is not touched."""
     with contextlib.suppress(OSError):
         if not path.is_symlink() and path.is_file() and path.read_bytes() == data:
             return
@@ -187,13 +191,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a finding is there, be it damaged: a finding.json of any kind is looked at, never passed
-    over."""
+    """Whether the folder holds a finding, damaged or not: a finding.json of any kind is checked, never
+    skipped."""
     return os.path.lexists(path / FINDING)
 
 
 def find_bundles(folder: Path) -> list[Bundle]:
-    """The bundles in `folder`, or `folder` itself, newest name first."""
+    """The bundles in `folder`, or `folder` itself, in descending order of name."""
     if is_bundle(folder):
         return [Bundle(folder)]
     try:
@@ -207,8 +211,7 @@ def find_bundles(folder: Path) -> list[Bundle]:
 
 
 def find_bundle(name: str, folder: Path) -> Bundle:
-    """The bundle of that path, folder name or slug; of an empty name the only open one. Raises
-    BadInput."""
+    """Find a bundle by path, folder name or slug; an empty name means the only open one. Raises BadInput."""
     if name and is_bundle(Path(name)):
         return Bundle(Path(name))
     found = find_bundles(folder)
@@ -228,11 +231,11 @@ def _is_open(bundle: Bundle) -> bool:
     try:
         return bundle.load().closed is None
     except BadInput:
-        return False  # damaged: to be named, and not to hide the others
+        return False  # A damaged bundle is not open: `find_bundle` must still find the others.
 
 
 def log_entry(name: str, finding: Finding) -> str:
-    """The paragraph of a finding in LOG.md."""
+    """The paragraph for a finding in LOG.md."""
     kinds = [node.status for node in finding.nodes if is_active(node)]
     counts = ", ".join(f"{kinds.count(s)} {s}" for s in get_args(Status) if s in kinds)
     open_ = sum(p.level != "warning" for p in judge(finding))
@@ -244,7 +247,7 @@ def log_entry(name: str, finding: Finding) -> str:
 
 
 def logged_seal(log: Path, name: str) -> str | None:
-    """The seal that LOG.md has of a bundle; None where it has none."""
+    """The seal of a bundle that LOG.md records; None when it records none."""
     try:
         text = read_text(log, "log of findings", limits.FINDING)
     except BadInput:
@@ -256,7 +259,7 @@ def logged_seal(log: Path, name: str) -> str | None:
 
 
 def _log(path: Path, name: str, finding: Finding) -> None:
-    """Put the entry of a finding on top; one that it has already goes."""
+    """Put the entry of a finding on top, in place of an older entry of the same finding."""
     there = os.path.lexists(path)
     text = read_text(path, "log", limits.FINDINGS_LOG) if there else _LOG_TITLE
     head, *entries = re.split(r"(?m)^(?=## )", text)

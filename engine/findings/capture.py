@@ -1,14 +1,14 @@
-"""Taking evidence: from a run, a flip, a file, a command or a person.
+"""Capture evidence from a run, a flip, a file, a command or a person.
 
-Each function returns a `Capture`: the locator with what it says, and the bytes it says it of. Nothing
-is written; `engine.findings.whys.link` puts a capture into a finding and `Bundle.save` onto the disk.
-Text passes `engine.findings.redact` before it is hashed. What is captured beside a run (settings,
-receipt, surroundings, stacks) is in `engine.findings.context`.
+Each function returns a `Capture`: the locator, and the bytes that it describes. Nothing is written here;
+`engine.findings.whys.link` puts a capture into a finding, and `Bundle.save` writes it to disk. Text passes
+through `engine.findings.redact` before it is hashed. What is captured beside a run (settings, receipt,
+surroundings, stacks) is in `engine.findings.context`.
 
-A command is run without a shell; one that is wanted is named (`bash -c '...'`). With an expectation that
-was said before it ran, the command is a reproduction, which counts as one when it left a run: a log that
-began while the command ran is looked for where it was told to put one, in what it printed, in ./runs and in
-./flips. It gets the environment as it is; what is kept of its output and its arguments has no secrets in it.
+A command runs without a shell; to use one, name it (`bash -c '...'`). A command with an expectation that was
+given before it ran is a reproduction. It counts as one when it left a run: a log that was opened while the
+command ran is searched for in the paths that it was given, in the paths that it printed, in ./runs and in
+./flips. The command gets the unchanged environment; what is kept of its output and its arguments is redacted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from engine.log.events import AlertRaised, Checked, TrainerExited
 from engine.log.folder import RunFolder, is_run
 
 LARGEST_KEPT_BYTES = 4 << 20
-"""Bigger files are named by hash and size and not copied."""
+"""Bigger files are recorded by hash and size, and not copied."""
 QUOTES_KEPT = 8
 QUOTE_CHARACTERS = 300
 EXCERPT_BYTES = 4096
@@ -69,7 +69,7 @@ _WORD = re.compile(r"[^\s'\"`;|&<>()=]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blob:
-    """Bytes that are to become an artifact; none where only hash and size are kept."""
+    """Bytes that will become an artifact; None when only hash and size are kept."""
 
     artifact: Artifact
     data: bytes | None
@@ -81,22 +81,22 @@ class Capture:
     blob: Blob
     captured_by: str = "tool"
     source: Path | None = None
-    """What it was taken from, if that stays."""
+    """The path that it was taken from, if that is lasting."""
     attached: tuple[Blob, ...] = field(default=())
     needed: tuple[Blob, ...] = field(default=())
-    """Artifacts that the locator itself names."""
+    """Artifacts that the locator itself refers to."""
 
     def with_attached(self, blobs: Sequence[Blob]) -> Capture:
         return dataclasses.replace(self, attached=(*self.attached, *blobs))
 
     @property
     def blobs(self) -> list[Blob]:
-        """Everything that a bundle needs for it."""
+        """Everything that a bundle needs for this evidence."""
         return [self.blob, *self.needed, *self.attached]
 
 
 def text_blob(data: bytes, name: str, what: str, redactor: Redactor) -> Blob:
-    """Text without its secrets."""
+    """Make a blob of redacted text."""
     kept, found = redactor.bytes(data)
     artifact = Artifact(
         sha256=digest(kept),
@@ -117,7 +117,8 @@ def json_blob(value: Any, name: str, what: str, redactor: Redactor) -> Blob:
 
 
 def file_blob(path: Path, what: str, redactor: Redactor) -> Blob:
-    """A file: its text when it is short text, else hash and size. Raises BadInput."""
+    """Make a blob of a file: its redacted text when it is a short text, otherwise hash and size. Raises
+    BadInput."""
     try:
         if not path.is_file():
             raise BadInput.expected("evidence", path, "a plain file", "none")
@@ -131,7 +132,7 @@ def file_blob(path: Path, what: str, redactor: Redactor) -> Blob:
 def _stream_blob(
     stream: IO[bytes], name: str, what: str, redactor: Redactor, *, is_text: bool = False
 ) -> Blob:
-    """All of a short text, or of what is taken for one with `is_text`; hash and size of anything else."""
+    """Make a blob of a stream: all of a short text (`is_text` skips the check), otherwise hash and size."""
     head = stream.read(LARGEST_KEPT_BYTES + 1)
     if len(head) <= LARGEST_KEPT_BYTES and (is_text or _is_text(head)):
         return text_blob(head, name, what, redactor)
@@ -153,8 +154,8 @@ def _is_text(data: bytes) -> bool:
 def whole_or_run(
     path: Path, redactor: Redactor, lines: tuple[int, int] = (0, 0)
 ) -> Capture | RunFolder:
-    """A flip, or a file or lines of it; a run, of which one part has to be named. Raises BadInput,
-    RunLogError."""
+    """Capture a flip, or a file or lines of it; for a run, return its RunFolder, because a part must be
+    named. Raises BadInput, RunLogError."""
     if is_flip(path):
         return capture_flip(path, redactor)
     if is_run(path):
@@ -179,9 +180,12 @@ def capture_part(
     log: LogName = "events",
     window: logs.Window = WHOLE,
 ) -> Capture:
-    """The one part of a run that is named: the record of its end, the newest raising of an alert with the
-    readings of its window, the newest answer of a check, a metric over a time or over steps, lines of a log,
-    else what a log says of a time with what the others say of it beside. Raises BadInput, RunLogError."""
+    """Capture the named part of a run.
+
+    In this order: the exit record (`exit_`), a metric over a time or over steps, the newest raising of an
+    alert with the logs of its window, the newest result of a check, lines of a log, otherwise the lines of a
+    log in a time window with those of the other logs attached. Raises BadInput, RunLogError.
+    """
     if exit_:
         return capture_exit(run, redactor)
     if metric is not None and seqs is None and alert is None and check is None:
@@ -207,7 +211,7 @@ def capture_part(
 
 
 def _newest(log: Path, kind: type[Any], none: EngineError, id_: str | None = None) -> Any:
-    """The newest line of a log that is of a kind, and of an id. Raises `none` where there is none."""
+    """Return the newest line of a log with an event of that kind (and id). Raises `none` when there is none."""
     found = None
     for line in logs.read_log(log):
         if isinstance(line.event, kind) and id_ in (None, getattr(line.event, "id", None)):
@@ -218,14 +222,14 @@ def _newest(log: Path, kind: type[Any], none: EngineError, id_: str | None = Non
 
 
 def _of_run(run: RunFolder, redactor: Redactor) -> dict[str, Any]:
-    """How a locator names a run."""
+    """The fields that identify a run in a locator."""
     return {"run": redactor.text(run.name).text, "run_id": logs.run_id(run)}
 
 
 def capture_events(
     run: RunFolder, log: LogName, first_seq: int, last_seq: int, redactor: Redactor
 ) -> Capture:
-    """Lines of a log. Raises RunLogError when the log has not all of them."""
+    """Capture lines of a log. Raises RunLogError when the log lacks some of them."""
     path = logs.log_of(run, log)
     lines = logs.take_range(path, first_seq, last_seq)
     numbers = f"line {first_seq}" if first_seq == last_seq else f"lines {first_seq} to {last_seq}"
@@ -242,7 +246,7 @@ def capture_events(
 
 
 def quotes_of(data: bytes) -> tuple[Quote, ...]:
-    """The beginnings of the first lines of a slice."""
+    """Quote the beginnings of the first lines of a slice."""
     first = data.splitlines(keepends=True)[:QUOTES_KEPT]
     return tuple(
         Quote(seq=line.event.seq, text=line.raw.decode("utf-8")[:QUOTE_CHARACTERS])
@@ -251,7 +255,7 @@ def quotes_of(data: bytes) -> tuple[Quote, ...]:
 
 
 def capture_exit(run: RunFolder, redactor: Redactor) -> Capture:
-    """The newest record of how the trainer ended. Raises RunLogError when there is none."""
+    """Capture the newest record of how the trainer ended. Raises RunLogError when there is none."""
     expected = "a record of how the trainer ended"
     none = RunLogError.expected("run log", run.watch, expected, "none")
     line = _newest(run.watch, TrainerExited, none)
@@ -263,7 +267,7 @@ def capture_exit(run: RunFolder, redactor: Redactor) -> Capture:
 
 
 def exit_fields(line: logs.Line) -> dict[str, Any]:
-    """What a locator quotes of the record of an exit; nothing of another record."""
+    """The fields that a locator quotes from an exit record; empty for another event."""
     event = line.event
     if not isinstance(event, TrainerExited):
         return {}
@@ -279,7 +283,7 @@ def exit_fields(line: logs.Line) -> dict[str, Any]:
 def capture_metric(
     run: RunFolder, name: str, redactor: Redactor, window: logs.Window = WHOLE
 ) -> Capture:
-    """A metric over a time or over steps. Raises BadInput when the log has no value there."""
+    """Capture a metric over a time or over steps. Raises BadInput when the log has no value there."""
     wanted = logs.metric(name)
     path = logs.log_of(run, wanted.log)
     lines = logs.take_window(logs.read_log(path), wanted, window)
@@ -296,7 +300,7 @@ def capture_metric(
 def window_blobs(
     run: RunFolder, from_unix_s: float, to_unix_s: float, redactor: Redactor
 ) -> list[Blob]:
-    """Everything that the logs say of a time, one slice a log; a log that says nothing has none."""
+    """Make a blob of each log's lines in a time window; a log without such lines has none."""
     blobs = []
     for path in (run.events, run.device, run.watch):
         if not path.exists():
@@ -314,7 +318,7 @@ def window_blobs(
 def capture_file(
     path: Path, redactor: Redactor, first_line: int = 0, last_line: int = 0
 ) -> Capture:
-    """A file or lines of it, as a person offers it. Raises BadInput."""
+    """Capture a file or lines of it, as offered by a person. Raises BadInput."""
     blob = whole = file_blob(path, path.name, redactor)
     if first_line:
         if whole.data is None:
@@ -324,7 +328,7 @@ def capture_file(
         wanted = f"lines {first_line} to {last_line}"
         if not first_line <= last_line <= len(lines):
             raise BadInput.expected("evidence", path, wanted, f"{len(lines)} lines")
-        # Cleaned as a whole already: a secret may go over several lines.
+        # Already redacted as a whole, because a secret may extend over several lines.
         data = b"".join(lines[first_line - 1 : last_line])
         artifact = replace(
             whole.artifact,
@@ -344,7 +348,7 @@ def capture_file(
 
 
 def capture_statement(text: str, redactor: Redactor) -> Capture:
-    """What a person says."""
+    """Capture a person's statement."""
     data = f"{text}\n".encode("utf-8", "backslashreplace")
     blob = text_blob(data, "note.txt", "a statement", redactor)
     kept = (blob.data or b"").decode().rstrip("\n")
@@ -359,8 +363,8 @@ def is_flip(path: Path) -> bool:
 
 
 def capture_flip(path: Path, redactor: Redactor) -> Capture:
-    """The verdict of the flip in `path`, with the plan it was registered by and every pair it rests on.
-    Raises RunLogError for one without a verdict."""
+    """Capture the verdict of the flip in `path`, with its registered plan and every pair it is based on.
+    Raises RunLogError when there is no verdict."""
     verdict = read_verdict(path)
     if verdict is None:
         raise RunLogError.expected("flip", path, "verdict.json", "none: it has not ended")
@@ -375,7 +379,7 @@ def capture_flip(path: Path, redactor: Redactor) -> Capture:
         plan_sha256=plan.sha256,
         plan=plan_blob.artifact.sha256,
         pairs=pairs.artifact.sha256,
-        # As it is kept, so that the locator holds nothing that was cut out.
+        # Read from the redacted bytes, so that the locator holds no secret.
         **flip_fields(parse_json(blob.data or b"{}", path, "verdict"), path),
     )
     return Capture(
@@ -388,7 +392,7 @@ def capture_flip(path: Path, redactor: Redactor) -> Capture:
 
 
 def flip_fields(verdict: dict[str, Any], where: object) -> dict[str, Any]:
-    """What a locator quotes of verdict.json. Raises RunLogError."""
+    """The fields that a locator quotes from verdict.json. Raises RunLogError."""
     same = ("verdict", "hypothesis", "metric", "effect", "n_pairs")
     try:
         low, high = verdict["interval"]
@@ -423,9 +427,9 @@ def capture_command(
     expect_text: str = "",
     limit_s: float = COMMAND_LIMIT_S,
 ) -> Capture:
-    """Run a command, without a shell, and keep argv, exit status, hash and excerpt of both outputs.
+    """Run a command without a shell, and keep argv, exit status, hash and excerpt of both outputs.
 
-    With `expect_exit` or `expect_text` it is a reproduction: they were said before it ran. Raises
+    With `expect_exit` or `expect_text` it is a reproduction: the expectation was given before it ran. Raises
     BadInput for a command that cannot be started.
     """
     try:
@@ -435,7 +439,7 @@ def capture_command(
     if not argv:
         raise BadInput.expected("command", "of the evidence", "a program", "nothing")
     begun_unix_s = time.time()
-    # A secret that an argument holds is one in what is printed, too.
+    # A secret in an argument is a secret in the output too.
     redactor = redactor.knowing(argv)
     outputs: dict[str, Any] = {}
     blobs, texts = [], []
@@ -484,7 +488,7 @@ def capture_command(
 
 
 def command_fields(record: dict[str, Any]) -> dict[str, Any]:
-    """What a locator quotes of command.json."""
+    """The fields that a locator quotes from command.json."""
     return {
         "argv": tuple(record["argv"]),
         "exit_status": record["exit_status"],
@@ -498,7 +502,7 @@ def command_fields(record: dict[str, Any]) -> dict[str, Any]:
 def as_expected(
     status: int | None, texts: Sequence[str], expect_exit: int | None, expect_text: str
 ) -> bool | None:
-    """Whether a command showed what it was to show; None where nothing was expected."""
+    """Whether a command met the expectation; None when there was none."""
     if expect_exit is None and not expect_text:
         return None
     good_exit = expect_exit is None or status == expect_exit
@@ -508,7 +512,8 @@ def as_expected(
 def _started_run(
     argv: Sequence[str], begun_unix_s: float, texts: Sequence[str], redactor: Redactor
 ) -> tuple[StartedRun, Blob] | None:
-    """The newest run whose log began after the command did, with that log; None where there is none."""
+    """Find the newest run whose log was opened after the command began, with that log; None when there is
+    none."""
     found = [(begun, run) for run in _runs_near(argv, texts) if (begun := _begun(run))]
     found = [one for one in found if begun_unix_s <= one[0] <= time.time()]
     if not found:
@@ -524,7 +529,8 @@ def _started_run(
 
 
 def _runs_near(argv: Sequence[str], texts: Sequence[str]) -> list[RunFolder]:
-    """Runs where the command may have put one: paths that it was given or printed, ./runs and ./flips."""
+    """Find runs where the command may have put one: in paths that it was given or printed, in ./runs and
+    ./flips."""
     said = (*argv, *(text[-EXCERPT_BYTES:] for text in texts))
     words = {word for text in said for word in _WORD.findall(text)}
     found: set[Path] = set()
@@ -537,7 +543,7 @@ def _runs_near(argv: Sequence[str], texts: Sequence[str]) -> list[RunFolder]:
 
 
 def _begun(run: RunFolder) -> float | None:
-    """When the log that names a run was opened; None where it has no such line."""
+    """When the run's log was opened; None when it has no such line."""
     for path in (run.watch, run.events):
         with contextlib.suppress(OSError, EngineError):
             if path.is_file():
@@ -553,7 +559,7 @@ def _first_line(path: Path) -> bytes:
 def _run(
     argv: Sequence[str], out: IO[bytes], err: IO[bytes], limit_s: float
 ) -> tuple[int | None, float]:
-    """Exit status as a shell reports it, None for one that ran out of time; and the seconds."""
+    """Return the exit status as a shell reports it (None after a timeout), and the seconds."""
     begun_s = time.monotonic()
     try:
         process = subprocess.Popen(
@@ -569,7 +575,7 @@ def _run(
     try:
         code = process.wait(limit_s)
     except BaseException as error:
-        # The whole session: what the command started ends with it.
+        # Kill the whole session, so that everything the command started ends with it.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
@@ -579,10 +585,10 @@ def _run(
 
 
 def _excerpt(head: bytes, stream: IO[bytes], redactor: Redactor) -> str:
-    """The beginning and the end of an output, without its secrets."""
+    """The beginning and the end of an output, redacted."""
     stream.seek(max(len(head), stream.seek(0, os.SEEK_END) - EXCERPT_BYTES))
     tail = stream.read(EXCERPT_BYTES)
-    # Cleaned before it is cut: half a secret has no form that could be found.
+    # Redact before cutting: half a secret has no recognisable form.
     text = redactor.text((head + tail).decode("utf-8", "replace")).text
     if len(text) <= 2 * EXCERPT_BYTES:
         return text

@@ -1,8 +1,8 @@
-"""Changes of a finding on disk, as `engine why`, the screens and the notebook make them.
+"""Changes of a finding on disk, for `engine why`, the screens and the notebook.
 
-Each holds the lock of the finding's folder, so that a shell and a screen may work on the same one, and
-returns what was done in a few words. Evidence is taken before the lock: a command may run for minutes.
-What is refused is raised in the engine's own words.
+Each change holds the lock of the finding's folder, so a shell and a screen can work on the same finding, and
+returns a short description of what it did. Evidence is captured before the lock is taken, because a command
+may run for minutes. Errors are the engine's own.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from engine.findings.verify import Checked, check_bundle
 
 P = ParamSpec("P")
 Take = Callable[[], Capture]
-"""Takes evidence when it is called, be it by running a command."""
+"""Captures evidence when called, possibly by running a command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     finding: Finding
-    """As it is on disk now."""
+    """The finding as it is on disk now."""
     said: str
-    """What was done, the id of the entry first."""
+    """What was done, beginning with the id of the entry."""
     reopened: bool
-    """Whether it was closed before."""
+    """Whether the finding was closed before."""
 
 
 def slug_of(text: str, otherwise: str = "finding") -> str:
-    """A name for a finding, from some words."""
+    """Make the name of a finding from some words."""
     words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return words[:48].strip("-") or otherwise
 
@@ -44,7 +44,7 @@ def slug_of(text: str, otherwise: str = "finding") -> str:
 def begin(
     folder: Path, slug: str, claim: str, *, title: str = "", take: Take | None = None
 ) -> Bundle:
-    """A new finding in `folder`, with evidence under its first node. Raises BadInput."""
+    """Create a finding in `folder`, with evidence under its first node when `take` is given. Raises BadInput."""
     finding, blobs = whys.new_finding(slug, claim, title=title), list[Blob]()
     path = Bundle.path_of(folder, finding)
     if take is not None and not path.exists():
@@ -67,8 +67,8 @@ def _changed(
 def _on_disk(
     operation: Callable[Concatenate[Finding, P], Finding], said: Callable[..., str]
 ) -> Callable[Concatenate[Bundle, P], Done]:
-    """An operation of `engine.findings.whys` on the finding of a bundle; `said` makes the words of it, from
-    the finding as it is then and the arguments."""
+    """Apply an operation of `engine.findings.whys` to the finding of a bundle. `said` describes it, given the
+    changed finding and the arguments."""
 
     def change(bundle: Bundle, /, *args: P.args, **kwargs: P.kwargs) -> Done:
         return _changed(
@@ -105,9 +105,9 @@ def link(
     result: str = "",
     claim: str = "",
 ) -> Done:
-    """Put evidence under a node; with `answers` it is the test of that alternative, with `claim` it goes
-    under a new answer to why the node is so."""
-    bundle.load().node(node)  # before a command is run for nothing
+    """Link evidence to a node. With `answers` it is the test of that alternative; with `claim` it goes under
+    a new node that explains `node`."""
+    bundle.load().node(node)  # fail before a command is run for nothing
     if says == "answers" and not (answers and result.strip()):
         expected = "an alternative and what its test showed"
         raise BadInput.expected("evidence", node, expected, answers or "neither")
@@ -133,8 +133,8 @@ def link(
 
 
 def close(bundle: Bundle, *, unresolved: str = "", text: str = "") -> Done:
-    """Close as root cause, or as unresolved for a reason. Raises CannotClose with the rules that stand
-    against it, and BadInput for a bundle that is not sound."""
+    """Close as root cause, or as unresolved with a reason. Raises CannotClose with the rules that forbid it,
+    and BadInput for a bundle that does not verify."""
     known = _sound(bundle).problems
     outcome = "unresolved" if unresolved else "root cause"
     return _changed(
@@ -145,9 +145,9 @@ def close(bundle: Bundle, *, unresolved: str = "", text: str = "") -> Done:
 
 
 def export(bundle: Bundle, to: Path | None = None) -> Bundle:
-    """Enter it into LOG.md; with `to`, copy it into that evidence folder first. Raises BadInput for a
-    bundle that is not sound."""
-    # An entry that LOG.md has of it is made again, so it need not fit.
+    """Enter the finding into LOG.md; with `to`, copy it into that evidence folder first. Raises BadInput for
+    a bundle that does not verify."""
+    # The entry in LOG.md is rewritten anyway, so it need not match.
     _sound(bundle, but=LOG)
     return bundle.export(to)
 

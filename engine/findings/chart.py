@@ -1,21 +1,21 @@
-"""Figures that are kept: line charts as SVG, in a report, in a closed notebook, beside a finding.
+"""Line charts as SVG, for reports, closed notebooks and findings.
 
     losses       loss, ce, kd and the held-out loss of the student, nats over steps
     step time    seconds over steps
     GPU          utilisation and tensor activity, percent over seconds
     memory       of GPU, trainer and host, bytes over seconds
     pairs        B over A of each pair of a flip, with the margin
-    a metric     of the window that evidence is of; also in one line of text
+    a metric     over the window that evidence refers to; also as a sparkline in one line of text
 
-Rectangles, lines and text; no script, no font, no file beside it, so a page with it opens offline, in
-Markdown too, and a figure takes some KiB. A value that is not finite breaks the line and is marked with a
-cross at the top: a chart that draws over a NaN hides what matters most. An absent value is no row, or
-breaks the line where a row has None. A column that was never logged has no line, and a figure without any
-says so. The same rows give the same bytes.
+A chart holds rectangles, lines and text, and no script, font or separate file. So a page with it opens
+offline, in Markdown too, and a figure takes some KiB. A non-finite value breaks the line and is marked with a
+cross at the top, because a chart that draws over a NaN hides what matters most. An absent value has no row,
+or breaks the line if its row holds None. A column that was never logged has no line, and a figure without any
+line says so. The same rows give the same bytes.
 
-`thin` makes few rows of very many, keeping of each share the lowest, the highest and one that is not
-finite, so that a spike of one step in a million is drawn. Not covered: logarithmic axes, and more than
-the six dash patterns below in one chart.
+`thin` reduces very many rows to few. From each interval it keeps the lowest, the highest and one non-finite
+value, so a spike of one step in a million is still drawn. Not covered: logarithmic axes, and more than the
+six dash patterns below in one chart.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from engine.units import format_bytes
 
 WIDTH, HEIGHT = 620, 190
 LIMIT = 300
-"""Shares of a series that is drawn; each gives two or three rows."""
+"""Number of intervals that a drawn series is cut into; each gives two or three rows."""
 LOSSES = ("loss", "ce", "kd")
 GPU = {"gpu_util_pct": "utilisation", "tensor_util_pct": "tensor", "sm_util_pct": "SM busy"}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 12, 40, 22
 _LETTER = 7
-"""What a letter is wide, with room to spare: a page draws with the font that it has."""
+"""Width of a letter with some margin, because the font depends on the viewer."""
 _COLOURS = ("#1f5fa8", "#b3541e", "#2e7d32", "#7b3fa0", "#8a6d00", "#555555")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "4 4", "1 4")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -50,7 +50,7 @@ Values = Sequence[float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Rows (x, y) of one name, x never decreasing; `marks` draws signs and no line."""
+    """Named rows (x, y) with x never decreasing; with `marks` they are drawn as marks without a line."""
 
     name: str
     rows: tuple[Row, ...]
@@ -90,7 +90,7 @@ def run_figures(view: RunView, *, limit: int = LIMIT) -> list[str]:
 
 
 def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
-    """B over A of each pair that can be compared, between the edges of the margin."""
+    """B over A of each comparable pair, between the edges of the margin."""
     known = [(p.number, d) for p in pairs if p.complete and (d := p.difference) is not None]
     rows = tuple((float(number), math.exp(d)) for number, d in known)
     ends = (0.5, max([p.number for p in pairs], default=1) + 0.5)
@@ -107,14 +107,15 @@ def flip_figure(plan: Plan, pairs: Sequence[Pair]) -> str:
 
 
 def metric_figure(points: Sequence[Row], title: str) -> str:
-    """A metric over the seconds since its first point (unix seconds, value)."""
+    """A metric over the seconds since its first point; `points` are (unix seconds, value)."""
     begin = points[0][0] if points else 0.0
     rows = thin([x - begin for x, _ in points], [y for _, y in points], gaps=True)
     return line_chart(title, [Series(name=title, rows=rows)], x_name="seconds")
 
 
 def sparkline(values: Values, width: int = 60) -> str:
-    """The values as bars, each the mean of its share of them; a dot where one of them is none."""
+    """Draw the values as bars, each the mean of its interval; a dot where the interval holds an absent or
+    non-finite value."""
     low, high = _range(values)
     bars = []
     for begin, end in _shares(len(values), min(width, len(values))):
@@ -128,14 +129,14 @@ def sparkline(values: Values, width: int = 60) -> str:
     return "".join(bars)
 
 
-# Few rows of very many
+# Reducing rows
 
 
 def thin(xs: Values, ys: Values, limit: int = LIMIT, *, gaps: bool = False) -> tuple[Row, ...]:
-    """Rows (x, y) without the absent ones; above 2 * `limit` of them at most 3 * `limit`. With `gaps` an
-    absent y is a row with None, and one of each share is kept.
+    """Return rows (x, y) without the absent ones; more than 2 * `limit` rows become at most 3 * `limit`.
 
-    Works on slices, so a million rows take a fraction of a second.
+    With `gaps` an absent y is a row with None, and one such row per interval is kept. It works on slices, so a
+    million rows take a fraction of a second.
     """
 
     if len(ys) <= 2 * limit:
@@ -146,7 +147,7 @@ def thin(xs: Values, ys: Values, limit: int = LIMIT, *, gaps: bool = False) -> t
         share = ys[begin:end]
         finite: Values = share
         odd: dict[bool, int] = {}
-        # One sum tells whether every value is finite: NaN and infinity go through it.
+        # One sum tells whether every value is finite, because NaN and infinity propagate through it.
         if None in share or not math.isfinite(sum(share)):  # type: ignore[arg-type]
             finite = _finite(share)
             unlike = [
@@ -162,7 +163,7 @@ def thin(xs: Values, ys: Values, limit: int = LIMIT, *, gaps: bool = False) -> t
 
 
 def _shares(count: int, shares: int) -> list[tuple[int, int]]:
-    """Begin and end of each of `shares` parts of `count` things."""
+    """Begin and end of each of `shares` equal intervals of `count` items."""
     return list(pairwise(round(i * count / shares) for i in range(shares + 1))) if shares else []
 
 
@@ -174,7 +175,7 @@ def _finite(ys: Values) -> list[float]:
 
 
 def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str = "") -> str:
-    """An SVG of `series` over one x; `unit` is `bytes` or a word behind the numbers of the y axis."""
+    """Draw `series` over one x axis as SVG; `unit` is `bytes` or a word behind the numbers of the y axis."""
     drawn = [one for one in series if one.rows]
     low, high = _range([y for one in drawn for _, y in one.rows])
     begin = min((one.rows[0][0] for one in drawn), default=0.0)
@@ -203,7 +204,7 @@ def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str =
         parts.append(_text(_LEFT + 8, _TOP + 20, "nothing was measured"))
     left = _LEFT
     for number, one in enumerate(drawn):
-        # The seventh has the colour of the first and another dash.
+        # The seventh series has the colour of the first and another dash pattern.
         colour = _COLOURS[number % len(_COLOURS)]
         dash = _DASHES[(number + number // len(_COLOURS)) % len(_DASHES)]
         after = left + 26 + _LETTER * len(one.name) + 12
@@ -213,7 +214,7 @@ def line_chart(title: str, series: Sequence[Series], *, x_name: str, unit: str =
             parts.append(_text(left + 26, 29, one.name))
             left = after
         elif left < WIDTH:
-            # What has no room is counted: the names of eight GPUs would run out of the chart.
+            # Names that do not fit are counted: those of eight GPUs would run out of the chart.
             parts.append(_text(left, 29, f"+{len(drawn) - number}"))
             left = WIDTH
         for piece in _pieces(one.rows):
@@ -247,7 +248,7 @@ def _diamond(x: float, y: float, colour: str) -> str:
 
 
 def _place_of(x: float) -> str:
-    """A step is whole; of seconds three digits say enough."""
+    """Format an x value: steps are integers, and seconds need three digits."""
     return f"{x:.0f}" if x == round(x) or abs(x) >= 100 else f"{x:.3g}"
 
 
@@ -262,12 +263,12 @@ def _range(ys: Values) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high > low:
         return low, high
-    # Of a flat line it matters how far it is from nothing.
+    # For a flat line the distance from zero matters.
     return min(low, 0.0), max(high, 0.0) if high else 1.0
 
 
 def _pieces(rows: Sequence[Row]) -> list[list[tuple[float, float]]]:
-    """Stretches of rows that have a value."""
+    """Split rows into stretches with finite values."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in rows:
         if y is not None and math.isfinite(y):

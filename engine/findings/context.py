@@ -1,14 +1,14 @@
-"""What is captured beside a run: what it ran with, on what, where its code comes from, and how it ended.
+"""What is captured beside a run: its settings, its machine, the origin of its code, and how it ended.
 
-From the run itself, as it stood then: settings and their hash, versions, device facts, decisions, the
-end, receipt, stacks, what it printed. From here and now, and said to be so: environment, packages,
-the state of the project's checkout, the kernel's log over the time of the run.
+From the run itself, as of that time: settings and their hash, versions, device facts, decisions, the end,
+receipt, stacks, and what it printed. From the present, and labelled so: environment, packages, the state of
+the project's checkout, and the kernel's log over the time of the run.
 
-A checkout is named by its commit and, when files differ from it, by one hash over the difference and
-over the files that git does not know. The difference itself is not kept. Of the environment only
-variables that change how a run computes are taken, by name; all of it goes through `redact`.
+A checkout is identified by its commit and, when files differ from it, by one hash over the diff and the
+untracked files. The diff itself is not kept. Of the environment, only listed variables that change how a run
+computes are taken, and they pass through `redact`.
 
-Each answer says what is not known and why: `{"commit": null, "why": "not a git checkout"}`.
+A missing value is recorded with its reason: `{"commit": null, "why": "not a git checkout"}`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ALLOWED = frozenset(
         *("TOKENIZERS_PARALLELISM", "VIRTUAL_ENV", "CONDA_PREFIX"),
     }
 )
-"""Variables that are taken, and those that begin with a prefix in ALLOWED_PREFIXES."""
+"""Variables that are taken, beside those with a prefix in ALLOWED_PREFIXES."""
 ALLOWED_PREFIXES = (
     *("APR_DISTILL_", "CUDA_", "CUDNN_", "NCCL_", "OMP_", "MKL_", "GOMP_", "KMP_", "OPENBLAS_"),
     *("MALLOC_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TRITON_"),
@@ -68,8 +68,8 @@ _TELLING = re.compile(
 
 
 def run_blobs(run: RunFolder, redactor: Redactor, project: Path | None = None) -> list[Blob]:
-    """Everything that is captured when a run is linked. `project` is the user's folder, else where the
-    process is."""
+    """Capture everything that is attached when a run is linked. `project` is the user's folder, by default
+    the current one."""
     files = [
         (path, f"{path.name} of {run.name}") for path in (run.effective, run.spec, run.receipt)
     ]
@@ -95,16 +95,16 @@ def run_blobs(run: RunFolder, redactor: Redactor, project: Path | None = None) -
 
 
 def view_of(run: RunFolder) -> RunView:
-    """The run as far as its logs can be read."""
+    """The run's view, as far as its logs can be read."""
     follower = Follower(run)
-    # Of a log with a fault, the lines before it.
+    # For a log with a fault, keep the lines before it.
     with contextlib.suppress(RunLogError):
         follower.read_all()
     return follower.view
 
 
 def of_the_run(run: RunFolder, view: RunView) -> dict[str, Any]:
-    """What the logs say, each part None or empty where they do not."""
+    """What the logs record; a part that they lack is None or empty."""
     said = ("started", "decisions", "memory_plan", "finished", "exit", "last_step")
     return {name: plain(getattr(view, name)) for name in said} | {
         "spec": spec_hash(run),
@@ -115,9 +115,8 @@ def of_the_run(run: RunFolder, view: RunView) -> dict[str, Any]:
 
 
 def spec_hash(run: RunFolder) -> dict[str, Any]:
-    """The hash of the settings after defaults: as recorded, and as the settings beside it give it. Those
-    are taken as they were written: a setting that has been added since is none of this run's.
-    """
+    """The hash of the settings after defaults: as recorded, and recomputed from the settings beside it. Those
+    are hashed as written, so a setting that was added to the tool since does not change the result."""
     try:
         effective = run.read_effective()
         recorded = effective.get("spec_sha256")
@@ -127,7 +126,7 @@ def spec_hash(run: RunFolder) -> dict[str, Any]:
 
 
 def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
-    """Each time the trainer opened its log."""
+    """List each time the trainer opened its log."""
     out: list[dict[str, Any]] = []
     try:
         for e in events_of(run.events):
@@ -140,7 +139,7 @@ def sessions_of(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """An event as JSON can hold it; a number that is not finite is written by name."""
+    """Convert an event to JSON values; a non-finite number is written by name."""
     if isinstance(value, msgspec.Struct):
         fields = msgspec.structs.asdict(value)
         return {k: plain(v) for k, v in fields.items() if k not in ("v", "nf")}
@@ -154,8 +153,8 @@ def plain(value: Any) -> Any:
 
 
 def kernel_excerpt(view: RunView, kmsg: Path = Path("/dev/kmsg")) -> dict[str, Any]:
-    """Lines of the kernel's log on memory, the GPU and crashes, of the time of the run; or why there are
-    none. Its times count from the start of the machine, so a run before that has none."""
+    """Lines of the kernel's log about memory, the GPU and crashes during the run, or the reason why there are
+    none. Kernel times count from boot, so a run before the last boot has none."""
     if view.first_unix_s is None:
         return {"lines": None, "why": "the run has no time"}
     booted_unix_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -164,7 +163,7 @@ def kernel_excerpt(view: RunView, kmsg: Path = Path("/dev/kmsg")) -> dict[str, A
     lines, why = read_kernel_log(kmsg)
     if why is not None:
         return {"lines": None, "why": why}
-    # The kernel's clock and ours differ by some time asleep; a minute on either side covers more.
+    # The kernel's clock and ours differ by time asleep; a minute on either side covers more than that.
     begin = view.first_unix_s - booted_unix_s - 60
     end = (view.last_unix_s or view.first_unix_s) - booted_unix_s + 60
     found = []
@@ -188,7 +187,7 @@ def _tail(path: Path) -> bytes:
 def allowed_environment(
     environ: Mapping[str, str] | None = None, redactor: Redactor | None = None
 ) -> dict[str, Any]:
-    """Variables on the list, by name, and how many secrets were found in them."""
+    """Return the listed variables by name, redacted, and how many secrets were replaced in them."""
     environ = os.environ if environ is None else environ
     redactor = redactor or Redactor(environ)
     variables: dict[str, str] = {}
@@ -204,14 +203,14 @@ def allowed_environment(
 
 
 def package_versions() -> dict[str, str | None]:
-    """The tool and what it works with."""
+    """Versions of the tool and of the packages it depends on."""
     return {"engine": VERSION, **installed_versions(PACKAGES)}
 
 
 def checkout_state(
     folder: Path, *, only: str = "", redactor: Redactor | None = None
 ) -> dict[str, Any]:
-    """The git checkout that `folder` is in; with `only`, as far as that path below `folder` goes.
+    """Describe the git checkout that `folder` is in; `only` restricts it to that path below `folder`.
 
     `dirty_sha256` is None for a clean checkout.
     """
@@ -220,7 +219,7 @@ def checkout_state(
     try:
         commit = _git(folder, "rev-parse", "--verify", "HEAD").decode().strip()
         if only and not _git(folder, "ls-files", *path):
-            # A checkout that merely surrounds the folder, as that of a project around its .venv.
+            # A checkout that merely surrounds the folder, such as a project around its .venv.
             return nothing | {"why": "its files are in no git checkout"}
         changed = _git(folder, "diff", "HEAD", "--name-only", "-z", *path).split(b"\0")[:-1]
         unknown = _git(folder, "ls-files", "--others", "--exclude-standard", "-z", *path)
@@ -243,8 +242,8 @@ def checkout_state(
 
 
 def engine_source(since_unix_s: float | None = None) -> dict[str, Any]:
-    """The tool itself: version, and the checkout it runs from, if it does. With `since_unix_s`, whether
-    a file of it was changed after that: then the state is not what the process has loaded."""
+    """The tool itself: its version, and its checkout if it runs from one. With `since_unix_s`, also which of
+    its files changed after that time; then the state on disk is not the code that the process loaded."""
     package = Path(engine.__file__).resolve().parent
     state: dict[str, Any] = {"version": VERSION}
     state |= checkout_state(package.parent, only=package.name)
@@ -258,7 +257,7 @@ def engine_source(since_unix_s: float | None = None) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    # Locks are left alone, and no program that the repository's configuration names is run.
+    # Take no locks, and run no program that the repository's configuration names.
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     return subprocess.run(
@@ -272,8 +271,8 @@ def _git(folder: Path, *arguments: str) -> bytes:
 
 
 def _hash_difference(folder: Path, difference: bytes, names: list[bytes]) -> str:
-    """Over the difference, then name and content of each file that git does not know; of a big file,
-    and of those after the first thousands, the size is hashed instead of the content."""
+    """Hash the diff, then name and content of each untracked file. For a big file, and after the first
+    thousands, the size is hashed instead of the content."""
     digest = hashlib.sha256(difference)
     for number, name in enumerate(names):
         file = folder / os.fsdecode(name)

@@ -1,19 +1,19 @@
-"""A finding: claims that answer each other's "why", each with its evidence. The file finding.json.
+"""A finding: a graph of claims that answer "why", each with its evidence. The file finding.json.
 
     n1  observed    the run made no step in 90 minutes
      └─ n2  refuted      the dense upload ran out of memory     e2: flip, both arms completed
      └─ n3  supported    the attention ran on the CPU           e3: metric window   e4: flip
 
-A node says what it is a why of (`why_of`), so that findings are chains or DAGs, never lists that end
-with the first answer. Evidence is an artifact, known by the sha256 of its bytes, and a locator: which
-part of it is meant and what it says there. Everything is immutable; `engine.findings.whys` makes new
-values. `finding.schema.json` is the JSON schema of these classes.
+A node names the nodes that it explains (`why_of`), so a finding is a chain or a DAG and need not stop at the
+first answer. Evidence consists of an artifact, identified by the sha256 of its bytes, and a locator, which
+names the relevant part of it and quotes what it says. Everything is immutable; the functions of
+`engine.findings.whys` return new values. `finding.schema.json` is the JSON schema of these classes.
 
-finding.json is the root of its bundle. It lists the hash of every other file, it is written in one form
-only (sorted keys, one space of indent), and its `seal` is the sha256 of that form with an empty seal.
-So any byte that is not as the tool wrote it is found. The seal is not a signature: whoever rewrites
-the whole bundle with this tool gets a sound one, with another seal. LOG.md beside the bundle holds the
-seal too, and so may anything else that should notice.
+finding.json is the root of its bundle. It lists the hash of every other file, it has one canonical form
+(sorted keys, one space of indent), and its `seal` is the sha256 of that form with an empty seal. So a change
+to any byte is detected. The seal is not a signature: someone who rewrites the whole bundle with this tool
+gets a valid seal, but a different one. LOG.md beside the bundle records the seal too, and so may anything
+else that should notice such a rewrite.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ LogName: TypeAlias = Literal["events", "device", "watch"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a finding: frozen, and strict about its fields."""
+    """Base class of the parts of a finding. They are frozen and reject unknown fields."""
 
 
 class Quote(Record, frozen=True, kw_only=True):
     seq: Count
     text: Text
-    """How the line begins."""
+    """The beginning of the line."""
 
 
 class OfRun(Record, frozen=True, kw_only=True):
-    """What is of one run."""
+    """Base class of evidence that belongs to one run."""
 
     run: str
     run_id: str
-    """Hash of the first line of the run's log: the same run under any name."""
+    """Hash of the first line of the run's log. It identifies the run under any folder name."""
 
 
 class EventRange(OfRun, frozen=True, kw_only=True, tag_field="type", tag="events"):
-    """Lines of one log of a run, `first_seq` to `last_seq`, all of them."""
+    """All lines of one log of a run from `first_seq` to `last_seq`."""
 
     log: LogName
     first_seq: Count
@@ -72,18 +72,18 @@ class EventRange(OfRun, frozen=True, kw_only=True, tag_field="type", tag="events
 
 
 class ExitRecord(OfRun, frozen=True, kw_only=True, tag_field="type", tag="exit"):
-    """What the supervisor's watch log says of how the trainer ended."""
+    """The supervisor's record of how the trainer ended, from its watch log."""
 
     seq: Count
     state: str
-    """In the words of `engine.watch.attribution`: OOM_MEMCG, KILLED_EXTERNAL, ..."""
+    """A state of `engine.watch.attribution`: OOM_MEMCG, KILLED_EXTERNAL, ..."""
     certainty: str
     cause: str
     sentence: str
 
 
 class MetricWindow(OfRun, frozen=True, kw_only=True, tag_field="type", tag="metric"):
-    """One metric of a run over a time, and its numbers there."""
+    """A metric of a run over a time window, with its statistics."""
 
     metric: str
     first_step: Count = 0
@@ -91,7 +91,7 @@ class MetricWindow(OfRun, frozen=True, kw_only=True, tag_field="type", tag="metr
     from_unix_s: float
     to_unix_s: float
     count: Count
-    """Finite values; the numbers below are over these."""
+    """Number of finite values; the statistics below are over these."""
     absent: Count
     non_finite: Count
     first: float | None
@@ -102,13 +102,13 @@ class MetricWindow(OfRun, frozen=True, kw_only=True, tag_field="type", tag="metr
 
 
 class FileRange(Record, frozen=True, kw_only=True, tag_field="type", tag="file"):
-    """Lines of a text file, from 1; 0 and 0 mean the whole file."""
+    """Lines of a text file, counted from 1; 0 and 0 mean the whole file."""
 
     path: str
     first_line: Count
     last_line: Count
     file_sha256: Sha
-    """Of the whole file, without its secrets when it had any."""
+    """Hash of the whole file, after redaction if it held secrets."""
     file_bytes: Count
 
 
@@ -118,9 +118,9 @@ class FlipResult(Record, frozen=True, kw_only=True, tag_field="type", tag="flip"
     flip: str
     plan_sha256: Sha
     plan: Sha
-    """Artifact."""
+    """Hash of the artifact that holds the plan."""
     pairs: Sha
-    """Artifact."""
+    """Hash of the artifact that holds the pairs."""
     grade: Literal["measured", "screen", "exploratory"]
     verdict: Text
     hypothesis: str
@@ -133,37 +133,38 @@ class FlipResult(Record, frozen=True, kw_only=True, tag_field="type", tag="flip"
 
 
 class StartedRun(OfRun, frozen=True, kw_only=True):
-    """A run that a command started: its log began while the command ran."""
+    """A run that a command started: its log was opened while the command ran."""
 
     begun_unix_s: float
     log: Sha
-    """Artifact: the log that its id is taken from, or its first line where it is too big to copy."""
+    """Hash of the artifact with the log that `run_id` comes from, or only its first line if the log is too
+    big to copy."""
 
 
 class CommandRun(Record, frozen=True, kw_only=True, tag_field="type", tag="command"):
-    """A command that the tool ran. Hashes are of the output without its secrets."""
+    """A command that the tool ran. The hashes are of its output after redaction."""
 
     argv: tuple[str, ...]
     exit_status: int | None
-    """As a shell reports it; None when it ran out of time."""
+    """Exit status as a shell reports it; None when the command timed out."""
     stdout_sha256: Sha
     stderr_sha256: Sha
     expect_exit: int | None = None
     expect_text: str = ""
-    """What a reproduction must show, said before it ran; nothing where it reproduces nothing."""
+    """Text that a reproduction must print, fixed before it ran; empty when nothing is reproduced."""
     as_expected: bool | None = None
-    """Whether it showed that; None where nothing was expected."""
+    """Whether the output met the expectation; None when there was no expectation."""
     started: StartedRun | UnsetType = UNSET
-    """The run that it left; a reproduction has one."""
+    """The run that the command started. A reproduction has one."""
 
     @property
     def reproduces(self) -> bool:
-        """Whether it was run to reproduce something."""
+        """Whether the command was run to reproduce something."""
         return self.expect_exit is not None or bool(self.expect_text)
 
 
 class Statement(Record, frozen=True, kw_only=True, tag_field="type", tag="statement"):
-    """What a person says; the artifact holds the same words."""
+    """A person's statement; the artifact holds the same words."""
 
     text: Text
 
@@ -174,7 +175,7 @@ Locator: TypeAlias = (
 
 
 class Artifact(Record, frozen=True, kw_only=True):
-    """A file of the bundle, or, when `kept` is false, one too big to copy."""
+    """A file of the bundle. When `kept` is false it was too big to copy, and only hash and size are known."""
 
     sha256: Sha
     name: Text
@@ -182,18 +183,18 @@ class Artifact(Record, frozen=True, kw_only=True):
     what: str
     kept: bool = True
     redacted: dict[str, int] = {}
-    """How many secrets of each sort were replaced before hashing."""
+    """Number of secrets of each sort that were replaced before hashing."""
 
     @property
     def path(self) -> str:
-        """Where it lies in the bundle."""
+        """Path of the file in the bundle."""
         _, dot, suffix = self.name.rpartition(".")
         plain = suffix.isalnum() and suffix.isascii() and len(suffix) <= 8
         return f"artifacts/{self.sha256}{f'.{suffix.lower()}' if dot and plain else ''}"
 
 
 class Withdrawn(Record, frozen=True, kw_only=True):
-    """That an entry was taken back: it is kept, struck out, and carries nothing any more."""
+    """A withdrawal. The entry stays in the finding, struck out, and counts for nothing any more."""
 
     reason: Text
     author: Text
@@ -207,10 +208,11 @@ class Evidence(Record, frozen=True, kw_only=True):
     artifact: Sha
     captured_by: Literal["tool", "human"]
     source: str = ""
-    """Where it was taken from, relative to the bundle; empty where nothing stays to compare with."""
+    """Where the evidence was taken from, relative to the bundle; empty when there is no lasting source to
+    compare with."""
     at: Utc
     attached: tuple[Sha, ...] = ()
-    """What was captured with it: receipt, settings, surroundings, stacks."""
+    """Artifacts captured with it: receipt, settings, surroundings, stacks."""
     withdrawn: Withdrawn | UnsetType = UNSET
 
 
@@ -222,7 +224,7 @@ class Answer(Record, frozen=True, kw_only=True):
 
 
 class Alternative(Record, frozen=True, kw_only=True):
-    """Another explanation, and the cheapest test that tells it from the claim."""
+    """Another explanation, and the cheapest test that distinguishes it from the claim."""
 
     id: Id
     claim: Text
@@ -243,16 +245,16 @@ class Node(Record, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     reason: str = ""
-    """Why it was refuted."""
+    """Why the claim was refuted."""
     missing: tuple[str, ...] = ()
-    """What an imported record should have said and did not."""
+    """Facts that an imported record should have contained and did not."""
     author: Text
     at: Utc
     withdrawn: Withdrawn | UnsetType = UNSET
 
 
 def is_active(entry: Node | Alternative | Evidence) -> bool:
-    """Whether it was not withdrawn."""
+    """Whether an entry was not withdrawn."""
     return entry.withdrawn is UNSET
 
 
@@ -272,14 +274,14 @@ class Finding(Record, frozen=True, kw_only=True):
     at: Utc
     nodes: tuple[Node, ...]
     artifacts: tuple[Artifact, ...] = ()
-    """By sha256."""
+    """Sorted by sha256."""
     derived: dict[str, Sha] = {}
-    """Files made from this one for people: README.md and plots."""
+    """Hashes of the files that are generated from this one for people: README.md and plots."""
     closed: Closed | None = None
     seal: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
 
     def node(self, id_: str) -> Node:
-        """The node of that id. Raises BadInput."""
+        """Return the node with that id. Raises BadInput."""
         for node in self.nodes:
             if node.id == id_:
                 return node

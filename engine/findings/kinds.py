@@ -1,13 +1,13 @@
-"""What differs between kinds of evidence: a row of `KINDS` for each class of locator.
+"""What differs between kinds of evidence: one row of `KINDS` for each class of locator.
 
-    words         what it says, in one line
-    differences   what it says that its artifact does not: everything in a locator is read from the bytes
-                  again, a metric with the arithmetic of this version, a flip's effect from its pairs
-    opened        what its artifact holds, in words
-    again         the same taken once more from where it came: None when something else lies there now. A
-                  kind without has no source that stays
+    words         the locator in one line
+    differences   where the locator differs from its artifact. Every field is recomputed from the bytes: a
+                  metric with the arithmetic of this version, a flip's effect from its pairs
+    opened        the content of the artifact in words
+    again         captures the evidence again from its source; None when something else lies there now. A
+                  kind without it has no lasting source
 
-How each is taken is in `engine.findings.capture`, what each is good for in `engine.findings.rules`.
+Capturing is in `engine.findings.capture`; what each kind can prove is in `engine.findings.rules`.
 """
 
 from __future__ import annotations
@@ -54,35 +54,35 @@ from engine.log.text import event_text, one_line
 from engine.units import format_bytes, format_seconds
 
 OF_STEPS = frozenset({"step_s", "tokens_per_s", "final_loss"})
-"""Metrics that the log of an arm alone gives again."""
+"""Metrics that can be recomputed from the log of an arm alone."""
 LINES_SHOWN = 200
 _NO_SECRETS = Redactor({})
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Evidence, and what can be read to look at it."""
+    """A piece of evidence, with its finding and a reader of artifacts."""
 
     finding: Finding
     evidence: Evidence
     read: Read
     characters: str = UNICODE
-    """What plots in words may be drawn with."""
+    """The character set for plots in text."""
 
     @property
     def data(self) -> bytes:
-        """What the artifact holds; nothing where it was not copied."""
+        """The artifact's bytes; empty when it was not copied."""
         return self.read(self.evidence.artifact) or b""
 
     def text(self, sha256: str) -> list[str]:
-        """An artifact as lines below a heading."""
+        """Return an artifact as lines to stand below a heading."""
         raw = self.read(sha256)
         text = "(not copied)" if raw is None else raw.decode("utf-8", "replace")
         return cut(text.splitlines())
 
 
 def cut(lines: Sequence[str]) -> list[str]:
-    """Lines below a heading; of very many the first ones."""
+    """Indent lines to stand below a heading; of very many, only the first ones."""
     more = len(lines) - LINES_SHOWN
     shown = [f"  {line}" for line in lines[:LINES_SHOWN]] or ["  (empty)"]
     return [*shown, f"  and {more} more"] if more > 0 else shown
@@ -97,7 +97,7 @@ class Kind:
 
 
 def words_of(locator: Locator) -> str:
-    """What evidence says, in one line."""
+    """Describe a locator in one line."""
     return one_line(KINDS[type(locator)].words(locator))
 
 
@@ -108,7 +108,7 @@ def _unequal(locator: Any, found: dict[str, Any]) -> Iterator[str]:
 
 
 def _in_its_run(take: Callable[[Any, RunFolder], Capture]) -> Callable[[Any, Path], Capture | None]:
-    """Takes evidence again where the run that its locator is of still lies there."""
+    """Wrap `take` so that it captures only when the locator's run is still at that path."""
 
     def again(locator: Any, path: Path) -> Capture | None:
         run = RunFolder(path)
@@ -186,7 +186,7 @@ def _number(value: float | None) -> str:
 
 
 def points_of(locator: MetricWindow, data: bytes, where: object = "artifact") -> list[logs.Point]:
-    """The values of a metric window by unix seconds, from its artifact."""
+    """The points of a metric window (unix seconds, value), read from its artifact."""
     return logs.metric(locator.metric).points(logs.lines_of(data, where))
 
 
@@ -268,7 +268,8 @@ def _flip_differences(locator: FlipResult, piece: Piece) -> Iterator[str]:
 
 
 def _arm_differences(piece: Piece, plan: Plan, measured: Sequence[Pair]) -> Iterator[str]:
-    """Pairs that do not say what the logs of their arms say; a log that was not copied is taken as it is."""
+    """Yield where the pairs differ from the logs of their arms. A pair is accepted as it is when its log was
+    not copied."""
     said = {arm.run: arm for pair in measured for arm in (pair.a, pair.b)}
     for run, sha in arm_logs(piece.finding, piece.evidence):
         raw = piece.read(sha)
@@ -366,7 +367,7 @@ KINDS: dict[type[Locator], Kind] = {
         _exit_opened,
         _in_its_run(lambda _, run: capture.capture_exit(run, _NO_SECRETS)),
     ),
-    # A plot shows a metric, and its words have the numbers.
+    # The plot shows the metric, and `words` has its numbers.
     MetricWindow: Kind(
         _metric_words, _metric_differences, lambda *_: [], _in_its_run(_metric_again)
     ),

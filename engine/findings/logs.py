@@ -1,9 +1,9 @@
-"""Parts of a run's logs: lines by number, and the numbers of one metric.
+"""Parts of a run's logs: lines by number, and the values of one metric.
 
-A slice is the lines themselves, so that it can be read again by whatever reads logs. Capturing and
-verifying use the same functions: first on the run's own log, later on the slice in the bundle.
+A slice consists of the original lines, so any log reader can read it. Capturing and verifying use the same
+functions: first on the run's own log, later on the slice in the bundle.
 
-Metrics are named as the views name them:
+Metrics have the names that the views use:
 
     loss, ce, kd, step_s, tokens, ...      a field of `step`            events.jsonl
     eval.student, eval.teacher, ...        a held-out loss, nats        events.jsonl
@@ -38,7 +38,7 @@ LARGEST_SLICE_BYTES = 8 << 20
 FIRST_LINE_BYTES = 1 << 16
 
 Point = tuple[float, float | None]
-"""Unix seconds, and the value there."""
+"""Unix seconds, and the value at that time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,8 @@ def log_of(run: RunFolder, name: LogName) -> Path:
 
 
 def run_id(run: RunFolder) -> str:
-    """The same for the same run wherever it lies: a hash of the first line of its oldest log."""
+    """Return an id that is the same wherever the run's folder lies: a hash of the first line of its oldest
+    log."""
     for path in (run.watch, run.events):
         try:
             with open_plain(path) as file:
@@ -72,13 +73,13 @@ def id_of(first_line: bytes) -> str:
 
 
 def begun_of(first_line: bytes) -> float | None:
-    """The time that the first line of a log says it was opened; None where it says none."""
+    """When the log was opened, according to its first line; None when that is not an opening line."""
     event = decode_line(first_line.rstrip(b"\n"), "the first line")
     return event.unix_s if isinstance(event, LogOpened) else None
 
 
 def read_lines(lines: Iterable[bytes], where: object) -> Iterator[Line]:
-    """Whole lines of a log; a torn last one is left out. Raises RunLogError for one that is no
+    """Yield the whole lines of a log; a torn last line is left out. Raises RunLogError for a line that is no
     record."""
     origin_s = 0.0
     for number, raw in enumerate(lines, start=1):
@@ -91,12 +92,12 @@ def read_lines(lines: Iterable[bytes], where: object) -> Iterator[Line]:
 
 
 def lines_of(data: bytes, where: object) -> list[Line]:
-    """The lines of a slice."""
+    """Decode the lines of a slice."""
     return list(read_lines(data.splitlines(keepends=True), where))
 
 
 def read_log(path: Path) -> Iterator[Line]:
-    """The lines of a log file, numbers checked. Raises RunLogError."""
+    """Yield the lines of a log file and check their numbers. Raises RunLogError."""
     try:
         with path.open("rb") as file:
             for expected, line in enumerate(read_lines(file, path)):
@@ -110,14 +111,15 @@ def read_log(path: Path) -> Iterator[Line]:
 
 
 def events_of(log: Path) -> Iterator[AnyEvent]:
-    """The events of a log that may be long, without their bytes. Raises BrokenLog behind the last sound part."""
+    """Yield the events of a possibly long log without their bytes. Raises BrokenLog after the last sound
+    part."""
     reader = LogReader(log)
     while events := reader.poll():
         yield from events
 
 
 def take_range(path: Path, first_seq: int, last_seq: int) -> list[Line]:
-    """Lines `first_seq` to `last_seq`. Raises RunLogError when the log has not all of them."""
+    """Return lines `first_seq` to `last_seq`. Raises RunLogError when the log lacks some of them."""
     found: list[Line] = []
     for line in read_log(path):
         if line.event.seq > last_seq:
@@ -131,7 +133,7 @@ def take_range(path: Path, first_seq: int, last_seq: int) -> list[Line]:
 
 
 def slice_bytes(lines: Iterable[Line], where: object) -> bytes:
-    """The lines as the log has them. Raises BadInput for more than a bundle should hold."""
+    """Return the lines as bytes, exactly as in the log. Raises BadInput when they are too many for a bundle."""
     data = b"".join(line.raw + b"\n" for line in lines)
     if len(data) > LARGEST_SLICE_BYTES:
         expected, hint = (
@@ -144,7 +146,7 @@ def slice_bytes(lines: Iterable[Line], where: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Where a metric is read: a field of one kind of event, of those whose `key` is `subject`."""
+    """Where a metric is read: a field of one event type, restricted to events whose `key` equals `subject`."""
 
     log: LogName
     kind: type[Any]
@@ -153,7 +155,7 @@ class Metric:
     subject: object = None
 
     def speaks(self, event: AnyEvent) -> bool:
-        """Whether an event speaks of it."""
+        """Whether an event carries this metric."""
         return isinstance(event, self.kind) and (
             not self.key or getattr(event, self.key) == self.subject
         )
@@ -163,7 +165,7 @@ class Metric:
 
 
 def metric(name: str) -> Metric:
-    """The metric of that name. Raises BadInput for one that no log has."""
+    """Return the metric with that name. Raises BadInput for one that no log has."""
     if match := re.fullmatch(r"eval\.([a-z_]+)", name):
         return Metric("events", Evaluated, "loss", "subject", match[1])
     match = re.fullmatch(r"gpu([0-9]+)\.([a-z0-9_]+)", name)
@@ -188,7 +190,7 @@ def _numeric(kind: type[Any]) -> frozenset[str]:
 
 
 class Window(NamedTuple):
-    """A part of a log: a time, and steps."""
+    """A part of a log, limited by time and by step."""
 
     from_unix_s: float = -math.inf
     to_unix_s: float = math.inf
@@ -203,7 +205,7 @@ class Window(NamedTuple):
 
 
 def take_window(lines: Iterable[Line], wanted: Metric, window: Window) -> list[Line]:
-    """The lines that a window of the metric is made of, and the openings that date them."""
+    """Return the lines of the metric inside the window, and the `LogOpened` lines that date them."""
     found: list[Line] = []
     opened: Line | None = None
     for line in lines:
@@ -216,7 +218,7 @@ def take_window(lines: Iterable[Line], wanted: Metric, window: Window) -> list[L
 
 
 def numbers_of(points: list[Point]) -> dict[str, Any]:
-    """What the points of a metric window say, by the names of its fields; nothing when there is none."""
+    """Compute the statistics of a metric window, keyed by its field names; empty without points."""
     if not points:
         return {}
     values = [value for _, value in points if value is not None and math.isfinite(value)]

@@ -1,14 +1,14 @@
-"""Records of the system before this one: findings.json and dispatch.json.
+"""Import records of the predecessor system: findings.json and dispatch.json.
 
     findings.json   ticket, title, date, host, trigger | background, evidence{name: {command, result,
                     error, logfile, interpretation}}, five_whys[{why, question, answer, evidence}],
                     root_cause_summary, ...
     dispatch.json   ticket, phase, run_name, host, teacher, student_init, steps, batch_size,
-                    learning_rate, ...: what was asked for
+                    learning_rate, ...: the requested run
 
-Neither says how a result was obtained or checked, so everything comes in unverified, whatever it claims
-of itself, with a list of what it would have needed. The file itself is linked as what a person wrote.
-Fields that this reader has no place for are named, not dropped.
+Neither records how a result was obtained or checked. So every claim is imported as unverified, whatever
+status it gives itself, with a list of the evidence that it lacks. The file itself is linked as a source that
+a person wrote. Fields that have no counterpart here are listed, not dropped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _DISPATCH_MISSING = (
 
 
 def read_prior(path: Path, slug: str = "") -> tuple[Finding, list[Blob]]:
-    """The finding in a findings.json, or the observation that a dispatch.json is. Raises BadInput."""
+    """Read a findings.json as a finding, or a dispatch.json as a finding with one observation. Raises
+    BadInput."""
     value = read_json(path, "prior record", limits.FINDING)
     record = value if isinstance(value, dict) else {}
     ticket, host = (_words(record.get(key)) or "not known" for key in ("ticket", "host"))
@@ -91,13 +92,13 @@ def read_prior(path: Path, slug: str = "") -> tuple[Finding, list[Blob]]:
                 finding, claim, why_of=[parent], kind=kind, missing=missing, **signed
             )
     capture = capture_file(path, Redactor())
-    # It neither supports nor contradicts: it is where the words come from.
+    # This evidence neither supports nor contradicts: it is the source of the words.
     return link(finding, root.id, capture, says="source"), capture.blobs
 
 
 def _answers(record: dict[str, Any]) -> Iterator[tuple[str, int, Kind, list[str]]]:
-    """Each why, the root cause and each test, as a claim: of which node it is a why (the newest or the
-    first), its kind, and what it should have said and did not."""
+    """Yield each why, the root cause and each test as (claim, parent, kind, missing). The parent is the index
+    of the node that the claim explains, -1 (newest) or 0 (first); `missing` lists what the record lacks."""
     for entry in record["five_whys"]:
         entry = entry if isinstance(entry, dict) else {"answer": entry}
         named = {"asked": "question", "its evidence was these words": "evidence"}
@@ -122,7 +123,7 @@ def _words(value: Any) -> str:
 
 
 def _date(value: Any) -> str:
-    """As the record dates itself; now where it does not."""
+    """The date that the record gives; the current time when it gives none."""
     match = re.match(
         r"([0-9]{4}-[0-9]{2}-[0-9]{2})(?:[T ]([0-9]{2}:[0-9]{2}:[0-9]{2}))?", str(value)
     )

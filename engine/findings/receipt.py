@@ -1,14 +1,15 @@
-"""What a run's own folder proves of it: the torch-free half of a run receipt, and its verification.
+"""The facts that a run's folder proves about the run: the torch-free half of a run receipt, and its
+verification.
 
 `facts_of` reads a run's logs and settings; the trainer adds what only it knows and writes receipt.json
-(`engine.train.receipt`). A run that was killed has no receipt, and the same facts of as far as it
-came. `check_receipt` compares a receipt with what lies beside it.
+(`engine.train.receipt`). A run that was killed has no receipt, but `facts_of` gives the same facts up to
+where it stopped. `check_receipt` compares a receipt with the files beside it.
 
-Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome.
-Then what was done: decisions, rows, lineage of checkpoints, and `differences`: every setting whose
-effective value is not the one asked for, with the reason. Asked for is spec.toml with the command line's
-settings over it; effective is what the settings became, what was decided where they say `auto`, and what
-the log says was built and done. Nothing is echoed from the request where the log says what was done.
+Identity fields come first: tool, config, seeds, data, weights, device, environment, times, outcome. Then
+comes what was done: decisions, rows, lineage of checkpoints, and `differences`: every setting whose effective
+value differs from the requested one, with the reason. Requested means spec.toml with the settings of the
+command line on top. Effective means the settings after parsing, the choices made for `auto`, and what the log
+records as built and done. Nothing is copied from the request where the log records what was done.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _AGREEING = (
     *("config", "seeds", "data", "weights", "device", "decisions"),
     *("rows", "lineage", "differences"),
 )
-"""Facts that a receipt has to say as the logs do."""
+"""Facts that must be the same in a receipt and in the logs."""
 _FACTS_OF_A_GPU = ("uuid", "name", "compute_capability", "integrated", "total_bytes")
 
 
@@ -69,7 +70,7 @@ class _Decided(msgspec.Struct):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A setting that is not what was asked for."""
+    """A setting whose effective value differs from the requested one."""
 
     key: str
     requested: Any
@@ -78,7 +79,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class _Form(msgspec.Struct):
-    """The parts of a receipt that are walked through, whoever wrote it."""
+    """Schema of the parts of a receipt that this module iterates over; a receipt may come from anyone."""
 
     logs: dict[str, _Log | None] | None = None
     student_files: dict[str, _File] | None = None
@@ -88,7 +89,7 @@ class _Form(msgspec.Struct):
 
 
 def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
-    """What the logs, the settings and the files of a run say of it."""
+    """Collect the facts that a run's logs, settings and files prove."""
     effective = effective_of(run)
     spec = effective.get("spec") or {}
     return {
@@ -116,15 +117,15 @@ def facts_of(run: RunFolder, view: RunView) -> dict[str, Any]:
 
 
 def _fields(event: Event | None) -> dict[str, Any] | None:
-    """An event without its place in the log."""
+    """The fields of an event, without its place in the log."""
     if event is None:
         return None
     return {k: v for k, v in plain(event).items() if k not in ("seq", "t_s")}
 
 
 def device_of(view: RunView) -> dict[str, Any]:
-    """Driver, CUDA and the GPUs, from the facts that the supervisor read; each reading with the reason
-    where there is none."""
+    """Driver, CUDA and GPUs, from the device facts that the supervisor logged. A missing reading has its
+    reason."""
     facts = view.facts
     if facts is None:
         return {"why": "the run has no device facts in its log"}
@@ -149,8 +150,8 @@ def device_of(view: RunView) -> dict[str, Any]:
 
 
 def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
-    """Every checkpoint that was published, each with the hash of its manifest and of the one that its
-    weights come from."""
+    """List every published checkpoint with the hash of its manifest and that of the checkpoint it continued
+    from."""
     by_step: dict[int, str] = {}
     out: list[dict[str, Any]] = []
     parent: str | None = None
@@ -170,7 +171,7 @@ def lineage_of(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def digest_of_log(path: Path) -> dict[str, Any] | None:
-    """Size and hash of what is in a log now: whatever it grows to, this is how it begins."""
+    """Size and hash of a log as it is now. A log only grows, so these stay valid for its beginning."""
     if not path.is_file() or (size := path.stat().st_size) > LOG_FILE.most:
         return None
     return {"bytes": size, "sha256": _sha256(path, LOG_FILE, size)}
@@ -199,11 +200,11 @@ def _sha256(path: Path, limit: Limit, first_bytes: int | None = None) -> str | N
     return digest.hexdigest() if not left else None
 
 
-# Asked for and done
+# Requested and effective settings
 
 
 def differences(run: RunFolder, view: RunView) -> list[Difference]:
-    """Settings whose effective value is not the one asked for, in the order of the settings."""
+    """List the settings whose effective value differs from the requested one, in the order of the settings."""
     effective = effective_of(run)
     spec = _flat(effective.get("spec") or {})
     found = list(_settled(_requested(run, effective), spec))
@@ -229,7 +230,7 @@ def _settled(requested: dict[str, Any], spec: dict[str, Any]) -> Iterator[Differ
 
 
 def _done_otherwise(spec: dict[str, Any], view: RunView) -> Iterator[Difference]:
-    """What the built objects say, where it is not what the settings ask."""
+    """Yield where the objects that were built, as logged, differ from the settings."""
     trains, started = any(key.startswith("train.") for key in spec), view.started
     if started is not None and trains:
         gpus = spec.get("compute.gpus", 1)
@@ -261,7 +262,7 @@ def _done_otherwise(spec: dict[str, Any], view: RunView) -> Iterator[Difference]
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """Settings by `section.key`."""
+    """Flatten the settings to `section.key`."""
     found: dict[str, Any] = {}
     for section, settings in tree.items():
         if isinstance(settings, dict):
@@ -272,7 +273,7 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
-    """Each setting of spec.toml with the command line's over it."""
+    """The requested settings: spec.toml, overridden by the command line."""
     asked: dict[str, Any] = {}
     with contextlib.suppress(BadInput):
         asked = _flat(read_spec(run.spec)[0])
@@ -284,7 +285,7 @@ def _requested(run: RunFolder, effective: dict[str, Any]) -> dict[str, Any]:
 
 
 def effective_of(run: RunFolder) -> dict[str, Any]:
-    """What effective.json holds: the settings of a run by section, and more; nothing where it cannot be read."""
+    """The content of effective.json: a run's settings by section, and more; empty when it cannot be read."""
     try:
         found = run.read_effective()
     except RunLogError:
@@ -296,8 +297,8 @@ def effective_of(run: RunFolder) -> dict[str, Any]:
 
 
 def rows_of(view: RunView) -> dict[str, Any]:
-    """Rows that went through the model, and rows whose gradient changed it: a step with a number that is
-    not finite is not applied."""
+    """Count the rows that went through the model, and the rows whose gradient was applied. A step with a
+    non-finite value is not applied."""
     steps = view.steps.values("step")
     rows = view.steps.values("rows")
     bad = {
@@ -315,14 +316,14 @@ def rows_of(view: RunView) -> dict[str, Any]:
     }
 
 
-# A receipt against what lies beside it
+# A receipt against the files beside it
 
 
 def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
-    """Everything in a receipt that can be compared with the run's folder, without torch.
+    """Compare everything in a receipt that can be compared with the run's folder without torch.
 
-    Not checked: hashes of tensors, which take loading them, beyond that log and receipt agree; the
-    machine, the tool and the environment of that time.
+    Not checked: hashes of tensors beyond the agreement of log and receipt, because they need the tensors
+    loaded; the machine, the tool and the environment of that time.
     """
     out = {
         "spec": _equal(
@@ -338,7 +339,7 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
             text = f"first {recorded['bytes']} bytes of {name}"
             out[name] = _equal(text, recorded["sha256"], found)
     for name, recorded in (receipt.get("student_files") or {}).items():
-        # A name that leads elsewhere is none of the student's files.
+        # A name that leads out of the folder is no file of the student.
         inside = name not in ("", ".", "..") and "/" not in name
         found = _sha256(run.student / name, STUDENT_FILE) if inside else None
         out[f"student/{name}"] = _equal(f"sha256 of {name}", recorded["sha256"], found)
@@ -346,7 +347,7 @@ def check_receipt(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dic
 
 
 def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[str, Verdict]:
-    """Whether a receipt says what the logs and the settings say now."""
+    """Compare a receipt with the present logs and settings."""
     facts = facts_of(run, view)
     hashes = {"teacher": "teacher", "student": "student_start"}
     models = {key: view.models[role].sha256 for role, key in hashes.items() if role in view.models}
@@ -363,7 +364,7 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
     for name, value in json.loads(json.dumps(found)).items():
         recorded = receipt.get("device_facts" if name == "device" else name)
         if isinstance(recorded, dict) and isinstance(value, dict):
-            # A receipt may say more: what the logs do not.
+            # A receipt may hold more than the logs do.
             recorded = {key: recorded.get(key) for key in value}
         said = _equal(f"{name}, as the logs say", recorded, value)
         if cleaned and said.level == Level.FAIL:
@@ -373,7 +374,7 @@ def _agreement(run: RunFolder, receipt: dict[str, Any], view: RunView) -> dict[s
 
 
 def _checkpoints(run: RunFolder, receipt: dict[str, Any]) -> dict[str, Verdict]:
-    """Those of the lineage that are still there; others were deleted as newer ones came."""
+    """Check the checkpoints of the lineage that still exist; older ones were deleted as newer ones came."""
     lineage = receipt.get("lineage") or []
     newest = {entry["step"]: entry for entry in lineage if entry.get("step") is not None}
     out = {}
@@ -405,8 +406,8 @@ def _short(value: Any) -> str:
 
 
 def read_receipt_or_facts(run: RunFolder, view: RunView) -> tuple[dict[str, Any], bool]:
-    """The receipt, or the same facts as far as the run came; and whether it is a receipt. Raises
-    RunLogError for a receipt that is none."""
+    """Return the receipt, or the facts so far when there is none; and whether it is a receipt. Raises
+    RunLogError for a malformed receipt."""
     receipt = run.read_receipt()
     if receipt is not None:
         try:

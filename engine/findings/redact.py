@@ -1,23 +1,22 @@
-"""Taking secrets out of what is kept, and saying so.
+"""Redaction: remove secrets from everything that is kept, and record how many.
 
-Everything that enters a bundle or a receipt as text passes through here before it is hashed, so that
-not even a digest of a secret remains. A secret becomes `[redacted: SORT]`, and the number of each sort
-is returned and kept beside the text. Found are:
+All text that enters a bundle or a receipt passes through here before it is hashed, so that not even a digest
+of a secret remains. A secret becomes `[redacted: SORT]`, and the count of each sort is returned and stored
+beside the text. Detected are:
 
     forms       keys of known services, `Authorization` headers, cookies, user and password in a URL,
                 signatures in its query, private keys
-    values      what follows a telling name, of any length: `HF_TOKEN=abc`, `--api-key x`,
+    values      the value that follows a secret-like name, of any length: `HF_TOKEN=abc`, `--api-key x`,
                 `"password": "a b"`, YAML, headers, XML, URL-encoded (`named_values`)
-    copies      of the secrets of this process's environment, and of those found above in the same text:
-                any 8 characters in a row of one, of its base64 in each of the three alignments (plain and
-                URL-safe) or of its URL encoding, and any 16 of its hexadecimal digits
+    copies      of the secrets in this process's environment, and of those found above in the same text:
+                any 8 consecutive characters of one, of its base64 in each of the three alignments (plain
+                and URL-safe) or of its URL encoding, and any 16 of its hexadecimal digits
 
-What is left holds no quote or backslash, so JSON stays JSON.
+A replacement holds no quote or backslash, so JSON stays JSON.
 
-Not covered: a secret of no known form that follows no telling name and is in no variable; a piece of
+Not covered: a secret of no known form that follows no secret-like name and is in no variable; a piece of
 fewer than 8 characters; a copy that was encrypted, compressed or encoded twice; a phrase of several words
-without quotes in the middle of a line; and text inside of archives, images and weights, which are never
-copied.
+without quotes in the middle of a line; and text inside archives, images and weights, which are never copied.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
-# Values behind a telling name
+# Values behind a secret-like name
 
 NAME = (
     r"(?:token|secrets?|passw(?:or)?ds?|passphrase|pwd|credentials?|access[ _-]?keys?(?:[ _-]?id)?"
@@ -64,7 +63,8 @@ _BEGINNINGS = (
     *("signing", "encryption", "session", "master", "account", "client", "license", "webhook"),
     *("_pat", "-pat"),
 )
-"""How what `NAME` matches begins: found first, because the expression alone is slow on a long log."""
+"""How a match of `NAME` can begin. These are searched first, because the expression alone is slow on a long
+log."""
 _BEFORE = re.compile(r"[A-Za-z0-9_.-]*$")
 _LONGEST_NAME = 128
 _NO_SECRET = re.compile(
@@ -74,7 +74,7 @@ _LINE_START = re.compile(r"(?:^|\n|\\n)[ \t]*(?:-[ \t]+)?(?:export[ \t]+|set[ \t
 _SET = re.compile(r"(?:^|[\s\"'])(?:ENV|ARG|setenv|set -x|set -gx)[ \t]+$")
 
 _QUOTED = re.compile(r"[bBrRuUfF]{0,2}(\\*)(\"\"\"|'''|[\"'`])")
-# Commas, brackets and the like belong to a value unless something begins behind them.
+# Commas, brackets and the like belong to a value unless a new item begins after them.
 _BARE = re.compile(
     r"(?:[^\s\"'\\<>,;&)\]}]|[,;&](?!\s|$|[\"'\\]|[\w.-]+\\*[\"']?[ \t]*[=:])"
     r"|[)\]}](?![\s,;:.)\]}\"'\\]|$)|\\(?![\"'nrtubf/\\])|(?<=\w)['](?=\w))+"
@@ -95,15 +95,16 @@ _LONGEST_BLOCK = 1 << 16
 
 
 def named_values(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where secret values directly follow a name which says that they are secret, in order and
-    apart: start, stop, and the quote that has to enclose what is put there so that JSON stays JSON.
+    """Yield where secret values directly follow a secret-like name, in order and without overlap.
+
+    Each is (start, stop, quote), where the quote must enclose the replacement so that JSON stays JSON.
 
         HF_TOKEN=abc    --api-key x    "password": "a b"    secret: |       <password>x</password>
         X-Auth-Token: x    'token', 'x' behind a dash    token%3Dabc        ENV HF_TOKEN abc
 
-    A name tells by its end (`NAME`), whatever is before it. Special tokens and counts of a tokenizer
-    (`eos_token`, `max_token`), references (`$HF_TOKEN`), placeholders (`<token>`, `***`), types and calls
-    in source text are no secrets and stay, so that logs and code stay readable.
+    Only the end of a name counts (`NAME`), whatever stands before it. Special tokens and counts of a
+    tokenizer (`eos_token`, `max_token`), references (`$HF_TOKEN`), placeholders (`<token>`, `***`), and types
+    and calls in source text are no secrets and stay, so that logs and code stay readable.
     """
     done = 0
     for match in _names(text):
@@ -121,7 +122,7 @@ def named_values(text: str) -> Iterator[tuple[int, int, str]]:
 
 def _names(text: str) -> Iterator[re.Match[str]]:
     lower = text.lower()
-    if len(lower) != len(text):  # a letter of another script that becomes two
+    if len(lower) != len(text):  # a letter of another script whose lower case is two characters
         yield from _NAMED.finditer(text)
         return
     starts: set[int] = set()
@@ -162,7 +163,7 @@ def _value(
 
 
 def _separates(text: str, name: str, name_start: int, sep: str) -> bool:
-    """Whether what is between a name and a value makes it one of that name."""
+    """Whether the text between a name and a value makes it the value of that name."""
     option = name.startswith("-")
     bare = sep.strip()
     if bare == ",":
@@ -194,7 +195,7 @@ def _bare_span(
     if found is None or rest is None:
         return None
     value, stop = found[0], found.end()
-    # `a: b c` on a line of its own is YAML, `a=b;c` a file of variables.
+    # `a: b c` on a line of its own is YAML; `a=b;c` is a line of a variables file.
     whole = rest[0].rstrip()
     own_line = at_line_start and not close and sep.strip() in (":", "=")
     if own_line and ((sep.strip() == ":" and ": " not in whole) or not re.search(r"\s", whole)):
@@ -214,12 +215,12 @@ def _bare_span(
         bare_name = name.rpartition(".")[2] == "token"
         if bare_name and sep.strip() != "=":
             return None
-    # Without quotes a number in JSON would become no value.
+    # In JSON, replacing an unquoted number without quotes would give no valid value.
     return (start, stop, close.rstrip("]")) if close else (start, stop, "")
 
 
 def _span(text: str, start: int, *stops: int) -> tuple[int, int, str] | None:
-    """Up to the first of `stops` that was found, or to the end of the text."""
+    """The span up to the first of `stops` that was found (not negative), or to the end of the text."""
     stop = min((x for x in stops if x >= 0), default=len(text))
     if stop <= start or text.startswith("[redacted", start):
         return None
@@ -227,7 +228,7 @@ def _span(text: str, start: int, *stops: int) -> tuple[int, int, str] | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Behind the bracket that closes the one at `start`; -1 where none does."""
+    """The index after the bracket that closes the one at `start`; -1 when none does."""
     depth = 0
     for i in range(start, min(len(text), start + _LONGEST_BLOCK)):
         if text[i] in "[{":
@@ -239,13 +240,13 @@ def _closing(text: str, start: int) -> int:
     return -1
 
 
-# Forms, copies, and the text without them
+# Forms, copies, and redacting
 
 _SECRET_VARIABLE = re.compile(
     rf"(?i)(?:^|[_-]){NAME}(?:[_-]?[0-9]+)?$|passw(?:or)?d(?:[_-]?[0-9]+)?$"
 )
 _SHORTEST = 8
-"""Shorter values are words that would be cut out of every text."""
+"""Shorter values are common words, and would be cut out of every text."""
 _HEX_DIGITS = 16
 _HEADER = r"(?i)(\b(?:proxy-)?authorization(?:\\*[\"'])?\s*[:=]\s*+(?:\\*[\"'])?+)(?!\[redacted)"
 
@@ -256,7 +257,7 @@ _FORMS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             "private key",
             r"-----BEGIN [A-Z ]*PRIVATE KEY-----[^\"]*?(?:-----END [A-Z ]*PRIVATE KEY-----|(?=\")|\Z)",
         ),
-        # A password may hold an @, and a / where a colon says that it is no path.
+        # A password may hold an @, and a / when a colon shows that it is not a path.
         ("URL credentials", r"(?i)(?<=://)(?!\[redacted)[^/\s\"'<>\\]+@(?=[^\s/])"),
         (
             "URL credentials",
@@ -268,7 +269,7 @@ _FORMS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
             r"(?i)(?<=[?&])(?:sig|signature|token|access_token|auth|key|api_key|password"
             r"|x-amz-(?:signature|credential|security-token)|x-goog-(?:signature|credential))=[^&\s\"'\\<>]+",
         ),
-        # These two go on over commas and quotes to the end of the line.
+        # These two extend over commas and quotes to the end of the line.
         ("authorization header", _HEADER + r"(?:digest|aws4-[a-z0-9-]+)\b(?:[^\n\\]|\\[\"'])*"),
         ("authorization header", _HEADER + r"(?:[a-z][a-z0-9-]*[ \t]+)?[^\s\"'\\,;]+"),
         (
@@ -300,11 +301,11 @@ _COPY = "copy of a secret"
 class Redacted:
     text: str
     found: dict[str, int] = field(default_factory=dict)
-    """How many of each sort were replaced; empty where nothing was."""
+    """Number of replacements of each sort; empty when there were none."""
 
 
 class Redactor:
-    """Knows the secret values of an environment. The same text gives the same result every time."""
+    """Redacts text, given the secret values of an environment. The same text always gives the same result."""
 
     def __init__(
         self, environ: Mapping[str, str] | None = None, *, known: Iterable[str] = ()
@@ -314,7 +315,7 @@ class Redactor:
         self._pieces = _Pieces(self._values)
 
     def knowing(self, argv: Sequence[str]) -> Redactor:
-        """One that knows the secrets among these arguments too, wherever a program prints them."""
+        """Return a redactor that also knows the secrets in these arguments, wherever a program prints them."""
         found = {value for value, behind in _after_options(argv) if behind and _is_telling(value)}
         for argument in argv:
             _, _, learnt = self._once(argument, _is_telling)
@@ -323,7 +324,7 @@ class Redactor:
 
     def text(self, text: str) -> Redacted:
         text, found, learnt = self._once(text)
-        # What stood behind a name once may stand behind none elsewhere.
+        # A value that once followed a secret-like name may stand without one elsewhere.
         if learnt:
             text, count = _Pieces(learnt).cut(text, _COPY)
             found[_COPY] += count
@@ -332,8 +333,8 @@ class Redactor:
     def _once(
         self, text: str, tells: Callable[[str], bool] | None = None
     ) -> tuple[str, Counter[str], set[str]]:
-        """The text without known values, forms and named values; the count of each; those of the values
-        that are to be looked for elsewhere, by `tells`: those that look drawn."""
+        """Redact known values, forms and named values in one pass. Return the text, the count of each sort,
+        and the values to search for elsewhere: those that `tells` accepts, by default those that look random."""
         tells = tells or _is_random
         found: Counter[str] = Counter()
         learnt: set[str] = set()
@@ -363,12 +364,12 @@ class Redactor:
         return "".join([*parts, text[end:]]), found, learnt
 
     def bytes(self, data: bytes) -> tuple[bytes, dict[str, int]]:
-        """UTF-8 text without its secrets; bytes that are no text stay as they are."""
+        """Redact UTF-8 text; bytes that are not UTF-8 are unchanged."""
         done = self.text(data.decode("utf-8", "surrogateescape"))
         return done.text.encode("utf-8", "surrogateescape"), done.found
 
     def argv(self, argv: Sequence[str]) -> tuple[tuple[str, ...], dict[str, int]]:
-        """Arguments of a command; one behind `--token` and the like goes whatever it is."""
+        """Redact a command's arguments; the value after `--token` and the like is removed whatever it is."""
         out: list[str] = []
         found: Counter[str] = Counter()
         for argument, behind in _after_options(argv):
@@ -383,10 +384,10 @@ class Redactor:
 
 
 def _after_options(argv: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Each argument, and whether it is the value of a secret option before it."""
+    """Yield each argument, and whether it is the value of a secret option before it."""
     before, behind = "", False
     for argument in argv:
-        # A value may begin with a dash; another option does so with two, or is `-x`.
+        # A value may begin with a dash; another option begins with two, or is a single letter like `-x`.
         option = re.match(r"--[a-zA-Z]|-[a-zA-Z]$", argument) is not None
         behind = not behind and _OPTION.match(before) is not None and not option
         yield argument, behind
@@ -394,7 +395,7 @@ def _after_options(argv: Sequence[str]) -> Iterator[tuple[str, bool]]:
 
 
 class _Pieces:
-    """The pieces of some secrets, and of their encodings, that are cut out wherever they stand."""
+    """The pieces of some secrets and of their encodings, which are cut out wherever they occur."""
 
     def __init__(self, values: Iterable[str]) -> None:
         self._by_width: dict[int, set[str]] = {}
@@ -404,7 +405,7 @@ class _Pieces:
                 known.update(text[i : i + width] for i in range(len(text) - width + 1))
 
     def cut(self, text: str, sort: str) -> tuple[str, int]:
-        """The text without them, and how many stretches were cut out."""
+        """Return the text without the pieces, and how many stretches were cut out."""
         found = bytearray(len(text))
         for width, known in self._by_width.items():
             for i in range(len(text) - width + 1):
@@ -417,11 +418,11 @@ class _Pieces:
 
 
 def _copies(value: str) -> Iterator[tuple[str, int]]:
-    """A secret in the forms in which it is looked for, and how long a piece of each tells it."""
+    """Yield a secret in each encoding to search for, with the length of a piece that identifies it."""
     yield value, _SHORTEST
     raw = value.encode("utf-8", "surrogateescape")
     for before in range(3):
-        # Of the first and the last characters only those that no neighbour has a part in.
+        # Leave out the first and last characters, whose bits depend on the neighbouring bytes.
         whole = (before + len(raw)) * 8 // 6
         text = base64.b64encode(b"\0" * before + raw).decode()[(before * 8 + 5) // 6 : whole]
         yield text, _SHORTEST
@@ -435,7 +436,7 @@ def _copies(value: str) -> Iterator[tuple[str, int]]:
 def _secrets_of(environ: Mapping[str, str]) -> Iterator[str]:
     for name, value in environ.items():
         if is_secret_name(name):
-            # A key of several lines is looked for line by line.
+            # A key of several lines is searched for line by line.
             yield from (x for line in value.splitlines() if _is_telling(x := line.strip(" \t\"'")))
         for password in re.findall(r"://[^/\s:@]*:([^\s]+)@", value):
             yield from (x for x in {password, unquote(password)} if _is_telling(x))
@@ -447,14 +448,14 @@ def is_secret_name(name: str) -> bool:
 
 
 def _is_telling(value: str) -> bool:
-    """Whether a value is so long and so unlike a small number or a path that it is safe to cut out of
-    every text."""
+    """Whether a value is long enough, and unlike a small number or a path, so that cutting it out of every
+    text is safe."""
     if len(value) < _SHORTEST or not value.isprintable() or value.startswith("-----"):
         return False
     if "[redacted" in value:
         return False
     if re.match(r"[.~]{0,2}/", value):
-        # A key in base64 may begin with a slash; a path has no long part of every sort of letter.
+        # A key in base64 may begin with a slash; a path has no long part that looks random.
         return any(len(part) >= 2 * _SHORTEST and _is_random(part) for part in value.split("/"))
     if re.fullmatch(r"[-+0-9.eE]+", value):
         return value.isdigit() and len(set(value)) > 3
@@ -462,12 +463,12 @@ def _is_telling(value: str) -> bool:
 
 
 def _is_random(value: str) -> bool:
-    """Whether a value looks drawn and not written: no word of the language, so no word of a log."""
+    """Whether a value looks random rather than written: no word of a language, so no word of a log."""
     mixed = re.search(r"[0-9]", value) and re.search(r"[A-Za-z]", value)
     changes = len(re.findall(r"[a-z][A-Z]", value))
     return _is_telling(value) and bool(mixed or (len(value) >= 12 and changes > 2))
 
 
 def words(found: Mapping[str, int]) -> str:
-    """`2 redacted: AWS key, JWT`; empty where nothing was."""
+    """Return `2 redacted: AWS key, JWT`; empty when nothing was redacted."""
     return f"{sum(found.values())} redacted: {', '.join(sorted(found))}" if found else ""

@@ -1,8 +1,8 @@
-"""A run, a flip or a finding as one HTML file: what `engine report` writes.
+"""A run, a flip or a finding as one HTML file, which is what `engine report` writes.
 
-Text, tables and SVG in one file without a script, a font or a link to anything, so it opens offline and can
-be mailed. The figures are those of the notebook. Whatever a person or a log wrote is escaped. Made from the
-folder alone: the same folder gives the same bytes, once the run has ended.
+The file holds text, tables and SVG, and no script, font or external link, so it opens offline and can be
+mailed. The figures are the same as in the notebook. Text from people and logs is escaped. The page depends on
+the folder alone: once a run has ended, the same folder gives the same bytes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ _STYLE = (
 
 
 _STRUCK = re.compile(r"~~([a-z][0-9a-z-]* .*)~~  (withdrawn [^~]*)")
-"""An entry that was taken back, as `struck` writes it."""
+"""A withdrawn entry, in the format of `struck`."""
 
 
 def report(path: Path) -> str:
-    """The page of a run folder, a flip folder or a bundle. Raises BadInput for anything else, RunLogError
-    for a flip that cannot be read; a log of a run that breaks off is said in its page."""
+    """Return the HTML page of a run folder, a flip folder or a bundle.
+
+    Raises BadInput for anything else, and RunLogError for a flip that cannot be read. When the log of a run
+    breaks off, the page says so.
+    """
     if is_bundle(path):
         return _finding_page(Bundle(path))
     if is_flip(path):
@@ -146,7 +149,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def hanging(lines: Iterable[str]) -> str:
-    """Lines of a tree: where one is wider than the page, its rest stays right of where it began."""
+    """Draw the lines of a tree; a line wider than the page continues with a hanging indent."""
     drawn = []
     for line in lines:
         text = line.lstrip(" ")

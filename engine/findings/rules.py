@@ -1,34 +1,35 @@
-"""What may be said on which evidence. One row of `RULES` each, and E-WHY-005 over the whole finding.
+"""The rules for which claim needs which evidence: one row of `RULES` each, and E-WHY-005 over the whole
+finding.
 
-    E-WHY-001  observed needs evidence; supported and refuted need evidence that a tool captured and
-               whose hash verifies, for the one side and the other
-    E-WHY-002  a cause (hypothesis, mechanism) is supported by a flip or a reproduction, or it is
-               printed "unverified"; a flip has the runs of its arms, a reproduction started a run after
+    E-WHY-001  an observed claim needs evidence; a supported or a refuted one needs evidence for or against
+               it that a tool captured and whose hash verifies
+    E-WHY-002  a cause (hypothesis, mechanism) needs a flip or a reproduction that supports it, or it is
+               printed as "unverified"; a flip has the runs of its arms, a reproduction started a run after
                the finding began
-    E-WHY-003  "OOM" in a claim that is observed or supported needs the record of an exit whose cause says so
-    E-WHY-004  no root cause while an alternative that costs less than 30 minutes is untested, or none
-               was ever thought of, or one holds, or one is excluded by anything but the test it names
+    E-WHY-003  "OOM" in an observed or supported claim needs an exit record whose cause is out of memory
+    E-WHY-004  a root cause is refused while an alternative that costs less than 30 minutes is untested,
+               while there is no alternative, while one holds, or while one was excluded by anything but
+               the test it names
     E-WHY-005  one observation supports one claim once
     W-WHY-006  the chain ends at a person: ask what let it happen
 
-Evidence says nothing for or against anything when its command ended by an exit of usage (64), bad input
-(65), our mistake (70), a program not found or not executable (127, 126), a signal from outside or the end
-of its time, and when it was withdrawn. A reproduction starts a run of its own: the tool found its log,
-begun while the command ran. The test of an alternative is the one that was named: the same command, a flip
-of the same setting, a run of the same spec, or the recorded thing that the test speaks of.
+Evidence counts for nothing when it was withdrawn, and when its command timed out, was killed by a signal from
+outside, or exited with usage (64), bad input (65), internal error (70), program not executable (126) or not
+found (127). A reproduction starts a run of its own: the tool found a log that was opened while the command
+ran. The test of an alternative must be the one that was named: the same command, a flip of the same setting,
+a run of the same spec, or the recorded quantity that the test mentions.
 
-A problem is an `error` (nothing may be closed with it, `verify` fails), `open` (not a root cause yet) or
-a `warning`. A process node says how it could happen, not what made it happen, and needs no flip.
+A problem is an `error` (the finding cannot be closed, `verify` fails), `open` (not a root cause yet) or a
+`warning`. A process node explains how something could happen, not what made it happen, and needs no flip.
 
-A flip supports when it is measured, or when an arm did not complete; a screen may only contradict; an
-exploratory one, and one of several settings at once, does neither. "Not OOM" needs the record of an
-exit too, one that says something else.
+A flip supports a claim when it is measured, or when an arm did not complete. A screen may only contradict. An
+exploratory flip, or one of several settings at once, does neither. "Not OOM" also needs an exit record, with
+another cause.
 
-W-WHY-006 goes by words ("forgot", "human error", an author's name): it will miss some and mistake
-others, so it only warns.
+W-WHY-006 matches words ("forgot", "human error", an author's name). It misses some cases and matches some
+wrongly, so it only warns.
 
-All of it is judged from the finding alone; what its locators say is held against the artifacts by
-`engine.findings.verify`.
+The rules see the finding alone; `engine.findings.verify` compares the locators with the artifacts.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ DECIDED_WITHOUT_CONTROLS = frozenset({"A_DID_NOT_COMPLETE", "B_DID_NOT_COMPLETE"
 NOTHING_SAID = frozenset({"INCONCLUSIVE", "INVALID", "PARITY_FAIL"})
 """Verdicts of a flip that decide nothing."""
 ARMS_KEPT = 16
-"""Runs of a flip of which settings, receipt and logs are copied: the first ones."""
+"""The number of runs of a flip whose settings, receipt and logs are copied: the first ones."""
 NO_ANSWER_EXITS: dict[int | None, str] = {
     None: "it ran out of its time and was ended",
     64: "exit 64, a command line that was wrong",
@@ -81,7 +82,7 @@ NO_ANSWER_EXITS: dict[int | None, str] = {
     137: "exit 137, ended by SIGKILL from outside",
     143: "exit 143, ended by SIGTERM from outside",
 }
-"""Exits that say that the command was not given its chance, and so nothing about any claim."""
+"""Exit statuses that prove nothing about any claim, because the command did not get to do its work."""
 
 _STARTING = frozenset({"distill", "flip", "drill", "bench", "prepare", "eval", "smoke"})
 _PROGRAMS = frozenset({"engine", "apr-workbench"})
@@ -101,7 +102,7 @@ _PERSON = re.compile(
 )
 
 Broken = Mapping[str, str]
-"""Artifacts that do not verify, by sha256, and why."""
+"""Artifacts that do not verify: sha256 to reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +124,9 @@ class Rule:
     id: str
     level: Literal["error", "open", "warning"]
     broken_by: Callable[[Finding, Node, Broken], Iterator[str]]
-    """What is against a node that was not withdrawn, in words."""
+    """Yields in words what breaks the rule at a node that was not withdrawn."""
     of_status: bool = False
-    """Whether what breaks it leaves the node unverified."""
+    """Whether breaking this rule makes the node's effective status unverified."""
 
     def problems(self, finding: Finding, node: Node, broken: Broken) -> Iterator[Problem]:
         for text in self.broken_by(finding, node, broken):
@@ -133,7 +134,7 @@ class Rule:
 
 
 def judge(finding: Finding, broken: Broken | None = None) -> tuple[Problem, ...]:
-    """Everything that the rules have against a finding."""
+    """Return every problem that the rules find."""
     standing = [node for node in finding.nodes if is_active(node)]
     found = [
         problem
@@ -145,7 +146,7 @@ def judge(finding: Finding, broken: Broken | None = None) -> tuple[Problem, ...]
 
 
 def in_the_way(problems: Iterable[Problem], *, unresolved: bool) -> list[Problem]:
-    """Those that stand against closing a finding, as unresolved or as its root cause."""
+    """Return the problems that forbid closing a finding as unresolved, or as its root cause."""
     levels = ("error",) if unresolved else ("error", "open")
     return [problem for problem in problems if problem.level in levels]
 
@@ -153,7 +154,8 @@ def in_the_way(problems: Iterable[Problem], *, unresolved: bool) -> list[Problem
 def effective_status(
     finding: Finding, node: Node, broken: Broken | None = None
 ) -> tuple[Status, str]:
-    """The status that the evidence allows, and why it is not the one that was given."""
+    """Return the status that the evidence allows, and why it differs from the given one (empty when it does
+    not)."""
     if node.withdrawn is not UNSET:
         return "unverified", f"withdrawn: {node.withdrawn.reason}"
     if node.status != "unverified":
@@ -168,7 +170,7 @@ def effective_status(
 
 
 def silence(evidence: Evidence) -> str:
-    """Why evidence says nothing at all, whatever it is linked for; empty where it does say something."""
+    """Say why evidence counts for nothing, whatever it is linked for; empty when it counts."""
     if not is_active(evidence):
         return "it was withdrawn"
     if isinstance(evidence.locator, CommandRun):
@@ -177,7 +179,7 @@ def silence(evidence: Evidence) -> str:
 
 
 def carries_nothing(evidence: Evidence) -> str:
-    """What a command that was just linked does not do, and why; empty where it may count."""
+    """Say why a command that was just linked proves or reproduces nothing; empty when it may count."""
     locator = evidence.locator
     if mute := silence(evidence):
         return f"says nothing: {mute}"
@@ -187,12 +189,12 @@ def carries_nothing(evidence: Evidence) -> str:
 
 
 def observations(node: Node) -> int:
-    """How many independent things support a node: runs, flips, commands, files; each counts once."""
+    """Count the independent sources that support a node: runs, flips, commands and files count once each."""
     return len({source_of(e) for e in node.evidence if e.says == "supports" and not silence(e)})
 
 
 def source_of(evidence: Evidence) -> str:
-    """What evidence comes from: two locators in one run are one observation."""
+    """Identify the source of evidence: two locators in one run are one observation."""
     locator = evidence.locator
     if isinstance(locator, FlipResult):
         return f"flip {locator.plan_sha256}"
@@ -201,14 +203,14 @@ def source_of(evidence: Evidence) -> str:
 
 
 def starts_a_run(argv: Sequence[str]) -> bool:
-    """Whether a command line can start a run. One of `engine` that only looks at what is there cannot;
-    what other programs do, their runs show."""
+    """Whether a command line can start a run. Commands of `engine` that only read cannot; any other program
+    may, and then its run is found by its log."""
     called = list(_engine_actions(argv))
     return not called or any(action in _STARTING for action in called)
 
 
 def _engine_actions(argv: Sequence[str]) -> Iterator[str]:
-    """The actions of every call of `engine` in a command line, those within `sh -c '...'` too."""
+    """Yield the action of every call of `engine` in a command line, including calls inside `sh -c '...'`."""
     words = list(argv)
     for word in argv:
         if re.search(r"\s", word):
@@ -220,7 +222,7 @@ def _engine_actions(argv: Sequence[str]) -> Iterator[str]:
 
 
 def no_reproduction(locator: CommandRun) -> str:
-    """Why a command reproduces nothing; empty where it does."""
+    """Say why a command reproduces nothing; empty when it does."""
     if not starts_a_run(locator.argv):
         return "the command reads what is there and starts no run"
     if locator.started is UNSET:
@@ -229,7 +231,7 @@ def no_reproduction(locator: CommandRun) -> str:
 
 
 def lacking_arms(finding: Finding, evidence: Evidence) -> str:
-    """Which runs of a flip's arms are not there; empty where they are."""
+    """Say how many runs of a flip's arms are missing; empty when enough are there."""
     locator = evidence.locator
     assert isinstance(locator, FlipResult)
     runs = {name for name, _ in arm_logs(finding, evidence)}
@@ -241,7 +243,7 @@ def lacking_arms(finding: Finding, evidence: Evidence) -> str:
 
 
 def arm_logs(finding: Finding, evidence: Evidence) -> Iterator[tuple[str, str]]:
-    """The runs of a flip whose log is kept, with its hash."""
+    """Yield the runs of a flip whose log was captured, each with the log's hash."""
     known = {artifact.sha256: artifact for artifact in finding.artifacts}
     for sha in evidence.attached:
         if sha in known and (match := _ARM_LOG.fullmatch(known[sha].what)):
@@ -249,7 +251,8 @@ def arm_logs(finding: Finding, evidence: Evidence) -> Iterator[tuple[str, str]]:
 
 
 def is_test_of_cause(finding: Finding, evidence: Evidence) -> tuple[bool, str]:
-    """Whether evidence is a flip or a reproduction that says what it is linked for; why not."""
+    """Whether evidence is a flip or a reproduction whose result fits what it is linked for; otherwise also
+    the reason."""
     locator = evidence.locator
     if mute := silence(evidence):
         return False, f"{evidence.id} says nothing: {mute}"
@@ -271,7 +274,7 @@ def is_test_of_cause(finding: Finding, evidence: Evidence) -> tuple[bool, str]:
 
 
 def _no_test_flip(locator: FlipResult, says: str) -> str:
-    """Why a flip tests no cause by itself; empty where it does."""
+    """Say why a flip by itself is no test of a cause; empty when it is one."""
     if locator.verdict in NOTHING_SAID:
         return f"the flip says {locator.verdict}"
     if locator.grade == "exploratory":
@@ -285,20 +288,20 @@ def _no_test_flip(locator: FlipResult, says: str) -> str:
 
 
 def _decides(finding: Finding, evidence: Evidence) -> bool:
-    """Whether evidence against a claim says anything; a flip without a verdict does not."""
+    """Whether evidence against a claim counts; a flip or a reproduction must have decided something."""
     locator = evidence.locator
     tested = isinstance(locator, FlipResult) or getattr(locator, "reproduces", False)
     return evidence.says != "contradicts" or not tested or is_test_of_cause(finding, evidence)[0]
 
 
 def _good(node: Node, says: str, broken: Broken) -> list[Evidence]:
-    """Evidence that says anything."""
+    """The evidence of that kind that verifies and counts."""
     sound = [e for e in node.evidence if e.says == says and e.artifact not in broken]
     return [e for e in sound if not silence(e)]
 
 
 def _mute(node: Node, says: str) -> str:
-    """Why evidence that was linked for it does not count, where there is such."""
+    """Say why evidence that was linked for a claim does not count; empty when there is none."""
     linked = [(e.id, silence(e)) for e in node.evidence if e.says == says]
     said = "; ".join(f"{id_} says nothing: {why}" for id_, why in linked if why)
     return f" ({said})" if said else ""
@@ -341,7 +344,7 @@ def _asks_no_why(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
 def _memory_without_an_exit(finding: Finding, node: Node, broken: Broken) -> Iterator[str]:
     if node.status not in ("observed", "supported"):
         return
-    # Negation is looked for within the sentence in front of the word.
+    # Negation is searched within the sentence, before the word.
     words = [_NEGATED.search(node.claim[: match.start()]) for match in _OOM.finditer(node.claim)]
     if not words:
         return
@@ -417,7 +420,7 @@ def _double_problems(finding: Finding) -> Iterator[Problem]:
 
 
 def not_the_test(finding: Finding, node: Node, alternative: Alternative) -> str:
-    """Why the answer of an alternative is not that of the test it names; empty where it is."""
+    """Say why an alternative's answer does not come from the test it names; empty when it does."""
     answer, test = alternative.answer, alternative.test
     assert answer is not None
     evidence = next((e for e in node.evidence if e.id == answer.evidence), None)
@@ -448,7 +451,7 @@ def not_the_test(finding: Finding, node: Node, alternative: Alternative) -> str:
 
 
 def _seen_runs(finding: Finding) -> set[str]:
-    """The runs in which something was observed, which is what asks for a why."""
+    """The runs in which something was observed that needs a why."""
     return {
         evidence.locator.run_id
         for node, evidence in finding.evidence()
@@ -458,7 +461,7 @@ def _seen_runs(finding: Finding) -> set[str]:
 
 
 def names_a_run(test: str) -> str:
-    """The spec or folder of a run that a test says to start; empty where it does not."""
+    """The spec or folder of the run that a test says to start; empty when it names none."""
     match = re.match(r"`?(?:\S*/)?(?:engine|apr-workbench) distill (\S+)", test.strip())
     return match[1].strip("`") if match else ""
 
@@ -490,7 +493,8 @@ def _not_that_flip(id_: str, locator: FlipResult, test: str) -> str:
 
 
 def _not_named(id_: str, test: str, *names: str) -> str:
-    """A run that was started as the test says is held against its settings, by `engine.findings.verify`."""
+    """Check that the test names what the evidence shows. A run that the test says to start is compared with
+    the run's settings by `engine.findings.verify` instead."""
     if names_a_run(test):
         return ""
     if any(re.search(rf"(?i)(?<![\w.]){re.escape(name)}(?![\w.])", test) for name in names):
@@ -499,7 +503,7 @@ def _not_named(id_: str, test: str, *names: str) -> str:
 
 
 def _captured_as(finding: Finding, evidence: Evidence) -> str:
-    """What the tool captured the same bytes as, beside a run: `stacks`; empty where it did not."""
+    """Name what the tool captured the same bytes as, such as `stacks`; empty when it captured no such bytes."""
     by_tool = {
         sha
         for _, other in finding.evidence()

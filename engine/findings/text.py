@@ -1,7 +1,7 @@
-"""A finding for people: a tree in text, and the README.md of its bundle with plots.
+"""A finding as text for people: a tree, and the README.md of its bundle with plots.
 
-Made from the finding and its artifacts alone, so the same bundle gives the same bytes; what a person
-wrote is escaped, so a claim cannot become markup.
+The text depends on the finding and its artifacts alone, so the same bundle gives the same bytes. Text from
+people is escaped, so a claim cannot become markup.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def state_words(finding: Finding) -> str:
 
 
 def tree_lines(finding: Finding, broken: Broken | None = None) -> list[str]:
-    """The whys as a tree; a node that answers two is drawn once and named again."""
+    """Draw the whys as a tree. A node that explains two others is drawn once and referred to the second time."""
     out = [f"{one_line(finding.title)}  [{state_words(finding)}]"]
     drawn: set[str] = set()
 
@@ -85,14 +85,14 @@ def tree_lines(finding: Finding, broken: Broken | None = None) -> list[str]:
 
 
 def struck(words: str, withdrawn: Withdrawn | UnsetType) -> str:
-    """An entry, with a line through it when it was taken back, and why."""
+    """Return an entry as it is, or struck through with the reason when it was withdrawn."""
     if withdrawn is UNSET:
         return words
     return f"~~{words}~~  {withdrawn_words(withdrawn)}"
 
 
 def withdrawn_words(withdrawn: Withdrawn | UnsetType) -> str:
-    """Why, when and by whom an entry was taken back; empty for one that was not."""
+    """Why, when and by whom an entry was withdrawn; empty when it was not."""
     if withdrawn is UNSET:
         return ""
     return one_line(f"withdrawn {withdrawn.at} by {withdrawn.author}: {withdrawn.reason}")
@@ -128,7 +128,7 @@ def event_lines(evidence: Evidence, read: Read) -> Iterator[str]:
 
 
 def derive(finding: Finding, read: Read) -> dict[str, str]:
-    """The files made for people: README.md and a plot for each metric window, by their names."""
+    """Return the generated files by name: README.md, and a plot for each metric window."""
     files: dict[str, str] = {}
     for _, evidence in finding.evidence():
         if isinstance(locator := evidence.locator, MetricWindow):
@@ -227,5 +227,5 @@ def _place(artifact: Artifact) -> str:
 
 
 def _escape(text: str) -> str:
-    """Text that Markdown leaves as it is, on one line."""
+    """Return text on one line, with everything escaped that Markdown would interpret."""
     return one_line(text).translate(_ESCAPES)

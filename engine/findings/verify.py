@@ -1,20 +1,20 @@
-"""Checking a whole bundle: every byte, every locator, every rule.
+"""Verification of a whole bundle: every byte, every locator, every rule.
 
-    fail      a byte, a file or a seal is not as the tool left it; a locator does not say what it said;
-              a rule is broken, or the finding was closed against one
-    unknown   sound, and open: no root cause yet
-    pass      sound and closed
+    fail      a byte, a file or a seal was changed; a locator does not match its artifact; a rule is
+              broken, or the finding was closed although a rule forbade it
+    unknown   intact and open: no root cause yet
+    pass      intact and closed
 
-A finding.json that is a folder, a FIFO or a file that cannot be read could not be checked at all: that is
-unknown too, never passed over.
+A finding.json that is a folder, a FIFO or an unreadable file cannot be checked at all. The verdict is then
+unknown; the bundle is never skipped.
 
-The artifact must say what its locator says. Where the run or the flip it came from is still in its place,
-that must say it too: logs only grow, so a difference is a change. A file of a project may go on changing,
-which is a note and no fault; so is a source that is gone.
+The artifact must match its locator. If the run or the flip that it came from is still in its place, that must
+match too: logs are append-only, so a difference means a change. A project's file may change later, so a
+difference there gives a note and no fault; so does a source that no longer exists.
 
-A fault names the file or the evidence. Found are changes by anything but this tool: bit rot, editors,
-hands. Someone who rewrites a bundle with the tool's own code is found by the seal in LOG.md, if that
-was not rewritten too.
+A fault names the file or the evidence. Verification detects changes made by anything but this tool: bit rot,
+editors, people. A bundle that was rewritten with the tool's own code is detected by the seal in LOG.md,
+unless that was rewritten too.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Fault:
 class Checked:
     bundle: Bundle
     finding: Finding | None = None
-    """None where it is damaged, or could not be read."""
+    """None when it is damaged or cannot be read."""
     faults: tuple[Fault, ...] = ()
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
     unread: str = ""
-    """Why nothing of it could be checked: finding.json is no file that can be read."""
+    """Why nothing could be checked: finding.json is not a readable file."""
 
     @property
     def broken(self) -> dict[str, str]:
@@ -74,7 +74,7 @@ class Checked:
 
     @property
     def integrity(self) -> Verdict:
-        """Whether everything is as it was left and still says what it said; rules aside."""
+        """Whether all files are unchanged and all locators match, whatever the rules say."""
         if self.unread:
             return Verdict(Level.UNKNOWN, f"could not be checked: {self.unread}")
         if self.faults:
@@ -85,8 +85,8 @@ class Checked:
 
     @property
     def standing(self) -> Verdict:
-        """Whether everything is as it was left, and nothing was closed against the rules; what an open
-        finding lacks is no fault of it."""
+        """The integrity, or FAIL when the finding was closed against the rules. What an open finding lacks
+        does not count."""
         closed = self.finding.closed if self.finding is not None else None
         if self.integrity.level is not Level.PASS or closed is None:
             return self.integrity
@@ -123,7 +123,7 @@ def _count(finding: Finding) -> str:
 
 
 def check_bundle(bundle: Bundle) -> Checked:
-    """Re-hash everything and look at every locator again."""
+    """Re-hash every file and re-check every locator and rule."""
     try:
         raw = bundle.read_finding()
     except BadInput as error:
@@ -158,7 +158,7 @@ def check_bundle(bundle: Bundle) -> Checked:
 
 
 def _differences(piece: Piece) -> list[str]:
-    """What a locator says that its artifact does not."""
+    """List where a locator differs from its artifact."""
     if piece.read(piece.evidence.artifact) is None:
         return []  # known by hash and size alone
     locator = piece.evidence.locator
@@ -169,7 +169,7 @@ def _differences(piece: Piece) -> list[str]:
 
 
 def _source_difference(finding: Finding, evidence: Evidence, folder: Path) -> tuple[str, str]:
-    """A fault, and a note, from comparing evidence with what it was taken from; `folder` is the bundle's."""
+    """Compare evidence with its source and return (fault, note). `folder` is the bundle's folder."""
     again_of = KINDS[type(evidence.locator)].again
     if not evidence.source:
         return "", ""
@@ -194,8 +194,8 @@ def _source_difference(finding: Finding, evidence: Evidence, folder: Path) -> tu
 
 
 def _tested_problems(finding: Finding, read: Read) -> Iterator[Problem]:
-    """Alternatives that were excluded by another run than the one whose start their test names: its
-    settings, which were captured with it, say which spec it was started with."""
+    """Yield a problem for each alternative that was excluded by a run other than the one that its test
+    starts. The settings captured with the run record the spec that it was started with."""
     for node in finding.nodes:
         for alternative in node.alternatives:
             answer, wanted = alternative.answer, names_a_run(alternative.test)
@@ -212,8 +212,8 @@ def _tested_problems(finding: Finding, read: Read) -> Iterator[Problem]:
 
 
 def _another_run(finding: Finding, evidence: Evidence, spec: str, test: str, read: Read) -> str:
-    """Why the run of evidence was not started with `spec` and the settings of the test; empty where it
-    was."""
+    """Say why the run behind the evidence was not started with `spec` and the settings of the test; empty
+    when it was."""
     names = {a.sha256: a.name for a in finding.artifacts}
     kept = [sha for sha in evidence.attached if names.get(sha) == "effective.json"]
     raw = read(kept[0]) if kept else None
@@ -232,7 +232,8 @@ def _another_run(finding: Finding, evidence: Evidence, spec: str, test: str, rea
 
 
 def _file_faults(bundle: Bundle, finding: Finding) -> Iterator[Fault]:
-    """Files that should not be there, files made for people that are not as they were, and the log."""
+    """Yield files that should not be there, generated files that were changed, and a seal that differs from
+    LOG.md."""
     wanted = {FINDING, *finding.files}
     folders = {str(Path(name).parent) for name in wanted}
     for path in sorted(bundle.path.rglob("*")):

@@ -1,5 +1,5 @@
-"""What can be done with a finding. Each function returns a new one; `engine.findings.changes` does it on
-disk, for every surface.
+"""Operations on a finding as a value: each function returns a new one. `engine.findings.changes` applies them
+on disk, for every surface.
 
     finding = new_finding("hang", "no step in 90 minutes")
     capture = capture_metric(run, "host_available_bytes", Redactor())
@@ -9,8 +9,8 @@ disk, for every surface.
                               if_true="...", if_false="...", minutes=5)
     Bundle.create(Path("evidence"), finding, capture.blobs)
 
-A change of a closed finding opens it again. What may not be said is `engine.findings.rules`'s business;
-here only what makes no sense is refused.
+Changing a closed finding reopens it. These functions refuse only what makes no sense; which evidence a claim
+needs is decided by `engine.findings.rules`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OUTCOMES = ("excluded", "holds", "undecided")
 
 
 class CannotClose(EngineError):
-    """Rules stand against closing a finding as its root cause."""
+    """Rules forbid closing a finding as its root cause."""
 
     exit_code = EXIT_FAIL
 
@@ -70,7 +70,7 @@ def new_finding(
     author: str = "",
     at: str = "",
 ) -> Finding:
-    """A finding that begins with what was seen. Raises BadInput for a name that is no slug."""
+    """Create a finding whose first node is what was observed. Raises BadInput for a name that is no slug."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,63}", slug):
         raise BadInput.expected("finding", slug, "a name of a-z, 0-9 and -", repr(slug))
     root = _new_node("n1", claim, "observation", author, at)
@@ -108,7 +108,7 @@ def add_node(
     at: str = "",
     missing: Iterable[str] = (),
 ) -> Finding:
-    """Add an answer to why `why_of` is so, unverified. Raises BadInput."""
+    """Add an unverified node that explains the nodes in `why_of`. Raises BadInput."""
     parents = tuple(_standing(finding, parent).id for parent in why_of)
     if not parents:
         raise BadInput.expected("node", finding.slug, "a node that it is a why of", "none")
@@ -129,9 +129,11 @@ def link(
     relative_to: Path | None = None,
     at: str = "",
 ) -> Finding:
-    """Put evidence under a node. What supports an observation makes it observed; what a tool captured
-    and supports another claim makes that supported. `relative_to` is the folder of the bundle. Raises
-    BadInput for support of a node that was refuted."""
+    """Link evidence to a node.
+
+    Support makes an observation observed; support that a tool captured makes any other claim supported.
+    `relative_to` is the folder of the bundle. Raises BadInput for support of a refuted node.
+    """
     node = _standing(finding, node_id)
     if says == "supports" and node.status == "refuted":
         found, hint = "one that was refuted", "add another node"
@@ -157,7 +159,7 @@ def link(
 
 
 def refute(finding: Finding, node_id: str, reason: str) -> Finding:
-    """Say that a claim is wrong, and why; its evidence stays."""
+    """Mark a claim as refuted, with the reason; its evidence stays."""
     node = _standing(finding, node_id)
     return _with(finding, replace(node, status="refuted", reason=_clean(reason, "reason")))
 
@@ -172,7 +174,7 @@ def add_alternative(
     if_false: str,
     minutes: float | str,
 ) -> Finding:
-    """Name another explanation of what a node explains, and the cheapest test that tells them apart."""
+    """Add another explanation to a node, and the cheapest test that tells the two apart."""
     try:
         cost = float(minutes)
     except ValueError:
@@ -196,7 +198,7 @@ def add_alternative(
 def answer(
     finding: Finding, alternative_id: str, outcome: str, text: str, *, evidence: str, at: str = ""
 ) -> Finding:
-    """What the test of an alternative showed: `excluded`, `holds` or `undecided`, by evidence that is
+    """Record the result of an alternative's test: `excluded`, `holds` or `undecided`, by evidence that is
     linked to its node. Raises BadInput."""
     node, alternative = _entry(finding, alternative_id)
     if not isinstance(alternative, Alternative):
@@ -222,9 +224,11 @@ def answer(
 
 
 def withdraw(finding: Finding, id_: str, reason: str, *, author: str = "", at: str = "") -> Finding:
-    """Take back a node, an alternative or a piece of evidence: it is kept, struck out, and carries
-    nothing any more. Raises BadInput for the first node, one that others are a why of, an alternative
-    that holds, and what was withdrawn before."""
+    """Withdraw a node, an alternative or a piece of evidence.
+
+    It stays in the finding, struck out, and counts for nothing any more. Raises BadInput for the first node,
+    a node that others explain, an alternative that holds, and an entry that is already withdrawn.
+    """
     taken = Withdrawn(reason=_clean(reason, "reason"), **_signed(author, at))
     node, entry = _entry(finding, id_)
     if entry is None:
@@ -247,8 +251,8 @@ def withdraw(finding: Finding, id_: str, reason: str, *, author: str = "", at: s
 
 
 def _without(node: Node, gone: Evidence) -> Node:
-    """The node with that evidence struck out, its status as what is left allows, and what the evidence
-    answered untested again."""
+    """Return the node with that evidence struck out, with the status that the remaining evidence allows.
+    Alternatives that the evidence decided become undecided."""
     kept = tuple(gone if e.id == gone.id else e for e in node.evidence)
     says = "contradicts" if node.status == "refuted" else "supports"
     left = [e for e in kept if e.says == says and not silence(e)]
@@ -266,7 +270,7 @@ def _without(node: Node, gone: Evidence) -> Node:
 
 
 def _supported(node: Node, evidence: Evidence) -> Status | None:
-    """What a node is by evidence that supports it; None where it stays as it was."""
+    """The status that supporting evidence gives a node; None when it does not change the status."""
     if node.kind == "observation":
         return "observed"
     return "supported" if evidence.captured_by == "tool" else None
@@ -281,9 +285,11 @@ def close(
     at: str = "",
     known: Iterable[Problem] = (),
 ) -> Finding:
-    """Close as root cause, or with `unresolved` saying why not. Raises CannotClose with what the rules
-    have against it. Check the bundle first: rules take hashes for granted, and what the check found by
-    reading artifacts is `known`."""
+    """Close as root cause, or as unresolved for the reason in `unresolved`.
+
+    Raises CannotClose with the problems that forbid it. Verify the bundle first: the rules do not check
+    hashes. Pass the problems that verification found by reading artifacts as `known`.
+    """
     everything = dict.fromkeys([*judge(finding), *known])
     if problems := in_the_way(everything, unresolved=bool(unresolved)):
         raise CannotClose(finding, problems)
@@ -307,7 +313,7 @@ def _signed(author: str, at: str) -> dict[str, Any]:
 
 
 def _entry(finding: Finding, id_: str) -> tuple[Node, Node | Evidence | Alternative | None]:
-    """The node, evidence or alternative of an id, with the node that it belongs to; None for another id."""
+    """Find a node, evidence or alternative by id, with the node that it belongs to; None for an unknown id."""
     for node in finding.nodes:
         entries: list[Node | Evidence | Alternative] = [node, *node.evidence, *node.alternatives]
         for entry in entries:
@@ -317,7 +323,7 @@ def _entry(finding: Finding, id_: str) -> tuple[Node, Node | Evidence | Alternat
 
 
 def _standing(finding: Finding, id_: str) -> Node:
-    """A node that was not withdrawn. Raises BadInput."""
+    """Return a node that was not withdrawn. Raises BadInput."""
     node = finding.node(id_)
     _refuse_withdrawn(node)
     return node
@@ -330,7 +336,7 @@ def _refuse_withdrawn(entry: Node | Evidence | Alternative) -> None:
 
 
 def _with(finding: Finding, changed: Node) -> Finding:
-    """The finding with that node in the place of the one of its id, open."""
+    """Return the finding, reopened, with the node of the same id replaced."""
     nodes = tuple(changed if node.id == changed.id else node for node in finding.nodes)
     return replace(finding, closed=None, nodes=nodes)
 
@@ -345,7 +351,7 @@ def _next_id(letter: str, taken: Sequence[str]) -> str:
 
 
 def _clean(text: str, what: str) -> str:
-    """A sentence of a person as it is kept: no secrets, no bytes that are not UTF-8."""
+    """Normalise a person's sentence for storage: secrets removed, valid UTF-8."""
     kept = Redactor().text(text.encode("utf-8", "backslashreplace").decode()).text.strip()
     if not kept:
         raise BadInput.expected(what, "of the finding", "some words", "none")
