@@ -1,1 +1,1 @@
-"""Experiments on runs: two arms that differ in one setting, and what may be concluded from them."""
+"""Experiments on runs: two arms that differ in one setting, and the conclusions that the pairs allow."""

@@ -1,12 +1,11 @@
-"""One run of an arm: an ordinary run, started, watched to its end or its limit, and summed up.
+"""One run of an arm: start an ordinary run, watch it until its end or its time limit, and summarise it.
 
-The run is a process of its own that knows nothing of the experiment; all that is known about it is
-what its logs say. One that takes too long is asked to stop, and killed when it does not answer: a
-process that hangs in a system call or is stopped by a signal answers nothing. What it had done
-stays in its folder.
+The run is a process of its own that knows nothing of the experiment; everything known about it comes from its
+logs. A run that takes too long is asked to stop, and killed when it does not react, because a process that
+hangs in a system call or was stopped by a signal cannot react. What it did until then stays in its folder.
 
-Times are medians over the steps after the warm-up. A run that did not complete has no metric, never
-a made-up one; how it ended is said in the words of the exit attribution.
+Times are medians over the steps after the warm-up. A run that did not complete has no metric value; its end
+is described by the exit attribution.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ OVER_THE_LIMIT = "over the limit"
 FROM_OUTSIDE = frozenset(
     {"killed_external", "terminated", "interrupted", "host_lost", "unknown", "stopped", "vanished"}
 )
-"""States that say nothing about the arm: something else ended it, or nobody knows what."""
+"""States that say nothing about the arm: something else ended it, or the cause is unknown."""
 _STEPS_COMPARED = 3
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
@@ -45,47 +44,47 @@ STOP_GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one run of an arm showed."""
+    """The result of one run of an arm."""
 
     arm: str
     run: str
-    """Its folder, relative to that of the flip."""
+    """The run's folder, relative to that of the flip."""
     state: str
-    """`completed`, `over the limit` for one that was ended for taking too long, else the word of the
-    exit attribution: crashed, alloc_failed, oom_memcg, killed_external, ..."""
+    """`completed`, `over the limit` for a run that was ended because it took too long, otherwise the state of
+    the exit attribution: crashed, alloc_failed, oom_memcg, killed_external, ..."""
     reason: str
     steps: int
     seconds: float
-    """Wall time of the process, its start and loading included."""
+    """Wall time of the process, including start and loading."""
     value: float | None
-    """The plan's metric; None when it has none."""
+    """The plan's metric; None when the run has none."""
     no_value: str = ""
-    """Why there is none."""
+    """Why `value` is None."""
     metrics: dict[str, float] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
-    """Of the first steps; None for one that is NaN or infinite."""
+    """Losses of the first steps; None for one that is NaN or infinite."""
     teacher_loss: float | None = None
     """Held-out loss of the teacher before the first step: its output, in one number."""
     choices: dict[str, str] = field(default_factory=dict)
-    """Every decision that was taken."""
+    """The choice of every decision, by its setting."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What it said of itself: `proof.FACTS`."""
+    """Facts that the run logged about itself, by the names in `proof.FACTS`."""
     kernels: dict[str, int] | None = None
-    """Launches of each kernel; None where the run counted none."""
+    """Launches of each kernel; None when the run did not count them."""
     slowed: float | None = None
-    """Share of the measured time in which heat or a power brake held the clocks down."""
+    """Fraction of the measured time in which heat or a power brake held the clocks down."""
     readings: int = 0
-    """Looks at the machine while it ran."""
+    """Number of host samples during the run."""
     late_compiles: int = 0
-    """Kernels that a step had to wait for after the warm-up."""
+    """Kernels compiled after the warm-up, which a step had to wait for."""
     alerts: list[str] = field(default_factory=list)
-    """Those that stood at its end."""
+    """Alerts that were active at its end."""
     gpu_used_before_bytes: float | None = None
     """Memory of the first GPU that others held when the run began; None without a GPU."""
     neighbour_load: float | None = None
-    """Processes that ran or waited for a CPU beside the trainer's, a mean."""
+    """Mean number of processes beside the trainer that ran or waited for a CPU."""
     suspended: bool = False
-    """Whether the machine slept while it ran."""
+    """Whether the machine slept during the run."""
 
     @property
     def completed(self) -> bool:
@@ -96,7 +95,7 @@ class Outcome:
         return self.state in FROM_OUTSIDE
 
     def in_words(self) -> str:
-        """`over the limit after 0 steps: ...`"""
+        """Describe the end of the run: `over the limit after 0 steps: ...`"""
         steps = f"{self.steps} step{'s' if self.steps != 1 else ''}"
         return f"{self.state} after {steps}{f': {self.reason}' if self.reason else ''}"
 
@@ -104,8 +103,8 @@ class Outcome:
 def sum_up(
     plan: Plan, arm: str, run: str, view: RunView, state: str, seconds: float, *, over: bool
 ) -> Outcome:
-    """The outcome of a run whose processes have ended. `state` is the view's; `over` says that it was
-    ended for taking longer than the plan allows."""
+    """Summarise a run whose processes have ended. `state` is the view's state; `over` means that the run was
+    ended because it exceeded the plan's limit."""
     state, reason = _ending(plan, view, state, over=over)
     metrics = metrics_of(view, plan.warm_up_steps)
     value = metrics.get(plan.metric) if state == "completed" else None
@@ -143,7 +142,7 @@ def sum_up(
 
 
 def _made_its_steps(plan: Plan, view: RunView) -> bool:
-    """Whether a run ended by itself after the steps of the plan, which are fewer than it has."""
+    """Whether the run exited by itself with status 0 after the plan's steps, which are fewer than the spec's."""
     done = view.finished
     return done is not None and done.exit_code == 0 and view.last_step >= plan.steps
 
@@ -162,14 +161,14 @@ def _ending(plan: Plan, view: RunView, state: str, *, over: bool) -> tuple[str, 
     if view.exit is None:
         return state, own
     word = view.exit.state.lower()
-    # A run that says in its own log that it stopped was asked to; its exit code says no more.
+    # A run whose own log says that it stopped had been asked to; its exit code adds nothing.
     if view.finished is not None and view.finished.state == "stopped":
         word = "stopped"
     return word, own or view.exit.sentence
 
 
 def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
-    """Every metric that the logs of a run allow, over the steps after the warm-up."""
+    """Compute every metric that the logs of a run allow, over the steps after the warm-up."""
     out: dict[str, float] = {}
     seconds = [s for s in view.steps.values("step_s", warm_up_steps) if s is not None and s > 0]
     tokens = [n for n in view.steps.values("tokens", warm_up_steps) if n is not None]
@@ -190,7 +189,7 @@ def metrics_of(view: RunView, warm_up_steps: int) -> dict[str, float]:
             if (value := _mean(table, name, window)) is not None:
                 out[name] = value
     if window is not None and (power := out.get("gpu_power_w")) and tokens[1:]:
-        # The window begins when the first measured step is done, so its tokens are outside.
+        # The window begins when the first measured step is done, so that step's tokens are outside.
         out["energy_per_token_j"] = power * (window[1] - window[0]) / sum(tokens[1:])
     return out
 
@@ -245,7 +244,7 @@ def _launches(view: RunView) -> dict[str, int] | None:
 
 
 def _facts(view: RunView) -> dict[str, Any]:
-    """Those of `proof.FACTS` that the run has said by now; one that hangs says few."""
+    """The facts of `proof.FACTS` that the run has logged by now; a run that hangs has logged few."""
     started, data = view.started, view.data
     student, teacher = view.models.get("student"), view.models.get("teacher")
     found: dict[str, Any] = {}
@@ -272,7 +271,7 @@ def _facts(view: RunView) -> dict[str, Any]:
 
 
 class Stopped(Exception):
-    """Whoever runs the experiment asked it to stop."""
+    """The caller asked the experiment to stop."""
 
 
 def run_arm(
@@ -286,8 +285,8 @@ def run_arm(
 ) -> Outcome:
     """Run one arm to its end in the new run folder `folder`.
 
-    `watch` is called with the view while it goes on. When `stop` answers yes the run is ended and
-    Stopped raised.
+    `watch` is called with the view while the run goes on. When `stop` returns True, the run is ended and
+    Stopped is raised.
     """
     spec = plan.arm(b, folder.parent, folder.name, pair)
     run = create_run(folder, spec_to_toml(spec), _effective(spec, plan))
@@ -306,15 +305,15 @@ def run_arm(
                 _end(launched, follower)
             time.sleep(POLL_S)
     except BaseException:
-        # Whoever ends the experiment ends the arm with it.
+        # When the experiment ends early, its arm ends with it.
         _end(launched, follower)
         raise
     finally:
-        # Nobody is left to tell that we go.
+        # Closing stdin tells the supervisor that we are gone; it may have gone first.
         with contextlib.suppress(BrokenPipeError):
             assert launched.process.stdin is not None
             launched.process.stdin.close()
-    # Before the view is looked at: this reads the last lines of the logs.
+    # Settle before the view is read: this reads the last lines of the logs.
     state = _settled(follower)
     return sum_up(
         plan,
@@ -339,7 +338,7 @@ def _effective(spec: RunSpec, plan: Plan) -> dict[str, Any]:
 
 
 def _settled(follower: Follower) -> str:
-    """The state once the supervisor is gone: a trainer that outlived it saves and says so first."""
+    """The state after the supervisor has exited. A trainer that outlived it saves and logs its end first."""
     deadline_s = time.monotonic() + STOP_GRACE_S
     while True:
         with contextlib.suppress(RunLogError):
@@ -352,19 +351,19 @@ def _settled(follower: Follower) -> str:
 
 
 def _poll(follower: Follower) -> None:
-    # What could be read is in the view; a killed writer may leave less than a line.
+    # The view holds what could be read; a killed writer may leave less than a line.
     with contextlib.suppress(RunLogError):
         follower.poll()
 
 
 def _end(launched: Launched, follower: Follower) -> None:
-    """Ask the run to stop; kill its trainer, then its supervisor, when that is not enough."""
+    """Ask the run to stop; if it does not, kill its trainer, then its supervisor."""
     process = launched.process
     if process.poll() is None:
         launched.send(signal.SIGTERM)
         _wait(launched, follower)
     pid = follower.view.trainer_pid
-    # The supervisor has not taken the exit status yet, so the pid is still the trainer's.
+    # The supervisor has not reaped the trainer yet, so the pid still belongs to the trainer.
     if process.poll() is None and pid is not None and follower.view.exit is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

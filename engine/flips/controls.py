@@ -1,12 +1,12 @@
-"""Controls: what the instrument could tell on this machine lately.
+"""Controls: what the instrument was recently able to detect on this machine.
 
-    same   A against A, four pairs or more, must be EQUIVALENT; its deviation is the noise floor
-    slow   A made slower by twice the margin must be seen as slower
+    same   A against A, in at least four pairs, must be EQUIVALENT; its deviation is the noise floor
+    slow   A made slower by twice the margin must be detected as slower
 
-A verdict counts as measured only beside both, not older than a day, from the same machine, device and
-engine, of the same spec but for the settings that are flipped, and with a margin no wider. They are
-kept in `controls.jsonl` of the user's state folder, a line each. There is no positive control for a
-metric that waiting does not lengthen; verdicts on such a metric stay screens.
+A verdict counts as measured only beside both controls. They must be at most a day old, from the same machine,
+device and engine, of the same spec apart from the flipped settings, and have a margin no wider. They are
+stored in `controls.jsonl` of the user's state folder, one line each. A metric that waiting does not lengthen
+has no positive control; verdicts on such a metric stay screens.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from engine.verdict import Level, Verdict
 
 SAME, SLOW = "same", "slow"
 EXPECTED = {SAME: EQUIVALENT, SLOW: FASTER}
-"""Slowed is arm A, so that B is the faster one."""
+"""Expected verdict of each control. The slowed arm is A, so B is the faster one."""
 AGE_S = 24 * 3600.0
 TIMED = ("step_s",)
-"""Metrics that waiting lengthens by a known share."""
+"""Metrics that waiting lengthens by a known fraction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """What one control said."""
+    """The result of one control."""
 
     kind: str
     at_unix_s: float
@@ -49,7 +49,7 @@ class Control:
     verdict: str
     ratio: float | None
     deviation: float | None
-    """Of ln(y_B / y_A) between pairs."""
+    """Standard deviation of ln(y_B / y_A) between pairs."""
     pairs: int
     folder: str
     plan_sha256: str
@@ -67,12 +67,12 @@ class Control:
 
 
 def kinds_of(plan: Plan) -> tuple[str, ...]:
-    """The controls that there are for a plan's metric."""
+    """The kinds of control that exist for a plan's metric."""
     return (SAME, SLOW) if plan.metric in TIMED else (SAME,)
 
 
 def remember(control: Control) -> None:
-    """Append a control. Raises DiskFull or RunLogError."""
+    """Append a control to the file. Raises DiskFull or RunLogError."""
     file = _file()
     line = json.dumps(dataclasses.asdict(control), allow_nan=False).encode() + b"\n"
     try:
@@ -87,7 +87,7 @@ def remember(control: Control) -> None:
 
 
 def find(plan: Plan, surroundings: Surroundings) -> dict[str, Control | None]:
-    """The newest control of each kind that speaks of this plan; None where there is none."""
+    """The newest control of each kind that applies to this plan; None when there is none."""
     found: dict[str, Control | None] = dict.fromkeys((SAME, SLOW))
     for control in _read():
         if control.kind in found and _speaks_of(control, plan, surroundings):
@@ -96,7 +96,7 @@ def find(plan: Plan, surroundings: Surroundings) -> dict[str, Control | None]:
 
 
 def answers(plan: Plan, found: Mapping[str, Control | None], why_none: str) -> dict[str, Verdict]:
-    """AA and positive as verdicts; `why_none` is said where there is no control."""
+    """The controls AA and positive as verdicts; `why_none` is the reason given for a missing control."""
     out = {}
     for name, kind in (("AA", SAME), ("positive", SLOW)):
         control = found[kind]
@@ -134,8 +134,8 @@ def _file() -> Path:
 
 
 def _read() -> list[Control]:
-    """Every control there is, oldest first. A line that is none is left out: another version's, or one
-    that a killed writer tore."""
+    """Every stored control, oldest first. Lines that cannot be read are skipped: another version wrote them,
+    or a killed writer tore them."""
     try:
         lines = read_bytes(_file(), "controls", limits.FLIP_FILE).splitlines()
     except BadInput:

@@ -1,15 +1,14 @@
-"""A flip: two arms that differ in one setting, run in turn until the times say which is which.
+"""A flip: two arms that differ in one setting, run alternately until the measurements decide.
 
-    register the plan -> a pair -> controls, if asked for -> pair, judge, pair, judge, ... -> verdict
+    register the plan -> a pair -> controls, if requested -> pair, judge, pair, judge, ... -> verdict
 
-Every run is a process of its own, started as any run is; the order inside the pairs is drawn from the
-plan's seed. After each pair the judge looks, which the interval allows. Whatever happens to an arm is an
-outcome; an interruption keeps what was measured, and `resume_flip` goes on with the same plan and
-the same coins.
+Every run is an ordinary run in a process of its own. The order inside the pairs is drawn from the plan's
+seed. The judge looks after each pair, which the anytime-valid interval allows. Whatever happens to an arm is
+an outcome. An interruption keeps what was measured, and `resume_flip` continues with the same plan and order.
 
     verdict = run_flip(make_plan(Path("kd.toml"), ["compute.threads=1"], order_seed=7), Path("flips/x"))
 
-Loads without torch, and may be called from any thread.
+This module loads without torch, and its functions may be called from any thread.
 """
 
 from __future__ import annotations
@@ -39,14 +38,16 @@ CONTROLS = ("auto", "run", "skip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watching:
-    """What whoever started a flip wants to hear of it."""
+    """Callbacks of the caller of a flip."""
 
     on_pair: Callable[[str, Pair, Interval | None], object] = lambda *_: None
-    """Called after each pair: of what (`flip`, `control same`, `control slow`), the pair, the interval."""
+    """Called after each pair with what ran (`flip`, `control same`, `control slow`), the pair and the
+    interval."""
     on_arm: Callable[[str, int, str, RunView], object] = lambda *_: None
-    """Called some times a second while an arm runs: of what, number of the pair, arm, its view."""
+    """Called several times a second while an arm runs, with what runs, the number of the pair, the arm and
+    its view."""
     stop: Callable[[], bool] = lambda: False
-    """Asked as often as `on_arm`; yes ends the arm that is running and then the flip."""
+    """Called as often as `on_arm`; True ends the running arm and then the flip."""
 
 
 NOBODY = Watching()
@@ -62,8 +63,8 @@ def run_flip(
 ) -> FlipVerdict:
     """Carry out `plan` in the new folder `folder`.
 
-    `use_controls`: `auto` uses those of the last day that speak of this plan, `run` makes them first,
-    `skip` does without. Raises BadInput for a folder that exists or a device that is taken.
+    `use_controls`: `auto` uses the controls of the last day that apply to this plan, `run` runs them first,
+    `skip` uses none. Raises BadInput for a folder that exists or a device that is in use.
     """
     _check_choice(use_controls)
     surroundings = find_surroundings(plan)
@@ -85,7 +86,7 @@ def resume_flip(
     use_controls: str = "auto",
     share: bool = False,
 ) -> FlipVerdict:
-    """Go on with a flip that was interrupted or died. Raises BadInput for one that came to its end."""
+    """Continue a flip that was interrupted or died. Raises BadInput for one that ended."""
     _check_choice(use_controls)
     flip, plan = open_flip(folder.absolute())
     try:
@@ -111,7 +112,7 @@ def _check_choice(use_controls: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Experiment:
-    """A flip that is carried out, or one of its controls."""
+    """A running flip, or one of its controls."""
 
     plan: Plan
     flip: FlipFolder
@@ -123,7 +124,8 @@ class _Experiment:
         begun_s = time.monotonic()
         judgement, interrupted = None, False
         if use_controls == "run":
-            # A pair first: an arm that hangs is decided by it, and would hang in every control too.
+            # Measure a pair first: it decides the flip when an arm hangs, which would also hang every
+            # control.
             judgement, interrupted = self.measure(most=1)
             if judgement is None and self.run_controls():
                 judgement = judge(self.plan, self.flip.pairs, "interrupted during the controls")
@@ -149,8 +151,8 @@ class _Experiment:
         return verdict
 
     def measure(self, *, most: int | None = None) -> tuple[Judgement | None, bool]:
-        """Pairs until the judge has heard enough, or there are `most` of them; the judgement, None in
-        the second case, and whether it was interrupted."""
+        """Measure pairs until the judge decides or there are `most` of them. Return the judgement (None in
+        the second case) and whether the measurement was interrupted."""
         pairs, order = self.flip.pairs, self.plan.order()
         ended, interrupted = "", False
         while (judgement := judge(self.plan, pairs, ended)) is None:
@@ -197,8 +199,7 @@ class _Experiment:
         )
 
     def run_controls(self) -> bool:
-        """Run the controls that the plan's metric has, and remember what they said. True when
-        interrupted."""
+        """Run the controls that the plan's metric has and store their results. True when interrupted."""
         for kind in controls.kinds_of(self.plan):
             path = self.flip.path / "controls" / kind
             if path.exists():

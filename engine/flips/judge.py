@@ -1,18 +1,18 @@
-"""What the pairs measured so far say: a pure function of the plan and the pairs.
+"""The judgement of the pairs measured so far: a pure function of the plan and the pairs.
 
     PARITY_FAIL           the arms computed different things; ends the flip
     INVALID               the pairs do not test the setting: not flipped, fell back, no metric, dependent
     A_DID_NOT_COMPLETE    in every pair A did not finish and B did (or the other way round); its time is
-    B_DID_NOT_COMPLETE    at least the limit, and never made up
+    B_DID_NOT_COMPLETE    at least the limit, and is never estimated
     B_FASTER, B_SLOWER    the interval lies outside the margin ("faster": less of the metric)
     EQUIVALENT            the interval lies inside the margin
-    INCONCLUSIVE          pairs, budget or patience ended before any of these
+    INCONCLUSIVE          pairs or budget ran out, or the user stopped, before any of these
 
-A hang is decided by one pair, because a limit of minutes against progress needs no statistics. Any
-other failure is repeated until chance would do it in at most alpha of experiments, five times. A run
-that something outside ended is kept in the record and left out of the comparison, unless it is
-always the same arm. When an arm fails by itself in some pairs and finishes in others, those that
-finished are no fair sample of it, and the flip is INVALID with the count.
+One pair decides a hang, because a limit of minutes without progress needs no statistics. Any other failure is
+repeated until chance alone would produce it in at most alpha of experiments, which takes five pairs. A run
+that was ended from outside stays in the record but is left out of the comparison, unless it is always the
+same arm. When an arm fails by itself in some pairs and finishes in others, the finished runs are no fair
+sample of it, and the flip is INVALID with the count.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PROOFS = ("flipped", "equal", "parity")
 
 
 def count_of(pairs: int) -> str:
-    """`1 pair`, `4 pairs`."""
+    """Format a number of pairs: `1 pair`, `4 pairs`."""
     return f"{pairs} pair{'' if pairs == 1 else 's'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One run of each arm, and what was proved of the two."""
+    """One run of each arm, and the proofs about the two."""
 
     number: int
     b_first: bool
@@ -61,11 +61,11 @@ class Pair:
     a: Outcome
     b: Outcome
     proofs: Mapping[str, Verdict | None]
-    """By the names in PROOFS; None where it is not asked."""
+    """By the names in PROOFS; None for a proof that does not apply."""
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """By arm."""
+        """The outcomes by arm."""
         return {"A": self.a, "B": self.b}
 
     @property
@@ -87,15 +87,15 @@ class Judgement:
     interval: Interval | None = None
     pairs_needed: int | None = None
     censored: dict[str, Any] = field(default_factory=dict)
-    """Of an arm that did not complete: which, how often, how, the bound on ln(y_B / y_A), and p."""
+    """About an arm that did not complete: which, how often, how, the bound on ln(y_B / y_A), and p."""
     findings: tuple[Finding, ...] = ()
     is_screen: bool = False
-    """True where even with every control the pairs are too few for a measurement."""
+    """True when the pairs are too few for a measurement even with every control."""
 
 
 # contract: flip-statistics-v1
 def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | None:
-    """The verdict, or None while more pairs are needed. `ended` says why there will be no more."""
+    """Return the verdict, or None while more pairs are needed. `ended` says why there will be no more."""
     bad = _proof_that_failed(pairs)
     if bad is not None:
         return bad
@@ -126,7 +126,7 @@ def judge(plan: Plan, pairs: Sequence[Pair], ended: str = "") -> Judgement | Non
 
 
 def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
-    """Of the pairs in which both arms completed."""
+    """The interval over the pairs in which both arms completed."""
     differences = [d for p in pairs if p.complete and (d := p.difference) is not None]
     if not differences:
         return None
@@ -134,7 +134,7 @@ def interval_of(plan: Plan, pairs: Sequence[Pair]) -> Interval | None:
 
 
 def proofs_of(pairs: Sequence[Pair]) -> dict[str, Verdict | None]:
-    """The lowest answer of each proof over all pairs that count; None where it is not asked."""
+    """The lowest verdict of each proof over all pairs that count; None for a proof that does not apply."""
     counted = [p for p in pairs if p.complete] or list(pairs)
     found: dict[str, Verdict | None] = {}
     for name in PROOFS:
@@ -144,7 +144,7 @@ def proofs_of(pairs: Sequence[Pair]) -> dict[str, Verdict | None]:
 
 
 def guards_of(plan: Plan, pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
-    """The other metrics: B over A, and whether they differ when all of them are asked at once."""
+    """The other metrics: B over A, and whether they differ, corrected for testing all of them at once."""
     ratios: dict[str, list[float]] = {}
     complete = [p for p in pairs if p.complete]
     for pair in complete:
@@ -204,7 +204,7 @@ def _did_not_complete(
 
 
 def _always_failed(plan: Plan, sides: Sequence[tuple[Outcome, Outcome]]) -> Judgement:
-    """Of an arm that completed in no pair: its outcome in each, beside that of the other arm."""
+    """Judge an arm that completed in no pair; `sides` holds its outcome in each beside that of the other arm."""
     n = len(sides)
     mine, other = sides[0]
     bound = None
@@ -237,9 +237,9 @@ def _findings(
     used = [(p, d) for p in pairs if p.complete and (d := p.difference) is not None]
     differences = [d for _, d in used]
     if interval.deviation == 0:
-        return []  # a number that is the same every time has no noise that could be dependent
+        return []  # a value that is the same every time has no noise that could be dependent
     found = diagnose(differences, [p.b_first for p, _ in used], [p.begun_unix_s for p, _ in used])
-    # Fewer pairs have too few signings for any of them to be rare.
+    # With fewer pairs there are too few sign patterns for any of them to be rare.
     enough = 2 * sign_bound(len(differences)) <= plan.alpha
     p = sign_flip_p(differences)
     if word in (FASTER, SLOWER) and enough and p > plan.alpha:

@@ -1,14 +1,14 @@
-"""What a flip will do, written down and hashed before the first arm starts.
+"""The plan of a flip, written down and hashed before the first arm starts.
 
-A flip runs two arms, A as the spec says and B with one setting changed, in pairs of fresh processes.
-Everything that could be adjusted afterwards to please the result is fixed here: the hypothesis, the
-metric and the margin below which a difference does not matter, the number of pairs, the steps that
-count, the limits, and the seed of the order. `sha256` is over all of it; a plan that is changed
-after the start makes the verdict exploratory.
+A flip runs two arms, A as in the spec and B with one setting changed, in pairs of fresh processes. The plan
+fixes everything that could be adjusted afterwards to suit the result: the hypothesis, the metric and the
+margin below which a difference does not matter, the number of pairs, the steps that count, the limits, and
+the seed of the order. `sha256` covers all of it; a change of the plan after the start makes the verdict
+exploratory.
 
-Both arms are the same run but for the setting: same rows, same seeds, same length. They are shortened
-alike: stopped after `steps` steps, no checkpoints, one held-out evaluation before the first step. For a metric that
-is a loss each pair has a seed of its own, since the same seed would give the same number again.
+Apart from the setting both arms are the same run: same rows, same seeds, same length. Both are shortened in
+the same way: stopped after `steps` steps, no checkpoints, one held-out evaluation before the first step. When
+the metric is a loss, each pair has a seed of its own, since the same seed would give the same number again.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ METRICS = {
     "final_loss": "mean loss of the last quarter of the steps, nats; less is better",
 }
 OLDER = {"level": 0.95, "prior_weight": 10.0}
-"""What plans that do not name these were made with."""
+"""Values of fields that older plans do not contain."""
 EXTERNAL = ("run",)
-"""Sections that are no part of the experiment: where a run is kept."""
+"""Sections that are not part of the experiment: they say where a run is stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,35 +67,36 @@ class Change:
 class Plan:
     hypothesis: str
     changes: tuple[Change, ...]
-    """One is a flip, several are a bundle whose verdict names no single cause, none is A against A."""
+    """One change makes a flip; several make a bundle, whose verdict names no single cause; none compares A
+    with A."""
     metric: str
     margin: float
-    """Share below which a difference does not matter: 0.05 is 5 %."""
+    """Fraction below which a difference does not matter: 0.05 is 5 %."""
     alpha: float
-    """A verdict is wrong in at most this share of experiments, however often one looks."""
+    """A verdict is wrong in at most this fraction of experiments, however often one looks."""
     pairs_min: int
     pairs_max: int
     steps: int
     """Optimizer steps of each run."""
     warm_up_steps: int
-    """First steps that are not measured."""
+    """Number of first steps that are not measured."""
     run_limit_s: float
     """A run that takes longer did not complete."""
     budget_s: float
-    """No pair is begun that would not end within this."""
+    """No pair is begun that would not end within this time."""
     parity: float
-    """Relative difference allowed between the arms' losses at the same step."""
+    """Allowed relative difference between the arms' losses at the same step."""
     order_seed: int
     slow_a_by: float
-    """Share by which every step of A is made longer on purpose: a control, else 0."""
+    """Fraction by which every step of A is deliberately lengthened in a control, otherwise 0."""
     spec: Mapping[str, Mapping[str, Any]]
     """Settings of arm A."""
     source: str
     """Spec file or run folder that A comes from."""
     level: float = OLDER["level"]
-    """Of the interval that decides."""
+    """Level of the deciding interval."""
     prior_weight: float = OLDER["prior_weight"]
-    """g of that interval."""
+    """Prior weight g of that interval."""
 
     @property
     def sha256(self) -> str:
@@ -115,19 +116,23 @@ class Plan:
         fields = dataclasses.asdict(self)
         for name, value in OLDER.items():
             if fields[name] == value:
-                del fields[name]  # as the plan was written, so that its hash stays what it was
+                del fields[
+                    name
+                ]  # left out as in the older file, so that the plan's hash stays the same
         return json.dumps(fields, indent=2, sort_keys=True, allow_nan=False)
 
     def order(self) -> list[bool]:
-        """For each pair whether B runs first: a fair coin of `order_seed` for each two pairs, which run
-        in opposite orders. A few coins of their own would often all fall alike, and then what comes
-        second is one arm."""
+        """For each pair, whether B runs first.
+
+        Each two pairs share a fair coin from `order_seed` and run in opposite orders. With one coin per pair,
+        a few pairs would often all have the same order, and the same arm would always run second.
+        """
         coins = random.Random(self.order_seed)
         first = [coins.random() < 0.5 for _ in range(0, self.pairs_max, 2)]
         return [order for coin in first for order in (coin, not coin)][: self.pairs_max]
 
     def arm(self, b: bool, out: Path, name: str, pair: int = 0) -> RunSpec:
-        """The spec of the run of an arm in pair number `pair`, kept in the folder `name` of `out`."""
+        """The spec of an arm's run in pair number `pair`, stored in the folder `name` of `out`."""
         tree: dict[str, dict[str, Any]] = {key: dict(value) for key, value in self.spec.items()}
         if self.metric == "final_loss":
             tree["train"]["seed"] += pair
@@ -140,8 +145,8 @@ class Plan:
         return build_spec(tree, file=f"arm {'B' if b else 'A'}", base=Path("/"), check_paths=False)
 
     def control(self, *, slow: bool) -> Plan:
-        """A against A, or A made slower by twice the margin against A: what the instrument must be
-        able to tell on this machine before its verdict counts as measured."""
+        """The plan of a control: A against A, or A made slower by twice the margin against A. The instrument
+        must be able to tell these on this machine before a verdict counts as measured."""
         return dataclasses.replace(
             self,
             hypothesis=f"A made slower by {200 * self.margin:g} % is seen as slower"
@@ -154,14 +159,14 @@ class Plan:
 
 
 def read_plan(text: str) -> Plan:
-    """The plan that `to_json` wrote. Raises ValueError, TypeError or KeyError for another text."""
+    """Read a plan that `to_json` wrote. Raises ValueError, TypeError or KeyError for another text."""
     fields = parse_json(text, "plan.json", "plan")
     fields["changes"] = tuple(Change(**change) for change in fields["changes"])
     return Plan(**fields)
 
 
 def load_source(path: Path, sets: Sequence[str] = ()) -> RunSpec:
-    """The spec of a run folder, or in a TOML file with `sets` over it. Raises BadInput."""
+    """Load the spec of a run folder, or of a TOML file overridden by `sets`. Raises BadInput."""
     if path.is_dir():
         run = RunFolder(path)
         if not run.effective.is_file():
@@ -186,11 +191,11 @@ def make_plan(
     budget_s: float = BUDGET_S,
     parity: float = PARITY,
 ) -> Plan:
-    """Check everything that can be checked before a process starts. Raises BadInput.
+    """Make a plan, and check everything that can be checked before a process starts. Raises BadInput.
 
     `sets` are the changes of arm B as on the command line, `teacher.backend=quantized`; `base_sets` are
-    settings of both. The limit of a run is half the budget, so that one pair always fits, and at
-    most RUN_LIMIT_S.
+    settings of both arms. The limit of a run is half the budget, so that one pair always fits, and at most
+    RUN_LIMIT_S.
     """
     _check_numbers(metric, margin, steps, pairs_max, budget_s, order_seed)
     base = load_source(source, base_sets)
@@ -239,7 +244,7 @@ def _check_numbers(
 
 
 def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
-    """What B does otherwise, each value as its setting reads it."""
+    """The settings that B changes, each value parsed as its setting's type."""
     keys = list(dict.fromkeys(parse_set(argument)[0] for argument in sets))
     changed = build_spec(base.to_dict(), file="the spec", base=Path("/"), sets=list(sets)).to_dict()
     tree = base.to_dict()
@@ -263,13 +268,13 @@ def _changes(base: RunSpec, sets: Sequence[str]) -> tuple[Change, ...]:
 
 def _shortened(spec: RunSpec, steps: int) -> dict[str, dict[str, Any]]:
     tree = spec.to_dict()
-    # Stopped early, not made shorter: what is chosen by the length of a run (its schedule, whether
-    # compiling pays) is chosen as the run itself does.
+    # Stop early instead of shortening the run: whatever depends on the length of a run (its schedule, whether
+    # compiling pays) then stays as in the full run.
     tree["train"]["stop_after"] = steps
     tree["train"]["steps"] = max(tree["train"]["steps"], steps)
     tree["eval"] |= {"every": 0, "rows": min(tree["eval"]["rows"], 16)}
     tree["checkpoint"] |= {"every": 0, "at_end": False}
-    # How long an arm may take is the plan's to say.
+    # The plan alone limits how long an arm may take.
     tree["watch"]["on_stall"] = "report"
     return tree
 
@@ -280,7 +285,7 @@ def _default_hypothesis(changes: Sequence[Change], metric: str, margin: float) -
 
 
 def parse_time(what: str, text: str) -> float:
-    """Seconds in `90s`, `5m`, `1h30m` or `90`. Raises UsageError."""
+    """Parse seconds from `90s`, `5m`, `1h30m` or `90`. Raises UsageError."""
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return float(text)
     parts = re.fullmatch(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?", text)
@@ -290,7 +295,7 @@ def parse_time(what: str, text: str) -> float:
 
 
 def parse_share(what: str, text: str) -> float:
-    """The share in `5%` or `0.05`. Raises UsageError for a number that could mean either."""
+    """Parse a fraction from `5%` or `0.05`. Raises UsageError for a number that could mean either."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text)
     if match is None or (not match[2] and float(match[1]) >= 1):
         raise UsageError(f"{what}: expected a share as 5% or 0.05, found {text!r}")

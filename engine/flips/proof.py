@@ -1,19 +1,19 @@
-"""What must hold of a pair before its times may be compared: proof from the logs, not from the request.
+"""Conditions on a pair before its times may be compared, proved from the logs and not from the request.
 
-    flipped    the settings on disk differ in exactly the planned ones; each arm decided what it was told
-               to; where kernels are counted, the arms did not run the same ones
-    equal      device, precision, rows, tokens and models are the same in both, but for what the
-               changed setting is there to change: nothing fell back unseen
-    parity     first losses and the teacher's held-out loss agree; asked only of settings that must
-               not change what is computed
+    flipped    the settings on disk differ in exactly the planned ones; each arm's decisions follow its
+               settings; where kernels are counted, the arms did not run the same ones
+    equal      device, precision, rows, tokens and models are the same in both, except what the changed
+               setting is meant to change: nothing fell back silently
+    parity     first losses and the teacher's held-out loss agree; applies only to settings that must not
+               change what is computed
 
-Each is a Verdict: FAIL ends the flip, UNKNOWN means that the logs do not say, and then the flip's
-verdict is a screen and no measurement. A faster arm that computes something else has not won.
+Each is a Verdict. FAIL ends the flip. UNKNOWN means that the logs do not show it; the flip's verdict is then
+a screen, not a measurement. A faster arm that computes something else has not won.
 
-A flip asks whether a setting changes the time, the memory or the energy of a run, and nothing else.
-Settings that are part of what is learnt (the objective, the data, the models) change the losses on
-purpose; all others must leave them as they are, within the plan's tolerance. A setting that is not
-named here is held to the stricter rule.
+A flip tests whether a setting changes the time, the memory or the energy of a run, and nothing else. Settings
+that determine what is learnt (the objective, the data, the models) change the losses on purpose; all others
+must leave them unchanged, within the plan's tolerance. A setting that is not listed here falls under the
+stricter rule.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHANGES_RESULTS = (
     *("teacher.path", "teacher.allow_identical", "student.path", "student.config"),
     *("vocab.", "data.", "loss.alpha", "loss.temperature", "train."),
 )
-"""Settings, or sections of them, that change the losses on purpose: parity is not asked of these."""
+"""Settings, or sections of them, that change the losses on purpose, so parity does not apply to them."""
 
 FACTS: dict[str, tuple[str, ...]] = {
     "device": ("compute.device",),
@@ -52,11 +52,11 @@ FACTS: dict[str, tuple[str, ...]] = {
     "engine": (),
     "torch": (),
 }
-"""What a run says of itself that must be equal in both arms, and the settings that may change it."""
+"""Logged facts that must be equal in both arms, and the settings that may change each of them."""
 
 
 def matches(key: str, patterns: Iterable[str]) -> bool:
-    """Whether a dotted key is one of `patterns`, or lies in a section (`data.`) that is."""
+    """Whether a dotted key is one of `patterns`, or lies in a section (`data.`) that is one."""
     return any(key == p or (p.endswith(".") and key.startswith(p)) for p in patterns)
 
 
@@ -66,12 +66,12 @@ def asks_parity(keys: Iterable[str]) -> bool:
 
 
 def is_choice_of_the_engine(value: Any) -> bool:
-    """Whether a value asks the engine to choose: `auto`, or 0 where that means the same."""
+    """Whether a value leaves the choice to the engine: `auto`, or 0 where that means the same."""
     return value == "auto" or (value == 0 and not isinstance(value, bool))
 
 
 def as_choice(value: Any) -> str:
-    """A value as a Decision writes it."""
+    """Format a value as a Decision writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -80,14 +80,14 @@ def as_choice(value: Any) -> str:
 SLOW_KEY = "compute.slow_by"
 SAMPLING = "watch.sample_seconds"
 SLOWED_SHARE = 0.1
-"""Clocks held down by heat in one arm so much more of the time than in the other make a pair worthless;
-a judgement, not a law."""
+"""Largest allowed difference between the arms in the fraction of time that heat held the clocks down. A pair
+beyond it is worthless; the number is a judgement, not a law."""
 BACKEND = "teacher.backend"
 QUANTIZED = "quantized"
 
 
 def flipped(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
-    """Whether the arms differ in the planned settings and in no other."""
+    """Prove that the arms differ in the planned settings and in no other."""
     verdicts = [_settings_differ(plan, a, b, flip)]
     verdicts += [_decided(change, a, b) for change in plan.changes]
     if {"teacher.kernel", BACKEND} & plan.keys:
@@ -119,12 +119,12 @@ def _settings_differ(plan: Plan, a: Outcome, b: Outcome, flip: Path) -> Verdict:
 
 
 def _list(differences: Mapping[str, tuple[Any, Any]]) -> str:
-    """`compute.threads (2, 1) and ...`"""
+    """Format differences: `compute.threads (2, 1) and ...`"""
     return " and ".join(f"{key} {pair}" for key, pair in sorted(differences.items())) or "nothing"
 
 
 def _decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
-    """Whether each arm decided what it was told to, where the setting is a decision at all."""
+    """Prove that each arm's decision follows its setting, if the setting is a decision at all."""
     key = change.key
     for outcome, asked in ((a, change.a), (b, change.b)):
         choice = outcome.choices.get(key)
@@ -146,7 +146,7 @@ def _decided(change: Change, a: Outcome, b: Outcome) -> Verdict:
 
 
 def _other_kernels(a: Outcome, b: Outcome) -> Verdict:
-    """Whether different kernels ran, where a teacher in blocks is involved and kernels are counted."""
+    """Prove that different kernels ran, when a block-quantised teacher is involved and kernels are counted."""
     if QUANTIZED not in (a.choices.get(BACKEND), b.choices.get(BACKEND)):
         return Verdict(Level.PASS, "no teacher in blocks is involved")
     ran = [{name for name, count in (o.kernels or {}).items() if count} for o in (a, b)]
@@ -160,7 +160,7 @@ def _other_kernels(a: Outcome, b: Outcome) -> Verdict:
 
 
 def _other_readings(change: Change, a: Outcome, b: Outcome) -> Verdict:
-    """Whether the arm that asked for more readings of the machine has them."""
+    """Prove that the arm with the shorter sampling interval has more readings of the machine."""
     text = f"{a.readings} readings of the machine in A, {b.readings} in B"
     often, seldom = (a, b) if 0 < change.a < (change.b or math.inf) else (b, a)
     if often.readings <= seldom.readings:
@@ -169,7 +169,7 @@ def _other_readings(change: Change, a: Outcome, b: Outcome) -> Verdict:
 
 
 def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
-    """Whether nothing else differs: no device, precision, batch or model fell back."""
+    """Prove that nothing else differs: no device, precision, batch or model fell back."""
     for name, may_change in FACTS.items():
         if any(matches(key, may_change) for key in plan.keys):
             continue
@@ -184,7 +184,7 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
         text = f"clocks were held down {slowed[0]:.0%} of the time in A and {slowed[1]:.0%} in B"
         return Verdict(Level.FAIL, f"Throttled: {text}")
     missing = [name for name in FACTS if name not in a.facts or name not in b.facts]
-    # A run without a teacher has none of its facts, in both arms.
+    # A run without a teacher lacks the teacher's facts in both arms.
     missing = [
         name for name in missing if name in a.facts or name in b.facts or "teacher" not in name
     ]
@@ -200,7 +200,7 @@ def equal(plan: Plan, a: Outcome, b: Outcome) -> Verdict:
 
 
 def _differ(a: object, b: object) -> bool:
-    """Lists are of steps, and an arm that was ended early has fewer of them."""
+    """Compare two facts. A list has an entry per step, and an arm that was ended early has fewer of them."""
     if isinstance(a, list) and isinstance(b, list):
         steps = min(len(a), len(b))
         return a[:steps] != b[:steps]
@@ -208,7 +208,7 @@ def _differ(a: object, b: object) -> bool:
 
 
 def parity(plan: Plan, a: Outcome, b: Outcome) -> Verdict | None:
-    """Whether both computed the same; None where the setting may change what is computed."""
+    """Prove that both arms computed the same; None when the setting may change what is computed."""
     if not asks_parity(plan.keys):
         return None
     worst, where, compared = 0.0, "", 0

@@ -1,13 +1,13 @@
 """The folder of a flip, and its verdict on disk.
 
     plan.json      written before the first arm
-    pairs.jsonl    first line: the hash of the plan, the machine; then a line for each pair, append only
+    pairs.jsonl    first line: the hash of the plan, the machine; then one line per pair, append only
     arms/NN-a      ordinary run folders, NN-b likewise; a second try after an interruption is NN-a.2
     controls/      folders of the same kind, when the controls were run with the flip
-    verdict.json   at the end, and after an interruption the verdict so far
+    verdict.json   written at the end; after an interruption it holds the verdict so far
 
-A line is one write and reaches the disk before the next arm starts, so a flip that dies loses the pair
-that was going on and nothing else. One process writes: it holds the lock of pairs.jsonl.
+A line is one write and reaches the disk before the next arm starts, so a flip that dies loses only the pair
+in progress. Only one process writes: it holds the lock of pairs.jsonl.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.verdict import Level, Verdict
 
 
 class FlipFolder:
-    """An opened flip: the plan it began with, the pairs measured so far, and the lock on both."""
+    """An opened flip: its header, the pairs measured so far, and the lock on pairs.jsonl."""
 
     def __init__(self, path: Path, fd: int, header: Mapping[str, Any], pairs: list[Pair]) -> None:
         self.path, self._fd, self.header, self.pairs = path, fd, header, pairs
@@ -45,7 +45,7 @@ class FlipFolder:
         return Surroundings(**self.header["host"])
 
     def edited(self) -> str:
-        """Why the plan is not the one that was registered; empty when it is."""
+        """Why the plan differs from the registered one; empty when it does not."""
         try:
             found = read_plan_of(self.path).sha256
         except RunLogError as error:
@@ -59,13 +59,13 @@ class FlipFolder:
         self.pairs.append(pair)
 
     def run_folder(self, number: int, arm: str) -> Path:
-        """A new folder for a run of an arm."""
+        """The path of a new folder for a run of an arm."""
         name = f"{number:02}-{arm.lower()}"
         tries = [name, *(f"{name}.{n}" for n in range(2, 100))]
         return next(p for t in tries if not (p := self.path / "arms" / t).exists())
 
     def write(self, verdict: str) -> None:
-        """Keep a verdict, as JSON."""
+        """Write a verdict, given as JSON."""
         write_whole(self.path / "verdict.json", verdict)
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class FlipFolder:
 
 
 def create_flip(path: Path, plan: Plan, surroundings: Surroundings) -> FlipFolder:
-    """Register the plan in a new folder. Raises BadInput for one that exists."""
+    """Register the plan in a new folder. Raises BadInput for a folder that exists."""
     header = {
         "plan_sha256": plan.sha256,
         "order_seed": plan.order_seed,
@@ -91,7 +91,7 @@ def create_flip(path: Path, plan: Plan, surroundings: Surroundings) -> FlipFolde
 
 
 def open_flip(path: Path) -> tuple[FlipFolder, Plan]:
-    """A flip to be continued, with the plan as it stands now. A torn last line is cut off."""
+    """Open a flip to continue it, with the plan as it is on disk now. A torn last line is cut off."""
     log = path / "pairs.jsonl"
     if not log.is_file():
         raise RunLogError.expected("flip folder", path, "pairs.jsonl in it", "none")
@@ -118,7 +118,7 @@ _BROKEN: tuple[type[Exception], ...] = (
 
 @contextlib.contextmanager
 def _expecting(path: Path, what: str, *also: type[Exception]) -> Iterator[None]:
-    """Whatever another program's or a torn file makes of reading it is a RunLogError."""
+    """Turn any error from reading a foreign or torn file into RunLogError."""
     try:
         yield
     except _BROKEN + also as error:
@@ -126,20 +126,19 @@ def _expecting(path: Path, what: str, *also: type[Exception]) -> Iterator[None]:
 
 
 def read_plan_of(path: Path) -> Plan:
-    """The plan of a flip as it stands now. Raises RunLogError."""
+    """Read the plan of a flip as it is on disk now. Raises RunLogError."""
     with _expecting(path, "a plan", BadInput):
         return read_plan(read_text(path / "plan.json", "plan", limits.FLIP_FILE, error=RunLogError))
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The pairs of a flip, as a viewer reads them: while it goes on, too. Raises RunLogError."""
+    """Read the pairs of a flip, also while it is running. Raises RunLogError."""
     with _expecting(path, "a header and pairs"):
         return _read(path / "pairs.jsonl")[1]
 
 
 def find_flips(folder: Path) -> list[Path]:
-    """The flips directly in `folder`, or `folder` itself, newest first; those of controls are not
-    among them."""
+    """The flips directly in `folder`, or `folder` itself, newest first; flips of controls are not included."""
     if (folder / "pairs.jsonl").is_file():
         return [folder]
     if not folder.is_dir():
@@ -149,7 +148,7 @@ def find_flips(folder: Path) -> list[Path]:
 
 
 def _made_ns(path: Path) -> int:
-    """When the plan of a flip was written; 0 where it has none, or has been deleted meanwhile."""
+    """When the plan of a flip was written; 0 when there is none, or it has been deleted meanwhile."""
     try:
         return (path / "plan.json").stat().st_mtime_ns
     except OSError:
@@ -157,7 +156,7 @@ def _made_ns(path: Path) -> int:
 
 
 def read_verdict(path: Path) -> dict[str, Any] | None:
-    """verdict.json of a flip; None while there is none. RunLogError when it is not one."""
+    """Read verdict.json of a flip; None when there is none yet. Raises RunLogError for a malformed one."""
     file = path / "verdict.json"
     if not os.path.lexists(file):
         return None
@@ -168,7 +167,7 @@ def read_verdict(path: Path) -> dict[str, Any] | None:
 
 
 def _read(log: Path) -> tuple[dict[str, Any], list[Pair], int]:
-    """Header, pairs, and where the last whole line ends."""
+    """Return header, pairs, and the offset at which the last whole line ends."""
     raw = read_bytes(log, "flip", limits.FLIP_FILE, error=RunLogError)
     whole = raw.rfind(b"\n") + 1
     lines = [parse_json(line, log, "flip", error=RunLogError) for line in raw[:whole].splitlines()]

@@ -1,26 +1,26 @@
-"""What paired runs say about two arms, at every look, without peeking being a mistake.
+"""Statistics of paired runs of two arms, valid at every look.
 
-The unit is a pair of fresh processes, one of each arm, in random order. A pair gives one number,
-d = ln(y_B / y_A), the log-ratio of the two runs' medians. Steps of one process are not independent
-of each other and are never pooled: a test on steps calls equal arms different most of the time.
+The unit is a pair of fresh processes, one of each arm, in random order. A pair gives one number, d = ln(y_B /
+y_A), the log-ratio of the two runs' medians. Steps of one process are not independent of each other and are
+never pooled: a test on steps calls equal arms different most of the time.
 
-After each pair the mean of d has an interval that is valid however often one looks (a mixture of
-Student t tests over the effect, right-Haar prior on the scale, g-prior of weight g on the mean):
+After each pair the mean of d has an interval that is valid however often one looks (a mixture of Student t
+tests over the effect, right-Haar prior on the scale, g-prior of weight g on the mean):
 
     nu = n - 1,  q = 1 + n g,  a = (sqrt(q) / alpha)^(2 / (nu + 1))
     h  = s_d sqrt((nu / n) (a - 1) / (1 - a / q))    if a < q, else infinite
     [mean - h, mean + h]
 
-The margin is what is too small to matter (5 % by default). An interval that lies outside the margin
-decides, one inside it says the arms are equivalent, any other asks for more pairs. Each of these is a
-claim about one side (more than the margin, less than minus the margin, and for equivalence the two
-opposite ones, as in two one-sided tests), so a verdict that is wrong in at most `ALPHA` of experiments takes
-the interval of level 1 - 2 ALPHA, each end of which is passed with probability ALPHA.
+The margin is the difference that is too small to matter (5 % by default). An interval outside the margin
+decides, an interval inside it means that the arms are equivalent, and any other needs more pairs. Each
+verdict is a one-sided claim (more than the margin, less than minus the margin, and for equivalence the two
+opposite ones, as in two one-sided tests). So a verdict that is wrong in at most `ALPHA` of experiments uses
+the interval of level 1 - 2 ALPHA, each end of which is exceeded with probability ALPHA.
 
-Validity assumes that the d are independent and roughly normal. `diagnose` looks for what would break
-that (order, trend, autocorrelation, a sign test that disagrees) and its findings make a verdict
-invalid. Arms that did not finish are outcomes and have no time: `sign_bound` is what can be said of
-them. Of several metrics one decides; the others are asked together (`anytime_p`, `holm`).
+Validity assumes that the d are independent and roughly normal. `diagnose` looks for violations (order, trend,
+autocorrelation), and the judge adds a sign test; a finding makes a verdict invalid. Arms that did not finish
+are outcomes without a time; `sign_bound` gives their p value. Of several metrics one decides; the others are
+tested together (`anytime_p`, `holm`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from itertools import pairwise
 ALPHA = 0.05
 LEVEL = 1 - 2 * ALPHA
 PRIOR_WEIGHT = 2.0
-"""g: the narrowest interval at eight pairs, and finite from the four with which a verdict begins."""
+"""g: gives the narrowest interval at eight pairs, and a finite one from the four pairs of the earliest
+verdict."""
 AUTOCORRELATION_LIMIT = 0.5
 AUTOCORRELATION_ERRORS = 2.58
-"""Independent pairs correlate by 1 / sqrt(n) at random, so that a few of them pass 0.5 by chance in one
-experiment of eight: the limit is also this many standard errors, 1 % of experiments."""
+"""The limit in standard errors, which must be exceeded too. Independent pairs correlate by 1 / sqrt(n) at
+random, so with few pairs the correlation exceeds 0.5 by chance in one experiment of eight, but 2.58 standard
+errors in 1 %."""
 DIAGNOSIS_P_LIMIT = 0.01
-"""Of the tests on order and trend. A limit on p and not on t: with two pairs of either order t passes 3 in
-one experiment of ten by chance."""
+"""For the tests on order and trend. The limit is on p and not on t, because with two pairs of either order t
+exceeds 3 by chance in one experiment of ten."""
 EXACT_SIGNS = 20
 SAMPLED_SIGNINGS = 20_000
 _ENOUGH_FOR_DIAGNOSIS = 6
@@ -50,7 +52,7 @@ _ENOUGH_FOR_DIAGNOSIS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Of the mean log-ratio; `low` and `high` may be infinite while nothing is known yet."""
+    """Interval of the mean log-ratio; `low` and `high` are infinite while there are too few pairs."""
 
     mean: float
     low: float
@@ -61,12 +63,12 @@ class Interval:
 
     @property
     def ratio(self) -> float:
-        """B over A: 0.9 means B takes 10 % less."""
+        """B over A: 0.9 means that B takes 10 % less."""
         return math.exp(self.mean)
 
     @property
     def ends(self) -> list[float | None]:
-        """Both ends as ratios; None for one that is open."""
+        """Both ends as ratios; None for an open end."""
         return [math.exp(x) if math.isfinite(x) else None for x in (self.low, self.high)]
 
 
@@ -74,7 +76,7 @@ class Interval:
 def anytime_interval(
     differences: Sequence[float], *, alpha: float = ALPHA, prior_weight: float = PRIOR_WEIGHT
 ) -> Interval:
-    """The interval that may be looked at after every pair. Raises ValueError without a pair."""
+    """Return the interval that is valid at a look after every pair. Raises ValueError without a pair."""
     n = len(differences)
     mean, deviation = _moments(differences)
     half = math.inf
@@ -87,7 +89,7 @@ def anytime_interval(
 
 
 def fixed_interval(differences: Sequence[float], *, alpha: float = ALPHA) -> Interval:
-    """Student's interval: narrower, and valid only for a number of pairs fixed in advance."""
+    """Return Student's interval: narrower, and valid only for a number of pairs fixed in advance."""
     n = len(differences)
     mean, deviation = _moments(differences)
     half = math.inf
@@ -98,8 +100,8 @@ def fixed_interval(differences: Sequence[float], *, alpha: float = ALPHA) -> Int
 
 # contract: flip-statistics-v1
 def decide(interval: Interval, margin: float) -> str | None:
-    """`B_FASTER`, `B_SLOWER` or `EQUIVALENT`, None while more pairs are needed. `margin` is a share:
-    0.05 is 5 %. For a metric where less is better."""
+    """Return `B_FASTER`, `B_SLOWER` or `EQUIVALENT`; None while more pairs are needed. `margin` is a
+    fraction: 0.05 is 5 %. For a metric where less is better."""
     delta = math.log1p(margin)
     if interval.high < -delta:
         return "B_FASTER"
@@ -111,9 +113,11 @@ def decide(interval: Interval, margin: float) -> str | None:
 
 
 def pairs_needed(interval: Interval, margin: float, *, factor: float = 3.0) -> int | None:
-    """Roughly how many pairs would decide, if mean and deviation stay as they are; None when the
-    mean lies on the margin or nothing is known of the deviation. `factor` is the width of the
-    anytime interval in standard errors, about 3."""
+    """Estimate how many pairs would decide if mean and deviation stay as they are.
+
+    None when the mean lies on the margin, or with fewer than two pairs. `factor` is the width of the anytime
+    interval in standard errors, about 3.
+    """
     delta = math.log1p(margin)
     gap = min(abs(interval.mean - delta), abs(interval.mean + delta))
     if interval.pairs < 2 or gap == 0:
@@ -128,7 +132,7 @@ def sign_bound(pairs: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A reason not to believe the interval."""
+    """A reason to distrust the interval."""
 
     id: str
     text: str
@@ -137,8 +141,8 @@ class Finding:
 def diagnose(
     differences: Sequence[float], b_first: Sequence[bool], times_s: Sequence[float]
 ) -> list[Finding]:
-    """What speaks against independent, unordered pairs. `b_first` says which arm of a pair ran
-    first, `times_s` when the pair began."""
+    """Find evidence against independent, unordered pairs. `b_first` says whether B ran first in a pair,
+    `times_s` when the pair began."""
     found = []
     n = len(differences)
     correlation = _lag_one(differences) if n >= _ENOUGH_FOR_DIAGNOSIS else 0.0
@@ -162,9 +166,12 @@ def diagnose(
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """Two-sided p of the mean under random signs: the share of the signings whose mean is at least as
-    far from 0. Of all 2^n of them up to EXACT_SIGNS pairs, else of a fixed random sample, the
-    signing that was seen included. Raises ValueError without a pair."""
+    """Two-sided p of the mean under random signs: the fraction of sign patterns whose mean is at least as far
+    from 0.
+
+    Up to EXACT_SIGNS pairs it enumerates all 2^n patterns, beyond that a fixed random sample that includes
+    the observed one. Raises ValueError without a pair.
+    """
     n = len(differences)
     if n == 0:
         raise ValueError("sign flips: expected pairs, found none")
@@ -185,8 +192,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def anytime_p(differences: Sequence[float], *, prior_weight: float = PRIOR_WEIGHT) -> float:
-    """The smallest alpha whose `anytime_interval` leaves out 0: the interval's formula solved for
-    alpha."""
+    """The smallest alpha whose `anytime_interval` excludes 0: the interval's formula solved for alpha."""
     n = len(differences)
     mean, deviation = _moments(differences)
     if n < 2 or mean == 0:
@@ -201,7 +207,7 @@ def anytime_p(differences: Sequence[float], *, prior_weight: float = PRIOR_WEIGH
 
 
 def holm(p_values: Mapping[str, float], *, alpha: float = ALPHA) -> set[str]:
-    """The names that are different at `alpha` when all of them are asked at once (Holm's step-down)."""
+    """The names that differ at `alpha` when all are tested at once (Holm's step-down)."""
     found: set[str] = set()
     for done, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
         if p > alpha / (len(p_values) - done):
@@ -225,7 +231,8 @@ def _lag_one(values: Sequence[float]) -> float:
 
 
 def _two_sample_t(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
-    """Student's t with a pooled deviation, and its two-sided p; (0, 1) with fewer than two of either."""
+    """Student's t with pooled variance, and its two-sided p; (0, 1) with fewer than two values on either
+    side."""
     if len(left) < 2 or len(right) < 2:
         return 0.0, 1.0
     degrees = len(left) + len(right) - 2
@@ -252,7 +259,7 @@ def _trend_p(values: Sequence[float], times: Sequence[float]) -> float:
 
 def t_tail(t: float, degrees: int) -> float:
     """P(T > t) of Student's t for t >= 0: half of I_x(nu / 2, 1 / 2) at x = nu / (nu + t^2)."""
-    from mpmath import fp  # 60 ms to import, and only a verdict's diagnosis asks
+    from mpmath import fp  # 60 ms to import, and only a verdict's diagnosis needs it
 
     x = degrees / (degrees + t * t)
     return float(fp.betainc(degrees / 2, 0.5, 0, x, regularized=True)) / 2

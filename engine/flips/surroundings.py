@@ -1,13 +1,13 @@
-"""Where a flip runs and what it takes: the machine, the device its arms compute on, the engine; the lock that
-keeps a second experiment off that device; and the guard that refuses what cannot end well.
+"""The machine, device and engine that a flip runs on, the lock that keeps other experiments off that device,
+and the resources that the flip needs.
 
-Two experiments at once measure each other. The lock is a file of the user's state folder, held for
-as long as the experiment lives, so a killed one leaves none behind. Not covered: other users, and
-work that is no experiment; of that a GPU's readings in the runs' own logs speak.
+Two experiments at once disturb each other's measurements. The lock is held on a file in the user's state
+folder for as long as the process lives, so a killed experiment leaves no lock behind. Not covered: other
+users, and work that is no experiment; the GPU readings in the runs' own logs show that.
 
-What a flip will take is shown before it starts. The numbers come from the source where that is a run: its
-median step, its start, its predicted peak. Where it is a spec nothing is known of its times before the first
-pair, and the plan says so; the limit of a run bounds them.
+The resources are shown before a flip starts. If the source is a run, the numbers come from it: its median
+step, its start-up time, its predicted peak. If it is a spec, no times are known before the first pair, and
+the plan says so; the limit of a run bounds them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from engine.version import VERSION
 
 CPU = "cpu"
 RUN_BYTES = 1 << 20
-"""Logs of one short run, without a checkpoint."""
+"""Size of the logs of one short run without a checkpoint."""
 RESERVE_BYTES = 64 << 20
 SLACK = 3.0
 
@@ -43,7 +43,7 @@ SLACK = 3.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     machine: str
-    """A hash of the machine's id; of the boot's where the machine has none. Empty: not known."""
+    """A hash of the machine's id, or of the boot id when the machine has none; empty when neither is known."""
     device: str
     """`cpu`, or the uuid of the GPU."""
     device_name: str
@@ -51,7 +51,7 @@ class Surroundings:
 
 
 def find_surroundings(plan: Plan) -> Surroundings:
-    """Where the arms of `plan` will run. The first GPU that CUDA shows is the one that they take."""
+    """Find where the arms of `plan` will run. They use the first GPU that CUDA shows."""
     wanted = {plan.spec["compute"]["device"]}
     wanted |= {change.b for change in plan.changes if change.key == "compute.device"}
     device, name = CPU, "the CPU"
@@ -68,12 +68,12 @@ def _machine() -> str:
         with contextlib.suppress(OSError):
             text = text or path.read_text().strip()
     text = text or str(Host().boot_id().value or "")
-    # The id itself is to be kept confidential (machine-id(5)).
+    # The id itself should be kept confidential (machine-id(5)).
     return hashlib.sha256(f"apr-workbench {text}".encode()).hexdigest()[:16] if text else ""
 
 
 def state_folder() -> Path:
-    """The user's state; a relative XDG_STATE_HOME is not valid and not used, as XDG says."""
+    """The folder of the user's state. A relative XDG_STATE_HOME is invalid and ignored, as XDG requires."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not base.is_absolute():
         base = Path.home() / ".local" / "state"
@@ -82,7 +82,7 @@ def state_folder() -> Path:
 
 @contextlib.contextmanager
 def device_lock(device: str, holder: str, *, share: bool = False) -> Iterator[None]:
-    """Keep other experiments off `device`; BadInput when one is on it. `share` only asks for no lock."""
+    """Keep other experiments off `device`; raises BadInput when it is in use. With `share` no lock is taken."""
     if share:
         yield
         return
@@ -121,7 +121,7 @@ def device_lock(device: str, holder: str, *, share: bool = False) -> Iterator[No
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     run_s: float | None
-    """One run of an arm, from the source; None when that tells nothing."""
+    """Seconds of one run of an arm, estimated from the source; None when the source does not tell."""
     run_source: str
     peak_bytes: float | None
     disk_bytes: int
@@ -131,7 +131,7 @@ class Resources:
 
 
 def find_resources(plan: Plan, folder: Path, surroundings: Surroundings) -> Resources:
-    """What the flip will take; reads the source's logs."""
+    """Estimate the resources that the flip needs; reads the source's logs."""
     run_s, peak, source = None, None, "the source is a spec, not a run"
     path = Path(plan.source)
     if is_run(path):
@@ -165,18 +165,18 @@ def _from_run(path: Path, plan: Plan) -> tuple[float | None, float | None, str]:
 
 
 def with_room(plan: Plan, resources: Resources) -> Plan:
-    """`plan` with a limit that leaves a run three times what it took at the source, where the budget
-    allows: one that is merely slow to load must not count as a hang."""
+    """Raise the plan's run limit to three times the expected duration of a run, as far as the budget allows.
+    A run that is merely slow to load must not count as a hang."""
     wanted_s = SLACK * (resources.run_s or 0.0)
     limit_s = min(max(plan.run_limit_s, wanted_s), plan.budget_s / 2)
     return dataclasses.replace(plan, run_limit_s=max(plan.run_limit_s, limit_s))
 
 
 def check_resources(plan: Plan, resources: Resources) -> None:
-    """Refuse what cannot fit. Raises BadInput or DiskFull.
+    """Refuse a flip that cannot fit. Raises BadInput or DiskFull.
 
-    Memory is not refused here: each arm checks its own before it uploads anything, and an arm that
-    does not fit is an outcome of the flip.
+    Memory is not checked here: each arm checks its own before it uploads anything, and an arm that does not
+    fit is an outcome of the flip.
     """
     needed = resources.disk_bytes + RESERVE_BYTES
     if resources.disk_free_bytes < needed:
@@ -199,7 +199,7 @@ def check_resources(plan: Plan, resources: Resources) -> None:
 
 
 def resource_lines(plan: Plan, resources: Resources, controls: int) -> list[str]:
-    """The resource plan for a person; `controls` is how many of them will be run first."""
+    """Describe the resources for a person; `controls` is the number of controls that run first."""
     time_text = f"not known before the first pair ({resources.run_source})"
     if resources.run_s is not None:
         pair_s = 2 * resources.run_s

@@ -1,6 +1,5 @@
-"""A flip in words: its plan, a line for each pair, its verdict; and the interval against the margin as a
-bar of characters. Every surface prints these.
-"""
+"""A flip as text: its plan, a line for each pair, its verdict, and the interval against the margin as a bar
+of characters. Every surface prints these."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from engine.units import NOT_MEASURED, format_bytes, format_seconds, format_valu
 
 BAR_WIDTH = 61
 BUSY = 0.5
-"""Others beside the run that ran or waited for a CPU, a mean over a run."""
+"""Mean number of other processes that ran or waited for a CPU, above which the machine counts as busy."""
 UNICODE, ASCII = "┊│─●├┤", ":|-o[]"
-"""Ends of the margin, zero, the interval, its middle, its ends."""
+"""Characters for the ends of the margin, zero, the interval, its middle and its ends."""
 
 
 def characters(stream: TextIO) -> str:
-    """What to draw bars with where `stream` goes."""
+    """The characters for drawing bars that `stream` can encode."""
     try:
         UNICODE.encode(stream.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -32,7 +31,7 @@ def characters(stream: TextIO) -> str:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """What was registered, before anything runs."""
+    """Describe what was registered before anything runs."""
     what = "flip" if len(plan.changes) == 1 else "bundle: its verdict names no single cause"
     return [
         f"hypothesis: {plan.hypothesis}",
@@ -50,7 +49,7 @@ def pair_heading(plan: Plan) -> str:
 
 
 def pair_line(plan: Plan, pair: Pair, interval: Interval | None) -> str:
-    """One line of the table."""
+    """Format one line of the table of pairs."""
     difference = pair.difference if pair.complete else None
     ratio = f"{math.exp(difference):.3f}" if difference is not None else "-"
     values = [value_text(plan.metric, o) for o in (pair.a, pair.b)]
@@ -62,7 +61,7 @@ def pair_line(plan: Plan, pair: Pair, interval: Interval | None) -> str:
 
 
 def value_text(metric: str, outcome: Outcome) -> str:
-    """The metric of one run, or the word of its end."""
+    """Format the metric of one run, or the state in which it ended."""
     if outcome.value is None:
         return outcome.state if not outcome.completed else NOT_MEASURED
     return amount_text(metric, outcome.value)
@@ -85,8 +84,8 @@ def interval_text(interval: Interval) -> str:
 def bar(
     effect: float, ends: Sequence[float | None], margin: float, *, characters: str = UNICODE
 ) -> list[str]:
-    """The interval of B/A against the margin, on a logarithmic axis, and the axis in words. `ends` are
-    ratios, None where open."""
+    """Draw the interval of B/A against the margin on a logarithmic axis, with a line that labels the axis.
+    `ends` are ratios, None where open."""
     edge, zero, line, middle, left, right = tuple(characters)
     delta = math.log1p(margin)
     known = [math.log(x) for x in (effect, *ends) if x is not None]
@@ -113,7 +112,7 @@ def bar(
 
 
 def verdict_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> list[str]:
-    """What verdict.json holds, for a person."""
+    """Describe the content of verdict.json for a person."""
     broken = ", interrupted" if fields["interrupted"] else ""
     out = [f"{fields['verdict']} ({fields['class']}{broken}): {fields['reason']}"]
     if fields["effect"] is not None:
@@ -146,7 +145,7 @@ def verdict_lines(fields: Mapping[str, Any], *, characters: str = UNICODE) -> li
 
 
 def verdict_line(fields: Mapping[str, Any]) -> str:
-    """A flip in a list, what was decided first: of a long line the end is cut off."""
+    """One line for a flip in a list. The verdict comes first, because a long line is cut off at its end."""
     effect = "" if fields["effect"] is None else f"  B/A {fields['effect']:.3f}"
     broken = ", interrupted" if fields["interrupted"] else ""
     changes = "; ".join(fields["changes"])

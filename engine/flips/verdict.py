@@ -1,8 +1,8 @@
-"""The verdict of a flip as it is written down: how far it may be believed, and what to do next.
+"""The written verdict of a flip: its grade, which says how far to trust it, and what to do next.
 
 measured      registered beforehand, both controls passed, flipped, equal and parity proved
 screen        anything less: good enough to drop a hypothesis, not to quote a number
-exploratory   the plan was changed after the start, or another engine went on with it
+exploratory   the plan was changed after the start, or the flip continued on another machine, device or engine
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from engine.verdict import Level, Verdict
 
 MEASURED, SCREEN, EXPLORATORY = "measured", "screen", "exploratory"
 FOREIGN_BYTES = 1 << 30
-"""Less is what a driver and a display hold."""
+"""Less than this is what a driver and a display hold."""
 CONTROLS = {
     "AA": "control A against A",
     "positive": "control with A made slower",
@@ -44,18 +44,18 @@ CONTROLS = {
     "equal": "proof that nothing else differs",
     "parity": "parity of the losses",
 }
-"""What a measured verdict rests on, in words."""
+"""Everything that a measured verdict requires, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipVerdict:
-    """What verdict.json holds. Ratios are B over A; an interval with an open end has None there."""
+    """The content of verdict.json. Ratios are B over A; an open end of the interval is None."""
 
     prereg_sha: str
     grade: str
-    """`class` in the file: measured, screen or exploratory."""
+    """Called `class` in the file: measured, screen or exploratory."""
     why_grade: list[str]
-    """What keeps it from being measured; empty when nothing does."""
+    """What keeps the verdict from being measured; empty when nothing does."""
     verdict: str
     reason: str
     interrupted: bool
@@ -68,7 +68,7 @@ class FlipVerdict:
     level: float
     method: str
     n_pairs: int
-    """Pairs in which both arms completed."""
+    """Number of pairs in which both arms completed."""
     pairs_run: int
     pairs_needed: int | None
     order_seed: int
@@ -76,18 +76,18 @@ class FlipVerdict:
     censored: dict[str, Any]
     diagnostics: dict[str, Any]
     controls: dict[str, Any]
-    """By the names in CONTROLS: each with its level and reason."""
+    """By the names in CONTROLS; each has its level and reason."""
     guards: dict[str, Any]
-    """The other metrics, asked together (Holm)."""
+    """The other metrics, tested together (Holm)."""
     host: dict[str, Any]
     cost_s: float
     receipts: list[str]
     next: list[str] = field(default_factory=list)
-    """What to do with it."""
+    """What to do next."""
 
     @property
     def answer(self) -> Verdict:
-        """PASS where it decided, FAIL where the arms compute different things, else UNKNOWN."""
+        """PASS when the flip decided, FAIL when the arms compute different things, otherwise UNKNOWN."""
         if self.verdict in DECIDED:
             return Verdict(Level.PASS, self.reason)
         return Verdict(Level.FAIL if self.verdict == PARITY_FAIL else Level.UNKNOWN, self.reason)
@@ -108,7 +108,7 @@ def conclude(
     interrupted: bool,
     cost_s: float,
 ) -> FlipVerdict:
-    """The verdict as it is written down."""
+    """Put the verdict together from the judgement, the controls and the record."""
     proofs = proofs_of(flip.pairs)
     answers = {**controls, "manipulation": proofs.pop("flipped"), **proofs}
     outcomes = [outcome for pair in flip.pairs for outcome in pair.outcomes.values()]
@@ -168,7 +168,7 @@ def _why_no_measurement(judgement: Judgement, answers: Mapping[str, Verdict | No
     found = []
     if judgement.is_screen:
         found.append(f"{count_of(judgement.censored['pairs'])} alone, which chance may do")
-    # An arm that did not finish has not said all that would be compared.
+    # An arm that did not finish has not logged everything that would be compared.
     stopped = judgement.verdict in DID_NOT_COMPLETE.values()
     for name in ["manipulation"] if stopped else answers:
         answer = answers[name]
@@ -178,7 +178,7 @@ def _why_no_measurement(judgement: Judgement, answers: Mapping[str, Verdict | No
 
 
 def _foreign(outcomes: Sequence[Outcome]) -> list[str]:
-    """Others on the GPU, as far as the logs show them."""
+    """Other users of the GPU, as far as the logs show them."""
     held = max((outcome.gpu_used_before_bytes or 0.0 for outcome in outcomes), default=0.0)
     if held <= FOREIGN_BYTES:
         return []
