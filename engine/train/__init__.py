@@ -1,3 +1,1 @@
-"""Distillation: the objective, the step, checkpoints, and `run.py`, the one place that puts a
-run together.
-"""
+"""Distillation: the training step, checkpoints, and `run.py`, the composition root of a run."""

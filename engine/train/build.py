@@ -1,14 +1,16 @@
-"""The teacher, the student and the trainer of a run, built as the plan says.
+"""Build the teacher, the student and the trainer of a run as planned.
 
-    teacher -> student -> what loss and update launch -> trainer
+    teacher -> student -> kernels of the loss and the update -> trainer
 
-Models are known in the log by the hashes of what is in memory. The teacher comes first: a student that is
-the same model is refused by comparing the two. Its kernels and layers are compiled here, so that no step waits for
-one (`engine.train.compiles`); the layers of the student later, when a resume has put its weights there.
+The log identifies models by the hashes of their tensors in memory. The teacher is built first, because a
+student that is the same model is refused by comparing the two. The teacher's kernels and layers are
+compiled here, so that no step waits for a compilation (`engine.train.compiles`). The student's layers are
+compiled later, after a resume has restored its weights.
 
-A teacher may be read from stored outputs. What a run otherwise learns from the loaded teacher then comes from
-the store's manifest: the hash of its weights, vouched for by the files they came from; the mass that the cut
-of the vocabulary drops; and, where no hidden states are stored, its held-out loss.
+A teacher may be read from stored outputs. What a run otherwise learns from the loaded teacher then comes
+from the store's manifest: the hash of its weights, vouched for by the files they came from; the
+probability mass that truncating the vocabulary drops; and its held-out loss when no hidden states are
+stored.
 """
 
 from __future__ import annotations
@@ -51,16 +53,16 @@ from engine.train.trainer import Trainer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTeacher:
     teacher: Teacher | None = None
-    """None for a run without one."""
+    """None for a run without a teacher."""
     decoder: Decoder | None = None
-    """What computes inside it; None where its outputs are stored too."""
+    """The decoder inside the teacher; None when the teacher is read from stored outputs."""
     sha256: str | None = None
-    """Of its tensors."""
+    """The sha256 of the teacher's tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builder:
-    """What there is before the first weight."""
+    """Builds the models and the trainer from what is known before any weight is loaded."""
 
     plan: Plan
     data: Data
@@ -68,17 +70,19 @@ class Builder:
     stop: StopRequest
     ranks: Ranks
     beat: BeatWriter | None
-    """Of this rank, where there are several."""
+    """The beats of this rank; None for a single process."""
     later: Callable[[Event], None]
-    """Told what a teacher says that is read from a store, when a row is not in it."""
+    """Writes the events of a stored teacher that occur during training, when a row is missing from the store."""
 
     @property
     def facts(self) -> RunFacts:
         return self.plan.facts
 
     def teacher(self, before: RunView | None) -> Logged[LoadedTeacher]:
-        """The teacher, ready to be asked. Raises CheckpointError where an earlier session, of which the log
-        is `before`, had other weights out of the same file.
+        """Return the teacher, ready to run.
+
+        Raises CheckpointError when an earlier session, whose log is `before`, read different weights from
+        the same file.
         """
         spec, plan = self.facts.spec.teacher, self.plan
         backend, precision = plan.memory.backend, plan.facts.teacher_precision
@@ -111,8 +115,10 @@ class Builder:
         return LoadedTeacher(teacher=teacher, decoder=decoder, sha256=model.sha256)
 
     def student(self, teacher_decoder: Decoder | None) -> Logged[tuple[Decoder, str]]:
-        """The student as it begins, and the sha256 of its tensors. Raises WeightsError for one that is the
-        teacher, unless teacher.allow_identical.
+        """Return the initial student and the sha256 of its tensors.
+
+        Raises WeightsError when it is the same model as the teacher, unless teacher.allow_identical is
+        set.
         """
         spec, seed, device = (
             self.facts.spec.student,
@@ -137,7 +143,7 @@ class Builder:
         return student, model.sha256
 
     def warm_up(self) -> Logged[str]:
-        """Compiles what the loss and the update launch; returns what makes an update of gradients."""
+        """Compile the kernels of the loss and the update; return the chosen implementation of the update."""
         spec = self.facts.spec
         if spec.kernels.prewarm and self.plan.loss_kernel == "fused":
             yield from self.compiles.warm_up_loss(self.plan)
@@ -150,7 +156,7 @@ class Builder:
     def trainer(
         self, student: Decoder, teacher: Teacher | None, *, update: str, ranks: Ranks
     ) -> Trainer:
-        """A trainer at step 0. `ranks` are those that share `student`: of one that is whole, this alone."""
+        """Return a trainer at step 0. `ranks` are those that shard `student`; for a full one, this rank alone."""
         spec, plan = self.facts.spec, self.plan
         return Trainer(
             student=student,
@@ -167,13 +173,15 @@ class Builder:
         )
 
     def entering(self) -> None:
-        """This rank enters a collective."""
+        """Record that this rank enters a collective."""
         if self.beat is not None:
             self.beat.entering()
 
     def _stored_teacher(self, stored: Stored) -> Logged[CachedTeacher]:
-        """The teacher out of its store, logged as a loaded one is; cut to the student's ids. At the first miss
-        the teacher itself is built. Raises WeightsError and, at a miss, CacheError.
+        """Return the teacher read from its store, truncated to the student's vocabulary.
+
+        It is logged as a loaded one is. At the first miss the teacher itself is built, if
+        teacher.cache_miss is online. Raises WeightsError and, at a miss, CacheError.
         """
         spec, device = self.facts.spec.teacher, self.facts.compute.device
         ids = self.facts.inputs.student.vocab_size
@@ -255,7 +263,7 @@ class Builder:
         return built
 
     def _warm_up_teacher(self, decoder: Decoder) -> Iterator[Event]:
-        """Every kernel that batches of training and of held-out rows launch in `decoder`."""
+        """Compile every kernel that training and held-out batches launch in `decoder`."""
         if self.facts.spec.kernels.prewarm:
             rows = {self.facts.spec.train.rows} | {len(b.tokens_BT) for b in self.data.heldout}
             tokens = {count * self.facts.spec.data.seq_len for count in rows}
@@ -263,13 +271,15 @@ class Builder:
 
 
 def holds_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> bool:
-    """Whether the teacher can be evaluated on held-out rows out of its store."""
+    """Return whether the teacher can be evaluated on the held-out rows from its store."""
     return teacher.gives_hidden and all(teacher.holds(batch) for batch in heldout)
 
 
 def recall_heldout(teacher: CachedTeacher, heldout: Sequence[Batch]) -> Evaluated | Note:
-    """The teacher's held-out loss as it was when the store was made; where that was of other rows,
-    that it is not known: a teacher is not loaded for this alone.
+    """Return the teacher's held-out loss as measured when the store was made.
+
+    When it was measured on other rows, returns a note that the loss is unknown: the teacher is not loaded
+    for this alone.
     """
     measured = teacher.store.manifest.measured
     if measured.heldout_sha256 != contents_sha256(heldout):
@@ -289,7 +299,7 @@ def _hash_of(decoder: Decoder) -> str:
 
 
 def _measured_cut(stored: Stored, student_vocab: int) -> Iterator[Event]:
-    """What the cut of the vocabulary drops, as it was measured when the store was made."""
+    """Yield the mass that truncating the vocabulary drops, as measured when the store was made."""
     measured, ids = stored.store.manifest.measured, stored.config.vocab_size
     if measured.dropped_mean is None or measured.dropped_max is None:
         return

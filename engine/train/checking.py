@@ -1,9 +1,9 @@
-"""What the checks of `engine.checks` may look at, out of a trainer: nothing here is asked or judged.
+"""Give the checks of `engine.checks` what they may look at in a trainer; nothing is judged here.
 
-The gradients that are checked are those of a real step. A twin of the trainer, which shares student,
-teacher and everything else, takes one step over batches that it is given, with an optimizer that
-changes nothing. So whatever a step does to a batch, to a loss or to a denominator is seen, and the
-run does not move.
+The gradients that are checked are those of a real step. A shallow copy of the trainer, which shares the
+student, the teacher and everything else, takes one step over the given batches with an optimizer that
+changes nothing. So the checks see whatever a step does to a batch, a loss or a denominator, and the run
+itself does not advance.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def context_of(
     memory: Callable[[], Memory | None] = lambda: None,
     late_compiles: Callable[[], Sequence[str]] = tuple,
 ) -> Context:
-    """The trainer as it stands, before the first step of its session."""
+    """Return the context of the trainer's current state, before the first step of its session."""
     fused = trainer.loss.kernel == "fused"
 
     def objective(
@@ -68,7 +68,7 @@ def context_of(
             chunk_rows=spec.loss.chunk_rows or None,
             divergence=spec.loss.divergence,
             beta=spec.loss.beta,
-            # The checks ask in float64 too, which the kernel does not know.
+            # Some checks compute the loss in float64, which the fused kernel does not support.
             kernel="fused" if fused and hidden_ND.dtype != torch.float64 else "eager",
         )
 
@@ -103,24 +103,26 @@ def context_of(
 
 
 def step_gradients(trainer: Trainer, batches: Sequence[Batch]) -> float:
-    """The loss that a step over these micro-batches would log; its gradients, before clipping, are
-    left in the student's `.grad`."""
+    """Return the loss that a step over these micro-batches would log.
+
+    The student's `.grad` then holds its gradients before clipping.
+    """
     twin = copy.copy(trainer)
     twin.batches = cast(Any, _Given(batches))
     twin.optimizer = cast(Any, _Still(trainer.parameters))
-    # At the step where the trainer stands, which may be its last.
+    # The trainer may already be at its last step.
     steps = max(trainer.train.steps, trainer.step + 1)
     twin.train = dataclasses.replace(
         trainer.train, accumulation=len(batches), clip_norm=0.0, steps=steps
     )
-    # Their gradients would be overwritten by the next.
+    # Captured gradients are valid only until the next backward pass, so graphs cannot accumulate.
     twin.graphs = None
     twin.forget_ahead()
     return next(twin.steps()).loss
 
 
 class _Given:
-    """Batches in the order they are asked for, wherever the asker stands."""
+    """Returns the given batches in order and ignores the position."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._left = iter(batches)
@@ -130,7 +132,7 @@ class _Given:
 
 
 class _Still(Uncompiled):
-    """Changes nothing."""
+    """An optimizer that changes nothing."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__(parameters, {"lr": 0.0})

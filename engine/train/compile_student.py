@@ -1,12 +1,14 @@
 """Compile or capture the student as configured, and prove its layers equal to the eager ones.
 
-A compiler is a second author of the forward and the backward pass. So before the first step both go
-over the first batch of the run, and their outputs are compared: the hidden states, and the gradient of
-every weight under one random upstream gradient. That is also the warm-up, after which no step compiles.
+A compiler is a second implementation of the forward and the backward pass. So before the first step the
+eager and the compiled layers both process the first batch of the run, and their outputs are compared: the
+hidden states, and the gradient of every weight under one random upstream gradient. This is also the
+warm-up, after which no step compiles.
 
-Both round bf16 products, each in its own places, and are then some percent apart; a wrong term is far
-more. The gradient of a tensor that is almost nothing beside the others (of the bias of k it is exactly
-nothing, because a softmax does not see it) is rounding alone, and is measured against the whole.
+Both round to bf16, in different places, and therefore differ by some percent; a wrong term makes a far
+larger difference. Some gradients are almost zero beside the others (the one of the bias of k is exactly
+zero in theory, because softmax is invariant to it) and consist of rounding errors. Their distance is
+measured relative to the whole gradient.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from engine.train.record import Logged
 from engine.train.trainer import Trainer
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Relative distance, by the dtype of the products. In bf16 hidden states of fresh weights are 2 % from
-those in fp32 and gradients 3 %, compiled or not."""
+"""Largest relative distance, by the dtype of the matmuls. With fresh weights, bf16 hidden states differ
+from fp32 ones by 2 % and bf16 gradients by 3 %, compiled or not.
+"""
 SMALL = 1e-2
-"""Share of the whole gradient's norm below which a tensor's distance is measured against that."""
+"""Tensors below this share of the whole gradient's norm have their distance measured against that share."""
 
 
 _Answers: TypeAlias = tuple[Tensor, list[Tensor]]
@@ -42,7 +45,7 @@ _Answers: TypeAlias = tuple[Tensor, list[Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far compiled layers are from the eager layers, relative."""
+    """Relative distance between the compiled and the eager layers."""
 
     hidden: float
     gradient: float
@@ -65,9 +68,11 @@ def configure_student(
     compiled: bool,
     graphs_given_up: Callable[[str], None],
 ) -> Logged[None]:
-    """Configures the student's layers as planned, for rows of `length` tokens; yields how far their output is
-    from the eager layers'. `compiled`: whether they are compiled now. `graphs_given_up` is
-    told why, when layers that were to be captured are not: now, or in a later step. Raises TrainingFailed.
+    """Compile or capture the student's layers as planned, for rows of `length` tokens.
+
+    Yields the distance of their output from the eager layers'. `compiled` says whether they are compiled
+    now. `graphs_given_up` is called with the reason when layers that were to be captured are not, now or
+    in a later step. Raises TrainingFailed when the distance is more than rounding.
     """
     if compiled:
         yield Phase(name="compiling the student's layers")
@@ -91,7 +96,7 @@ def configure_student(
 
 
 def go_on_without_graphs(step: int, why: str) -> Logged[None]:
-    """That the layers are launched one by one from `step` on."""
+    """Log that the layers run without a CUDA graph from `step` on."""
     given_up = give_up_graphs(step, why)
     yield given_up
     text = f"{given_up.knob}: {given_up.reason}: {given_up.rejected[0][1]}"
@@ -107,15 +112,16 @@ def compile_student(
     checkpointing: bool,
     backend: str = "inductor",
 ) -> Agreement | None:
-    """Sets how the student's layers are run, and compiles them now where they are compiled; then
-    their distance from the eager layers. Weights, gradients and random numbers stay as they
-    were. Raises TrainingFailed when the distance is more than rounding.
+    """Set how the student's layers run, compile them if configured, and return their distance from eager.
+
+    Returns None for layers that are not compiled. Weights, gradients and random number generators stay as
+    they were. Raises TrainingFailed when the distance is more than rounding.
     """
     student = trainer.student
     if not compiled:
         set_running(student, compiled=None, packed=packed, checkpointing=checkpointing)
         return None
-    # Eager layers keep more; recomputed, they need no more memory than the steps will.
+    # Eager layers keep more activations. With recomputation they need no more memory than the steps will.
     set_running(student, compiled=None, packed=packed, checkpointing=True)
     written = _answers(trainer)
     layers = CompiledLayers(trainer.train.rows, length, backend)
@@ -132,9 +138,11 @@ def compile_student(
 def capture_student(
     trainer: Trainer, *, length: int, given_up: Callable[[str], None] = lambda why: None
 ) -> Agreement | None:
-    """Has the layers launched as CUDA graphs from now on, captured on the next batch; then their distance
-    from layers launched one by one. TrainingFailed when it is more than rounding. None when they could not
-    be captured: now or in a later step `given_up` is told why, and they are launched one by one.
+    """Capture the layers as CUDA graphs on the next batch, and return their distance from eager launches.
+
+    Raises TrainingFailed when the distance is more than rounding. When capturing fails, here or in a
+    later step, calls `given_up` with the reason, and the layers run without graphs; returns None when it
+    failed here.
     """
     launched = _answers(trainer)
     shape = trainer.train.rows, length
@@ -152,7 +160,7 @@ def capture_student(
 
 
 def _answers(trainer: Trainer) -> _Answers:
-    """Hidden states of the next batch, and every gradient under a fixed upstream one."""
+    """Return the hidden states of the next batch, and every gradient under a fixed upstream gradient."""
     batch = trainer.batches.take(trainer.position, trainer.train.rows)
     tokens_BT, documents_BT, _ = batch.to_torch(trainer.device)
     remember(documents_BT, batch.documents_BT)
@@ -174,15 +182,16 @@ def _answers(trainer: Trainer) -> _Answers:
 
 
 def _inside(trainer: Trainer) -> list[Tensor]:
-    """The weights that hidden states depend on through layers, and the last norm: not the head."""
+    """Return the weights on which the hidden states depend: all but the head."""
     return [p for p in trainer.parameters if p is not trainer.student.head_weight]
 
 
 def _agreement(
     trainer: Trainer, found: _Answers, expected: _Answers, otherwise: str, *, hint: str
 ) -> Agreement:
-    """How far two answers to one batch are apart. Raises TrainingFailed, that they are `otherwise`, when it is
-    more than rounding.
+    """Return the distance between two results for the same batch.
+
+    Raises TrainingFailed, with `otherwise` as its beginning, when the distance is more than rounding.
     """
     gaps = _norms(
         trainer, [a.float() - b.float() for a, b in zip(found[1], expected[1], strict=True)]
@@ -199,13 +208,13 @@ def _agreement(
         worst_name=names[id(_inside(trainer)[worst])],
     )
     limit = TOLERANCE[trainer.dtype]
-    # Written so that NaN fails.
+    # This form makes NaN fail.
     if not (agreement.hidden <= limit and agreement.gradient <= limit and agreement.worst <= limit):
         raise TrainingFailed(f"{otherwise}: {agreement}; expected at most {limit:g}", hint=hint)
     return agreement
 
 
 def _norms(trainer: Trainer, tensors: list[Tensor]) -> Tensor:
-    """Of each tensor; of what all ranks have, where each has a part."""
+    """Return the norm of each tensor, over the parts of all ranks when the tensors are sharded."""
     squares = torch.stack([t.float().norm().double().square() for t in tensors])
     return trainer.ranks.gather(squares).sum(0).sqrt()

@@ -1,10 +1,12 @@
-"""What a run compiles: all of it before the first step. Every method yields what the log says of it.
+"""Compile everything that a run needs before its first step, and log every compilation.
 
-A compilation in the middle of a run is a step that takes seconds; on a bad day it is the whole run.
-So everything that the models will launch is compiled first (`kernels.prewarm`), the caches are then
-sealed, and what is compiled after that is logged as such, with what sets it apart from what was warmed.
+A compilation in the middle of a run costs a step several seconds, or in the worst case much more. So
+every kernel that the models will launch is compiled first (`engine.kernels.prewarm`), and the caches are
+then sealed. A later compilation is logged as late, together with what distinguishes it from the warmed
+ones.
 
-Counted are our Triton kernels and, where something used torch.compile, Inductor's caches.
+Our Triton kernels are counted, and Inductor's caches when something used torch.compile. Every method
+yields the events to log.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ class Compiles:
     def __init__(self) -> None:
         self.watch = CompileWatch()
         self.late: list[str] = []
-        """What a step had to wait for."""
+        """Keys of the compilations after warm-up, each of which kept a step waiting."""
 
     def warm_up(
         self, decoder: Decoder, row_counts: Iterable[int], device: torch.device
     ) -> Iterator[Event]:
-        """Compiles every kernel of ours that `decoder` launches for inputs of `row_counts` rows."""
+        """Compile every kernel of ours that `decoder` launches for inputs of `row_counts` rows."""
         if device.type != "cuda":
             return
         from engine.kernels.dequantize import has_triton
@@ -57,14 +59,14 @@ class Compiles:
         yield from self.done()
 
     def warm_up_loss(self, plan: Plan) -> Iterator[Event]:
-        """Compiles what the fused loss launches for the student."""
+        """Compile the kernels that the fused loss launches for the student."""
         from engine.kernels import kd_loss, sparse_loss
         from engine.kernels.prewarm import warm_up
 
         spec, vocabulary = plan.facts.spec, plan.facts.student.vocab_size
         teaching, temperature = spec.has_teacher and spec.loss.alpha < 1, spec.loss.temperature
         yield Phase(name="compiling the loss", detail=f"for {vocabulary} ids")
-        # The checks of the loss ask in fp32, whatever the products are in.
+        # The checks of the loss use fp32, whatever the dtype of the matmuls.
         dtypes = (torch_dtype(plan.facts.student_precision), torch.float32)
         wanted = kd_loss.variants(
             vocabulary,
@@ -79,7 +81,7 @@ class Compiles:
         yield from self.done()
 
     def warm_up_update(self) -> Iterator[Event]:
-        """Compiles what an update launches."""
+        """Compile the kernels that an update launches."""
         from engine.kernels.adamw import VARIANTS
         from engine.kernels.prewarm import warm_up
 
@@ -90,9 +92,10 @@ class Compiles:
     def compile_teacher(
         self, teacher: Teacher, decoder: Decoder, batch: Batch, rows: int, precision: str
     ) -> Iterator[Event]:
-        """Has the layers of `decoder`, which `teacher` asks, compiled for batches of `rows` rows and
-        for those of evaluations, of rows like those of `batch`. TrainingFailed where they then answer
-        otherwise.
+        """Compile the layers of `decoder`, on which `teacher` runs, for training and evaluation batches.
+
+        Training batches have `rows` rows; rows have the length of those of `batch`. Raises TrainingFailed
+        when the compiled output differs from the eager layers' by more than rounding.
         """
         from engine.teachers.compiled import compile_layers, warm_up
 
@@ -107,14 +110,14 @@ class Compiles:
         yield from self.done()
 
     def seal(self) -> Iterator[Event]:
-        """Warm-up is over: what is compiled from now on kept a step waiting."""
+        """End the warm-up: a later compilation is logged as one that kept a step waiting."""
         yield from self.done()
         self.watch.seal()
         if (registry := _registry()) is not None:
             registry.seal()
 
     def done(self) -> Iterator[Event]:
-        """What was compiled since the last call."""
+        """Yield what was compiled since the last call."""
         records = list(self.watch.drain())
         if (registry := _registry()) is not None:
             records += registry.drain()
@@ -124,7 +127,7 @@ class Compiles:
                 self.late.append(found.key)
 
     def counts(self, step: int) -> Iterator[Event]:
-        """The hits and misses so far; nothing where no kernel was ever asked for."""
+        """Yield the cache hits and misses so far; nothing when no kernel was requested."""
         by_kernel: dict[str, tuple[int, int]] = {}
         disk_hits = 0
         if (registry := _registry()) is not None:
@@ -133,7 +136,8 @@ class Compiles:
                 disk_hits += counts.disk_hits
         inductor = self.watch.counts()
         if inductor.graphs:
-            # A graph that was there already is called without a count; on disk it is a hit of a cache.
+            # Calls of a graph that is already in memory are not counted; a graph found on disk is a cache
+            # hit.
             by_kernel["torch.compile graphs"] = (0, inductor.graphs)
             disk_hits += inductor.disk_hits or 0
         if not by_kernel:
@@ -148,7 +152,7 @@ class Compiles:
 
 
 def _registry() -> Any:
-    """That of our Triton kernels, once something has used one: a run without them needs no triton."""
+    """Return the registry of our Triton kernels, or None: a run that uses none needs no Triton."""
     module = sys.modules.get("engine.kernels.registry")
     return None if module is None else module.REGISTRY
 

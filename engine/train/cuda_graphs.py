@@ -1,34 +1,35 @@
-"""The student's layers, forward and backward, as two CUDA graphs: launched as a whole, not kernel by kernel.
+"""The student's layers, forward and backward, as two CUDA graphs.
 
-A pass through the layers of a small student is some 1,700 kernels of some ten microseconds. Launched one
-by one, each begins a microsecond after the one before has ended, and the host is busy throughout. A
-graph is the same kernels with the same arguments, captured once and launched by one call.
+A forward pass of a small student is some 1,700 kernels of about ten microseconds each. Launched eagerly,
+each starts about a microsecond after the previous one has ended, and the host is busy throughout. A graph
+replays the same kernels with the same arguments in one call.
 
-What is captured has its addresses for good:
+A captured graph uses fixed addresses:
 
-    into it      embedded tokens, rotations, where documents begin      copied before each launch
-    out of it    hidden states, gradients of the weights                 overwritten by the next launch
-    weights      must stay where they were; that is checked
+    inputs       embedded tokens, rotary tables, document starts     copied in before each replay
+    outputs      hidden states, gradients of the weights             overwritten by the next replay
+    weights      must not move; this is checked
 
-A batch has as many documents as it has. The graph has room for some, and the rest of the room are
-documents of no tokens at the end; a batch with more has it captured again, with room for twice as many.
+The number of documents varies from batch to batch. A graph has a capacity for documents, and unused
+entries are empty documents at the end. A batch that exceeds the capacity triggers a new capture with the
+next power of two that holds it.
 
-autograd sees one function between embedded tokens and hidden states. Its backward pass puts the
-gradients into `.grad` itself: they lie in the graph, and a copy would cost what it saves. So they are
-valid until the next backward pass, and there is no accumulating. The oracle are the layers launched one
-by one (`engine.train.compile_student` compares before the first step).
+autograd sees one function from embedded tokens to hidden states. Its backward pass sets `.grad` itself:
+the gradients lie in the graph's memory, and copying them would cost what the graph saves. So they are
+valid only until the next backward pass, and gradients cannot be accumulated. The oracle is eager launches
+(`engine.train.compile_student` compares both before the first step).
 
-A capture can fail in the middle of a run, when a batch needs more room than the GPU has left. It is made
-before anything of the step depends on it: it writes into tensors of its own, accumulates no gradient and
-draws no random number. So the step goes on with layers launched one by one, as do all after it, wherever
-nothing of the failed capture is left:
+A capture can fail in the middle of a run, when a batch needs a larger capacity than the GPU has memory
+for. It is made before anything of the step depends on it: it writes to its own tensors, accumulates no
+gradient and draws no random number. So the step, and all later ones, can continue with eager launches,
+provided that nothing of the failed capture remains:
 
     a pass before the capture failed, or instantiating after it     nothing was being captured
-    a pass under capture failed, and CUDA ended the capture whole   the graph is dropped with its memory
-    CUDA says that the capture was invalidated (a wait for the      the run ends: torch leaves its allocators
-    device inside of it)                                            and its current stream in the capture
+    a pass under capture failed, and the capture ended cleanly      the graph is dropped with its memory
+    CUDA reports that the capture was invalidated (for example by   the run ends: torch leaves its allocators
+    a device sync inside it)                                        and its current stream in capture mode
 
-The last has its cause in the code that is captured, and is then met before the first step.
+The cause of the last case is in the captured code, so it shows before the first step.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ from engine.errors import InternalError, TrainingFailed
 from engine.models.attention import LENGTH_STEP
 from engine.models.decoder import Decoder, Sight, see_packed
 
-# Shapes: B rows, T tokens, N = B*T, D student width, S documents that there is room for
+# Shapes: B rows, T tokens, N = B*T, D student width, S capacity for documents
 
 LEAST_ROOM = 32
-"""Documents. Room that is not used costs some microseconds a layer."""
+"""Smallest capacity for documents. An unused entry costs some microseconds a layer."""
 WARM_UP = 3
-"""Passes before a capture: libraries take their workspaces, compilers compile."""
+"""Passes before a capture, in which libraries allocate workspaces and compilers compile."""
 
 _Made = TypeVar("_Made")
 
 
 class NotCaptured(Exception):
-    """Why there is no graph; nothing of the attempt is left on the device."""
+    """The reason why there is no graph; nothing of the attempt remains on the device."""
 
 
 class Graphs:
-    """Hidden states of training batches of `rows` rows of `length` tokens, in `dtype` under autocast."""
+    """CUDA graphs for training batches of `rows` rows of `length` tokens, in `dtype` under autocast."""
 
     def __init__(
         self,
@@ -70,11 +71,11 @@ class Graphs:
         dtype: torch.dtype,
         given_up: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """`given_up` is told why, when there will be no graphs any more."""
+        """`given_up` is called with the reason when no graph will be used any more."""
         self.given_up = given_up
         self.shape = (rows, length)
         self.captures = 0
-        """How often it was captured."""
+        """Number of captures so far."""
         self._student, self._dtype = student, dtype
         self._weights = [
             p
@@ -86,19 +87,21 @@ class Graphs:
         self._captured: _Captured | None = None
 
     def takes(self, tokens_BT: Tensor) -> bool:
-        """Whether it is for this batch."""
+        """Return whether the graphs apply to this batch."""
         return tokens_BT.shape == self.shape and torch.is_grad_enabled()
 
     def hidden(self, embedded_BTD: Tensor, documents_BT: Tensor) -> Tensor | None:
-        """Hidden states (B, T, D) after the last norm, valid until the next call; None where the layers
-        could not be captured, which leaves everything as it was. TrainingFailed where it does not.
+        """Return the hidden states (B, T, D) after the last norm, valid until the next call.
+
+        Returns None when the layers could not be captured and nothing of the attempt remains. Raises
+        TrainingFailed when something does.
         """
         sight = see_packed(self._student.config, documents_BT, self._dtype)
         assert sight.starts_S is not None
         documents = len(sight.starts_S) - 1
         if self._captured is None or documents > self._room:
             self._room = max(LEAST_ROOM, 1 << (documents - 1).bit_length())
-            # What it holds is freed first: both would not always fit.
+            # The old graph's memory is freed first: both would not always fit.
             self._captured = None
             try:
                 self._captured = _Captured(
@@ -106,11 +109,11 @@ class Graphs:
                 )
             except (NotCaptured, torch.OutOfMemoryError) as failed:
                 if embedded_BTD.is_cuda:
-                    # Raises where the device itself is broken: then nothing can go on.
+                    # This raises when the device itself is broken; then nothing can continue.
                     torch.cuda.synchronize(embedded_BTD.device)
                 why = f"room for {self._room} documents: {_brief(failed)}"
             if self._captured is None:
-                # Here, where no exception holds what the attempt had in memory.
+                # Free memory here, where no exception still references what the attempt allocated.
                 if embedded_BTD.is_cuda:
                     torch.cuda.empty_cache()
                 self.given_up(why)
@@ -135,15 +138,16 @@ class _Launched(torch.autograd.Function):
 
 def _gradients(of: Tensor, inputs: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
     with warnings.catch_warnings():
-        # Of a second capture: the weights' nodes know the stream of the first. Nothing is accumulated here,
-        # the gradients are handed back.
+        # At a second capture the weights' AccumulateGrad nodes still hold the first one's stream. Nothing
+        # is accumulated here: the gradients are returned.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
         return torch.autograd.grad(of, inputs, upstream)
 
 
 def _pass_aside(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
-    """Goes forward and back some times on a stream of its own; zeros where upstream gradients go. Raises
-    NotCaptured.
+    """Run some warm-up passes, forward and backward, on a side stream; return a zero upstream gradient.
+
+    Raises NotCaptured when a pass fails.
     """
     device = inputs[0].device
     try:
@@ -161,22 +165,24 @@ def _pass_aside(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _capture(graph: Any, pool: Any, launch: Callable[[], _Made]) -> _Made:
-    """What `launch` returns, captured. Raises NotCaptured where it fails and the capture ends whole,
-    TrainingFailed where CUDA ends it.
+    """Capture `launch` and return its result.
+
+    Raises NotCaptured when it fails and the capture ends cleanly, and TrainingFailed when CUDA
+    invalidates the capture.
     """
     failure, found, begun = None, None, False
     try:
-        # Others' threads may use CUDA meanwhile.
+        # Other threads may use CUDA meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             begun = True
             try:
                 found = launch()
             except RuntimeError as error:
-                # Not past the end of the capture: if that succeeds, all is as before.
+                # Do not raise inside the capture: if it ends cleanly, the state is as before.
                 failure = _brief(error)
     except RuntimeError as error:
         if not begun:
-            # Of something before it, for which the device was waited.
+            # An earlier operation failed, and the sync at the start of the capture reported it.
             raise
         raise TrainingFailed(
             f"student.graphs: the layers could not be captured: {failure or _brief(error)}; CUDA has ended "
@@ -194,7 +200,7 @@ def _capture(graph: Any, pool: Any, launch: Callable[[], _Made]) -> _Made:
 
 
 def _brief(error: Exception) -> str:
-    """The first line: CUDA's go on with advice."""
+    """Return the first line: CUDA's messages go on with advice."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
@@ -222,7 +228,7 @@ class _Captured:
         self.look(sight)
 
         def run() -> Tensor:
-            # Without its cache: casts of weights that were made outside would be captured as they were then.
+            # No autocast cache: casts of weights made outside would be captured with their old values.
             with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
                 x_BTD: Tensor = self._x_BTD
                 for layer in student.layers:
@@ -231,21 +237,22 @@ class _Captured:
             return hidden_BTD
 
         inputs = [self._x_BTD, *weights]
-        # Casts from before the capture would keep the weights' nodes of then, whose stream is not captured.
+        # Casts made before the capture would keep old autograd nodes of the weights, whose stream is not
+        # captured.
         torch.clear_autocast_cache()
         self._upstream_BTD = _pass_aside(run, inputs)
 
         def run_back() -> list[Tensor]:
             return [_plain(g) for g in _gradients(hidden_BTD, inputs, self._upstream_BTD)]
 
-        # Kept apart from what is launched, so that instantiating is no part of a capture.
+        # Graphs are instantiated after the capture, so that a failure there is not part of a capture.
         self._graphs: list[Any] = [torch.cuda.CUDAGraph(keep_graph=True) for _ in range(2)]
         hidden_BTD = _capture(self._graphs[0], None, run)
         self._slope_BTD, *self._grads = _capture(self._graphs[1], self._graphs[0].pool(), run_back)
         self._hidden_BTD = hidden_BTD.detach()
 
     def look(self, sight: Sight) -> None:
-        """Takes over where the tokens of a batch are."""
+        """Copy in where the tokens and documents of a batch lie."""
         starts_S, room_S = sight.starts_S, self._sight.starts_S
         assert starts_S is not None and room_S is not None
         self._sight.cos_XT1R.copy_(sight.cos_XT1R)
@@ -276,5 +283,5 @@ class _Captured:
 
 
 def _plain(grad: Tensor) -> Tensor:
-    """As an optimizer's kernel wants it: contiguous, and aligned."""
+    """Return the gradient contiguous and 16-byte aligned, as the optimizer's kernels need it."""
     return grad.clone() if grad.is_contiguous() and grad.data_ptr() % 16 else grad.contiguous()

@@ -1,7 +1,7 @@
-"""The text of a run as tokens: the corpus read, split and tokenized, and the held-out rows cut out of it.
+"""Prepare the data of a run: read the corpus, split it, tokenize it, and take the held-out rows.
 
-A run that is resumed must find the tokens that it began with: the order of its rows is a function of the
-seed and a position in them (`engine.data.batches`), and would be another over other tokens.
+A resumed run must see the tokens that it began with. The order of rows is a function of the seed and the
+number of rows (`engine.data.batches`), so a position in that order is only valid for the same tokens.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ class Data:
 
 
 def prepare_data(spec: RunSpec, inputs: Inputs, seen: DataReady | None) -> record.Logged[Data]:
-    """Corpus, split and tokens. `seen` is what the run began with, when it is resumed: other tokens
-    are refused."""
+    """Read, split and tokenize the corpus.
+
+    `seen` is what the first session of a resumed run logged. Raises CorpusError when the tokens differ
+    from it.
+    """
     data = spec.data
     yield Phase(name="reading the corpus", detail=data.corpus)
     corpus = open_corpus(

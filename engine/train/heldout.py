@@ -1,8 +1,8 @@
-"""The held-out loss: cross entropy in nats per token on documents nobody was trained on.
+"""The held-out loss: cross entropy in nats per token on documents that are never trained on.
 
-The same rows every time, so two numbers differ because the models do. Student, untrained student
-and teacher are all judged here, by the same function. Logits are fp32 sums whatever the hidden
-states are: rounded to bf16 they would lose more than the differences looked for.
+Every evaluation uses the same rows, so two losses differ only because the models differ. Student,
+untrained student and teacher are all evaluated by the same function. Logits are kept in fp32 whatever the
+dtype of the hidden states: rounding them to bf16 would hide the differences of interest.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ def heldout_loss(
     *,
     begun: Callable[[int], None] = lambda number: None,
 ) -> tuple[float, int]:
-    """Mean cross entropy in nats over the labelled tokens of `batches`, and how many those are. `begun` is
-    told the number of each batch, from 0; the one before it is then done, but for its last operators."""
+    """Return the mean cross entropy in nats over the labelled tokens of `batches`, and their number.
+
+    `begun` is called with the number of each batch, from 0, before its forward pass is launched;
+    by then the previous batch is done except for its last kernels.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
     for number, batch in enumerate(batches):

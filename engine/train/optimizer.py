@@ -1,18 +1,19 @@
-"""AdamW, and an update that a non-finite number cannot reach, decided where the number is.
+"""AdamW with gradient clipping, and an update that is skipped on the device when a number is not finite.
 
-A fused AdamW takes two numbers from the device, which were made for scaled losses and serve here:
+A fused AdamW reads two tensors on the device. They were made for loss scaling and are used here for
+clipping and skipping:
 
-    grad_scale     gradients are divided by it in the optimizer's own pass over them: clipping without
-                   a pass of its own, by max(1, norm / clip_norm)
-    found_inf      1 makes the pass change nothing, neither weights nor moments nor their count
+    grad_scale     gradients are divided by it in the optimizer's own pass over them. With
+                   max(1, norm / clip_norm) this clips without another pass over memory
+    found_inf      1 leaves weights, moments and the step count unchanged
 
 So the host need not know whether a step is finite before it launches the next one.
 
-    torch    the oracle, anywhere: torch's fused AdamW and its norm
-    fused    on one GPU: kernels of ours (`engine.kernels.adamw`), which read and write each number once,
-             and a tied embedding's gradient added in place to that of the head (`Looked`)
+    torch    the oracle, on any device: torch's fused AdamW and its norm
+    fused    on one GPU: our kernels (`engine.kernels.adamw`), which read and write each number once. The
+             embedding part of a tied weight's gradient is added in place to the head's (`Looked`)
 
-Both hold the same state under the same names, so a run may go on with either.
+Both keep the same state under the same names, so a run may be resumed with either.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from engine.spec import TrainSection
 def build_optimizer(
     student: nn.Module, train: TrainSection, device: torch.device
 ) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only; norms and biases are scales and offsets, which decay
-    would bias towards 0.
+    """Return AdamW with weight decay on matrices only.
+
+    Norm weights and biases are scales and offsets, which decay would pull towards 0.
     """
     matrices = [p for p in student.parameters() if p.requires_grad and p.ndim >= 2]
     vectors = [p for p in student.parameters() if p.requires_grad and p.ndim < 2]
@@ -52,13 +54,15 @@ def build_optimizer(
 
 
 def _plain(owner: type[torch.optim.Optimizer], name: str) -> Any:
-    """A method of torch's optimizers as it was before it was wrapped."""
+    """Return a method of torch's optimizers without its wrapper."""
     return inspect.unwrap(getattr(owner, name))
 
 
 class Uncompiled(torch.optim.Optimizer):
-    """Without what keeps torch.compile out of these methods: torch loads its compiler to say so, which
-    takes more than a second. Only layers and losses are compiled here, never an update.
+    """torch's optimizer without the wrappers that exclude its methods from torch.compile.
+
+    Those wrappers import torch's compiler, which takes more than a second. Here only layers and losses
+    are compiled, never an update.
     """
 
     add_param_group = _plain(torch.optim.Optimizer, "add_param_group")
@@ -68,20 +72,20 @@ class Uncompiled(torch.optim.Optimizer):
 
 
 class AdamW(Uncompiled, torch.optim.AdamW):
-    """torch's, so."""
+    """torch's AdamW without those wrappers."""
 
     step = torch.no_grad()(_plain(torch.optim.AdamW, "step"))
 
 
 class FusedAdamW(AdamW):
-    """torch's, but for the pass over memory."""
+    """AdamW with torch's state, updated by our kernel."""
 
     grad_scale: Tensor | None
     found_inf: Tensor
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """An update by `grad_scale` and `found_inf`, which have to be there."""
+        """Apply one update. `grad_scale` and `found_inf` must have been set."""
         from engine.kernels.adamw import update
 
         for group in self.param_groups:
@@ -114,7 +118,7 @@ class FusedAdamW(AdamW):
 
 
 def total_norm(grads: Sequence[Tensor], *, fused: bool) -> Tensor:
-    """The norm of all gradients together, fp32, 0-d."""
+    """Return the global norm of all gradients: fp32, 0-d."""
     if not fused:
         return nn.utils.get_total_norm(grads).detach().float()
     from engine.kernels.adamw import squares
@@ -125,8 +129,9 @@ def total_norm(grads: Sequence[Tensor], *, fused: bool) -> Tensor:
 def update_if_finite(
     optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor, *, clip_norm: float
 ) -> None:
-    """One update with gradients of global norm `norm`, clipped to `clip_norm` (0 never clips), when
-    loss and norm, both 0-d, are finite. Waits for nothing.
+    """Apply one update if `loss` and `norm`, both 0-d, are finite, without waiting for the device.
+
+    `norm` is the global norm of the gradients. They are clipped to `clip_norm`; 0 never clips.
     """
     told = cast(Any, optimizer)
     told.grad_scale = ((norm + 1e-6) / clip_norm).clamp(min=1.0) if clip_norm > 0 else None
@@ -135,11 +140,12 @@ def update_if_finite(
 
 
 class Looked:
-    """The embedding's rows of a batch, as a leaf of their own where the embedding is the head too.
+    """The embedding rows of a batch as a leaf tensor, for a student whose embedding is also its head.
 
-    Such a weight has two gradients: the head's, dense, and the embedding's, of some thousand rows.
-    autograd makes the second as large as the first, in zeros, and adds them. Here the rows are a leaf;
-    when the backward pass has left the head's gradient, theirs is added to it in place.
+    Such a tied weight has two gradients: the head's, which is dense, and the embedding's, which touches
+    some thousand rows. autograd would expand the second to full size with zeros and add the two. Here the
+    looked-up rows are a leaf of their own, and after the backward pass their gradient is added in place
+    to the head's.
     """
 
     def __init__(self, student: Decoder, tokens_BT: Tensor) -> None:
@@ -151,7 +157,7 @@ class Looked:
         return student.head is None and student.embed.weight.requires_grad
 
     def add_gradient(self) -> None:
-        """After the backward pass."""
+        """Add the rows' gradient to the weight's. Call it after the backward pass."""
         grad_VD, rows_BTD = self._weight.grad, self.rows_BTD.grad
         assert grad_VD is not None and rows_BTD is not None
         grad_VD.index_add_(0, self._tokens_BT.flatten(), rows_BTD.flatten(0, 1))

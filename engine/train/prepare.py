@@ -1,25 +1,24 @@
-"""Runs a teacher once over the rows of a run and stores what it says: `engine prepare`.
+"""`engine prepare`: run a teacher once over the rows of a run and store its outputs.
 
     spec -> rows -> plan (refused here, if it does not fit) -> teacher -> rows in shards
 
-The teacher is the run's: the same file, backend, precision and cut of the vocabulary, asked for the same
-batches, so that what a run reads back is bit for bit what it would have computed. A GPU computes batch
+The teacher is the run's: same file, backend, precision and truncation of the vocabulary, and it runs on
+the same batches. So what a run reads back is bit for bit what it would have computed. A GPU computes batch
 k + 1 while batch k is copied to the host, hashed and written by another thread.
 
-A store that is there already is continued: its shards are read and compared, damaged ones are made
-again, and only rows that are missing are asked for; a batch with one is asked whole, since other
-batches round otherwise. A request to stop ends the shard that is being filled, and loses nothing; a
-kill loses at most that shard.
+An existing store is continued: its shards are read and verified, damaged ones are computed again, and
+otherwise only batches with a missing row are run. Such a batch is run as a whole, since other batches
+would round differently. A request to stop finishes the current shard and loses nothing; a kill loses at
+most that shard.
 
-What the teacher will be asked for, and the disk that the answers take, is known, and refused, before the
-teacher is loaded.
+The rows to compute and the disk space they need are known, and checked, before the teacher is loaded.
 
-Rows are taken in the order in which training takes them, in the batches that it takes them in, each
-row of the corpus once: rows are stored under their content, so later epochs find them too. Before them
-come the held-out rows, where hidden states are stored: a run evaluates its teacher on them.
+Rows are taken in training order and in training batches, each row of the corpus once: rows are stored
+under their content, so later epochs find them too. When hidden states are stored, the held-out rows come
+first, because a run evaluates its teacher on them.
 
-Every row is hashed here once, some 10 000 a second, so that rows that are equal, or stored already,
-are known and the disk is exact to the byte.
+Every row is hashed here once, at some 10 000 rows a second, to find rows that are equal or already
+stored. This makes the planned disk space exact to the byte.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ from engine.units import format_bytes
 from engine.version import VERSION
 
 ROOM = 64 * 2**20
-"""Left on the disk beside what is planned: the log, the manifest, and other people's small files."""
+"""Bytes kept free on the disk beyond the plan, for the log, the manifest and other small files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,23 +92,23 @@ class Wanted:
     count: int = 0
     """K of top_k, m of sampled."""
     rows: int | None = None
-    """Training rows, from the first of the run on; None for all that the run will train on."""
+    """Number of training rows, from the first of the run; None for all that the run will train on."""
     shard_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
-    """Batches to ask the teacher about, in order."""
+    """The batches to run the teacher on, in order."""
 
     batches: Batches
     heldout: tuple[Batch, ...]
     rows: int
-    """Of the training walk, at most one epoch; whole batches are taken."""
+    """Number of training rows, at most one epoch; rounded up to whole batches."""
 
     def __iter__(self) -> Iterator[Batch]:
         yield from self.heldout
         each = self.batches.rows_per_batch
-        # Whole batches, as training takes them: the last of an epoch goes on into the next.
+        # Whole batches, as training takes them: the last of an epoch continues into the next.
         for position in range(0, self.rows, each):
             yield self.batches.take(position, each)
 
@@ -117,14 +116,15 @@ class Walk:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     identity: Identity
-    """Of the rows, of a teacher that was not loaded yet: without its hash, and without a backend where
-    none is set and no store is there."""
+    """The identity of the rows before the teacher is loaded. Its hash is empty, and so is its backend
+    when none is configured and no store exists; an existing store supplies both.
+    """
     rows: int
-    """Of the walk."""
+    """Number of rows in the walk."""
     repeated: int
-    """Of them equal to an earlier one."""
+    """How many of the rows equal an earlier one."""
     stored: int
-    """Of them in the store already."""
+    """How many of the rows are already in the store."""
     rows_per_shard: int
     free_bytes: int
 
@@ -134,7 +134,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """What the teacher still has to answer."""
+        """The number of tokens that the teacher still has to process."""
         return self.missing * self.identity.seq_len
 
     @property
@@ -142,7 +142,7 @@ class Plan:
         return disk_bytes(self.identity, self.missing, self.rows_per_shard)
 
     def lines(self) -> list[str]:
-        """The plan for people."""
+        """Return the plan as text for people."""
         identity, each = self.identity, self.identity.token_bytes
         shards = -(-self.missing // self.rows_per_shard)
         known = [f"{self.stored:,} stored already"] if self.stored else []
@@ -170,7 +170,7 @@ class Plan:
         }
 
     def refuse_if_too_big(self, out: Path) -> None:
-        """Raises DiskFull."""
+        """Raise DiskFull when the plan does not fit on the disk."""
         if self.disk_bytes + ROOM > self.free_bytes:
             raise DiskFull.expected(
                 "teacher outputs",
@@ -183,21 +183,21 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What `engine prepare` was asked for, checked and planned."""
+    """A checked and planned command of `engine prepare`."""
 
     spec: RunSpec
     wanted: Wanted
     inputs: Inputs
     heldout: list[Batch]
-    """The rows that a run evaluates on."""
+    """The rows on which a run evaluates."""
     walk: Walk
     precision: Decision
-    """Of the teacher."""
+    """The precision of the teacher."""
     plan: Plan
 
 
 def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
-    """What would be done; writes nothing. Raises BadInput for what cannot be."""
+    """Return what would be done, and write nothing. Raises BadInput when it cannot be done."""
     if not spec.has_teacher:
         raise BadInput("teacher.path: expected a teacher to ask, found none")
     inputs = check_inputs(spec)
@@ -227,8 +227,9 @@ def plan_job(spec: RunSpec, wanted: Wanted) -> Job:
 
 
 def same_identity(store: Store, identity: Identity) -> Identity:
-    """`identity` with what is open in it taken from the store. Raises CacheError where what is set in it
-    differs from the store's.
+    """Return `identity` with its empty fields filled in from the store.
+
+    Raises CacheError when a field that is set differs from the store's.
     """
     theirs = dataclasses.asdict(store.identity)
     ours = dataclasses.asdict(identity)
@@ -247,7 +248,7 @@ def same_identity(store: Store, identity: Identity) -> Identity:
 def make_plan(
     walk: Walk, identity: Identity, out: Path, rows_per_shard: int, store: Store | None
 ) -> Plan:
-    """`store` is what is in `out` already, of the same identity."""
+    """Count the rows to do. `store` is the existing store in `out`, with the same identity."""
     seen: set[bytes] = set()
     rows = stored = 0
     for batch in walk:
@@ -309,9 +310,9 @@ def _free_bytes(path: Path) -> int:
 
 LOG = "prepare.jsonl"
 AHEAD = 2
-"""Batches that may be on their way to the disk while the teacher answers the next."""
+"""Number of batches that may be on their way to the disk while the teacher runs on the next one."""
 WEIGHTS_SHARE = 0.8
-"""Of the memory that is there; the rest is for a forward pass."""
+"""Largest share of the available memory for the teacher's weights; the rest is for a forward pass."""
 
 Say = Callable[[str], None]
 
@@ -320,24 +321,24 @@ Say = Callable[[str], None]
 class Prepared:
     plan: Plan
     rows: int
-    """Stored by this call."""
+    """Number of rows stored by this call."""
     bytes: int
-    """Of the shards they are in."""
+    """Size of the shards that hold them."""
     seconds: float
-    """From the first batch to the last row on the disk."""
+    """Seconds from the first batch to the last row on disk."""
     stopped: str | None
-    """Who asked to stop before the end; None when every row is stored."""
+    """The reason of a stop before the end; None when every row is stored."""
 
 
 def prepare(
     job: Job, *, stop: StopRequest, say: Say, progress: Callable[[int, float], None]
 ) -> Prepared:
-    """Does what was planned. `say` is given a line for each thing that a person should know,
-    `progress(rows, seconds)` how many rows the teacher has answered.
+    """Carry out a plan.
 
-    Raises DiskFull before anything is written, or when the disk fills up; CacheError for a store that
-    is being written by another process, or that is of another teacher; TrainingFailed where memory runs
-    out.
+    `say` is called with each line of text for the user, `progress(rows, seconds)` with the number of rows
+    that the teacher has processed. Raises DiskFull before anything is written, or when the disk fills up;
+    CacheError for a store that another process is writing, or that belongs to another teacher;
+    TrainingFailed when memory runs out.
     """
     job.plan.refuse_if_too_big(job.wanted.out)
     try:
@@ -479,7 +480,7 @@ def _manifest(job: Job, built: BuiltTeacher, identity: Identity, device: torch.d
 
 
 def _drop_damaged(store: Store, say: Say, note: Say) -> bool:
-    """Removes shards that are not what was written; whether there were any."""
+    """Delete shards that do not verify; return whether there were any."""
     if store.shards:
         say(f"comparing {len(store.shards)} shards that are there")
     bad = set(store.unreadable) | {shard.path for shard in store.verify()}
@@ -492,7 +493,7 @@ def _drop_damaged(store: Store, say: Say, note: Say) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """The parts that one row goes through."""
+    """What one row passes through."""
 
     teacher: Teacher
     device: torch.device
@@ -501,7 +502,7 @@ class _Fill:
 
     @torch.inference_mode()
     def answers(self, batch: Batch, keys: list[bytes]) -> tuple[Tensor, ...]:
-        """The fields of all tokens of a batch, (N, ...), on the device."""
+        """Return the stored fields of all tokens of a batch, (N, ...), on the device."""
         identity = self.writer.identity
         tokens_BT, documents_BT, _ = batch.to_torch(self.device)
         hidden_NE = self.teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
@@ -516,7 +517,7 @@ class _Fill:
     def store_rows(
         self, parts: list[Tensor], copied: torch.cuda.Event | None, rows: dict[int, bytes]
     ) -> None:
-        """In the writing thread: hashes and gathers the `rows` of a batch, by their keys."""
+        """Hash and store the `rows` of a batch under their keys. Runs in the writing thread."""
         if copied is not None:
             copied.synchronize()
         fields = self.writer.identity.fields
@@ -532,7 +533,7 @@ class _Fill:
 
 
 def _fill(fill: _Fill, job: Job, stop: StopRequest, progress: Callable[[int, float], None]) -> None:
-    """Every row that is missing, until there is none or somebody asks to stop."""
+    """Compute and store every missing row, until none is left or a stop is requested."""
     begun, done, seen = time.monotonic(), 0, set[bytes]()
     writing: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="shards") as thread:
@@ -559,7 +560,7 @@ def _fill(fill: _Fill, job: Job, stop: StopRequest, progress: Callable[[int, flo
 
 
 def _to_host(parts: tuple[Tensor, ...]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Copies under way to the host, and what says that they are there."""
+    """Start the copies to the host; also return the event that marks their end."""
     if parts[0].device.type != "cuda":
         return list(parts), None
     hosts = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]

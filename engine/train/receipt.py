@@ -1,6 +1,4 @@
-"""What a finished run leaves behind: the student in Hugging Face layout, and a receipt of what
-was really done.
-"""
+"""What a finished run leaves behind: the student in Hugging Face layout, and a receipt of what was done."""
 
 from __future__ import annotations
 
@@ -33,18 +31,19 @@ from engine.version import VERSION
 
 
 def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: str) -> StudentSaved:
-    """Save the student with its tokenizer, complete or not at all; returns what the log is to say of it,
-    with the sha256 of its tensors before they are rounded to `save_as`.
+    """Save the student with its tokenizer, atomically, and return the event to log.
+
+    The event's sha256 is that of the tensors before they are converted to `save_as`.
     """
     sha256 = tensors_sha256(dict(student.named_parameters()))
     if folder.student.is_dir():
-        # Left by a session that was killed after saving it and before saying so; this one made the
-        # same steps.
+        # An earlier session was killed after it saved the student and before it logged that. This session
+        # made the same steps.
         try:
             shutil.rmtree(folder.student)
         except OSError as error:
             raise write_error("student", folder.student, "to replace it", error) from error
-    # A teacher in one file brings its tokenizer inside it, so it is written from memory.
+    # A single-file teacher embeds its tokenizer, so the tokenizer is written from memory.
     tokenizer = folder.path / TOKENIZER_FILE
     write_whole(tokenizer, inputs.tokenizer.raw.decode("utf-8"))
     save_decoder(student, folder.student, torch_dtype(save_as), extra_files=[tokenizer])
@@ -54,7 +53,7 @@ def save_student(folder: RunFolder, student: Decoder, inputs: Inputs, save_as: s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The facts of a completed run that its receipt states."""
+    """The facts that the receipt of a completed run states."""
 
     spec: RunSpec
     data: DataReady
@@ -70,10 +69,10 @@ class Outcome:
 
 
 def write_receipt(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
-    """Write receipt.json, whole or not at all; returns what it holds.
+    """Write receipt.json atomically and return its contents.
 
-    What tells the run from any other comes first, then what was done and measured. Everything but the
-    outcome's own fields is read back from the run folder: logs, settings, files.
+    The facts that identify the run come first, then what was done and measured. Everything except the
+    fields of `outcome` is read back from the run folder: logs, settings and files.
     """
     facts = facts_of(folder, view_of(folder))
     spec = outcome.spec
@@ -134,8 +133,10 @@ def write_receipt(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
 
 
 def order_sha256(outcome: Outcome) -> str:
-    """Hash of the ids of the rows in the order in which training met them, as little-endian 64-bit
-    integers: with the hash of the tokens it says which data was seen, and when."""
+    """Hash the row numbers in training order, as little-endian 64-bit integers.
+
+    Together with the hash of the tokens this identifies which data was trained on, and in which order.
+    """
     digest = hashlib.sha256()
     rows, seed, left = outcome.data.epoch_rows, outcome.spec.train.seed, outcome.rows
     epoch = 0

@@ -1,13 +1,13 @@
-"""What the engine's values look like in the run log: one function for each thing that is logged.
+"""Convert the engine's values to events of the run log: one function for each kind.
 
-Lower layers return Decisions, Steps and models, or yield them while they work: a phase has to be in the
-log before what may hang in it begins. Only the composition root (`engine.train.run` and its loop of steps,
-`engine.train.session`; `engine.train.prepare` for its own command) holds a log and writes.
+Lower layers return Decisions, Steps and models, or yield them while they work: a phase must be in the log
+before the work that may hang in it begins. Only the composition root (`engine.train.run` and its loop of
+steps, `engine.train.session`; `engine.train.prepare` for its own command) holds a log and writes to it.
 
     def load() -> Logged[Teacher]:          yields what is to be logged, returns the teacher
         yield Phase(name="loading the teacher")
         ...
-    teacher = record.logged(log, load())    each line is in the log before the work goes on
+    teacher = record.logged(log, load())    each line is written before the work goes on
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Logged: TypeAlias = Generator[Loggable, None, _T]
 
 
 def logged(log: LogWriter | None, work: Generator[Loggable, None, _T]) -> _T:
-    """Do `work`; what it yields is in the log, where there is one, before it goes on. Returns its result."""
+    """Run `work` and return its result; each yielded value is written to `log`, if any, before it continues."""
     with contextlib.closing(work):
         while True:
             try:
@@ -75,7 +75,7 @@ def logged(log: LogWriter | None, work: Generator[Loggable, None, _T]) -> _T:
 
 
 def write(log: LogWriter, found: Loggable) -> None:
-    """One line."""
+    """Write one line."""
     match found:
         case Decision():
             log.write(_decision(found))
@@ -117,8 +117,11 @@ def data(corpus: Corpus, train: TokenStream, held: TokenStream, seq_len: int) ->
 def model(
     role: str, source: str, config: ModelConfig, precision: str, tensors: Decoder | str
 ) -> ModelReady:
-    """A model with the sha256 of its `tensors`: as they are in memory, of weights in blocks those of the
-    blocks; or the hash itself, of a model that is not loaded."""
+    """Describe a model, with the sha256 of its tensors as they are in memory.
+
+    For block-quantised weights this hashes the quantised blocks. `tensors` may also be the hash itself,
+    for a model that is not loaded.
+    """
     return ModelReady(
         role=role,
         source=source,
@@ -143,14 +146,14 @@ def memory_plan(budget: MemoryBudget) -> MemoryPlanned:
 
 
 def peak_of(device: torch.device) -> tuple[float | None, str]:
-    """The allocator's peak so far in bytes, and who says so; torch keeps none for a CPU."""
+    """Return the allocator's peak so far in bytes, and its source; torch keeps no peak for a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)), "torch.cuda.max_memory_allocated"
     return None, "torch keeps no peak of CPU memory"
 
 
 def held_by(device: torch.device) -> Held:
-    """What this process holds now; on a GPU from the allocator's own counts, which waits for nothing."""
+    """Return the memory that this process holds now; on a GPU from the allocator's counters, without a sync."""
     if device.type == "cuda":
         counts = torch.cuda.memory_stats_as_nested_dict(device)
         tensors, kept = counts["allocated_bytes"]["all"], counts["reserved_bytes"]["all"]
@@ -170,7 +173,7 @@ def held_by(device: torch.device) -> Held:
 
 
 def memory_peak(step: int, budget: MemoryBudget, device: torch.device) -> MemoryMeasured:
-    """The allocator's peak so far."""
+    """Return the allocator's peak so far, beside the prediction."""
     measured, source = peak_of(device)
     return MemoryMeasured(
         step=step,
@@ -237,7 +240,7 @@ def start(
 
 
 def step(done: Step, temperature: float) -> Iterator[Event]:
-    """A step; what is not finite, or cannot be true, first, as events of their own."""
+    """Yield the step; first, as events of their own, its non-finite numbers and broken invariants."""
     for name, value in done.non_finite():
         yield NonFinite(step=done.step, field=name, value=name_of_non_finite(value))
     for text in done.broken_invariants(temperature):
@@ -246,7 +249,7 @@ def step(done: Step, temperature: float) -> Iterator[Event]:
 
 
 def unusable(step: int, name: str, value: float) -> Logged[NoReturn]:
-    """Ends a run whose weights give NaN or infinity, before a checkpoint could hold them."""
+    """End a run whose weights give NaN or infinity, before a checkpoint is written from them."""
     found = name_of_non_finite(value)
     yield NonFinite(step=step, field=name, value=found)
     raise TrainingFailed(

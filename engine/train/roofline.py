@@ -1,16 +1,16 @@
-"""How fast a run could be at most: its arithmetic over the matrix rate of its GPU.
+"""An upper bound on training speed: the FLOPs of a token against the peak rate of the GPU.
 
-Operations of a token, each product counted as two for a multiplication and an addition:
+FLOPs per token, where one multiply-add counts as two:
 
     forward      2 (weights of the layers + of the head) + attention
-    attention    2 S Q of each layer: a token sees half of its row, q k^T and p v
-    student      three times its forward: backward is two products for each of forward's
-    teacher      its forward, when the objective asks it
+    attention    2 S Q per layer: a token attends to half of its row on average, in q k^T and in p v
+    student      three times its forward: the backward pass has two matmuls for each of the forward pass
+    teacher      its forward, when the objective uses it
 
-S is the length of a row and Q the width of all query heads. Rows of several documents do less, so this
-counts at most that much; what checkpointing recomputes is not counted: it is not wanted for its own
-sake. The rate is the datasheet's for dense bf16, which no product reaches (on an H200 the largest come
-to 0.8 of it), so a share of it is never a share of what could be reached.
+S is the length of a row and Q the width of all query heads together. Rows that hold several documents
+need less attention, so this count is an upper bound. Recomputation by gradient checkpointing is not
+counted (the convention of MFU). The rate is the datasheet's dense bf16 rate, which no matmul reaches (on
+an H200 the largest reach 0.8 of it), so a share of 1 is not attainable.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DENSE_BF16_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
-"""Operations a second by what a device's name contains, from NVIDIA's datasheets: dense bf16, fp32 sums."""
+"""Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's datasheets, keyed by a part of the device name."""
 
 
 def flops_per_token(student: ModelConfig, teacher: ModelConfig | None, seq_len: int) -> float:
-    """Of one training step; `teacher` is None where the objective asks none."""
+    """Return the FLOPs per token of one training step; `teacher` is None when the objective uses none."""
     teaching = 0.0 if teacher is None else _forward(teacher, seq_len)
     return 3 * _forward(student, seq_len) + teaching
 
@@ -44,7 +44,7 @@ def _forward(config: ModelConfig, seq_len: int) -> float:
 
 
 def peak_flops(device_name: str, gpus: int = 1) -> Reading:
-    """Operations a second of dense bf16 products on `gpus` devices of this name."""
+    """Return the dense bf16 FLOP/s of `gpus` devices of this name; absent when the name is unknown."""
     for name, rate in DENSE_BF16_FLOPS.items():
         if name in device_name:
             several = "" if gpus == 1 else f", of {gpus} GPUs"
@@ -54,14 +54,14 @@ def peak_flops(device_name: str, gpus: int = 1) -> Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What a run's arithmetic is held against."""
+    """The FLOPs per token of a run and the peak rate they are compared with."""
 
     flops_per_token: float
     peak: Reading
-    """Operations a second."""
+    """FLOP/s."""
 
     def share(self, tokens_per_s: float) -> Reading:
-        """How much of the matrix rate the run's own arithmetic uses, 0 to 1."""
+        """Return the model FLOPs utilisation, 0 to 1."""
         if self.peak.number is None:
             return absent(str(self.peak.absent), self.peak.source)
         share = tokens_per_s * self.flops_per_token / self.peak.number

@@ -1,12 +1,12 @@
-"""The one place that puts a run together: it reads like the recipe it is.
+"""The composition root: puts a run together, top to bottom.
 
     settings -> device -> data -> plan -> teacher -> student -> (resume) -> steps, each logged ->
     held-out losses -> student, receipt
 
 Everything below this module returns values or yields them while it works, and this module logs them
-(`engine.train.record.logged`); the loop of steps, `engine.train.session`, is part of it.
-What the log says was read back from the built objects: the learning rate from the optimizer, the rows
-from the batches, the hashes from the tensors.
+(`engine.train.record.logged`); the training loop, `engine.train.session`, is part of it. Logged values
+are read back from the built objects: the learning rate from the optimizer, the rows from the batches, the
+hashes from the tensors.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def run(
     keep_alive_fd: int | None,
     allow_restart: bool = False,
 ) -> int:
-    """Train the run in `path` to its end; returns the exit code. However it ends, the log says
-    so before this returns. What the two leaves allow is said in `Keeper.restore`.
+    """Train the run in `path` to its end and return the exit code.
+
+    However the run ends, the log says so before this returns. `Keeper.restore` describes `allow_fallback`
+    and `allow_restart`.
     """
     folder = open_run(path)
     spec = spec_from_dict(folder.read_effective()["spec"])
@@ -107,7 +109,7 @@ def run(
         try:
             log.sync()
         except EngineError as error:
-            # Whoever reads the log is told what the exit code says, if a line can still be written.
+            # A reader of the log should see what the exit code says, if a line can still be written.
             with contextlib.suppress(EngineError):
                 log.write(job.failed(str(error), error.exit_code))
             raise
@@ -129,7 +131,7 @@ class _Job:
         self.spec, self.folder, self.log, self.stop = spec, folder, log, stop
         self.ranks = ranks
         self.before = before
-        """What the log of a resumed run says of its earlier sessions."""
+        """The log of a resumed run's earlier sessions."""
         self.begun_s = time.monotonic()
         self.keeper = Keeper(folder, spec, ranks, sync_log=log.sync)
         self.beat = BeatWriter(folder, ranks.rank) if ranks.many else None
@@ -139,13 +141,13 @@ class _Job:
         """None until there is something to train."""
 
     def failed(self, reason: str, exit_code: int) -> RunFinished:
-        # What stops a resume before it has restored anything leaves the run where it was.
+        # A resume that fails before it has restored anything leaves the run at its last step.
         before = 0 if self.before is None else self.before.last_step
         step = before if self.session is None else self.session.step
         return RunFinished(state="failed", reason=reason, exit_code=exit_code, step=step)
 
     def stopped(self, reason: str, exit_code: int) -> RunFinished:
-        """Before the first step: what was saved by an earlier session is what there is."""
+        """Return the end of a session before its first step: only what earlier sessions saved remains."""
         step = self.before.last_step if self.before is not None else 0
         return RunFinished(
             state="stopped",
@@ -188,7 +190,7 @@ class _Job:
             stop=self.stop,
         )
         resumed_from = self._resume(trainer, session, allow_fallback, allow_restart)
-        # Sharded layers are others to a compiler, and are compiled when they are sharded.
+        # A compiler sees sharded layers as different ones, so those are compiled after sharding.
         self._put_to_run(trainer, plan, compiled=plan.running.compiled and not ranks.many)
         bound = self._bound(trainer, inputs)
         begun = record.start(self.folder.name, spec, trainer, resumed_from, bound)
@@ -201,9 +203,9 @@ class _Job:
         if ranks.many:
             trainer = self._shard(trainer, builder)
             session.look_at(trainer)
-            # Once nothing holds what every rank had alone.
+            # After this, nothing references the unsharded state that every rank had.
             self._put_to_run(trainer, plan, compiled=plan.running.compiled)
-        with compute.memory.use():  # AdamW makes its moments in the first step
+        with compute.memory.use():  # AdamW allocates its moments in the first step
             ended_early = session.train(trainer)
         for counts in self.compiles.counts(session.step):
             log.write(counts)
@@ -239,7 +241,7 @@ class _Job:
         )
 
     def _meet(self) -> ComputeDevice:
-        """What this rank computes with, once all ranks are there and plan with the same memory."""
+        """Return this rank's device, once all ranks have joined and agreed on the memory to plan with."""
         use_own_gpu(self.ranks)
         compute = self._logged(set_up_device(self.spec))
         device = compute.device
@@ -247,7 +249,7 @@ class _Job:
             world = f"{self.ranks.world} of them"
             self.log.write(Phase(name="meeting the other ranks", detail=world))
             join(self.ranks, device, timeout_s=self.spec.compute.collective_timeout_s)
-            # Ranks that chose for themselves would not do the same collectives.
+            # Ranks that planned on their own would launch different collectives.
             available = least_available(self.ranks, compute.available, device)
             compute = replace(compute, available=available)
         if device.type == "cuda":
@@ -257,13 +259,13 @@ class _Job:
     def _resume(
         self, trainer: Trainer, session: Session, allow_fallback: bool, allow_restart: bool
     ) -> int | None:
-        """Goes on from the newest checkpoint of a run that is resumed; the step it was made after."""
+        """Resume from the newest checkpoint and return its step; None for a run that is not resumed."""
         if self.before is None:
             return None
-        # One rank at a time decides what is damaged and sets it aside: the first.
+        # The first rank decides what is damaged and sets it aside before the others read anything.
         if not self.ranks.first:
             self.ranks.wait_for_all()
-        # Of a run that cannot be restored, too, the log says where it stands.
+        # If restoring fails, the log still says which step the run is at.
         session.step = self.before.last_step
         restoring = self.keeper.restore(trainer, self.before, allow_fallback, allow_restart)
         session.heldout_losses |= self._logged(restoring)
@@ -285,7 +287,7 @@ class _Job:
         )
 
     def _evaluate_untrained(self, trainer: Trainer, session: Session, data: Data) -> None:
-        """What the student is to come close to, and where it begins."""
+        """Evaluate the teacher and the untrained student: the loss to approach, and the loss at the start."""
         teacher, student = trainer.teacher, trainer.student
         if isinstance(teacher, CachedTeacher) and not holds_heldout(teacher, data.heldout):
             known = recall_heldout(teacher, data.heldout)
@@ -297,7 +299,7 @@ class _Job:
         session.evaluate("untrained", student.hidden, DenseHead(student.head_weight), trainer)
 
     def _shard(self, alone: Trainer, builder: Builder) -> Trainer:
-        """The same trainer with its student shared out over the ranks."""
+        """Return an equivalent trainer with its student sharded over the ranks."""
         over = f"over {self.ranks.world} ranks"
         self.log.write(Phase(name="sharding the student", detail=over))
         trainer = shard_trainer(
@@ -310,7 +312,7 @@ class _Job:
             reshard=builder.plan.memory.reshard,
             entering=builder.entering,
         )
-        # Weights and two moments, in fp32.
+        # Weights and two moments, in fp32: 12 bytes a parameter.
         size = 12 * sum(p.numel() for p in trainer.parameters)
         choice = choose_sharded(self.spec.checkpoint.sharded, whole_bytes=size)
         record.write(self.log, choice)
@@ -325,7 +327,7 @@ class _Job:
         data: Data,
         hashes: dict[str, str],
     ) -> None:
-        """The student and the receipt; `hashes` are those of the models that the run began with."""
+        """Save the student and the receipt; `hashes` are those of the models that the run began with."""
         self.log.write(Phase(name="saving the student", detail=str(self.folder.student)))
         student = whole_student(trainer.student)
         if not self.ranks.first:

@@ -2,12 +2,12 @@
 
 With w = warmup_steps, N = total_steps and s the step counted from 0:
 
-    s <  w            peak * (s + 1) / w                                    never 0; s = w - 1 is
-    the first at the peak s >= w, cosine    peak * (1 - (1 - final_ratio) * (1 - cos(pi x)) / 2)
-    x = (s + 1 - w) / (N - w) s >= w, constant  peak
+    s <  w            peak * (s + 1) / w            never 0; s = w - 1 is the first step at the peak
+    s >= w, cosine    peak * (1 - (1 - final_ratio) * (1 - cos(pi x)) / 2),   x = (s + 1 - w) / (N - w)
+    s >= w, constant  peak
 
-The last step, s = N - 1, has x = 1: exactly peak * final_ratio. Later steps keep that rate. A pure
-function of the step, so a resumed run needs nothing but its step number.
+The last step, s = N - 1, has x = 1, so its rate is exactly peak * final_ratio. Later steps keep that
+rate. The rate is a pure function of the step, so a resumed run needs only its step number.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engine.spec import TrainSection
 
 
 def learning_rate(step: int, train: TrainSection) -> float:
-    """The rate to use for `step`, counted from 0. `train.final_lr_ratio` is the last rate over the peak; a
-    constant ignores it.
+    """Return the learning rate of `step`, counted from 0.
 
-    Raises ValueError for a value outside its range.
+    `train.final_lr_ratio` is the last rate divided by the peak; the constant schedule ignores it. Raises
+    ValueError for a value outside its range.
     """
     peak, warmup_steps, total_steps = train.lr, train.warmup_steps, train.steps
     kind, final_ratio = train.schedule, train.final_lr_ratio
@@ -45,6 +45,6 @@ def learning_rate(step: int, train: TrainSection) -> float:
     if kind == "constant":
         return peak
     if step >= total_steps - 1:
-        return peak * final_ratio  # exactly, where the formula would round
+        return peak * final_ratio  # exact, where the formula would round
     progress = (step + 1 - warmup_steps) / (total_steps - warmup_steps)
     return peak * (1 - (1 - final_ratio) * (1 - math.cos(math.pi * progress)) / 2)

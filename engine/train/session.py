@@ -1,11 +1,12 @@
-"""The steps of one session of a run, and what is asked between them.
+"""The training loop of one session of a run: steps, checks, evaluations and checkpoints.
 
     check -> step, logged -> checks of the step -> evaluation -> checkpoint -> ... -> the last step,
                                                                                   or an earlier end
 
-A session is what one process trains of a run: from a fresh student or a checkpoint, to the last step, to
-train.stop_after, or to a request to stop. Where nobody looks at the run as a step leaves it, the next is
-launched before its numbers are read (`Trainer.steps`); every look is listed in `_may_run_ahead`.
+A session is the part of a run that one process trains: from a fresh student or a checkpoint to the last
+step, to train.stop_after, or to a request to stop. When nothing needs the state of the run as a step left
+it, the next step is launched before the numbers of this one are read (`Trainer.steps`). `_may_run_ahead`
+lists everything that needs it.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ from engine.train.stopping import StopRequest
 from engine.train.trainer import Trainer
 
 MEMORY_SETTLED_AFTER = 3
-"""Steps after which the allocator has seen every phase of a step."""
+"""After this many steps the allocator has seen every phase of a step."""
 SAID_EVERY_S = 10.0
-"""How often an evaluation says how far it is."""
+"""How often an evaluation logs its progress."""
 OF = {
     "teacher": "the teacher",
     "untrained": "the student, not yet trained",
@@ -61,8 +62,10 @@ OF = {
 
 
 class Session:
-    """The loop of the composition root: trains, and writes every step, evaluation, check and checkpoint into
-    the log when it is there. It has the log itself, because what a step shows decides what comes next.
+    """The training loop, part of the composition root.
+
+    It writes every step, evaluation, check and checkpoint to the log as it happens. It holds the log
+    itself, because the result of a step decides what comes next.
     """
 
     def __init__(
@@ -81,17 +84,17 @@ class Session:
         self.spec, self.inputs, self.budget = plan.facts.spec, plan.facts.inputs, plan.budget
         self.keeper, self.checks, self.compiles, self.stop = keeper, checks, compiles, stop
         self.step = 0
-        """The last one that was logged, or the one that a resumed run goes on from; 0 before the first."""
+        """The last logged step, or the step that a resumed run continues from; 0 before the first."""
         self.heldout_losses: dict[str, float] = {}
         """Nats per token: `teacher`, `untrained`, `student`."""
 
     def check(self, trainer: Trainer) -> None:
-        """First-minute checks; whatever fails, all are asked before the run is stopped."""
+        """Run the first-minute checks: all of them, before a failure stops the run."""
         self.log.write(Phase(name="checking"))
         self._answer(self.checks.before_training(self._context(trainer)))
 
     def look_at(self, trainer: Trainer) -> None:
-        """Have the checks after each step look at another trainer of the same run: a sharded one."""
+        """Make the checks after each step look at another trainer of the same run: the sharded one."""
         self.checks.look_at(self._context(trainer))
 
     def evaluate(
@@ -101,7 +104,7 @@ class Session:
         head: Head,
         trainer: Trainer,
     ) -> None:
-        """Logs the held-out loss of `subject`. Raises TrainingFailed for one that is not finite."""
+        """Evaluate `subject` and log its held-out loss. Raises TrainingFailed when it is not finite."""
         begun_s = said_s = time.perf_counter()
         self.log.write(Phase(name="evaluating", detail=OF[subject]))
 
@@ -129,7 +132,7 @@ class Session:
             record.logged(self.log, record.unusable(self.step, "heldout_loss", loss))
 
     def train(self, trainer: Trainer) -> RunFinished | None:
-        """Every step that is left. None when all are done, else how the run ended before that."""
+        """Train all remaining steps. Return None when all are done, else how the session ended before that."""
         spec = self.spec
         self.stop.steps_begin()
         self.step = self.keeper.saved_step = begun_at = trainer.step
@@ -144,7 +147,7 @@ class Session:
             self._log(self.compiles.done())
             self._answer(self.checks.after_step(step))
             if step.step == begun_at + 1:
-                # Whatever torch compiles for itself it has compiled by now.
+                # Whatever torch compiles lazily has been compiled by now.
                 self._log(self.compiles.seal())
             if not step.updated and spec.train.on_non_finite == "stop":
                 names = ", ".join(f"{n} is {name_of_non_finite(v)}" for n, v in step.non_finite())
@@ -193,7 +196,7 @@ class Session:
         )
 
     def _answer(self, results: Iterator[Result]) -> None:
-        """Logs what checks say; TrainingFailed, once all are logged, when one ends the run."""
+        """Log the results of checks, and then raise TrainingFailed if one of them ends the run."""
         worthless = []
         for result in results:
             record.write(self.log, result)
@@ -206,7 +209,7 @@ class Session:
             )
 
     def _past_them(self, failed: Result) -> str:
-        """How to go on although a check failed, and with what risk: a saved run stays its owner's."""
+        """Say how to go on past a failed check, and at what risk: the owner of a saved run decides."""
         if not any(published(self.keeper.folder.checkpoints)):
             return "checks.on_fail=report would go on past it"
         return (
@@ -215,7 +218,7 @@ class Session:
         )
 
     def _may_run_ahead(self, step: int, begun_at: int) -> bool:
-        """Whether nothing will look at the run as `step` leaves it."""
+        """Return whether nothing needs the state of the run as `step` leaves it."""
         spec = self.spec
         looks = (
             step <= begun_at + MEMORY_SETTLED_AFTER
@@ -226,7 +229,7 @@ class Session:
         return not looks and not self.checks.looks_at_weights and self.stop.reason is None
 
     def _paused_at(self, begun_at: int) -> int:
-        """The step after which train.stop_after ends the session; the last step without it."""
+        """Return the step at which train.stop_after ends the session; the last step when it is not set."""
         after = self.spec.train.stop_after
         return begun_at + after if after else self.spec.train.steps
 
@@ -240,8 +243,9 @@ class Session:
             self.log.write(event)
 
     def _save(self, trainer: Trainer, student: Decoder) -> None:
-        """A checkpoint, and what it shows when it is read back; `student` is the whole of one that is
-        sharded.
+        """Save a checkpoint and run the checks that read it back.
+
+        `student` is the full student, gathered if it is sharded.
         """
         saved = self._publish(trainer)
         self._answer(self.checks.at_checkpoint(saved, self.step, student))

@@ -1,18 +1,17 @@
-"""One optimizer step: as it is given to the device, while it is under way, and as the log, the checks
-and the view know it.
+"""One optimizer step: its inputs on the device, the step in flight, and the record of a finished one.
 
-Where the time of a step goes, by the device's own clock.
+`Ledger` measures where the time of a step goes, by the device's own clock:
 
     data | teacher | student | loss | backward | optimizer        each from its mark to the next
 
-Marks are events on the stream: the device notes the time when it gets there, and nobody waits. They are
-read when the step is known to be over, which is one step later where the next one was begun meanwhile.
-The phases of a step then add up to the time from its first mark to its last; what lay between the end of
-the step before and this one's first mark is `idle`: the device had nothing to do. That is known only of
-a step that was begun while the one before was under way; after a pause it would be the pause.
+Marks are CUDA events, recorded on the stream without waiting. They are read once the step is known to be
+over, which is one step later when the next step was launched meanwhile. The phases add up to the time
+from the first mark to the last. The time between the previous step's end and this step's first mark is
+`idle`: the device had no work. It is known only when this step was launched while the previous one was in
+flight; otherwise it would measure the pause between the two.
 
-What a teacher computes on a stream of its own is no phase: `teacher` is how long the step's own stream
-waited for it. On a CPU marks are the host's clock.
+Work of the teacher on a stream of its own is no phase: `teacher` is how long the step's stream waited for
+it. On a CPU, marks are times of the host's clock.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ PHASES = ("data", "teacher", "student", "loss", "backward", "optimizer")
 
 
 class Ledger:
-    """The marks of one step, from its beginning on."""
+    """The time marks of one step."""
 
     def __init__(self, device: torch.device, before: Ledger | None) -> None:
-        """`before` is the step before, when it was still under way."""
+        """`before` is the ledger of the previous step when that step was still in flight."""
         self._cuda = device.type == "cuda"
         self._before = None if before is None else before._marks[-1][1]
         self._marks: list[tuple[str, Any]] = []
 
     def mark(self, phase: str) -> None:
-        """What the device is given from now on belongs to `phase`."""
+        """Count the work launched from now on as `phase`."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -51,16 +50,16 @@ class Ledger:
             self._marks.append((phase, time.perf_counter()))
 
     def end(self) -> None:
-        """The last mark of the step."""
+        """Record the last mark of the step."""
         self.mark("")
 
     def wait(self) -> None:
-        """Until the device is past the last mark: nothing that was given to it later is waited for."""
+        """Wait until the device has passed the last mark, and not for work launched after it."""
         if self._cuda:
             self._marks[-1][1].synchronize()
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase, and `idle` where it is known. Only after `wait`."""
+        """Return the seconds of each phase, and `idle` where it is known. Call `wait` first."""
         found: dict[str, float] = {}
         for (phase, begun), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
             found[phase] = found.get(phase, 0.0) + self._between(begun, ended)
@@ -78,7 +77,7 @@ class Ledger:
 
 
 class Given(NamedTuple):
-    """A micro-batch on the device, and the position where it was taken."""
+    """A micro-batch on the device, and its position in the data."""
 
     batch: Batch
     position: int
@@ -87,20 +86,22 @@ class Given(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """A step that was launched."""
+    """A step that was launched and may still be running on the device."""
 
     ledger: Ledger
     numbers: Tensor
-    """loss, ce, kd, agreement, how many ranks were asked to stop, gradient norm, lowest KL, largest
-    sum of dz: there once the ledger's last mark is passed."""
+    """loss, ce, kd, agreement, number of ranks asked to stop, gradient norm, lowest KL, largest sum of
+    dz. Valid once the ledger's last mark has passed.
+    """
     facts: dict[str, Any]
-    """What the host knows of the Step already."""
+    """The fields of the Step that the host already knows."""
     begun: float
 
 
 class Step(StepDone, frozen=True, kw_only=True, tag="step"):
-    """One optimizer step as it is logged, where every number is there. `kd`, `agreement` and `teacher_s` are None
-    without a teacher in the objective.
+    """One finished optimizer step as it is logged, with every number present.
+
+    `kd`, `agreement` and `teacher_s` are None without a teacher in the objective.
     """
 
     loss: float
@@ -113,11 +114,11 @@ class Step(StepDone, frozen=True, kw_only=True, tag="step"):
 
     @property
     def updated(self) -> bool:
-        """False when a non-finite number kept the weights as they were."""
+        """False when a non-finite number kept the update from being applied."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def broken_invariants(self, temperature: float) -> Iterator[str]:
-        """What the loss says of this step that cannot be true, in words."""
+        """Describe the numbers of this step's loss that are mathematically impossible."""
         most = LARGEST_DZ_SUM * max(1.0, temperature)
         if self.lowest_kl is not None and self.lowest_kl < LOWEST_DIVERGENCE:
             yield (
@@ -131,7 +132,7 @@ class Step(StepDone, frozen=True, kw_only=True, tag="step"):
             )
 
     def non_finite(self) -> Iterator[tuple[str, float]]:
-        """The fields of this step that are NaN or infinite."""
+        """Yield the fields of this step that are NaN or infinite, with their values."""
         for name in ("loss", "ce", "kd", "grad_norm"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):

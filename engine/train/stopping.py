@@ -1,13 +1,14 @@
-"""Why a trainer should stop before its last step, and how it learns of it.
+"""Stop a trainer before its last step: who can request it, and how the trainer finds out.
 
-Three things ask: SIGTERM and SIGINT (finish the step, save, stop; a second one ends the process at
-once), and the death of the supervisor, seen as the end of the keep-alive pipe it holds. The trainer
-looks at `reason` between steps. If the supervisor dies while the trainer hangs inside a step,
-nobody would be left to notice: after `GRACE_S` without an answer the process writes so and leaves.
+There are three sources of a request: SIGTERM, SIGINT (a second signal ends the process at once), and the
+death of the supervisor, which closes the keep-alive pipe that it holds. The trainer reads `reason`
+between steps, finishes the current step, saves and stops. If the supervisor dies while the trainer hangs
+inside a step, nobody is left to notice. So when the trainer has not reacted within `GRACE_S`, the process
+logs that and exits without saving.
 
-Before the first step (reading, tokenising, compiling, loading) there is nothing to finish and nothing to
-save: a request raises `Stopped` wherever the main thread is. Whoever asked sends a second signal when that
-takes more than a second (`engine.signals`), which ends the process also inside native code.
+Before the first step (reading, tokenizing, compiling, loading) there is nothing to finish or to save, so
+a request raises `Stopped` in the main thread at once. If unwinding takes more than about a second, a
+second signal follows (`engine.signals`), which ends the process even inside native code.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GRACE_S = 120.0
 
 
 class StopRequest:
-    """The first request to stop wins; `reason` is None until there is one."""
+    """A request to stop; the first one wins. `reason` is None until there is one."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -36,18 +37,20 @@ class StopRequest:
         self._watches = False
 
     def watch_signals(self) -> None:
-        """Take SIGTERM and SIGINT as requests; the second of them gets the system's default and
-        ends the process. Until `steps_begin` the first one raises `Stopped`.
+        """Handle SIGTERM and SIGINT as requests to stop.
+
+        A second signal has the system's default action and ends the process. Until `steps_begin`, the
+        first one raises `Stopped`.
         """
         self._has_steps, self._watches = False, True
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
             only_once(number)
-        # A closed terminal is the launcher's business; the run goes on.
+        # A closed terminal concerns only the launcher: the run goes on.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def steps_begin(self) -> None:
-        """From here on a request waits for the end of a step."""
+        """Make requests wait for the end of a step from now on."""
         self._has_steps = True
         if not self._watches:
             return
@@ -67,15 +70,13 @@ class StopRequest:
             raise_stopped(number, frame)
 
     def watch_supervisor(self, keep_alive_fd: int, write_note: Callable[[str], None]) -> None:
-        """Ask to stop when the other end of `keep_alive_fd` closes; `write_note` puts a line
-        into the log.
-        """
+        """Request a stop when the other end of `keep_alive_fd` closes; `write_note` writes a line to the log."""
 
         def wait() -> None:
-            # Nothing is ever written to this pipe: read returns when its last writer is gone.
+            # Nothing is ever written to this pipe: `read` returns when its last writer has closed it.
             os.read(keep_alive_fd, 1)
             if self._answered.is_set():
-                return  # the run is over; the supervisor closed it in good order
+                return  # the run is over, and the supervisor closed the pipe normally
             write_note("the supervisor is gone: saving and stopping, so that nothing runs unseen")
             self._request("supervisor lost", EXIT_TERMINATED)
             if self._watches and not self._has_steps:
@@ -96,5 +97,5 @@ class StopRequest:
             self.reason = reason
 
     def answered(self) -> None:
-        """Say that the trainer is acting on it, or has ended by itself."""
+        """Record that the trainer is acting on the request, or has ended by itself."""
         self._answered.set()

@@ -1,24 +1,24 @@
-"""The training step: rows in, one AdamW update out, and its numbers.
+"""The training step: a batch in, one AdamW update out, and the numbers of the step.
 
     loss = alpha * CE + (1 - alpha) * T^2 * KL(teacher || student)
 
 as a mean over the labelled tokens of the whole optimizer step.
 
 A step is `accumulation` forward passes that share one denominator, so splitting a batch differently
-changes rounding and nothing else. The teacher runs first and keeps no graph.
+changes only rounding. The teacher runs first and without autograd.
 
-The host waits for the device at one place, where it reads the numbers of a finished step. Nothing that
-it launches depends on them: whether a step's numbers are finite is decided on the device, and the fused
-optimizer leaves every weight and moment untouched by a step where they are not. So the next step may be
-launched before the numbers of this one are there (`may_run_ahead`), and the device never waits for the
-host; whoever looks at the weights after a step says so, and finds them as that step left them.
+The host waits for the device in one place, where it reads the numbers of a finished step. Nothing that it
+launches depends on them: the device decides whether a step's numbers are finite, and the fused optimizer
+leaves every weight and moment unchanged when they are not. So the next step may be launched before the
+numbers of this one are read (`may_run_ahead`), and the device never waits for the host. A caller that
+needs the weights after a step says so, and finds them as that step left them.
 
-The next batch is taken when the backward pass of the current one has been launched, and a teacher that
-can begin early (`prefetch`) is given it before the optimizer.
+The next batch is fetched once the backward pass of the current one has been launched. A teacher that
+supports it (`prefetch`) starts on that batch before the optimizer runs.
 
-Invariants: the rows in the logged loss are exactly the rows of the update; `lr` is what the
-optimizer used, read back from it; `position` counts the rows of steps that were begun, never of a batch
-that was only looked at.
+Invariants: the rows in the logged loss are exactly the rows of the update; `lr` is read back from the
+optimizer; `position` counts the rows of steps that were begun, and not those of a batch that was only
+fetched ahead.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ from engine.train.step import Given, Ledger, Step, UnderWay
 
 # contract: apr-distill-smoke-validation-v1, distill-batch-honesty-v1
 class Trainer:
-    """Owns the student, its optimizer and the position in the data; yields a Step for each
-    update.
-    """
+    """Owns the student, its optimizer and the position in the data; yields a Step for each update."""
 
     def __init__(
         self,
@@ -70,8 +68,9 @@ class Trainer:
         stop_asked: Callable[[], bool] = lambda: False,
         arrived: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`stop_asked` says whether this process was asked to stop; `arrived` is called with the
-        number of each step when its part of it is done and the others' is waited for.
+        """`stop_asked` returns whether this process was asked to stop. `arrived` is called with the
+        number of each step when this rank has done its part of it and goes on to wait for the other
+        ranks.
         """
         self.ranks = ranks or Ranks()
         self.stop_asked, self.arrived = stop_asked, arrived
@@ -83,31 +82,34 @@ class Trainer:
         self.parameters = [p for p in student.parameters() if p.requires_grad]
         self._fused = train.update == "fused"
         self.graphs: Graphs | None = None
-        """What launches the student's layers, where they are captured."""
+        """The CUDA graphs of the student's layers; None when the layers run without."""
         self.step = 0
         self.position = 0
-        # With alpha = 1 the teacher has no part in the objective, so it is not asked.
+        # With alpha = 1 the teacher is not part of the objective, so it is not run.
         self.teaching = teacher is not None and loss.alpha < 1.0
         self.agrees = self.teaching
-        """Whether the last step says how often teacher and student ranked the same id first."""
+        """Whether the last step measured how often teacher and student agree on the most probable token."""
         self._looks_ahead = True
         self.stops_here = False
-        """Whether the step that was yielded last is the last of its session, because some rank was asked to stop: of
-        several, before the step before it ended, so that all stop after the same one."""
+        """Whether the step yielded last is the last of its session, because some rank was asked to stop.
+        With several ranks, the request was read with the step before, so that all ranks stop after the
+        same step.
+        """
         self._stops_seen = False
-        """Whether some rank was asked to stop, in a step whose numbers were read."""
+        """Whether the numbers of some step have shown that a rank was asked to stop."""
         self._next: Given | None = None
 
     def forget_ahead(self) -> None:
-        """Takes no batch early from now on, and drops the one that was."""
+        """Stop fetching batches ahead, and drop the one that was fetched."""
         self._looks_ahead, self._next = False, None
 
     def steps(self, may_run_ahead: Callable[[int], bool] = lambda step: False) -> Iterator[Step]:
         """Train to the last step of the run, one Step at a time.
 
-        The numbers of step n may be yielded when step n + 1 has been launched already, where
-        `may_run_ahead(n)`: nobody looks at weights, optimizer or position as n left them. It is asked
-        when n has been launched. Ranks may get different answers: each does the same in the same order.
+        `may_run_ahead(n)` is called when step n has been launched. It returns True when nobody needs
+        weights, optimizer or position as step n left them; step n + 1 may then be launched before the
+        numbers of step n are yielded. Ranks may return different values: each runs the same collectives
+        in the same order.
         """
         self.student.train()
         under_way: UnderWay | None = None
@@ -122,8 +124,9 @@ class Trainer:
             under_way = following
 
     def _begin(self, before: UnderWay | None) -> UnderWay:
-        """Launch a step; nothing here waits for the device."""
-        # Begun here: what the caller does between two steps (evaluate, save) is not a step's time.
+        """Launch a step without waiting for the device."""
+        # The clock starts here: what the caller does between two steps (evaluate, save) is not part of a
+        # step.
         begun = time.perf_counter()
         ledger = Ledger(self.device, None if before is None else before.ledger)
         ledger.mark("data")
@@ -145,7 +148,7 @@ class Trainer:
                 self._next = self._give(*self._part_at(self.position, self.ranks.rank))
                 self._announce(self._next)
         ledger.mark("optimizer")
-        # The last two are bounds: they hold for the worst row of all micro-batches.
+        # The last two are bounds: over all micro-batches the worst row counts.
         shares = torch.stack(totals)
         numbers = self._update(shares[:, :4].sum(0), shares[:, 4:].amin(0))
         ledger.end()
@@ -164,8 +167,10 @@ class Trainer:
         return UnderWay(ledger, numbers, facts, begun)
 
     def _update(self, sums: Tensor, bounds: Tensor) -> Tensor:
-        """One update, unless a number of it is not finite; the numbers, on their way to the host.
-        Of `bounds` the least counts.
+        """Apply one update, unless one of its numbers is not finite; return the numbers, on their way to
+        the host.
+
+        `bounds` are reduced over the ranks by their minimum.
         """
         self.arrived(self.step + 1)
         grads = [p.grad for p in self.parameters if p.grad is not None]
@@ -184,18 +189,18 @@ class Trainer:
         return torch.cat([sums, stop, norm[None], bounds]).to("cpu", non_blocking=True)
 
     def _finish(self, done: UnderWay) -> Step:
-        """The numbers of a step that was launched: the one place where the host waits."""
+        """Return the numbers of a launched step: the only place where the host waits."""
         done.ledger.wait()
         loss, ce, kd, agreement, stops, grad_norm, lowest_kl, least_dz = done.numbers.tolist()
         phases = done.ledger.seconds()
-        # By the ledger, which knows when the device was where: this is read when later work may have
-        # been launched, and that takes its time.
+        # Device time, from the ledger: later work may have been launched before this is read, and the
+        # host's clock would include it.
         step_s = sum(phases.values())
         if self.slow_by:
             self._wait(step_s * self.slow_by)
             step_s = time.perf_counter() - done.begun
-        # Of ranks, some may have launched the next step and some not. What was asked in the step before
-        # is known to all, and none has gone on from this one.
+        # Some ranks may have launched the next step and others not. A request that was read with the
+        # previous step is known to all ranks, and none of them has launched a step after this one.
         stops_here = self._stops_seen
         self._stops_seen = self._stops_seen or stops > 0
         # A caller that stops finds the weights as this step left them.
@@ -215,14 +220,16 @@ class Trainer:
         )
 
     def _wait(self, seconds: float) -> None:
-        """The control of an experiment: a step that is known to be slower, by the host's clock."""
+        """Busy-wait, for an experiment whose control is a step that is slower by a known amount."""
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             pass
 
     def _take_batches(self) -> tuple[list[tuple[Batch, int]], int]:
-        """This rank's micro-batches of the next step with their positions, and the labels of all
-        ranks': every rank can read every row, so none has to be asked.
+        """Return this rank's micro-batches of the next step with their positions, and the labels of all
+        ranks.
+
+        Every rank reads the rows of all ranks, so no communication is needed to count the labels.
         """
         taken, labelled = [], 0
         for _ in range(self.train.accumulation):
@@ -233,14 +240,14 @@ class Trainer:
         return taken, labelled
 
     def _part_at(self, position: int, rank: int) -> tuple[Batch, int]:
-        """A rank's micro-batch when all have taken `position` rows, and where it was taken."""
+        """Return a rank's micro-batch when all ranks together have taken `position` rows, and its position."""
         position += rank * self.train.rows
         if self._next is not None and self._next.position == position:
             return self._next.batch, position
         return self.batches.take(position, self.train.rows), position
 
     def _give(self, batch: Batch, position: int) -> Given:
-        """The batch on the device; the one that was looked at before, if it is that."""
+        """Return the batch on the device; the one fetched ahead if it is the same."""
         ahead, self._next = self._next, None
         if ahead is not None and ahead.batch is batch:
             return ahead
@@ -251,18 +258,18 @@ class Trainer:
         return Given(batch, position, tokens_BT, documents_BT)
 
     def _announce(self, given: Given) -> None:
-        """Let a teacher that can begin with the next batch begin."""
+        """Let a teacher that supports it start on the next batch."""
         if self.teaching and self._looks_ahead and isinstance(self.teacher, Prefetches):
             self.teacher.prefetch(given.tokens_BT, given.documents_BT)
 
     def _targets(self, given: Given) -> SparseTargets | None:
-        """What a teacher has to give in the place of hidden states and a head."""
+        """Return the sparse targets of a teacher that gives these instead of hidden states and a head."""
         if not self.teaching or not isinstance(self.teacher, GivesTargets):
             return None
         return self.teacher.targets(given.tokens_BT, given.documents_BT)
 
     def _teacher_output(self, given: Given) -> tuple[Tensor | None, Head | None]:
-        """Hidden states (N, E) and the head; without a teacher in the objective, neither."""
+        """Return hidden states (N, E) and the head; None for both without a teacher in the objective."""
         if not self.teaching or self.teacher is None:
             return None, None
         hidden_BTE = self.teacher.hidden(given.tokens_BT, given.documents_BT)
@@ -271,11 +278,14 @@ class Trainer:
     def _forward_backward(
         self, given: Given, denominator: float, ledger: Ledger
     ) -> tuple[Tensor, float]:
-        """Gradients of one micro-batch; its shares of (loss, ce, kd, agreement) with its bounds, the
-        lowest KL and minus the largest sum of dz; and the host seconds of the teacher.
+        """Run one micro-batch forward and backward, and return its numbers and the teacher's host
+        seconds.
+
+        The numbers are its shares of (loss, ce, kd, agreement) and its two bounds: the lowest KL, and
+        minus the largest sum of dz.
         """
-        # Labels stay on the host: how many there are shapes the loss, and reading that from a GPU
-        # would wait for it.
+        # Labels stay on the host: their count determines the shapes in the loss, and reading it from a
+        # GPU would be a sync.
         labels_N = torch.from_numpy(given.batch.labels_BT).flatten()
         ledger.mark("teacher")
         begun = time.perf_counter()
@@ -309,7 +319,7 @@ class Trainer:
             targets=targets,
             undivided=True,
         )
-        # Draws do not say which id the teacher ranks first.
+        # Sampled targets do not tell the teacher's most probable token.
         self.agrees = terms.agreement is not None
         ledger.mark("backward")
         torch.autograd.backward(terms.loss)
@@ -327,7 +337,7 @@ class Trainer:
     def hidden(
         self, tokens_BT: Tensor, documents_BT: Tensor, embedded_BTD: Tensor | None = None
     ) -> Tensor:
-        """The student's hidden states of a training batch, as steps compute them."""
+        """Return the student's hidden states for a training batch, computed as in a training step."""
         if self.graphs is None or not self.graphs.takes(tokens_BT):
             return self.student.hidden(tokens_BT, documents_BT, embedded_BTD)
         if embedded_BTD is None:
@@ -339,7 +349,7 @@ class Trainer:
         return found_BTD
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """bf16 products over fp32 master weights on a GPU; nothing in fp32."""
+        """Return bf16 autocast over fp32 master weights on a GPU; no autocast in fp32."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)

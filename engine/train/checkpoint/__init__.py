@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or refused by name, kept, deleted, restored."""
+"""Checkpoints of a run: saving, verification, retention and restoring."""

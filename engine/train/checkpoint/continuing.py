@@ -1,12 +1,16 @@
-"""How a run goes on, and the checkpoints that its log says are safe against those that are there. No torch.
+"""Resuming a run: compare what its log promises with the checkpoints on disk. No torch.
 
-A checkpoint is written into the log only once it is on disk, and the newest is never deleted by the
-engine: one that is missing was taken by somebody else, or by a disk. Then nothing is begun again unasked.
+A checkpoint is logged only once it is on disk, and the engine never deletes the newest one. So when a
+logged checkpoint is missing, somebody else deleted it or the disk lost it. The run is then not restarted
+from step 0 unless the user allows it.
 
-What may change between two sessions of one run: settings are those of effective.json, and the command that
-resumes changes them only for keys named with `--allow-change`; effective.json lists each change. Versions
-may change: the run goes on, and says that its curve is not bit for bit the one it would have had. A teacher
-with other weights is refused: from there on the student would learn something else.
+What may change between two sessions of a run:
+
+    settings    They come from effective.json. The resuming command can change only keys named with
+                `--allow-change`, and effective.json records each change.
+    versions    They may change. The log then says that the curve is not bit for bit the one an
+                unchanged environment would have given.
+    teacher     Different weights are refused: the student would learn from another model from then on.
 """
 
 from __future__ import annotations
@@ -25,14 +29,17 @@ _VERSIONS = ("engine", "python", "torch", "device")
 
 
 def written_sha256(folder: RunFolder) -> str:
-    """The hash of the settings as they were written down: an engine that has gained settings since gives
-    them their defaults, and the run is the same one."""
+    """Return the hash of the settings as they were written.
+
+    An engine that has gained settings since fills them in with their defaults; it is still the same run.
+    """
     return settings_sha256(folder.read_effective()["spec"])
 
 
 def changes_since(folder: RunFolder, spec_sha256: str) -> list[str] | None:
-    """The allowed changes of settings since `spec_sha256` was the hash of them all, in words; None when
-    that hash never was.
+    """Describe the allowed changes of settings made since `spec_sha256` was the hash of all settings.
+
+    Returns None when the settings never had that hash.
     """
     changes: list[dict[str, Any]] = folder.read_effective().get("changes", [])
     try:
@@ -47,7 +54,7 @@ def changes_since(folder: RunFolder, spec_sha256: str) -> list[str] | None:
 
 
 def versions_changed(before: RunView | None, now: RunStarted) -> str:
-    """What the earlier session ran with and this one does not, in words; empty when nothing."""
+    """Describe the versions that differ from the earlier session; empty when none does."""
     if before is None or before.started is None:
         return ""
     changed = [
@@ -65,9 +72,9 @@ def versions_changed(before: RunView | None, now: RunStarted) -> str:
 def check_same_teacher(
     before: RunView | None, sha256: str, source: str, backend: str, precision: str
 ) -> None:
-    """Raises CheckpointError when an earlier session had other weights out of the same file.
+    """Raise CheckpointError when an earlier session read different weights from the same file.
 
-    Weights that are held in another form have another hash, and are not compared.
+    Weights held in another form (backend or precision) have another hash, so they are not compared.
     """
     known = before.models.get("teacher") if before else None
     if before is None or known is None:
@@ -86,18 +93,18 @@ def check_same_teacher(
 
 
 def resume_command(folder: RunFolder) -> str:
-    """The command that continues a run, as it is typed in a shell."""
+    """Return the shell command that resumes a run."""
     return f"engine distill --resume {shlex.quote(str(folder.path))}"
 
 
 def past_checks(folder: RunFolder) -> str:
-    """The command that continues a run past checks that fail, which are then reported and stop nothing."""
+    """Return the command that resumes a run and only reports failing checks instead of stopping at them."""
     key = "checks.on_fail"
     return f"{resume_command(folder)} --set {key}=report --allow-change {key}"
 
 
 def was_stopped_by_checks(view: RunView) -> bool:
-    """Whether the last session ended because a check failed: to resume the run as it is would end so again."""
+    """Return whether the last session ended because a check failed; a plain resume would then fail again."""
     if view.finished is None or view.finished.state != "failed":
         return False
     failed = [check for check in view.checks.values() if check.level == "fail"]
@@ -105,12 +112,12 @@ def was_stopped_by_checks(view: RunView) -> bool:
 
 
 def promised_step(view: RunView) -> int | None:
-    """The step of the newest checkpoint that the log says is safe; None when it names none."""
+    """Return the step of the newest checkpoint that the log reports as saved; None when there is none."""
     return max((saved.step for saved in view.checkpoints), default=None)
 
 
 def check_promised(folder: RunFolder, view: RunView, allow_restart: bool) -> None:
-    """Raises CheckpointError when the log promises a checkpoint and there is none at all."""
+    """Raise CheckpointError when the log reports a saved checkpoint and none is on disk."""
     promised = promised_step(view)
     if promised is None or allow_restart or any(published(folder.checkpoints)):
         return
@@ -126,7 +133,7 @@ def check_promised(folder: RunFolder, view: RunView, allow_restart: bool) -> Non
 
 
 def missing_newest(folder: RunFolder, view: RunView) -> str:
-    """That the newest checkpoint is gone, and from which the run goes on; empty when it is there."""
+    """Say that the newest checkpoint is missing and where the run continues; empty when it is present."""
     promised = promised_step(view)
     newest = next(map(step_of, published(folder.checkpoints)), None)
     if promised is None or newest is None or newest >= promised:

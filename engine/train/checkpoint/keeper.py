@@ -1,15 +1,15 @@
-"""The checkpoints of one run: written, kept, deleted, and restored from.
+"""The checkpoints of one run: saving, retention and restoring.
 
-The newest `checkpoint.keep_last` and the best by held-out loss are kept. A checkpoint is said to
-exist only once it is safe, and what it replaces is deleted only after that.
+The newest `checkpoint.keep_last` and the best by held-out loss are kept. A checkpoint is logged only once
+it is safe on disk, and older ones are deleted only after that.
 
-Every rank may write its own part of one: the first leads, the others follow.
+Every rank may write its own part of a checkpoint. The first rank leads and the others follow:
 
-    first     checkpoint.save makes the partial folder ── tells ──> every rank writes its part,
-              <── size and sha256 of each ──                        fsyncs it and hashes it
-              manifest, fsync, rename, as of any other checkpoint
+    first     checkpoint.save makes the partial folder ── its path ──> every rank writes its part,
+              <── size and sha256 of each part ──                      fsyncs it and hashes it
+              manifest, fsync, rename, as for any other checkpoint
 
-No rank has more than its own part in memory. What fails on one fails on all, before anything is
+No rank holds more than its own part in memory. A failure on one rank fails on all, before anything is
 published.
 """
 
@@ -46,8 +46,10 @@ from engine.train.trainer import Trainer
 
 
 class Parts:
-    """The parts of one checkpoint: `write_into` for `checkpoint.save` on the first rank, `follow` on
-    every other.
+    """The parts of one sharded checkpoint.
+
+    The first rank passes this to `checkpoint.save`, which calls `write_into`; every other rank calls
+    `follow`.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], ranks: Ranks, device: torch.device) -> None:
@@ -56,22 +58,28 @@ class Parts:
 
     @property
     def size_bytes(self) -> int:
-        """Of all ranks together, without the headers of the files."""
+        """Size in bytes over all ranks, without the headers of the files."""
         return sum(t.numel() * t.element_size() for t in self._tensors.values())
 
     def write_into(self, folder: Path) -> Mapping[str, FileRecord]:
-        """The files of all ranks in `folder`, on disk in full. OSError or CheckpointError."""
+        """Write the files of all ranks into `folder` and return their records once all are on disk.
+
+        Raises OSError or CheckpointError.
+        """
         self._told = True
         self._ranks.tell(str(folder))
         return self._write(folder)
 
     def give_up(self) -> None:
-        """Let the others go, when there was no folder to write into."""
+        """Release the other ranks if there was no folder to write into."""
         if not self._told:
             self._ranks.tell(None)
 
     def follow(self) -> None:
-        """Write this rank's part where the first says. CheckpointError when that could not begin."""
+        """Write this rank's part into the folder that the first rank sends.
+
+        Raises CheckpointError when the first rank could not begin.
+        """
         told = self._ranks.tell(None)
         if told is None:
             raise CheckpointError("checkpoint: the first rank could not begin to write it")
@@ -114,7 +122,7 @@ class Keeper:
         *,
         sync_log: Callable[[], None],
     ) -> None:
-        """`sync_log` returns when every line that was yielded is on the disk."""
+        """`sync_log` returns when every line that was yielded is on disk."""
         self.folder, self.spec, self.sync_log = folder, spec, sync_log
         self.ranks = ranks or Ranks()
         self.sharded = False
@@ -124,9 +132,11 @@ class Keeper:
         self.best_step: int | None = None
 
     def save(self, trainer: Trainer, heldout_loss: float | None) -> Logged[Path]:
-        """Publish a checkpoint, say so once it is safe, then delete what is no longer kept; returns
-        where it is. Of several ranks the first writes, and the others give it their parts, or write
-        them themselves.
+        """Publish a checkpoint, log it once it is safe, then delete what is no longer kept; returns its
+        path.
+
+        With several ranks, the first writes; the others send it their parts, or write them themselves
+        when checkpoints are sharded.
         """
         # One pass over the weights, far cheaper than writing them.
         with torch.no_grad():
@@ -148,7 +158,7 @@ class Keeper:
             state.take_part(files) if parts is None else parts.follow()
             self.ranks.wait_for_all()
             return next(published(self.folder.checkpoints))
-        # A run goes on from a checkpoint: the log must not have lost the steps that led to it.
+        # A run resumes from a checkpoint, so the log must hold all steps that led to it.
         self.sync_log()
         try:
             saved = checkpoint.save(self.folder.checkpoints, trainer.step, files, parts=parts)
@@ -176,12 +186,13 @@ class Keeper:
         allow_fallback: bool,
         allow_restart: bool = False,
     ) -> Logged[dict[str, float]]:
-        """Continue from the newest checkpoint; the trainer stays at step 0 when the run died before
-        its first. `before` is what the log says of the earlier sessions; returns the held-out losses
-        it knows up to the step restored.
+        """Resume from the newest checkpoint; without one the trainer stays at step 0.
 
-        Raises CheckpointError when the newest is damaged, unless `allow_fallback`, and when the log
-        promised one and there is none at all, unless `allow_restart`."""
+        `before` is the log of the earlier sessions. Returns the held-out losses that it holds up to the
+        restored step. Raises CheckpointError when the newest checkpoint is damaged, unless
+        `allow_fallback`, and when the log reports a checkpoint and there is none at all, unless
+        `allow_restart`.
+        """
         check_promised(self.folder, before, allow_restart)
         last = (
             newest(self.folder.checkpoints, allow_fallback)

@@ -1,11 +1,11 @@
-"""What a published checkpoint must hold, and the check that it does.
+"""What a published checkpoint must contain, and the check that it does.
 
     MANIFEST.json   {"schema": 1, "step": 1000, "files": {name: {"sha256": hex, "size": bytes}}}
 
-A step is good when its folder holds exactly the manifest's files and each has its size and sha256.
-Published steps are tried from the newest down. One that is not good is refused by name; going on to
-an older one is the caller's decision, and what was passed over is listed. Folders being written,
-deleted or set aside have other names than `step-NNNNNNNN` and are never read.
+A checkpoint verifies when its folder holds exactly the manifest's files, each with its size and sha256.
+Published checkpoints are tried from the newest down. One that does not verify is refused by name. The
+caller decides whether to fall back to an older one, and the refused ones are listed. Folders that are
+being written, deleted or set aside are not named `step-NNNNNNNN` and are never read.
 """
 
 from __future__ import annotations
@@ -46,16 +46,14 @@ class VerifiedCheckpoint:
     files: Mapping[str, FileRecord]
     manifest_sha256: str
     refused: tuple[tuple[Path, str], ...] = ()
-    """Newer checkpoints that were passed over, newest first, each with the reason. Say so to the
-    user.
-    """
+    """Newer checkpoints that were refused, newest first, each with the reason. Report them to the user."""
 
 
 # contract: checkpoint-protocol-v1
 def verify(path: Path) -> VerifiedCheckpoint:
     """Compare every byte of one published checkpoint with its manifest.
 
-    Raises CheckpointError that names the file, and for a changed file what was expected and found.
+    Raises CheckpointError, which names the file and, for a changed file, what was expected and found.
     """
     name = _PUBLISHED.fullmatch(path.name)
     if name is None:
@@ -69,11 +67,11 @@ def verify(path: Path) -> VerifiedCheckpoint:
 
 
 def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | None:
-    """The newest published checkpoint, verified; None when the folder holds none.
+    """Return the newest published checkpoint, verified; None when the folder holds none.
 
-    When it does not verify, raises CheckpointError, or with `allow_fallback` goes on to the newest
-    that does and lists what it passed over in `refused`. When none verifies, raises either way: a
-    run with damaged checkpoints is not a new run.
+    When the newest does not verify, raises CheckpointError; with `allow_fallback`, returns the newest one
+    that does verify and lists the others in `refused`. When none verifies, raises either way: a run with
+    damaged checkpoints is not a new run.
     """
     refused: list[tuple[Path, str]] = []
     for path in published(folder):
@@ -99,7 +97,7 @@ def newest(folder: Path, allow_fallback: bool = False) -> VerifiedCheckpoint | N
 
 
 def manifest_bytes(step: int, records: Mapping[str, FileRecord]) -> bytes:
-    """The manifest's file content: the same records give the same bytes."""
+    """Return the content of the manifest file; equal records give equal bytes."""
     files = {
         name: {"sha256": record.sha256, "size": record.size} for name, record in records.items()
     }
@@ -108,17 +106,17 @@ def manifest_bytes(step: int, records: Mapping[str, FileRecord]) -> bytes:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a data file may have this name: no path, not hidden, not the manifest's own."""
+    """Return whether a data file may have this name: no path, not hidden, and not the manifest."""
     return _FILE_NAME.fullmatch(name) is not None and name != MANIFEST
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a published checkpoint."""
+    """Return the step in the name of a published checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
 def published(folder: Path) -> Iterator[Path]:
-    """Paths named like a published checkpoint, newest first; any other name is not ours to read."""
+    """Yield the paths named like a published checkpoint, newest first; all other names are ignored."""
     try:
         names = sorted(entry.name for entry in folder.iterdir() if _PUBLISHED.fullmatch(entry.name))
     except (FileNotFoundError, NotADirectoryError):
@@ -153,8 +151,10 @@ def _verify_folder(path: Path, step: int) -> VerifiedCheckpoint:
 
 
 def _read_manifest(path: Path, raw: bytes, step: int) -> dict[str, FileRecord]:
-    """The manifest's files. Every key and type is required and no other is allowed: a flipped bit
-    is no new field.
+    """Return the manifest's files.
+
+    Every key and type is required and no other key is allowed, so that a flipped bit is not read as a new
+    field.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -196,12 +196,12 @@ def _is_integer(value: object) -> bool:
 
 
 def digest_of(path: Path) -> tuple[int, str]:
-    """Size in bytes and sha256 of a file."""
+    """Return the size in bytes and the sha256 of a file."""
     with open_regular(path, "checkpoint", error=CheckpointError) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
 
 def refusal(where: Path, expected: str, found: str) -> CheckpointError:
-    """The error of a checkpoint that cannot be used."""
+    """Return the error for a checkpoint that cannot be used."""
     return CheckpointError(f"checkpoint: {where} — expected {expected}, found {found}")

@@ -1,11 +1,12 @@
-"""What the next optimizer step of a run depends on, taken out of a live model and put back into one.
+"""Training state: what the next optimizer step depends on, captured from a live model and restored into
+one.
 
-Student, AdamW's moments, random number generators, the step, and where the data continues. The learning
-rate and the other settings of the optimizer are not state: they follow from the spec and the step. So on
-the same machine a restored run takes bit for bit the steps that the saved one would.
+It consists of the student, AdamW's moments, the random number generators, the step and the position in
+the data. The learning rate and the other optimizer settings are not state: they follow from the spec and
+the step. So on the same machine a restored run takes bit for bit the same steps as the saved one.
 
-Restoring compares every name, shape and dtype first and lists all that differ; only then is anything
-written into the live model and optimizer. On disk there is no pickle, safetensors and JSON only:
+Restoring first compares every name, shape and dtype, and lists all differences; only then does it write
+into the live model and optimizer. The files are safetensors and JSON, never pickle:
 
     student.safetensors     parameters and persistent buffers by name; a tied tensor once, under its
                             first name
@@ -14,10 +15,10 @@ written into the live model and optimizer. On disk there is no pickle, safetenso
     state.json              step, seed, data position, best held-out loss, spec hash, tied names,
                             parameters that AdamW has not moved
 
-A student that is sharded over several GPUs is written whole, as any other: its tensors are gathered
-one at a time, by every rank in the same order. Or every rank writes what it has (`checkpoint.sharded`);
-`shard-*.safetensors` then stand in the place of the first two files, with the student's names behind
-"student/". Either is read as whole tensors, by any number of processes.
+A student that is sharded over several GPUs is written unsharded, like any other: its tensors are gathered
+one at a time, by every rank in the same order. With `checkpoint.sharded`, every rank writes its own parts
+instead: `shard-*.safetensors` replace the first two files, and the student's names are prefixed with
+"student/". Both forms are read back as full tensors, by any number of processes.
 
 safetensors layout (little-endian): u64 header length, JSON header padded with spaces to 8 bytes, tensor
 bytes.
@@ -65,9 +66,10 @@ assert sys.byteorder == "little", (
 
 
 def pack(state: TrainingState, *, sharded: bool = False) -> dict[str, bytes | Writer]:
-    """The files of a checkpoint, for `checkpoint.save`; without those tensors that are `sharded` over
-    ranks, which write them themselves. Tensors are copied to the host one at a time while they are
-    written.
+    """Return the files of a checkpoint, for `checkpoint.save`.
+
+    With `sharded`, the student and the optimizer are left out: the ranks write them. Tensors are copied
+    to the host one at a time while they are written.
     """
     scalars = {"schema": SCHEMA} | {name: getattr(state, name) for name in SCALARS}
     tensors = {STUDENT_FILE: state.student, OPTIMIZER_FILE: state.optimizer}
@@ -79,15 +81,16 @@ def pack(state: TrainingState, *, sharded: bool = False) -> dict[str, bytes | Wr
 
 
 def sharded_tensors(state: TrainingState) -> dict[str, Tensor]:
-    """What `pack` leaves to the ranks, by the names in their files."""
+    """Return the tensors that `pack` leaves to the ranks, by the names in their files."""
     return {STUDENT_PREFIX + name: tensor for name, tensor in state.student.items()} | dict(
         state.optimizer
     )
 
 
 def take_part(files: Mapping[str, bytes | Writer]) -> None:
-    """Give the first rank this one's parts of what it writes: a collective for every sharded tensor,
-    in the order of the files. Nothing is kept.
+    """Take part in gathering the tensors that the first rank writes, and keep nothing.
+
+    This is a collective for every sharded tensor, in the order of the files.
     """
     for content in files.values():
         if not isinstance(content, bytes):
@@ -100,8 +103,9 @@ class _Nowhere:
 
 
 def unpack(checkpoint: VerifiedCheckpoint) -> TrainingState:
-    """Read a verified checkpoint back, tensors on the CPU. Raises CheckpointError when it is not a
-    training state.
+    """Read a verified checkpoint back, with tensors on the CPU.
+
+    Raises CheckpointError when it is not a training state.
     """
     wanted = {STUDENT_FILE, OPTIMIZER_FILE, RNG_FILE, STATE_FILE}
     names = {name for name in checkpoint.files if not is_part(name)}
@@ -138,7 +142,7 @@ def _read_sharded(checkpoint: VerifiedCheckpoint) -> _Tensors:
 
 
 class TensorWriter:
-    """Named tensors as one safetensors file, in host memory one tensor at a time."""
+    """Writes named tensors as one safetensors file, copying one tensor at a time to host memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         # Wide elements first, so that every tensor starts at a multiple of its own element size.
@@ -166,33 +170,32 @@ def _mismatch(where: Path, expected: str, found: str) -> CheckpointError:
 SCALARS = (
     "step", "seed", "spec_sha256", "position", "best_held_out_loss", "tied", "unmoved",
 )  # fmt: skip
-"""Fields of a `TrainingState` that state.json holds, beside its schema."""
+"""Fields of a `TrainingState` that state.json holds, in addition to its schema."""
 ADAMW_KEYS = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps for each parameter it has moved."""
+"""AdamW's state for each parameter that it has updated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """What the next optimizer step depends on. From `capture` the tensors are the live ones: write
-    them before the next step.
+    """Everything that the next optimizer step depends on.
+
+    The tensors of a state from `capture` are the live ones: write them before the next step.
     """
 
     step: int
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     seed: int
     spec_sha256: str
     position: Mapping[str, int]
-    """Where the data source continues, in its own words."""
+    """Where the data source continues, in its own format."""
     best_held_out_loss: float | None
     """Nats; None before the first evaluation."""
     student: Mapping[str, Tensor]
     tied: Mapping[str, str]
-    """Second name of a tied tensor -> the name under which `student` holds it."""
+    """The second name of each tied tensor, with the first name, under which `student` holds it."""
     optimizer: Mapping[str, Tensor]
     unmoved: tuple[str, ...]
-    """Parameters the optimizer holds without state: frozen ones, and all of them before the first
-    step.
-    """
+    """Parameters for which the optimizer has no state: frozen ones, and all of them before the first step."""
     rng: Mapping[str, Tensor]
 
 
@@ -206,10 +209,10 @@ def capture(
     position: Mapping[str, int],
     best_held_out_loss: float | None,
 ) -> TrainingState:
-    """The state as it is now, without copying any tensor.
+    """Capture the current state without copying any tensor.
 
-    Raises ValueError for an optimizer whose state is not exp_avg, exp_avg_sq and step (amsgrad),
-    for one that holds a parameter the model does not name, and for a best loss that is not finite.
+    Raises ValueError for an optimizer whose state is not exp_avg, exp_avg_sq and step (amsgrad), for one
+    that holds a parameter the model does not name, and for a best loss that is not finite.
     """
     if best_held_out_loss is not None and not math.isfinite(best_held_out_loss):
         raise ValueError(
@@ -246,7 +249,7 @@ def capture(
 def capture_trainer(
     trainer: Trainer, spec: RunSpec, best_held_out_loss: float | None = None
 ) -> TrainingState:
-    """The state of a run as it is now, without copying any tensor."""
+    """Capture the current state of a run without copying any tensor."""
     return capture(
         trainer.student,
         trainer.optimizer,
@@ -259,17 +262,17 @@ def capture_trainer(
 
 
 def restore_trainer(state: TrainingState, trainer: Trainer) -> None:
-    """Put the state of a run into its trainer. Raises CheckpointError as `restore` does."""
+    """Restore the state of a run into its trainer. Raises CheckpointError as `restore` does."""
     restore(state, trainer.student, trainer.optimizer)
     trainer.step, trainer.position = state.step, state.position["rows"]
 
 
 # contract: checkpoint-protocol-v1
 def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-    """Put a state into a live model and its optimizer, and set the random number generators.
+    """Restore a state into a live model and its optimizer, and set the random number generators.
 
-    Raises CheckpointError that lists every missing, unexpected or misshapen name, with nothing
-    changed yet.
+    Raises CheckpointError, before anything is changed, that lists every missing, unexpected or misshapen
+    name.
     """
     student, tied = _named_tensors(model)
     problems = _differences("student tensor", state.student, student)
@@ -324,7 +327,7 @@ def restore(state: TrainingState, model: nn.Module, optimizer: torch.optim.AdamW
 
 
 def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by their first name, and second names -> first name."""
+    """Return parameters and persistent buffers by their first name, and a map from second to first names."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first_names: dict[int, str] = {}
@@ -338,7 +341,7 @@ def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 
 
 def _optimized(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by name, in the model's order."""
+    """Return the optimizer's parameters by name, in the model's order."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = {
         name: parameter for name, parameter in model.named_parameters() if id(parameter) in held
@@ -372,7 +375,7 @@ def _differences(what: str, found: Mapping[str, Tensor], live: Mapping[str, Tens
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A copy with the parameter's device, memory layout and sharding, as AdamW allocates its moments."""
+    """Copy a value with the parameter's device, memory layout and sharding, as AdamW allocates its moments."""
     like = torch.empty_like(parameter, memory_format=torch.preserve_format)
     put(like, value)
     return like

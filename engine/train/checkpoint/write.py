@@ -1,5 +1,4 @@
-"""Checkpoints that are complete or refused by name: the layout, how one is written,
-and which are kept. No torch.
+"""Write and delete checkpoints so that each is either complete or refused by name. No torch.
 
     <folder>/                          one directory, one filesystem, one writer
       step-00001000/                   published
@@ -9,30 +8,33 @@ and which are kept. No torch.
       step-00000500.trash-<pid>/       being deleted
       step-00001500.refused-<pid>/     did not verify and was set aside
 
-Saving: free space at least 1.5 times the size; mkdir the partial folder; each file created
-exclusively, written, fsynced, closed; the manifest last, in the same way; fsync the partial folder;
-one rename; fsync the parent. When `save` returns, all of it is on disk, and the caller may
-acknowledge it. A crash before the rename leaves a partial folder that nothing reads and the next
-save removes. A crash after it leaves a checkpoint that is published but was never acknowledged,
-which is allowed; the reverse cannot happen. A published step is never written again.
+Saving requires free space of 1.5 times the size. Then: mkdir the partial folder; create each file
+exclusively, write, fsync and close it; write the manifest last, in the same way; fsync the partial
+folder; one rename; fsync the parent. When `save` returns, all of it is on disk, and the caller may
+acknowledge it. A crash before the rename leaves a partial folder that nothing reads and the next save
+removes. A crash after it may leave a checkpoint that is published but was never acknowledged, which is
+allowed; the reverse cannot happen. A published step is never written again.
 
-One writer per folder is the caller's promise: partial folders of this process or of dead ones are
-swept. Covered: death or an I/O error at any operation, loss of bytes that were not fsynced, bit
-rot. Not covered: a disk that lies about fsync.
+The caller must ensure that there is one writer per folder: partial folders of this process and of dead
+processes are deleted.
 
-The operating-system calls that change a checkpoint folder are in one place, `FileCalls`: a test can fail any
+Covered: death or an I/O error at any operation, loss of bytes that were not fsynced, bit rot. Not
+covered: a disk that lies about fsync.
+
+All operating-system calls that change a checkpoint folder go through `FileCalls`, so a test can fail any
 one of them, or cut the power after it.
 
-Which checkpoints stay, and what becomes of the others:
+Retention:
 
-    published                 the newest `keep_last` stay, those that are named, and the newest that verifies
-      -> .trash-<pid>         is being deleted: no longer published, whatever is left of it
-      -> .refused-<pid>       did not verify: kept, so that its step can be saved again
-    .partial-<pid>            was being written when its process died, or is by one that lives
+    published                 the newest `keep_last`, the explicitly kept steps, and the newest that
+                              verifies are kept
+      -> .trash-<pid>         being deleted: no longer published, whatever is left of it
+      -> .refused-<pid>       did not verify: its files are kept, and its step can be saved again
+    .partial-<pid>            being written by a live process, or abandoned by one that died
 
-A folder is renamed before any of its files is touched, so a death in the middle leaves no half of a
-checkpoint. What processes that are dead left half written or half deleted is swept away with the next
-change; partial folders of live processes are kept.
+A folder is renamed before any of its files is deleted, so a crash never leaves half a checkpoint. Folders
+that dead processes left half written or half deleted are removed with the next change; partial folders of
+live processes are kept.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ from engine.units import format_bytes
 
 
 class FileCalls:
-    """Each method is one call, and raises its OSError."""
+    """The operating-system calls: each method is one call, and raises its OSError."""
 
     def free_bytes(self, folder: Path) -> int:
         room = os.statvfs(folder)
@@ -101,7 +103,9 @@ OS_CALLS = FileCalls()
 
 
 def sync_folder(path: Path, calls: FileCalls) -> None:
-    """Returns when the names in a folder are on disk: a file that was synced is found again only then."""
+    """fsync a folder, so that the names in it are on disk: without this, a crash can lose a synced file's
+    name.
+    """
     descriptor = calls.open_folder(path)
     try:
         calls.sync(descriptor)
@@ -116,12 +120,12 @@ _LEFTOVER = re.compile(r"step-[0-9]{8}\.(?:partial|trash)-([0-9]+)")
 def prune(
     folder: Path, keep_last: int, keep: Collection[int] = (), *, calls: FileCalls = OS_CALLS
 ) -> tuple[int, ...]:
-    """Delete old checkpoints and return their steps: all but the newest `keep_last` and the steps
-    in `keep`.
+    """Delete old checkpoints and return their steps: all but the newest `keep_last` and the steps in
+    `keep`.
 
-    The newest checkpoint that verifies is never deleted, and when none verifies nothing is. Each is
-    renamed to `.trash` first, so a death in the middle leaves no half of a checkpoint. Call it only
-    after a save that returned; it stops at the first I/O error with CheckpointError or DiskFull.
+    The newest checkpoint that verifies is never deleted, and when none verifies nothing is deleted. Each
+    is renamed to `.trash` first, so that a crash never leaves half a checkpoint. Call this only after a
+    save that returned. It stops at the first I/O error with CheckpointError or DiskFull.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last: expected 1 or more, found {keep_last}")
@@ -153,9 +157,7 @@ def prune(
 
 
 def set_aside(path: Path, *, calls: FileCalls = OS_CALLS) -> Path:
-    """Rename a refused checkpoint so that its step can be saved again, keeping its files; returns
-    the new path.
-    """
+    """Rename a refused checkpoint so that its step can be saved again, keeping its files; return the new path."""
     target = path.with_name(f"{path.name}.refused-{os.getpid()}")
     try:
         calls.rename(path, target)
@@ -166,9 +168,7 @@ def set_aside(path: Path, *, calls: FileCalls = OS_CALLS) -> Path:
 
 
 def sweep(folder: Path, calls: FileCalls) -> None:
-    """Remove what dead processes left half written or half deleted, and what this process failed to
-    remove.
-    """
+    """Delete what dead processes left half written or half deleted, and what this process failed to delete."""
     for entry in sorted(folder.iterdir()):
         leftover = _LEFTOVER.fullmatch(entry.name)
         if leftover is None or entry.is_symlink() or not entry.is_dir():
@@ -179,34 +179,33 @@ def sweep(folder: Path, calls: FileCalls) -> None:
 
 
 def remove_partial(partial: Path, calls: FileCalls) -> None:
-    """Remove a failed partial folder. An I/O error here must not hide the one that is being
-    reported.
-    """
+    """Delete a failed partial folder. An I/O error here must not hide the one that is being reported."""
     with contextlib.suppress(OSError):
         _delete_tree(partial, calls)
 
 
 def _is_owned(leftover: Path, pid: int) -> bool:
-    """Whether the process that a folder is named for lives and is older than it: pids are used again,
-    in a container soonest, where they begin at 1 with every start.
+    """Return whether the process that a folder is named for is alive and older than the folder.
+
+    Pids are reused, soonest in a container, where they begin at 1 with every start.
     """
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # somebody else's, and alive
+        pass  # another user's process, and alive
     ticks = Host().process(pid).start_ticks.number
     if ticks is None:
         return True
     booted_unix_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     started_unix_s = booted_unix_s + ticks / os.sysconf("SC_CLK_TCK")
-    # A tick is 10 ms, and the two clocks are not read at once.
+    # A tick is 10 ms, and the two clocks are not read at the same time.
     return leftover.stat().st_mtime >= started_unix_s - 1.0
 
 
 def _delete_tree(path: Path, calls: FileCalls) -> None:
-    """Delete a folder of plain files; it holds no others, because only `save` makes it."""
+    """Delete a folder of plain files; it holds nothing else, because only `save` creates it."""
     for entry in sorted(path.iterdir()):
         calls.remove_file(entry)
     calls.remove_folder(path)
@@ -230,26 +229,24 @@ class Sink(Protocol):
 
 
 class Writer(Protocol):
-    """Content that is written piece by piece, so that it need not be in memory as a whole."""
+    """Content that is written piece by piece, so that it need not be in memory all at once."""
 
     @property
     def size_bytes(self) -> int:
-        """Exactly how much `write_to` will write: the free space is checked against it before
-        anything is created.
-        """
+        """Exactly how many bytes `write_to` will write; the free space is checked against it first."""
         ...
 
     def write_to(self, sink: Sink) -> None: ...
 
 
 class SharedParts(Protocol):
-    """Files that several processes write, this one among them (`engine.train.checkpoint.keeper`)."""
+    """Files that several processes write, including this one (`engine.train.checkpoint.keeper`)."""
 
     @property
     def size_bytes(self) -> int: ...
 
     def write_into(self, folder: Path, /) -> Mapping[str, FileRecord]:
-        """Have them written into the partial folder; what each holds once all are on disk."""
+        """Write the files of all processes into the partial folder; return their records once all are on disk."""
         ...
 
 
@@ -259,7 +256,7 @@ class Saved:
 
     path: Path
     bytes: int
-    """Data files and manifest together."""
+    """Size of data files and manifest together."""
     seconds: float
     manifest_sha256: str
 
@@ -273,13 +270,15 @@ def save(
     parts: SharedParts | None = None,
     calls: FileCalls = OS_CALLS,
 ) -> Saved:
-    """Write one checkpoint and return when it is safe on disk. `folder` is made if its parent
-    exists. `parts` are files that other processes write to it too.
+    """Write one checkpoint and return when it is safe on disk.
 
-    Raises DiskFull when there is no room, before or during the write, and CheckpointError for any
-    other I/O error or when the step is already published. After either, no partial folder is left
-    (unless the disk refuses that too; the next save sweeps it) and every earlier checkpoint is as
-    it was. An exception of a Writer passes through, after the same cleaning up.
+    `folder` is created if its parent exists. `parts` are files that other processes write to the
+    checkpoint.
+
+    Raises DiskFull when there is not enough space, before or during the write, and CheckpointError for
+    any other I/O error or when the step is already published. After either, no partial folder is left
+    (unless deleting it fails too; the next save retries) and every earlier checkpoint is unchanged. An
+    exception of a Writer propagates, after the same clean-up.
     """
     began = time.monotonic()
     final = folder / _folder_name(step)
@@ -309,8 +308,8 @@ def save(
             manifest = manifest_bytes(step, records)
             manifest_record = _write_file(partial / MANIFEST, manifest, calls)
             sync_folder(partial, calls)
-            # A published folder is never empty, so rename cannot replace one even if it appeared
-            # since the check above.
+            # A published folder is never empty, so rename cannot replace one even if it appeared since
+            # the check above.
             calls.rename(partial, final)
             published = True
         except BaseException:
@@ -348,7 +347,7 @@ def _write_file(path: Path, content: bytes | Writer, calls: FileCalls) -> FileRe
 
 
 class _HashingSink:
-    """Writes in full, and keeps the digest and size of what was handed to the disk."""
+    """Writes all bytes given to it, and keeps their digest and size."""
 
     def __init__(self, descriptor: int, calls: FileCalls) -> None:
         self.digest = hashlib.sha256()

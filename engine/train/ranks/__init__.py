@@ -1,1 +1,1 @@
-"""One training process for each of several GPUs."""
+"""Training on several GPUs: one process per GPU."""

@@ -1,17 +1,18 @@
-"""`python -m engine.train.ranks.launch RUN --gpus N`: one trainer process for each of N GPUs of
-this machine, started by torchrun's agent; what a supervisor starts in place of a single trainer.
+"""`python -m engine.train.ranks.launch RUN --gpus N`: run one trainer process on each of N GPUs of this
+machine, under torchrun's agent. A supervisor starts this in place of a single trainer.
 
     supervisor -> this agent -> N ranks, each `python -m engine.distill RUN`
 
-- SIGTERM and SIGINT go on to every rank, which agree on the step after which they save and stop. The
-  agent itself stays: torchrun's own would give them 30 s and then kill them, in the middle of a save.
-- A rank that dies takes the others with it, because they would wait for it for ever; the run is
-  never restarted by itself. Which rank it was, and how it ended, is left in `ranks/lost.json`.
-- A rank that hangs is named by the beats: it has not done its part of a step that others have done
-  (`engine.log.beats`). When they have waited `compute.collective_timeout_s` for it, it is ended, and
-  with it the run. Where no beat tells, because all ranks are in the same collective, one that a signal has
-  stopped is named; where none is, the collectives time out, and whoever gives up waiting first is named.
-- When the supervisor dies, the ranks are asked to stop, and ended when they do not.
+- SIGTERM and SIGINT are forwarded to every rank; the ranks agree on the step after which they save and
+  stop. The agent itself keeps running: torchrun's own handler would kill the ranks after 30 s, in the
+  middle of a save.
+- A rank that dies ends the others, which would otherwise wait for it for ever. The run is not restarted
+  automatically. Which rank it was, and how it ended, is written to `ranks/lost.json`.
+- A rank that hangs is identified by the beats (`engine.log.beats`): it has not done its part of a step that
+  others have done. When they have waited `compute.collective_timeout_s` for it, it is killed, and the run
+  ends. When the beats do not tell, because all ranks are in the same collective, a rank that a signal has
+  stopped is named. If there is none, the collectives time out, and the first rank to give up is named.
+- When the supervisor dies, the ranks are asked to stop, and killed if they do not.
 - When this agent dies, the kernel sends each rank a SIGTERM (`die_with_parent`).
 """
 
@@ -45,7 +46,7 @@ from engine.train.stopping import GRACE_S
 
 SHUTDOWN_S = 5
 LEEWAY_S = 5.0
-"""More than a collective's own limit: where that one works, as gloo's does, it says more."""
+"""Seconds beyond a collective's own timeout: a timeout that works, as gloo's does, has the better message."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -72,14 +73,16 @@ def main() -> int:
 
 
 class HangWatch(threading.Thread):
-    """Ends the ranks that the others have waited for `limit_s`; `sentence` then says so."""
+    """Kills the ranks that the others have waited `limit_s` for; `sentence` then says so."""
 
     def __init__(self, run: RunFolder, limit_s: float, look_every_s: float = 1.0) -> None:
         super().__init__(daemon=True, name="hang watch")
         self.run_folder, self.limit_s, self.look_every_s = run, limit_s, look_every_s
         self.sentence: str | None = None
         self.stopped: list[Beat] = []
-        """Ranks that were seen stopped since the last beat of any: those that time out may end first."""
+        """Ranks seen stopped by a signal since the last beat of any rank: the ones that time out may end
+        first.
+        """
 
     def run(self) -> None:
         before, since_s = read_beats(self.run_folder), time.monotonic()
@@ -87,7 +90,7 @@ class HangWatch(threading.Thread):
         while True:
             time.sleep(self.look_every_s)
             beats, now_s = read_beats(self.run_folder), time.monotonic()
-            # Whoever was stopped itself does not know what the others did meanwhile.
+            # If this process was itself suspended, it does not know what the ranks did meanwhile.
             absent = now_s - looked_s > self.look_every_s + LEEWAY_S
             looked_s = now_s
             stopped = _stopped(beats)
@@ -106,10 +109,11 @@ class HangWatch(threading.Thread):
 
 
 def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> int:
-    """Run `ranks` trainers to their end; the exit code is that of the first that failed, 128 + n
-    when signal n ended it.
+    """Run `ranks` trainers to their end and return the exit code of the first that failed.
+
+    The code is 128 + n when signal n ended that rank, and 0 when none failed.
     """
-    # How long a rank that waits for a dead one may take to leave: it cannot finish its step.
+    # A rank that waits for a dead one cannot finish its step, so it gets only this long to exit.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_S))
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -123,7 +127,7 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        # The two that ask a run to stop are ours.
+        # SIGTERM and SIGINT, which ask a run to stop, are handled in this module.
         signals_to_handle="SIGQUIT",
     )
     command = ["-X", "faulthandler", "-u", "-m", "engine.distill", str(run.path), *flags]
@@ -134,7 +138,7 @@ def launch(run: RunFolder, ranks: int, flags: list[str], hangs: HangWatch) -> in
         if _asked:
             codes = {one.exitcode for one in failed.failures.values()}
             as_asked = {128 + _asked[0], -_asked[0]}
-            # Nothing is lost: they left as they were asked to, or were ended because another one had.
+            # Nothing is lost: the ranks stopped as requested, or were killed because another one had.
             if codes & as_asked and codes <= as_asked | {-signal.SIGKILL}:
                 return 128 + _asked[0]
         lost = _who_failed(run, rank, failure.pid, failure.exitcode, hangs.sentence, hangs.stopped)
@@ -171,18 +175,18 @@ def _who_failed(
 
 
 def _stopped(beats: list[Beat]) -> list[Beat]:
-    """The ranks that a signal has stopped; none when it stopped all of them, for then nobody waits."""
+    """Return the ranks that a signal has stopped; none when it stopped all of them, for then nobody waits."""
     found = []
     for beat in beats:
         with contextlib.suppress(OSError):
-            # After the name, which may hold anything: the state, T for stopped (t is for traced).
+            # The state follows the name, which may contain anything: T is stopped, t is traced.
             state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(") ")[2][:1]
             found += [beat] if state == "T" else []
     return found if len(found) < len(beats) else []
 
 
 def _held_up_by(beats: list[Beat], stopped: list[Beat]) -> str:
-    """In words: which ranks the others wait for, by the beats or else because they are stopped."""
+    """Say which ranks the others wait for, by the beats or else because they are stopped."""
     names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in stopped)
     are = "is" if len(stopped) == 1 else "are"
     waiting = f"{len(beats) - len(stopped)} of {len(beats)} wait for it"
@@ -190,20 +194,20 @@ def _held_up_by(beats: list[Beat], stopped: list[Beat]) -> str:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent is gone."""
+    """Ask the kernel to send SIGTERM to this process when its parent dies."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 _asked: list[int] = []
-"""The signals that ask for a stop, as they came."""
+"""The signals received so far that ask for a stop."""
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:
     _asked.append(number)
     if not _children():
-        # No rank was started yet, and none will be: there is nobody who could save anything.
+        # No rank was started yet and none will be, so nothing could be saved.
         os._exit(128 + number)
     _send(number)
 
@@ -215,7 +219,7 @@ def _send(number: int) -> None:
 
 
 def _children() -> list[int]:
-    """The ranks: this process has no other children."""
+    """Return the pids of the ranks: this process has no other children."""
     pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
@@ -224,7 +228,7 @@ def _children() -> list[int]:
 
 
 def _end_with_supervisor(keep_alive_fd: int) -> None:
-    # Nothing is ever written to this pipe: read returns when its last writer is gone.
+    # Nothing is ever written to this pipe: `read` returns when its last writer has closed it.
     os.read(keep_alive_fd, 1)
     say("the supervisor is gone: the ranks are asked to save and stop")
     _send(signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""A student over several GPUs: sharded for the steps, whole for everything between them.
+"""Shard the student over several GPUs for training, and gather a full copy of it for everything else.
 
-Checks, evaluations and files want a plain model. Before the first step it still is one, and is
-checked as one; after that a copy is put together of the parts when it is needed. That costs one
-pass over the weights and keeps every rule of sharding inside the step.
+Checks, evaluations and saved files need a plain model. The student is unsharded until the first step and
+is checked in that form. After that, a full copy is gathered whenever one is needed. This costs one pass
+over the weights and confines the rules of sharding to the step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ def shard_trainer(
     reshard: bool,
     entering: Callable[[], None],
 ) -> Trainer:
-    """The same trainer with its student shared out over the ranks, in place; until here every rank has
-    done the same on its own. `build` makes a trainer of a student that is sharded already. `reshard` and
-    `entering` are those of `engine.runtime.ranks.shard`.
+    """Return an equivalent trainer whose student is sharded over the ranks, in place.
+
+    Until this call every rank holds the same full student and has done the same work. `build` makes a
+    trainer from the sharded student. `reshard` and `entering` are passed to `engine.runtime.ranks.shard`.
     """
     captured = capture_trainer(alone, spec)
     student = alone.student
@@ -42,8 +43,9 @@ def shard_trainer(
 
 @torch.no_grad()
 def whole_student(student: Decoder) -> Decoder:
-    """The student itself, or, where it is sharded, a plain copy of all of it on every rank. Then
-    it is a collective.
+    """Return the student itself, or, when it is sharded, a full unsharded copy on every rank.
+
+    For a sharded student this is a collective.
     """
     if not any(is_shared(parameter) for parameter in student.parameters()):
         return student
@@ -57,8 +59,10 @@ def whole_student(student: Decoder) -> Decoder:
 
 
 def least_available(ranks: Ranks, own: Reading, device: torch.device) -> Reading:
-    """The least memory that any rank may take, which every rank then plans with: ranks that chose
-    otherwise would launch other collectives. Unknown where it is on any of them. A collective.
+    """Return the smallest available memory of any rank, with which every rank then plans.
+
+    Ranks that made different plans would launch different collectives. The result is absent when any rank
+    does not know its own. This is a collective.
     """
     known = -1.0 if own.number is None else own.number
     all_R = ranks.gather(torch.tensor([known], dtype=torch.float64, device=device))
