@@ -1,4 +1,4 @@
-"""The shape of a model: the `config.json` of a Qwen2, Qwen3 or Llama model, read strictly.
+"""The shape of a model: a strict reader of the `config.json` of a Qwen2, Qwen3 or Llama model.
 
 A decoder is fixed by its family, nine numbers and one flag:
 
@@ -7,15 +7,15 @@ A decoder is fixed by its family, nine numbers and one flag:
     V vocab_size   D hidden_size   F intermediate_size   L num_hidden_layers
     num_attention_heads query heads, head_dim wide, share num_key_value_heads key/value heads
 
-The family (`model_type`) settles the rest: it is a row of `engine.models.families`.
+The family (`model_type`) determines the rest: it is a row of `engine.models.families`.
 
-`rms_norm_eps` and `rope_theta` change every logit and no shape, so a file that leaves them out is
-refused: a default would run and be wrong. Both spellings of rotary positions are read, `rope_theta`
-with `rope_scaling` and transformers' newer `rope_parameters`, and both are written.
+`rms_norm_eps` and `rope_theta` change every logit but no shape, so a file without them is refused:
+a default would run and be wrong. Both spellings of the RoPE settings are read, `rope_theta` with
+`rope_scaling` and transformers' newer `rope_parameters`, and both are written.
 
-Not covered, and refused by name: other families, other activations, other scalings of rotary
-positions (yarn, linear, ...), sliding windows, attention dropout, biases where the family has none,
-quantized checkpoints. All problems of one file come in one `WeightsError`, as lines `key: expected X,
+Not covered, and refused by name: other families, other activations, other RoPE scalings (yarn,
+linear, ...), sliding windows, attention dropout, biases where the family has none, quantised
+checkpoints. All problems of one file are reported in one `WeightsError`, as lines `key: expected X,
 found Y`.
 """
 
@@ -61,7 +61,7 @@ SIZES: dict[str, Limit] = {
     "head_dim": limits.HEAD_WIDTH,
     "max_position_embeddings": limits.POSITIONS,
 }
-"""Every count of a decoder, and the most there is of it."""
+"""Every size of a decoder with its upper limit."""
 _REALS = ("rms_norm_eps", "rope_theta")
 _SCALING: dict[str, type] = {
     "factor": float,
@@ -74,7 +74,9 @@ _KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of one of `FAMILIES`; impossible numbers raise `WeightsError`, all at once."""
+    """The configuration of a decoder of one of `FAMILIES`. Impossible values raise one
+    `WeightsError` that lists them all.
+    """
 
     family: str = "qwen2"
     vocab_size: int
@@ -83,22 +85,23 @@ class ModelConfig:
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    """Query heads share key/value heads in equal groups, so this divides `num_attention_heads`."""
+    """Query heads share key/value heads in equal groups, so this must divide `num_attention_heads`.
+    """
     head_dim: int = 0
-    """Width of one head; 0 asks for hidden_size / num_attention_heads."""
+    """Width of one head; 0 means hidden_size / num_attention_heads."""
     max_position_embeddings: int
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None = None
-    """Of a family that stretches slow rotations."""
+    """RoPE scaling, in families that support it."""
     tie_word_embeddings: bool = False
-    """The head is the embedding: one (V, D) tensor with two uses."""
+    """The head is the embedding: one (V, D) tensor used twice."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         heads = self.num_attention_heads
-        # Left at 0 when it does not divide, so that the check below names the two numbers.
+        # Stays 0 if it does not divide, so that the check below names the two numbers.
         if self.head_dim == 0 and heads > 0 and self.hidden_size % heads == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
         _refuse(_impossible(asdict(self)), "ModelConfig")
@@ -107,7 +110,7 @@ class ModelConfig:
 
     @property
     def kind(self) -> Family:
-        """The row of the family."""
+        """The family's row in `FAMILIES`."""
         return FAMILIES[self.family]
 
     @property
@@ -117,12 +120,12 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether each head of q and k is normed, before it is turned."""
+        """Whether each head of q and k is normalised before RoPE."""
         return self.kind.qk_norm
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object], where: object) -> ModelConfig:
-        """The configuration in a parsed `config.json`; `where` names it in the error."""
+        """Return the configuration in a parsed `config.json`; `where` names it in errors."""
         values, problems = _read_values(raw)
         _refuse([*problems, *_impossible(values)], where)
         scaling = values.get("rope_scaling")
@@ -131,7 +134,7 @@ class ModelConfig:
         return cls(**values)  # type: ignore[arg-type]  # each value was checked by `_take`
 
     def to_hf_dict(self) -> dict[str, object]:
-        """The content of a `config.json` that transformers loads as the family's class."""
+        """Return the content of a `config.json` that transformers loads as the family's class."""
         eos: int | list[int] | None = list(self.eos_token_ids) or None
         if len(self.eos_token_ids) == 1:
             eos = self.eos_token_ids[0]
@@ -161,7 +164,7 @@ class ModelConfig:
 
 
 def read_config(folder_or_file: str | Path) -> ModelConfig:
-    """The configuration in a model folder, or in a `config.json` named directly."""
+    """Read the configuration in a model folder, or in a `config.json` named directly."""
     path = Path(folder_or_file)
     if path.is_dir():
         path = path / CONFIG_FILE
@@ -171,7 +174,7 @@ def read_config(folder_or_file: str | Path) -> ModelConfig:
 
 
 def config_of(weights: WeightFile) -> ModelConfig:
-    """The configuration of an open weight file of any format. Raises `WeightsError`."""
+    """Return the configuration of an open weight file of any format. Raises `WeightsError`."""
     config = ModelConfig.from_dict(weights.config_dict(), weights.path)
     if not config.kind.stretches or ROPE_DIVISORS not in weights.tensors:
         return config
@@ -196,7 +199,7 @@ def config_of(weights: WeightFile) -> ModelConfig:
 
 
 def _stored_divisors(weights: WeightFile) -> list[float]:
-    """Read here and not by `get`, which loads torch."""
+    """Read the stored RoPE divisors directly, because `get` would import torch."""
     info = weights.tensors[ROPE_DIVISORS]
     count = info.bytes // 4
     if info.dtype != "F32" or info.shape != (count,):
@@ -209,7 +212,7 @@ def _stored_divisors(weights: WeightFile) -> list[float]:
 
 
 def shape_of(row: TensorRow, config: ModelConfig) -> tuple[int, ...]:
-    """The shape of a tensor of the table."""
+    """Return the shape of a tensor of the table."""
     size = {
         "V": config.vocab_size,
         "D": config.hidden_size,
@@ -222,7 +225,7 @@ def shape_of(row: TensorRow, config: ModelConfig) -> tuple[int, ...]:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Trainable numbers of the decoder; a tied head is counted once."""
+    """Return the number of trainable parameters; a tied head is counted once."""
     once = [EMBEDDING, LAST_NORM] if config.tie_word_embeddings else [EMBEDDING, LAST_NORM, HEAD]
     layer = sum(math.prod(shape_of(row, config)) for row in layer_tensors(config.kind))
     others = sum(math.prod(shape_of(row, config)) for row in once)
@@ -239,8 +242,8 @@ def _refuse(problems: list[str], where: object) -> None:
 
 
 def _read_values(raw: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The fields of `ModelConfig` that `raw` has, each of the right kind, and what is wrong with
-    the others. A scaling of rotary positions comes as a dict of its numbers.
+    """Return the fields of `ModelConfig` that `raw` has with the right type, and the problems of
+    the others. A RoPE scaling is returned as a dict of its numbers.
     """
     family = _family(raw)
     problems = _unsupported(raw)
@@ -270,7 +273,7 @@ def _take(
     values: dict[str, object],
     problems: list[str],
 ) -> None:
-    """Copies one value of the right kind; a bool is not an integer, an integer is a number."""
+    """Copy one value of the right type; a bool is not an integer, and an integer counts as a float."""
     found = raw.get(key)
     if key not in raw:
         problems.append(f"{key}: expected a value, found none")
@@ -295,7 +298,7 @@ def _token_ids(raw: Mapping[str, object], key: str, problems: list[str]) -> tupl
 
 
 def _with_rope_theta(raw: Mapping[str, object], problems: list[str]) -> Mapping[str, object]:
-    """`raw` with its rotary base under `rope_theta`, whichever spelling the file has."""
+    """Return `raw` with the RoPE base under `rope_theta`, whichever spelling the file has."""
     nested = raw.get("rope_parameters")
     if not isinstance(nested, Mapping) or "rope_theta" not in nested:
         return raw
@@ -313,14 +316,14 @@ def _family(raw: Mapping[str, object]) -> Family | None:
 
 
 def _rope_type(rope: Mapping[str, object]) -> object:
-    """`rope_type`, or `type`, its older name."""
+    """Return `rope_type`, or `type`, its older name."""
     return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _take_rope_scaling(
     raw: Mapping[str, object], values: dict[str, object], problems: list[str]
 ) -> None:
-    """The scaling of either spelling; a file with both must mean the same by both."""
+    """Read the RoPE scaling in either spelling; if a file has both, they must agree."""
     found: list[dict[str, object]] = []
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key)
@@ -343,7 +346,7 @@ def _take_rope_scaling(
 
 
 def _unsupported(raw: Mapping[str, object]) -> list[str]:
-    """What the file asks for by name and this decoder does not do."""
+    """List the features that the file requests and this decoder does not support."""
     problems = []
 
     def only(key: str, found: object, *allowed: object) -> None:
@@ -357,7 +360,7 @@ def _unsupported(raw: Mapping[str, object]) -> list[str]:
     only("use_sliding_window", raw.get("use_sliding_window") or False, False)
     only("attention_dropout", raw.get("attention_dropout") or 0.0, 0.0)
     only("quantization_config", raw.get("quantization_config"), None)
-    # Where other families have a bias on q, k and v, they have one on o too.
+    # In other families, a bias on q, k and v comes with one on o.
     if family is not None:
         for key, has in (("attention_bias", family.attention_bias), ("mlp_bias", False)):
             if raw.get(key) is not None:
@@ -378,7 +381,7 @@ def _unsupported(raw: Mapping[str, object]) -> list[str]:
 
 
 def _impossible(values: Mapping[str, object]) -> list[str]:
-    """Numbers that no model can have; keys that are absent were reported by the reader."""
+    """List values that no model can have. Missing keys were already reported by the reader."""
     problems = []
     name = values.get("family", "qwen2")
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -402,7 +405,7 @@ def _impossible(values: Mapping[str, object]) -> list[str]:
     if heads and shared and heads % shared:
         problems.append(f"num_key_value_heads: expected a divisor of {heads} heads, found {shared}")
     if good.get("head_dim", 0) % 2:
-        # Rotary positions turn pairs of numbers.
+        # RoPE rotates pairs of numbers.
         problems.append(f"head_dim: expected an even number, found {good['head_dim']}")
     whole = "head_dim" not in good or (family is not None and family.whole_heads)
     if whole and heads and good.get("hidden_size", 0) % heads:

@@ -1,9 +1,12 @@
-"""What generation chooses: the next token (`Sampling`), and who makes the steps.
+"""How generation samples the next token (`Sampling`), and which implementation runs the decode
+steps.
 
-On a GPU a step is a few kernels (`engine.models.decode_step`), elsewhere the decoder itself.
+On a GPU a decode step is a few kernels (`engine.models.decode_step`); elsewhere it is the decoder
+itself.
 
-Covered: CUDA with bf16, up to 8 rows, heads 32, 64 or 128 wide, all matrices in K-quants or all in
-floats. `coverage` says why not; then, and on a CPU, the decoder itself makes the steps.
+Covered by the kernels: CUDA with bf16, up to 8 rows, heads 32, 64 or 128 wide, matrices all in
+K-quants or all dense. `coverage` gives the reason if a model is not covered; then, and on a CPU,
+the decoder itself runs the steps.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from engine.models.packed import PackedLinear
 # E width of a head
 
 ROWS = 8
-"""Rows of a step, at most; those of every product of floats."""
+"""Maximum number of rows of a step. Dense matmuls always run with this many."""
 LEAST_CAPABILITY = (8, 0)
 WIDTHS = (32, 64, 128)
-"""Of a head. Keys and values of a chunk of wider ones do not fit into the shared memory of all GPUs."""
+"""Supported head widths. The keys and values of a chunk of wider heads do not fit into the shared
+memory of every GPU.
+"""
 HISTORY = 32
-"""Steps and starts whose tokens may wait for the host."""
+"""Maximum number of steps and prompt starts whose tokens the host has not read yet."""
 TYPES = ("Q4_K", "Q5_K", "Q6_K")
 
 GraphSetting = Literal["auto", "on", "off"]
@@ -37,12 +42,12 @@ GraphSetting = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen; as it stands, the likeliest."""
+    """How the next token is chosen. The default is greedy."""
 
     temperature: float = 0.0
-    """0 takes the likeliest."""
+    """0 is greedy."""
     top_k: int = 0
-    """0 for all."""
+    """0 keeps all tokens."""
     top_p: float = 1.0
     seed: int = 0
 
@@ -60,7 +65,7 @@ GREEDY = Sampling()
 
 
 def draw(logits_V: Tensor, sampling: Sampling, uniform_1: Tensor) -> Tensor:
-    """The id that a uniform number draws, without asking the host: int64, no dimension."""
+    """Return the token id drawn by a uniform number, without synchronising: int64, 0-dimensional."""
     scores_V, ids_V = (logits_V.double() / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k:
         scores_V = scores_V[: sampling.top_k]
@@ -69,27 +74,30 @@ def draw(logits_V: Tensor, sampling: Sampling, uniform_1: Tensor) -> Tensor:
     if sampling.top_p < 1:
         p_V = torch.where(before_V < sampling.top_p, p_V, 0.0)
     at_1 = torch.searchsorted(p_V.cumsum(0), uniform_1 * p_V.sum(), right=True)
-    # A draw of the very end lies beyond the last that has a share; where logits are NaN, none has.
+    # A draw at the very end can point past the last token with probability > 0; with NaN logits no
+    # token has any.
     at_1 = torch.minimum(at_1, (p_V > 0).sum() - 1).clamp(min=0)
     return ids_V.gather(0, at_1)[0]
 
 
 class Chosen(NamedTuple):
-    """The tokens of one step, on their way to the host."""
+    """The tokens of one step, being copied to the host."""
 
     pinned_M: Tensor
     arrived: torch.cuda.Event | None
-    """None where they are there."""
+    """None if they are already on the host."""
 
     def wait(self) -> list[int]:
-        """Each row's token; where its logits are not finite, how many are, negative."""
+        """Wait, and return each row's token, or minus the number of its non-finite logits if there
+        are any.
+        """
         if self.arrived is not None:
             self.arrived.synchronize()
         return [int(one) for one in self.pinned_M.tolist()]
 
 
 def coverage(decoder: Decoder, rows: int) -> str | None:
-    """Why the steps of this decoder cannot be made here; None where they can."""
+    """Return why the kernels cannot run this decoder's steps, or None if they can."""
     from engine.kernels.dequantize import has_triton
 
     like = decoder.norm.weight
@@ -156,7 +164,7 @@ def _why_not_head(decoder: Decoder) -> str | None:
 
 
 def choose_cuda_graph(decoder: Decoder, rows: int, setting: GraphSetting = "auto") -> Decision:
-    """Whether steps are replayed as a CUDA graph, and why."""
+    """Decide whether steps are replayed as a CUDA graph, with the reason."""
     knob = "--cuda-graph"
     why_not = coverage(decoder, rows)
     if why_not is not None:

@@ -1,24 +1,24 @@
-"""One token of each row at once, on a GPU, without asking the host for anything.
+"""Decodes one token of every row on a GPU, without synchronising with the host.
 
-A step is the decoder's own weights in few kernels: products (`engine.kernels.small_m`, or the library's
-for floats), and what stands between them. `engine.models.decoder` is the oracle, and runs the prompts.
-Lengths, positions and tokens are on the device, so that all steps are the same work at the same
-addresses: they are captured once, as a CUDA graph, and replayed. The host then launches one thing a token
-where it would launch 230, which take longer than their work.
+A step applies the decoder's own weights in few kernels: the matmuls (`engine.kernels.small_m`, or
+the library's for dense weights) and the operations between them. `engine.models.decoder` is the
+reference, and runs the prompts. Lengths, positions and tokens are on the device, so every step does
+the same work at the same addresses: the launches are captured once as a CUDA graph and replayed.
+The host then makes one launch per token instead of 230, which would take longer than the kernels
+themselves.
 
-    start    a prompt into a row, run by itself: what it gets depends on nothing else
-    step     one token of every row; rows that nobody uses are run along
-    chosen   the tokens of a step, when the device gets there: the host may be some steps ahead
+    start    runs one prompt by itself into a row, so its result depends on nothing else
+    step     decodes one token of every row, idle rows included
+    chosen   the tokens of a step, available once the device has finished; the host may lag by some steps
 
-A row's bits are the same whatever the number of rows: with weights in blocks the kernels see to that;
-products of floats are of 8 rows always, which takes as long as one.
+The bits of a row do not depend on the number of rows: the kernels for block-quantised weights
+guarantee this, and dense matmuls always have 8 rows, which takes as long as one.
 
-`Step` is what one token of each row launches. Between the products of a layer are 5 launches: norm,
-attention and its join, norm, gate (`engine.kernels.decode`). The RMS norm's divisor is left to whoever
-reads the product of what is in blocks (`Undivided`).
+`Step` holds the launches of one decode step. Between the matmuls of a layer there are 5 launches:
+norm, attention and its reduction, norm, gate (`engine.kernels.decode`). With block-quantised
+weights the division by the RMS is deferred to the consumer of the matmul's output (`Undivided`).
 
-Tensors are made before the first launch, and stay: a launch is the same work at the same addresses
-every time.
+All tensors are allocated before the first launch and kept, because a replay needs fixed addresses.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ from engine.models.packed import PackedLinear
 
 
 class DecodeSteps:
-    """The rows of one generation: their caches and what runs them.
+    """The rows of one generation: their KV caches and the launches of their steps.
 
-    `capacity` is how many tokens a row may have. With `graph`, steps are replays. With `early` kernels begin
-    before the one ahead has ended, where the GPU can; the bits are the same. Whether the decoder is
-    one of those that it can run, `coverage` says; without a graph also on a CPU, in Triton's interpreter.
+    `capacity` is the maximum number of tokens per row. With `graph`, steps are CUDA graph replays.
+    With `early`, kernels start before the previous one has ended, on GPUs that support it; the bits
+    are the same. The decoder must be covered (`coverage`). Without a graph this also runs on a CPU,
+    in Triton's interpreter.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DecodeSteps:
         self._chosen = torch.zeros(rows, dtype=torch.int32, device=device)
         self._best = empty_best(rows, config.vocab_size, device)
         self._uniform: Tensor | None = None
-        """A number for each draw of each row, of which `_count` were taken."""
+        """Uniform numbers for the draws of each row, of which `_count` are used up."""
         self._count = torch.zeros(rows, dtype=torch.int64, device=device)
         if sampling is not None and sampling.temperature > 0:
             self._uniform = torch.zeros(rows, capacity, dtype=torch.float64, device=device)
@@ -95,7 +96,7 @@ class DecodeSteps:
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         if on_gpu:
-            # Compiles all kernels of a step, several at a time.
+            # Compiles all kernels of a step, several in parallel.
             with REGISTRY.noting() as wanted:
                 self._run()
             warm_up(wanted)
@@ -107,19 +108,22 @@ class DecodeSteps:
         return self._decoder.config.vocab_size
 
     def uniform(self, random: torch.Generator, count: int) -> Tensor | None:
-        """The numbers of `count` draws, as they are drawn one by one; None where tokens are not drawn."""
+        """Return the uniform numbers of `count` draws, the same as when drawn one by one; None if
+        tokens are not sampled.
+        """
         if self._uniform is None:
             return None
         drawn = [torch.rand((), generator=random, dtype=torch.float64) for _ in range(count)]
         return torch.stack(drawn)
 
     def start(self, row: int, prompt: Sequence[int], uniform: Tensor | None = None) -> Chosen:
-        """Puts a prompt into a row, and chooses what follows it. `uniform` are the numbers of its draws,
-        float64 on the host, where tokens are drawn."""
+        """Run a prompt into a row and choose the next token. `uniform` are the numbers of the row's
+        draws, float64 on the host, if tokens are sampled.
+        """
         config, decoder = self._decoder.config, self._decoder
         tokens_BT = torch.tensor([list(prompt)], device=self._device)
         position_BT = torch.arange(len(prompt), device=self._device)[None]
-        # As long as the prompt, whatever the rows have room for: a length is part of a shape.
+        # Sized by the prompt and not by the rows' capacity: the length is part of a matmul's shape.
         shape = (1, len(prompt), config.num_key_value_heads, config.head_dim)
         pasts = [
             Past(keys.new_empty(shape), keys.new_empty(shape), position_BT)
@@ -136,7 +140,7 @@ class DecodeSteps:
             self._uniform[row, : len(uniform)] = uniform.to(self._device)
             self._count[row] = 0
         one = slice(row, row + 1)
-        # Into buffers of its own, aligned as kernels want them, and from there into its row.
+        # Through separate, aligned buffers, as the kernels need them, and then copied into the row.
         token, position, chosen = (
             each[one].clone() for each in (self._token, self._position, self._chosen)
         )
@@ -151,7 +155,7 @@ class DecodeSteps:
         return self._sent()
 
     def step(self) -> Chosen:
-        """One token of every row."""
+        """Decode one token of every row."""
         if self._graph is None:
             self._run()
         else:
@@ -159,12 +163,12 @@ class DecodeSteps:
         return self._sent()
 
     def logits(self) -> Tensor:
-        """Those of the last step, (M, V)."""
+        """Return the logits of the last step, (M, V)."""
         assert self._logits is not None
         return self._logits
 
     def _sent(self) -> Chosen:
-        # The oldest of HISTORY: whoever asked for it has read it long ago.
+        # The oldest of HISTORY buffers, whose tokens have been read long ago.
         pinned_M = self._pinned.popleft()
         self._pinned.append(pinned_M)
         pinned_M.copy_(self._chosen, non_blocking=True)
@@ -175,7 +179,7 @@ class DecodeSteps:
         return Chosen(pinned_M, arrived)
 
     def _capture(self) -> None:
-        """Runs a step, so that everything is allocated and loaded, and captures the next."""
+        """Run one step, so that everything is allocated and loaded, and capture the next."""
         stream: torch.cuda.Stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -201,11 +205,11 @@ class DecodeSteps:
         chosen: Tensor,
         row: int | None,
     ) -> None:
-        """Into token, position and chosen, of all rows or of one."""
+        """Write token, position and chosen of all rows, or of one row."""
         launch_choose(logits, Best(*best), token, position, chosen, self._capacity - 1)
         if self._uniform is None or self._sampling is None:
             return
-        # Row by row: a sum over a row is another sum where it is one of many.
+        # Row by row, because a reduction over one of several rows may add in another order.
         for at in range(len(logits)):
             where = at if row is None else row
             uniform = self._uniform[where].gather(0, self._count[where : where + 1])
@@ -217,10 +221,10 @@ class DecodeSteps:
 
 
 class Step:
-    """The launches of a step, and the caches of its rows.
+    """The launches of a step, and the KV caches of its rows.
 
-    `arch` is the compute capability (90 is 9.0) that products are launched for; with `early` kernels begin
-    before the one ahead has ended (`engine.kernels.dependent_launch`).
+    `arch` is the compute capability (90 is 9.0) that matmuls are tuned for. With `early`, kernels
+    start before the previous one has ended (`engine.kernels.dependent_launch`).
     """
 
     def __init__(
@@ -250,8 +254,9 @@ class Step:
         self._outs: dict[int, Out] = {}
 
     def logits(self, token_M: Tensor, position_M: Tensor) -> Tensor:
-        """(M, V), of a token of each row at its position, int64 and int32; its keys and values are
-        put there."""
+        """Return the logits (M, V) of one token of each row (int64) at its position (int32), and
+        store its keys and values there.
+        """
         decoder = self._decoder
         config = decoder.config
         kept = decoder.embed(token_M)
@@ -286,15 +291,17 @@ class Step:
     def _norm(
         self, parts: Parts | None, kept: Tensor, norm: RMSNorm, out: Out, *, last: bool = False
     ) -> Undivided | None:
-        """What readers of the product of `out` have to divide by; None where `out` is divided, as
-        floats are, and what the `last` norm gives to the head."""
+        """Launch the norm into `out`, and return what consumers of its matmul must divide by. None
+        if `out` is already normalised, as for dense weights and for the `last` norm before the
+        head.
+        """
         late = out.codes is not None and not last
         return decode_launch.norm(
             *(parts, kept, norm.weight, norm.eps, out, self._squares), late=late, early=self._early
         )
 
     def _out(self, columns: int, reader: nn.Module | None) -> Out:
-        """Where the inputs of `reader` go; its kind decides what they are."""
+        """Return the buffer for the inputs of `reader`, whose type decides their format."""
         packed = isinstance(reader, PackedLinear)
         key = columns if packed else -columns
         if key not in self._outs:
@@ -304,7 +311,7 @@ class Step:
         return self._outs[key]
 
     def _products(self, x: Out, layers: Sequence[nn.Module]) -> list[Parts]:
-        """What each layer gives; biases of packed ones are left to whoever reads it."""
+        """Return the output of each layer. Biases of packed layers are left to the consumer."""
         if x.codes is None:
             return [Parts(layer(x.floats_MK)[None]) for layer in layers]
         weights = [layer.packed for layer in layers if isinstance(layer, PackedLinear)]
@@ -340,7 +347,7 @@ class Step:
 
 
 def _biases(attention: Attention) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Those that a product with blocks leaves out."""
+    """Return the biases of packed q, k and v, which their matmul does not add."""
     found = [
         each.bias
         for each in (attention.q, attention.k, attention.v)

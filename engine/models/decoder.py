@@ -6,32 +6,32 @@
 
 - norm: RMS norm, y = w x / sqrt(mean(x^2) + eps), in fp32 inside.
 - attention: softmax(q k^T / sqrt(E)) v, with H query heads in groups that share K key/value heads.
-  Rotary positions turn the pair (x[i], x[i + E/2]) by the angle position * theta^(-2i/E): the
-  halves of a head, not its neighbours, which is another model that trains and answers nonsense with
-  these weights.
+  RoPE rotates the pair (x[i], x[i + E/2]) by the angle position * theta^(-2i/E). It pairs the two
+  halves of a head, not adjacent elements: that would be a different model, which runs without an
+  error and gives nonsense with these weights.
 - mlp: down(silu(gate(x)) * up(x)).
 
-What the families differ in, and all of it: q, k, v have biases in Qwen2 alone; Qwen3 norms each
-head of q and k, with one weight of length E for all heads, before it is turned; Llama may stretch
-its slow rotations (`engine.models.rope`). o never has a bias.
+These are all differences between the families: only Qwen2 has biases on q, k, v; Qwen3 normalises
+each head of q and k before RoPE, with one weight of length E for all heads; Llama may scale its low
+RoPE frequencies (`engine.models.rope`). o never has a bias.
 
-Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token sees
-the earlier tokens of its own document and itself, by a mask or packed (`engine.models.attention`), and
-its position is the count of those earlier tokens. So a
-document's logits do not depend on what shares its row. Padding is one more document, which always
-sees itself: no row of the softmax is empty, and nothing becomes NaN.
+Documents: a row may hold several, one after the other, and `documents_BT` numbers them. A token
+attends to the earlier tokens of its own document and itself, by a mask or packed
+(`engine.models.attention`), and its position is the count of those earlier tokens. So a document's
+logits do not depend on the rest of its row. Padding is one more document, whose tokens always see
+themselves: no row of the softmax is empty, so nothing becomes NaN.
 
-For generation a token is run by itself, and the keys and values of those before it are kept
-(`Past`, `Decoder.hidden_with_past`). A row's token at position p lies in slot p of its cache and sees
-the slots up to p, so rows of any length stand side by side and no padding has to be told.
+In generation each new token is run by itself on top of a KV cache (`Past`,
+`Decoder.hidden_with_past`). A row's token at position p is in slot p of its cache and sees the
+slots up to p, so rows of any length can share a batch without padding.
 
 Covered: the whole sequence at once, forward and backward, under autocast or in the dtype of the
 weights; one sequence in parts, without gradients. Not covered: dropout, sliding windows.
 
-**The one seam between backends** is the linear layers (`MakeLinear`). Every teacher and student runs
-the same `Decoder`. A backend may make other layers for it, or put others in their place once a file says
-what it holds (`engine.models.load`); it changes nothing else. A second forward pass would be a second
-model to get wrong.
+**The one seam between backends** is the linear layers (`MakeLinear`). Every teacher and student
+runs the same `Decoder`. A backend may create other layers for it, or replace them once it knows the
+file's format (`engine.models.load`); it changes nothing else. A second forward pass would be a
+second implementation to get wrong.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ INIT_STD = 0.02
 
 
 class Past(NamedTuple):
-    """One layer's keys and values of the tokens so far, and where the next ones go."""
+    """One layer's KV cache, and the slots of the new tokens."""
 
     keys_BSKE: Tensor
     values_BSKE: Tensor
     position_BT: Tensor
-    """The slots of the tokens being run, int64."""
+    """Slots of the tokens being run, int64."""
 
     def extended(self, k_BTKE: Tensor, v_BTKE: Tensor) -> tuple[Tensor, Tensor]:
-        """Everything there is, with the tokens being run put in their slots."""
+        """Store the new keys and values in their slots and return the whole cache."""
         row_B1 = torch.arange(len(k_BTKE), device=k_BTKE.device)[:, None]
         self.keys_BSKE[row_B1, self.position_BT] = k_BTKE
         self.values_BSKE[row_B1, self.position_BT] = v_BTKE
@@ -71,28 +71,30 @@ class Past(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """Where each token is and what it sees: made once per forward, shared by all layers."""
+    """Positions and attention mask of a batch: computed once per forward, shared by all layers."""
 
     cos_XT1R: Tensor
     sin_XT1R: Tensor
     mask_B1TT: Tensor | None
-    """0 where a token may look, -inf where not; None is plain causal, or packed."""
+    """0 where a token may attend, -inf elsewhere; None if attention is plain causal or packed."""
     starts_S: Tensor | None = None
     longest_L: Tensor | None = None
-    """A `Packing`, where attention is packed; tensors side by side, as a compiler sees them."""
+    """With `starts_S`, a `Packing` if attention is packed; separate tensors, because torch.compile
+    handles those.
+    """
     past: Past | None = None
-    """In generation, and of one layer alone: made anew for each."""
+    """The KV cache of one layer, in generation; replaced for each layer."""
 
 
 class MakeLinear(Protocol):
-    """Makes one layer y = x W^T + b from (..., in_features) to (..., out_features)."""
+    """Creates one layer y = x W^T + b from (..., in_features) to (..., out_features)."""
 
     def __call__(self, in_features: int, out_features: int, bias: bool) -> nn.Module: ...
 
 
 def project(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
-    """The outputs of layers that have the same input. A backend that does them as one product gives
-    its first layer a method `together`.
+    """Return the outputs of layers that have the same input. A backend that computes them in one
+    matmul gives its first layer a method `together`.
     """
     together: Any = getattr(layers[0], "together", None)
     if together is not None:
@@ -102,7 +104,7 @@ def project(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
 
 
 def dense_linear(in_features: int, out_features: int, bias: bool) -> nn.Module:
-    """Weights as plain floats: what is trained, and what a dequantized teacher runs."""
+    """Create a dense linear layer, as students and dequantised teachers use."""
     return nn.Linear(in_features, out_features, bias=bias)
 
 
@@ -113,14 +115,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # The cast is a no-op but for q and k under autocast: with two dtypes there is no fused
-        # kernel, and the steps of the plain one are kept for the backward pass.
+        # The cast is a no-op except for q and k under autocast: with two dtypes there is no fused
+        # kernel, and the unfused one keeps its intermediates for the backward pass.
         weight_D = self.weight.to(x_BTD.dtype)
         return F.rms_norm(x_BTD, weight_D.shape, weight_D, self.eps)
 
 
 def rotate(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
-    """Turns each pair (x[i], x[i + E/2]) by its angle."""
+    """Rotate each pair (x[i], x[i + E/2]) by its angle."""
     left, right = x_BTHE.chunk(2, dim=-1)
     return torch.cat(
         (left * cos_XT1R - right * sin_XT1R, right * cos_XT1R + left * sin_XT1R), dim=-1
@@ -128,7 +130,7 @@ def rotate(x_BTHE: Tensor, cos_XT1R: Tensor, sin_XT1R: Tensor) -> Tensor:
 
 
 def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask_B1TT: Tensor | None) -> Tensor:
-    """Attention of grouped heads, (B, T, H, E)."""
+    """Return grouped-query attention, (B, T, H, E)."""
     groups = q_BTHE.shape[2] // k_BTKE.shape[2]
     shared = groups > 1 and _kernel_shares_heads(q_BTHE, mask_B1TT)
     if groups > 1 and not shared:
@@ -148,10 +150,10 @@ def attend(q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, mask_B1TT: Tensor | N
 def _kernel_shares_heads(q_BTHE: Tensor, mask_B1TT: Tensor | None) -> bool:
     """Whether a fused kernel takes fewer key/value heads than query heads.
 
-    Where none does, `enable_gqa` falls to the unfused product, which holds (B, H, T, T) scores:
-    copying the heads is then several times faster. The CPU kernel takes them; on CUDA flash does in
-    half precision from capability 8 on but takes no mask, and cuDNN, which takes both, is preferred
-    on 9 alone.
+    Without one, `enable_gqa` falls back to the unfused implementation, which materialises (B, H, T,
+    T) scores: copying the heads is then several times faster. The CPU kernel supports it. On CUDA,
+    flash supports it in half precision from capability 8 on but takes no mask, and cuDNN, which
+    supports both, is preferred only on capability 9.
     """
     if not q_BTHE.is_cuda:
         return True
@@ -210,7 +212,7 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = project(x_BTD, (self.gate, self.up))
         open_BTF = F.silu(gate_BTF)
-        del gate_BTF  # without a graph, its memory is free for the product
+        del gate_BTF  # without autograd, its memory is free for the multiplication
         y_BTD: Tensor = self.down(open_BTF * up_BTF)
         return y_BTD
 
@@ -224,8 +226,8 @@ class Layer(nn.Module):
         self.mlp = FeedForward(config, make_linear)
 
     def forward(self, x_BTD: Tensor, sight: Sight) -> Tensor:
-        # The cast is a no-op but under autocast, where each linear would otherwise cast its input
-        # and keep its own copy of it for the backward pass: three for q, k, v and two for gate, up.
+        # The cast is a no-op except under autocast, where each linear would otherwise cast its
+        # input and save its own copy for the backward pass: three for q, k, v and two for gate, up.
         dtype = product_dtype(x_BTD)
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD).to(dtype), sight)
         y_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD).to(dtype))
@@ -236,29 +238,29 @@ RunLayer: TypeAlias = Callable[[nn.Module, Tensor, Sight], Tensor]
 
 
 def run_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
-    """The layer as it is written."""
+    """Run a layer eagerly."""
     y_BTD: Tensor = layer(x_BTD, sight)
     return y_BTD
 
 
 class Shards(Protocol):
-    """Layers whose weights are shared out over the ranks (`engine.teachers.sharded`)."""
+    """Layers whose weights are sharded over the ranks (`engine.teachers.sharded`)."""
 
     @property
     def parts(self) -> Sequence[Tensor]:
-        """What this rank holds of each layer, as bytes."""
+        """This rank's part of each layer, as bytes."""
         ...
 
     def arrive(self, index: int) -> None:
-        """Has a layer's weights there for what is launched next, until another's are asked for. A
-        collective.
+        """Gather a layer's weights for the work launched next. They are valid until another layer
+        is gathered. A collective.
         """
         ...
 
 
 class _Embedding(nn.Embedding):
-    """torch's. Where there is no memory yet it draws no numbers: on the meta device torch would load
-    its compiler to draw none, for more than a second.
+    """torch's embedding, except that it skips initialisation on the meta device: torch would import
+    its compiler there, for more than a second, and initialise nothing.
     """
 
     def reset_parameters(self) -> None:
@@ -269,21 +271,23 @@ class _Embedding(nn.Embedding):
 class Decoder(nn.Module):
     """A Qwen2, Qwen3 or Llama decoder; only its layers with matrices differ between backends.
 
-    A new one holds whatever torch puts in fresh layers: use `new_decoder` or `load_decoder`, or
-    call `init_weights`.
+    A new instance has whatever weights torch gives to fresh layers: use `new_decoder` or
+    `load_decoder`, or call `init_weights`.
     """
 
     def __init__(self, config: ModelConfig, make_linear: MakeLinear = dense_linear) -> None:
         super().__init__()
         self.config = config
         self.run_layer: RunLayer = run_layer
-        """How each layer is run: compiled, or so that its activations are made again when wanted
-        (`engine.models.running`)."""
+        """How each layer is run: eagerly, compiled or with activation checkpointing
+        (`engine.models.running`).
+        """
         self.packed = False
-        """Whether attention over documents is packed (`engine.models.attention`), not masked; in fp32
-        it is masked always."""
+        """Whether attention over documents is packed (`engine.models.attention`) instead of masked.
+        In fp32 it is always masked.
+        """
         self.shards: Shards | None = None
-        """Where this process has no more than a part of each layer: of a frozen teacher."""
+        """Set if this process holds only a part of each layer, as for a sharded frozen teacher."""
         self.embed = _Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, make_linear) for _ in range(config.num_hidden_layers)
@@ -295,7 +299,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The output matrix (V, D); the embedding itself when tied."""
+        """The output matrix (V, D), which is the embedding itself when tied."""
         owner = self.embed if self.head is None else self.head
         weight: object = getattr(owner, "weight", None)
         if not isinstance(weight, Tensor):
@@ -308,12 +312,12 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         embedded_BTD: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states (B, T, D) after the last norm.
+        """Return the hidden states (B, T, D) after the last norm.
 
-        `embedded_BTD` are the tokens' rows of the embedding, where they were looked up already.
+        `embedded_BTD` are the tokens' embeddings, if they were already looked up.
 
-        `documents_BT` holds any integer ids, equal for tokens of one document of a row, which stand
-        side by side; None is one document per row, and needs no mask.
+        `documents_BT` holds arbitrary integer ids, equal for the tokens of one document of a row,
+        which are contiguous. None means one document per row and needs no mask.
         """
         x_BTD = self.embed(tokens_BT) if embedded_BTD is None else embedded_BTD
         dtype = product_dtype(x_BTD)
@@ -329,16 +333,16 @@ class Decoder(nn.Module):
         return hidden_BTD
 
     def reach(self, name: str) -> None:
-        """Has the weights there of the layer that the tensor or module `name` is in, for whoever reads
-        them and does not run the layer. A collective where layers are in parts.
+        """Make the weights of the layer that contains the tensor or module `name` readable, for
+        code that does not run the layer. A collective if layers are sharded.
         """
         first, _, rest = name.partition(".")
         if self.shards is not None and first == "layers" and rest:
             self.shards.arrive(int(rest.partition(".")[0]))
 
     def hidden_with_past(self, tokens_BT: Tensor, pasts: Sequence[Past]) -> Tensor:
-        """Hidden states (B, T, D) of tokens whose predecessors lie in `pasts`, one for each layer;
-        the tokens are added to them. For inference: what is kept has no gradient.
+        """Return the hidden states (B, T, D) of tokens that follow those in `pasts` (one for each
+        layer), and add them to the caches. For inference only: the caches have no gradients.
         """
         x_BTD = self.embed(tokens_BT)
         slots = pasts[0].keys_BSKE.shape[1]
@@ -349,11 +353,11 @@ class Decoder(nn.Module):
         return hidden_BTD
 
     def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) of the next token at every position."""
+        """Return the logits (B, T, V) of the next token at every position."""
         return self.logits_of(self.hidden(tokens_BT, documents_BT))
 
     def logits_of(self, hidden_BTD: Tensor) -> Tensor:
-        """Logits (B, T, V) of hidden states."""
+        """Return the logits (B, T, V) of hidden states."""
         if self.head is None:
             return F.linear(hidden_BTD, self.embed.weight)
         logits_BTV: Tensor = self.head(hidden_BTD)
@@ -364,11 +368,11 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fresh weights: normal(0, 0.02), norms 1, biases 0.
+        """Initialise the weights: normal(0, 0.02), norms 1, biases 0.
 
-        The 2 L outputs that add up in the residual start at 1/sqrt(2 L) of that, as in GPT-2.
-        The generator's device draws the numbers, in fp32, whatever device and dtype the weights
-        have: one seed is one model.
+        The 2 L projections that add to the residual start at 1/sqrt(2 L) of that, as in GPT-2. The
+        numbers are drawn in fp32 on the generator's device, whatever device and dtype the weights
+        have, so that a seed determines the model.
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_hidden_layers)
         for name, parameter in self.named_parameters():
@@ -386,7 +390,7 @@ class Decoder(nn.Module):
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which linears answer: autocast's where it is on, else that of `x`."""
+    """Return the output dtype of linear layers: autocast's if it is enabled, else that of `x`."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
@@ -396,7 +400,9 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def see(
     config: ModelConfig, tokens_BT: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
 ) -> Sight:
-    """Positions and mask of a batch; angles are computed in fp32 and rounded to `dtype` last."""
+    """Return positions and mask of a batch. Angles are computed in fp32 and rounded to `dtype`
+    last.
+    """
     length, device = tokens_BT.shape[1], tokens_BT.device
     mask_B1TT = None
     if documents_BT is None:
@@ -411,7 +417,7 @@ def see(
 
 @torch.no_grad()
 def see_past(config: ModelConfig, position_BT: Tensor, slots: int, dtype: torch.dtype) -> Sight:
-    """The same for tokens at `position_BT` that see the slots up to their own."""
+    """Return the `Sight` of tokens at `position_BT` that see the cache slots up to their own."""
     slot_S = torch.arange(slots, device=position_BT.device)
     seen_BTS = slot_S <= position_BT[..., None]
     mask_BTS = torch.zeros(seen_BTS.shape, dtype=dtype, device=position_BT.device)
@@ -421,22 +427,22 @@ def see_past(config: ModelConfig, position_BT: Tensor, slots: int, dtype: torch.
 
 @torch.no_grad()
 def see_packed(config: ModelConfig, documents_BT: Tensor, dtype: torch.dtype) -> Sight:
-    """The same for packed attention."""
+    """Return the `Sight` for packed attention."""
     packing = packing_of(documents_BT)
     return Sight(*_turns(config, positions(documents_BT), dtype), None, *packing)
 
 
 def _turns(config: ModelConfig, position_XT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each position, (X, T, 1, R)."""
-    # Computed anew each time: a buffer would be lost when a model is built on the meta device.
+    """Return cosines and sines of each position, (X, T, 1, R)."""
+    # Recomputed each time: a buffer would have no values when a model is built on the meta device.
     angle_XTR = position_XT[..., None].float() * frequencies(config, position_XT.device)
     cos_XTR, sin_XTR = angle_XTR.cos(), angle_XTR.sin()
     return cos_XTR[:, :, None].to(dtype), sin_XTR[:, :, None].to(dtype)
 
 
 def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
-    """Radians each position, of each pair of a head, (R,) in fp32; the maths is that of
-    `engine.models.rope`. Nothing is copied from the host: that would wait for the device.
+    """Return the RoPE frequency of each pair of a head, in radians per position, (R,) in fp32, by
+    the formulas of `engine.models.rope`. Nothing is copied from the host, which would synchronise.
     """
     exponent_R = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
     frequency_R = 1.0 / config.rope_theta**exponent_R
@@ -450,8 +456,9 @@ def frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """Parameters and buffers. Of a decoder in parts, a tensor is valid until one of another layer is
-    asked for, and asking is a collective: every rank asks for the same in the same order.
+    """Parameters and buffers of a decoder by name. If the decoder is sharded, every access is a
+    collective: all ranks must access the same names in the same order, and a tensor is valid until
+    one of another layer is accessed.
     """
 
     def __init__(self, decoder: Decoder) -> None:

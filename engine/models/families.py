@@ -1,13 +1,13 @@
-"""The families of models and the names of their tensors: adding a family is a row here, and a parity
+"""The model families and the names of their tensors. To add a family, add a row here and a parity
 test (`tests/unit/models/test_decoder.py` compares with transformers).
 
-A family is what `model_type` says in a `config.json`, and `general.architecture` in a GGUF file. All
-families are one decoder (`engine.models.decoder`): RMS norms, rotary positions on halves of a head,
-silu(gate) * up. What they differ in is a column of `Family`:
+A family is identified by `model_type` in a `config.json`, and by `general.architecture` in a GGUF
+file. All families share one decoder (`engine.models.decoder`): RMS norms, RoPE on halves of a head,
+silu(gate) * up. Their differences are columns of `Family`:
 
     qwen2   Qwen2, Qwen2.5      q, k and v have biases
-    qwen3   Qwen3               each head of q and k has its norm; head_dim is a number of its own
-    llama   Llama 2, 3, 3.1..   neither; from 3.1 on, `rope_scaling` stretches the slow rotations
+    qwen3   Qwen3               each head of q and k is normalised; head_dim is independent
+    llama   Llama 2, 3, 3.1..   neither; from 3.1 on, `rope_scaling` scales the low RoPE frequencies
 
 Every tensor has our name (`layers.3.attention.q.weight`, the path in `Decoder`) and one for each
 convention of weight files:
@@ -16,7 +16,7 @@ convention of weight files:
     gguf   `blk.3.attn_q.weight`                       GGUF
     apr    as hf                                       .apr
 
-Numbers and names only: `engine.formats` reads this table too, and no torch.
+This table holds only numbers and names: `engine.formats` reads it too, without torch.
 """
 
 from __future__ import annotations
@@ -26,42 +26,49 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ACTIVATION = "silu"
-"""Of every family: the decoder and its kernels have no other."""
+"""Activation of every family; the decoder and its kernels support no other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One row: what a family has, and how files tell of it."""
+    """One family: its properties, and how files describe it."""
 
     name: str
     """`model_type` in a config.json, `general.architecture` in a GGUF file."""
     title: str
     hf_class: str
-    """That transformers loads it with."""
+    """The transformers class that loads it."""
     attention_bias: bool = False
     """q, k and v have biases; o never has one."""
     qk_norm: bool = False
-    """Each head of q and k is normed, before it is turned."""
+    """Each head of q and k is normalised before RoPE."""
     rope_types: tuple[str, ...] = ("default",)
-    """Of rotary positions; `llama3` is the stretching of `engine.models.rope`."""
+    """Supported RoPE types; `llama3` is the scaling of `engine.models.rope`."""
     own_head_dim: bool = False
-    """config.json has to say how wide a head is: there is no rule, and transformers would take 128."""
+    """config.json must give head_dim: it cannot be derived, and transformers would default to 128.
+    """
     whole_heads: bool = False
-    """hidden_size has to be a multiple of the heads even beside a head_dim: transformers wants it."""
+    """hidden_size must be a multiple of the number of heads even if head_dim is given, as
+    transformers requires.
+    """
     hf_flags: Mapping[str, object]
-    """What config.json says of variants that this decoder has not."""
+    """Keys written to config.json about variants that this decoder does not implement."""
     turns_neighbours: bool = False
-    """Readers of GGUF and .apr turn x[2i] with x[2i + 1], so rows of q and k are in another order."""
+    """GGUF and .apr readers rotate x[2i] with x[2i + 1], so the rows of q and k are permuted in
+    these files.
+    """
     gguf_rope_dimension: bool = False
-    """GGUF files of the family have always said how much of a head is turned."""
+    """GGUF files of this family always state how many dimensions of a head are rotated."""
     gguf_biases: bool = False
-    """Only the tensors of a GGUF file say whether the model has biases, which is not supported."""
+    """Only the tensor list of a GGUF file shows whether the model has biases, which are not
+    supported.
+    """
     pre_tokenizer: str | None = None
-    """How text is cut (`engine.formats.tokenizer`) in an .apr file that does not say."""
+    """The pre-tokenizer (`engine.formats.tokenizer`) to assume for an .apr file that names none."""
 
     @property
     def stretches(self) -> bool:
-        """Whether slow rotations may be stretched."""
+        """Whether low RoPE frequencies may be scaled."""
         return "llama3" in self.rope_types
 
 
@@ -99,13 +106,13 @@ FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
 
 
 def titles() -> str:
-    """`Qwen2, Qwen3 or Llama`."""
+    """Return `Qwen2, Qwen3 or Llama`."""
     *others, last = (family.title for family in FAMILIES.values())
     return f"{', '.join(others)} or {last}"
 
 
 class TensorRow(NamedTuple):
-    """One tensor, or one of each layer.
+    """One tensor, or one tensor of each layer.
 
     The shape is spelt by dimensions: V vocabulary, D model width, F feed-forward width, E one head,
     Q all query heads, K all key/value heads (each times head_dim).
@@ -116,7 +123,7 @@ class TensorRow(NamedTuple):
     gguf: str
     shape: str
     only: str = ""
-    """The column of `Family` without which there is no such tensor."""
+    """The flag of `Family` that this tensor requires; empty if every family has it."""
 
     def named(self, convention: str) -> str:
         if convention not in CONVENTIONS:
@@ -129,7 +136,7 @@ EMBEDDING = TensorRow("embed.weight", "model.embed_tokens.weight", "token_embd.w
 LAST_NORM = TensorRow("norm.weight", "model.norm.weight", "output_norm.weight", "D")
 HEAD = TensorRow("head.weight", "lm_head.weight", "output.weight", "VD")
 LAYERS = TensorRow("layers", "model.layers", "blk", "")
-"""What stands before a layer's number; the names of `LAYER` stand behind it."""
+"""Prefix before a layer's number; the names in `LAYER` follow the number."""
 LAYER = (
     TensorRow("attention_norm.weight", "input_layernorm.weight", "attn_norm.weight", "D"),
     TensorRow("attention.q.weight", "self_attn.q_proj.weight", "attn_q.weight", "QD"),
@@ -155,5 +162,5 @@ ROPE_DIVISORS = "rope_freqs.weight"
 
 
 def layer_tensors(family: Family) -> list[TensorRow]:
-    """The tensors of one layer, in the order of the forward pass."""
+    """Return the tensors of one layer, in the order of the forward pass."""
     return [row for row in LAYER if not row.only or getattr(family, row.only)]

@@ -1,33 +1,35 @@
-"""Linear layers whose products are of 8-bit floats: half of the bytes and twice the rate of bf16.
+"""Linear layers with fp8 matmuls: half of the bytes and twice the rate of bf16.
 
-The format is e4m3: four bits of exponent, three of mantissa, numbers up to 448, each within 1/16 of
-itself. A row of a matrix is scaled so that its largest number is 448:
+The format is e4m3: four exponent bits, three mantissa bits, values up to 448, relative rounding
+error at most 1/16. Each row of a matrix is scaled so that its largest value is 448:
 
     scale_r = max_c |a_rc| / 448        code_rc = e4m3(a_rc * (1 / scale_r))
 
-Weights are rounded once, when they are loaded, a scale for each output; activations on their way into
-each product, a scale for each token, so that one token's outlier costs no other token anything:
+Weights are quantised once, when they are loaded, with one scale per output. Activations are
+quantised before each matmul, with one scale per token, so that an outlier in one token costs the
+other tokens no precision:
 
     y_mn = scale_m scale_n (sum_k code_mk code_nk) + bias_n
 
-The sum is the matrix unit's, in fp32; products of two codes are exact in it. Layers with one input
-(q, k, v; gate, up) round it once and are one product.
+The tensor cores accumulate in fp32; a product of two codes is exact in it. Layers with the same
+input (q, k, v; gate, up) quantise it once and run as one matmul.
 
-There is no `nn.Parameter` here and no gradient: what one learns from such a model is its answers.
-Source of the scheme: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), and its rowwise form
-in `torch._scaled_mm`. Not covered: e5m2, scales of blocks inside a row, matrices whose sides are no
-multiples of 16, which the matrix unit does not take.
+There is no `nn.Parameter` here and no gradient: such a model is only used for its outputs. Source
+of the scheme: "FP8 Formats for Deep Learning" (Micikevicius et al., 2022), and its rowwise form in
+`torch._scaled_mm`. Not covered: e5m2, scales of blocks inside a row, matrices whose sides are not
+multiples of 16, which the tensor cores do not take.
 
-**Loaded** (`load_fp8_decoder`), the decoder is the same one, built on the meta device. Its tensors come
-in the order of the forward pass, as floats of `dtype`; as soon as a layer is whole, its matrices are
-rounded to codes and the floats are gone. So beside the codes, one byte a number, there is one layer as
-floats at a time: a teacher that fits in 8 bits can be loaded. Embedding, head and norms stay floats.
+**Loading** (`load_fp8_decoder`) uses the same decoder, built on the meta device. Its tensors arrive
+in the order of the forward pass, as floats of `dtype`. As soon as a layer is complete, its matrices
+are quantised and the floats are freed. So only one layer at a time exists as floats, beside the
+codes (one byte per weight), and a teacher that fits in 8 bits can be loaded. Embedding, head and
+norms stay floats.
 
-A watcher sees each layer twice, before and after it is rounded: that is how the cost of rounding is
-measured without the model ever being there as floats (`engine.teachers.fp8`).
+A watcher is called before and after each layer is quantised. This is how the error of fp8 is
+measured without ever holding the whole model as floats (`engine.teachers.fp8`).
 
-Blocks become floats of `dtype` first, as in every other backend, and those are rounded: what is
-compared with is the model that the other backends run.
+Block-quantised weights are first dequantised to `dtype`, as in every other backend, and then
+quantised to fp8, so that the error is measured against the model that the other backends run.
 """
 
 from __future__ import annotations
@@ -54,31 +56,34 @@ from engine.models.names import TOGETHER
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST_SCALE = 1e-12
-"""Of a row of zeros, whose codes are zeros whatever the scale."""
-# Asked here, because a compiler cannot look for modules while it traces.
+"""Scale of an all-zero row, whose codes are zeros whatever the scale."""
+# Evaluated at import, because torch.compile cannot trace a search for modules.
 _HAS_KERNEL = has_triton()
 LARGEST_ROW = 32768
-"""That of `engine.kernels.fp8_quantise`, here for where triton is not; a test holds it to the original."""
+"""Copy of the limit in `engine.kernels.fp8_quantise`, for machines without Triton; a test checks
+that they are equal.
+"""
 MULTIPLE = 16
-"""What both sides of a weight must be a multiple of."""
+"""Both sides of a weight must be multiples of this."""
 
 
 def quantise_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (M, K) and scales (M, 1) in fp32. A row with NaN has a scale of NaN; one with infinity
-    answers NaN: no such row looks healthy.
+    """Return codes (M, K) and scales (M, 1) in fp32. A row that contains NaN or infinity
+    dequantises to NaN, so that no such row looks healthy.
     """
     values_MK = x_MK.float()
-    # Not a division, which a GPU does otherwise than a CPU: numbers half-way between two codes are common
-    # in bf16, and a last bit of the scale decides them.
+    # A multiplication, because GPU and CPU divisions differ in the last bit: values half-way
+    # between two codes are common in bf16, and the last bit of the scale decides how they round.
     scale_M1 = values_MK.abs().amax(dim=-1, keepdim=True) * (1 / LARGEST)
     scale_M1 = scale_M1.clamp(min=SMALLEST_SCALE)
-    # The cast alone would take what rounding leaves above 448 for it, or for NaN, by version.
+    # Rounding can leave values above 448, which the cast alone turns into 448 or NaN, depending on
+    # the version.
     codes_MK = (values_MK * scale_M1.reciprocal()).clamp(-LARGEST, LARGEST).to(DTYPE)
     return codes_MK, scale_M1
 
 
 def dequantise_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values that codes stand for, rounded to `dtype`."""
+    """Return the values of the codes, rounded to `dtype`."""
     return (codes.float() * scale).to(dtype)
 
 
@@ -90,7 +95,9 @@ def product(
     bias_N: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(M, N) in `dtype`. On a CPU the same sum in fp32, of the same codes: the oracle of the GPU's."""
+    """Return the matmul (M, N) in `dtype`. On a CPU it is the same sum over the same codes in fp32,
+    which is the reference for the GPU.
+    """
     if codes_MK.device.type != "cuda":
         out_MN = (codes_MK.float() @ weight_NK.float().t()) * scale_M1 * scale_N
         return (out_MN if bias_N is None else out_MN + bias_N.float()).to(dtype)
@@ -100,14 +107,14 @@ def product(
         scale_a=scale_M1,
         scale_b=scale_N[None],
         out_dtype=dtype,
-        use_fast_accum=False,  # sums of fewer bits, and no faster
+        use_fast_accum=False,  # fast accumulation keeps fewer bits and is no faster
     )
     return out_MN if bias_N is None else out_MN + bias_N
 
 
 def gated_rows_reference(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of silu(gate) * up, from gate and up side by side: the plain form, which runs
-    anywhere, and the oracle of `engine.kernels.fp8_quantise`.
+    """Return codes and scales of silu(gate) * up, with gate and up concatenated: the plain
+    implementation, which runs anywhere and is the reference for `engine.kernels.fp8_quantise`.
     """
     gate_MF, up_MF = joined_MG.float().chunk(2, dim=-1)
     return quantise_rows(F.silu(gate_MF) * up_MF)
@@ -128,7 +135,7 @@ def _(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gated_rows(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
-    """As `gated_rows_reference`, in one pass where there is a kernel for it."""
+    """As `gated_rows_reference`, in one pass if there is a kernel for it."""
     fits = joined_MG.shape[1] // 2 <= LARGEST_ROW
     if fits and joined_MG.device.type == "cuda" and _HAS_KERNEL:
         codes_MF, scale_M1 = _gated_to_fp8(joined_MG)
@@ -137,11 +144,11 @@ def gated_rows(joined_MG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Fp8Linear(nn.Module):
-    """y = x W^T + b, W and x in 8-bit floats, y in the dtype of x."""
+    """y = x W^T + b with W and x in fp8 and y in the dtype of x."""
 
     def __init__(self, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> None:
         super().__init__()
-        # As bytes: comparing, hashing and sampling tensors of 8-bit floats is not everywhere there.
+        # Stored as bytes: not every build can compare, hash or sample fp8 tensors.
         self.codes: Tensor
         self.scale: Tensor
         self.bias: Tensor | None
@@ -151,7 +158,7 @@ class Fp8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The values that are multiplied, (N, K) in bf16: made anew each time, for checks."""
+        """The dequantised weight (N, K) in bf16; recomputed at each access, for checks."""
         return dequantise_rows(self.codes.view(DTYPE), self.scale[:, None], torch.bfloat16)
 
     def extra_repr(self) -> str:
@@ -162,7 +169,9 @@ class Fp8Linear(nn.Module):
 
 
 class Fp8Together(Fp8Linear):
-    """The first of several layers with one input, which is rounded and multiplied once for all."""
+    """The first of several layers with the same input, which is quantised and multiplied once for
+    all of them.
+    """
 
     def __init__(self, layers: Sequence[Fp8Linear]) -> None:
         codes = torch.cat([layer.codes for layer in layers])
@@ -172,7 +181,7 @@ class Fp8Together(Fp8Linear):
         joined = torch.cat(biases) if biases else None
         if len(biases) not in (0, len(rows)):
             raise InternalError("fp8: expected a bias in all layers with one input or in none")
-        # Each layer holds its part of what is multiplied: the values exist once.
+        # Each layer holds a view into the joined tensors, so the values exist once.
         parts = zip(layers, torch.split(codes, rows), torch.split(scale, rows), strict=True)
         for layer, codes_NK, scale_N in parts:
             layer.codes, layer.scale = codes_NK, scale_N
@@ -185,13 +194,15 @@ class Fp8Together(Fp8Linear):
         self.joined_codes, self.joined_scale, self.joined_bias = codes, scale, joined
 
     def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
-        """This layer's output and those of `others`."""
+        """Return this layer's output and those of `others`."""
         out = _multiply(x, self.joined_codes, self.joined_scale, self.joined_bias)
         return torch.split(out, self.rows, dim=-1)
 
 
 class Fp8FeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)), rounded for `down` while it is made."""
+    """down(silu(gate(x)) * up(x)), with the input of `down` quantised in the same pass that
+    computes it.
+    """
 
     def __init__(self, gate: Fp8Together, up: Fp8Linear, down: Fp8Linear) -> None:
         super().__init__()
@@ -212,14 +223,14 @@ def _multiply(x: Tensor, codes_NK: Tensor, scale_N: Tensor, bias_N: Tensor | Non
 
 
 def fp8_linear(weight_NK: Tensor, bias_N: Tensor | None) -> Fp8Linear:
-    """The layer of a dense weight, rounded once."""
+    """Quantise a dense weight and return its layer."""
     codes_NK, scale_N1 = quantise_rows(weight_NK)
     return Fp8Linear(codes_NK, scale_N1.squeeze(1), bias_N)
 
 
 @torch.no_grad()
 def round_layer(layer: nn.Module) -> None:
-    """Puts an `Fp8Linear` in the place of each `nn.Linear` of a decoder's layer."""
+    """Replace each `nn.Linear` of a decoder layer with an `Fp8Linear`."""
     for name, linear in list(layer.named_modules()):
         if isinstance(linear, nn.Linear):
             bias = linear.bias
@@ -233,14 +244,14 @@ def round_layer(layer: nn.Module) -> None:
 
 
 class LayerWatcher(Protocol):
-    """Sees the layers in order, once the embedding is there."""
+    """Is called with each layer in order, once the embedding is loaded."""
 
     def before(self, decoder: Decoder, layer: nn.Module) -> None:
-        """`layer` as floats."""
+        """Called with `layer` as floats."""
         ...
 
     def after(self, decoder: Decoder, layer: nn.Module) -> None:
-        """The same, rounded."""
+        """Called with the same layer, quantised."""
         ...
 
 
@@ -252,9 +263,11 @@ def load_fp8_decoder(
     watcher: LayerWatcher | None = None,
     loaded: Loaded | None = None,
 ) -> Decoder:
-    """The decoder in a model folder or weight file, or one that is open, its layers in 8-bit floats on
-    `device`, all else in `dtype`. `loaded` is given each layer once it is rounded. Raises `WeightsError`,
-    and BadInput for sides that are no multiples of 16.
+    """Load the decoder from a model folder, a weight file or an open one, with its layers in fp8 on
+    `device` and everything else in `dtype`.
+
+    `loaded` is called with each layer once it is quantised. Raises `WeightsError`, and BadInput for
+    sides that are not multiples of 16.
     """
 
     def round_whole(decoder: Decoder, layer: nn.Module) -> None:
@@ -272,7 +285,7 @@ def load_fp8_decoder(
 
 
 def refuse_sides(config: ModelConfig) -> None:
-    """BadInput where the matrix unit does not take the layers' matrices in 8-bit floats."""
+    """Raise BadInput if the tensor cores cannot take the layers' matrices in fp8."""
     sides = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

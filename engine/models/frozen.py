@@ -1,12 +1,13 @@
-"""What a frozen decoder is: its weights are buffers, and layers with one input may be one product.
+"""Freezes a decoder by making its weights buffers, and joins layers with the same input into one
+matmul.
 
-`requires_grad_(False)` is a switch, and can be switched back; `parameters()` still hands the weights
-to an optimizer. A buffer is neither a parameter nor reached by `requires_grad_()` on the module.
+`requires_grad_(False)` can be switched back, and `parameters()` still hands the weights to an
+optimizer. A buffer is not a parameter, and `requires_grad_()` on the module does not reach it.
 
-**Joined layers**: q, k and v; gate and up. A matrix product of few columns fills a GPU badly (k and v of
-a 7B model have 512 each), and each product reads its input again. The joined matrix exists once: the
-layers hold views of its rows, under their own names, so that whatever looks at weights sees the same
-model.
+**Joined layers**: q, k and v; gate and up. A matmul with few output columns uses a GPU badly (k and
+v of a 7B model have 512 each), and each matmul reads its input again. The joined matrix exists
+once: the layers hold views of its rows, under their own names, so that code that reads weights sees
+the same model.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from engine.models.names import TOGETHER
 
 
 def freeze(decoder: Decoder) -> Decoder:
-    """The same decoder, in place: in evaluation mode, and every parameter a buffer of its name."""
+    """Freeze a decoder in place: set evaluation mode and turn every parameter into a buffer of the
+    same name.
+    """
     decoder.eval()
     for module in decoder.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -33,13 +36,13 @@ def freeze(decoder: Decoder) -> Decoder:
 
 
 def hold(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts `tensor` in the place of the parameter or buffer `name`, as a buffer."""
+    """Replace the parameter or buffer `name` by `tensor`, as a buffer."""
     delattr(module, name)
     module.register_buffer(name, tensor)
 
 
 class JoinedLinear(nn.Module):
-    """The first of several frozen layers with one input; multiplies for all of them."""
+    """The first of several frozen layers with the same input; it multiplies for all of them."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -47,7 +50,7 @@ class JoinedLinear(nn.Module):
         biases = [layer.bias for layer in layers]
         known = [bias for bias in biases if isinstance(bias, Tensor)]
         self.rows = [len(weight) for weight in weights]
-        # Not buffers: what is hashed and counted are the layers' own parts.
+        # Not buffers: the layers' own views are the ones that are hashed and counted.
         self.weight_NK = torch.cat(weights)
         self.bias_N = torch.cat(known) if known else None
         for layer, part_NK in zip(layers, torch.split(self.weight_NK, self.rows), strict=True):
@@ -65,7 +68,7 @@ class JoinedLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
-        """This layer's output and those of `others`."""
+        """Return this layer's output and those of `others`."""
         return torch.split(F.linear(x, self.weight_NK, self.bias_N), self.rows, dim=-1)
 
 
@@ -77,8 +80,8 @@ def _tensor(layer: nn.Module, name: str) -> Tensor:
 
 @torch.no_grad()
 def join(decoder: Decoder) -> Decoder:
-    """Joins the layers of a frozen decoder that have one input, in place; packed ones stay as they
-    are. Holds one group twice for a moment.
+    """Join the layers of a frozen decoder that have the same input, in place; packed ones are left
+    as they are. Holds one group twice while it is joined.
     """
     for layer in decoder.layers:
         join_layer(layer)
@@ -87,7 +90,7 @@ def join(decoder: Decoder) -> Decoder:
 
 @torch.no_grad()
 def join_layer(layer: nn.Module) -> None:
-    """The same of one layer."""
+    """Join the layers with the same input in one decoder layer."""
     for group in TOGETHER:
         parts = [layer.get_submodule(name) for name in group]
         if all(type(part) is nn.Linear for part in parts):

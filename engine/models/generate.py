@@ -1,35 +1,36 @@
-"""Text from a model, token by token.
+"""Generates text from a model, token by token.
 
-    prompt          every token at once, its keys and values put into the cache of one slot
-    each further    one token of every slot at once, on top of what the cache holds
-    slot            a sequence that ends leaves its slot to the next prompt
+    prompt     all tokens at once; their keys and values go into the KV cache of one slot
+    decoding   one token of every slot at once, on top of the cache
+    slot       when a sequence ends, its slot is given to the next prompt
 
-A prompt is run by itself and the steps always have `tile` rows, some of them idle. So a product has the
-same shape whatever stands beside a sequence: what one sequence gets does not depend on the others, nor
-on how many are run at once. (The sums of a product depend on its shape, in the last bit, and one bit
-decides between two tokens that are nearly as good.)
+A prompt is run by itself, and the decode steps always have `tile` rows, some of them idle. So a
+matmul has the same shape whatever else is in the batch: the output of a sequence does not depend on
+the other sequences, nor on how many run at once. (The summation order of a matmul depends on its
+shape, which changes the last bit, and one bit can decide between two nearly equal logits.)
 
-The next token is the one with the largest logit, the lowest id of several; or it is drawn:
+The next token is the one with the largest logit (the lowest id on ties), or it is sampled:
 
     p = softmax(logits / temperature), of the top_k largest, of those the fewest that reach top_p
 
-one uniform number a token, from a generator that is seeded with (seed, key): the key names the sequence,
-so it meets the same numbers whichever slot it is in.
+Sampling takes one uniform number per token from a generator seeded with (seed, key). The key names
+the sequence, so it gets the same numbers whichever slot it is in.
 
-Logits that are NaN or infinite raise `NoAnswer`: an argmax of NaN is a token like any other.
+NaN or infinite logits raise `NoAnswer`: the argmax of NaN looks like any other token.
 
-Weights may be dense or in blocks: the decoder is the same. On a GPU, where `engine.models.decode` covers
-the model, it makes the steps: there tokens are chosen on the device, and the host, which looks for stop
-strings, reads them some steps behind. A sequence that turns out to have ended is cut there.
+Weights may be dense or block-quantised; the decoder is the same. On a GPU, if
+`engine.models.decode` covers the model, it runs the steps: tokens are then chosen on the device,
+and the host, which looks for stop strings, reads them a few steps later. A sequence that turns out
+to have ended is cut there.
 
-Not covered: beams, penalties.
+Not covered: beam search, penalties.
 
-**Continuations as text** (`complete`): stop strings, and text that is sure. A token is not a character: a
-tokenizer of bytes may cut one in the middle, and a stop string may begin in one token and end in another.
-So text is decoded from all tokens of a sequence, and given out as far as nothing that follows can change
-it: never the end that is half a character, or that could be the beginning of a stop string. What is given
-out, joined together, is the completion: the text before the first stop string, or before the end-of-text
-token.
+**Streaming text** (`complete`): handles stop strings and gives out only final text. A token is not
+a character: a byte-level tokenizer may split one in the middle, and a stop string may begin in one
+token and end in another. So text is decoded from all tokens of a sequence, and given out only as
+far as nothing that follows can change it: never a trailing part of a character, or a trailing
+prefix of a stop string. The pieces, joined, are the completion: the text before the first stop
+string, or before the end-of-text token.
 """
 
 from __future__ import annotations
@@ -63,41 +64,45 @@ if TYPE_CHECKING:
 # Shapes: B rows of a tile, T tokens, V vocabulary, S slots for tokens, K key/value heads, E their width
 
 TILE = 8
-"""Sequences that are run side by side where many are wanted."""
+"""Number of sequences that run side by side."""
 
 AHEAD = 2
-"""Steps that a GPU may be ahead of the host."""
+"""Maximum number of steps that the GPU may be ahead of the host."""
 _HALF = "\ufffd"
-"""What half a character decodes to."""
+"""What an incomplete character decodes to."""
 
 Ended = Literal["end_of_text", "stop", "length"]
 
 
 class Generated(NamedTuple):
-    """One token of one sequence, as it is chosen."""
+    """One generated token of one sequence."""
 
     prompt: int
-    """Which one it continues."""
+    """Index of the prompt it continues."""
     token: int
     ended: Ended | None
-    """Why this is the sequence's last token. `end_of_text`: the token itself is the end."""
+    """Why this is the sequence's last token; None if it is not. With `end_of_text` the token itself
+    is the end.
+    """
 
 
 Stop = Callable[[int, Sequence[int]], bool]
-"""Whether the sequence of a prompt ends with the tokens it has; called after each."""
+"""Called after each token with the index of the prompt and its tokens so far; returns whether the
+sequence ends.
+"""
 
 
 @dataclass(slots=True)
 class _Sequence:
     index: int
     length: int
-    """Tokens in the cache."""
+    """Number of tokens in the cache."""
     tokens: list[int]
-    """What was generated; the last one is not in the cache yet."""
+    """The generated tokens; the last one is not in the cache yet."""
     random: torch.Generator
     ended: bool = False
     asked: int = 0
-    """Tokens that the device was asked for, at most those that are wanted."""
+    """Number of tokens requested from the device, at most `max_tokens`."""
 
 
 @torch.inference_mode()
@@ -115,14 +120,15 @@ def generate(
     capacity: int | None = None,
     cuda_graph: GraphSetting = "auto",
 ) -> Iterator[Generated]:
-    """The tokens of each prompt's continuation, as they come; sequences are interleaved.
+    """Yield the tokens of each prompt's continuation as they are generated; sequences are
+    interleaved.
 
-    `keys` name the sequences for sampling (their index), `rows` of `tile` slots are used (all).
-    `capacity` is the length of the cache, by itself that of the longest prompt and `max_tokens`; it is
-    part of a product's shape, so give it where results of several calls have to be equal. `cuda_graph`
-    changes no token.
+    `keys` name the sequences for sampling (default: their index). `rows` of the `tile` slots are
+    used (default: all). `capacity` is the length of the cache, by default the longest prompt plus
+    `max_tokens`; it is part of a matmul's shape, so set it if the results of several calls must be
+    equal. `cuda_graph` changes no token.
 
-    Raises BadInput for a prompt that is empty or too long for the model, `NoAnswer`.
+    Raises BadInput for a prompt that is empty or too long for the model, and `NoAnswer`.
     """
     rows = tile if rows is None else rows
     assert 1 <= rows <= tile and max_tokens >= 1
@@ -192,7 +198,7 @@ def _ahead(
     take: Callable[[_Sequence, int], Generated],
     max_tokens: int,
 ) -> Iterator[Generated]:
-    """`generate`, with the device some steps ahead of the host."""
+    """As `generate`, with the device a few steps ahead of the host."""
     pending: deque[tuple[Chosen, list[tuple[int, _Sequence]]]] = deque()
     while True:
         for slot in range(len(running)):
@@ -225,33 +231,35 @@ def _ahead(
                 if sequence.ended:
                     running[slot] = None
                 yield generated
-            # A free row is worth no more waiting, while there is room for what it would add.
+            # Stop waiting once a slot is free, as long as the queue can take what filling it adds.
             if None in running and len(pending) <= HISTORY // 2:
                 break
 
 
 class Cache:
-    """Keys and values of `tile` slots, and the forward passes on top of them."""
+    """The KV cache of `tile` slots, and the forward passes on top of it."""
 
     def __init__(self, decoder: Decoder, tile: int, capacity: int) -> None:
         config = decoder.config
         like = decoder.norm.weight
         shape = (tile, capacity, config.num_key_value_heads, config.head_dim)
-        # Zeros: a slot that nothing was written to is hidden by the mask, but NaN times 0 is NaN.
+        # Zeros, because the mask hides slots that were never written, but 0 times NaN is NaN.
         self._layers = [
             (like.new_zeros(shape), like.new_zeros(shape)) for _ in range(config.num_hidden_layers)
         ]
         self._decoder, self._device, self._tile = decoder, like.device, tile
 
     def start(self, slot: int, prompt: Sequence[int]) -> Tensor:
-        """Puts a prompt into a slot; the logits (V,) of what follows it."""
+        """Run a prompt into a slot and return the logits (V,) of the next token."""
         tokens_BT = torch.tensor([list(prompt)], device=self._device)
         position_BT = torch.arange(len(prompt), device=self._device)[None]
         return self._run(tokens_BT, position_BT, slice(slot, slot + 1))[0]
 
     def step(self, steps: dict[int, tuple[int, int]]) -> Tensor:
-        """One token, with its position, of each slot named; logits (B, V) of what follows."""
-        # An idle slot writes into its first place, which the next prompt overwrites.
+        """Run one token, with its position, of each slot named; return the logits (B, V) of the
+        next tokens.
+        """
+        # An idle slot writes to its position 0, which the next prompt overwrites.
         both = [steps.get(slot, (0, 0)) for slot in range(self._tile)]
         both_B2 = torch.tensor(both, device=self._device)
         return self._run(both_B2[:, :1], both_B2[:, 1:], slice(None))
@@ -266,15 +274,15 @@ class Cache:
 def next_token(
     logits_V: Tensor, sampling: Sampling, random: torch.Generator, where: str = "logits"
 ) -> int:
-    """The id that `sampling` chooses. Raises `NoAnswer` for logits that are not all finite."""
+    """Return the token id that `sampling` chooses. Raises `NoAnswer` if any logit is not finite."""
     logits_V = logits_V.float()
     if not bool(logits_V.isfinite().all()):
         bad = int((~logits_V.isfinite()).sum())
         raise _not_finite(where, bad, len(logits_V))
     if sampling.temperature == 0:
-        # The first of equals: argmax promises none of them.
+        # The first of equal maxima: argmax does not promise which one it returns.
         return int((logits_V == logits_V.max()).nonzero()[0, 0])
-    # On the CPU and in fp64: one seed is one text, on whatever device the model is.
+    # On the CPU and in fp64, so that a seed gives the same text on every device.
     uniform_1 = torch.rand(1, generator=random, dtype=torch.float64)
     return int(draw(logits_V.cpu(), sampling, uniform_1))
 
@@ -313,32 +321,34 @@ class Piece(NamedTuple):
     """The next part of one completion."""
 
     prompt: int
-    """Which one it continues."""
+    """Index of the prompt it continues."""
     text: str
     ended: Ended | None
     tokens: int
-    """Generated so far for this prompt."""
+    """Number of tokens generated so far for this prompt."""
 
 
 @dataclass(slots=True)
 class StopText:
-    """The text of one sequence, and how much of it is sure."""
+    """The text of one sequence, and how much of it is final."""
 
     stops: Sequence[str]
     text: str = ""
-    """Before the first stop string."""
+    """The text before the first stop string."""
     stopped: bool = False
     given: int = field(default=0)
-    """Characters given out."""
+    """Number of characters given out."""
 
     def update(self, text: str) -> None:
-        """`text` is that of all tokens so far."""
+        """Set the text, decoded from all tokens so far."""
         found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
         self.text = text[: min(found)] if found else text
 
     def sure(self, *, last: bool) -> str:
-        """What was not given out yet and cannot change; at the `last`, all that is left."""
+        """Return the text that was not given out yet and cannot change; all that is left if this is
+        the `last` call.
+        """
         end = len(self.text)
         if not (last or self.stopped):
             end = len(self.text.rstrip(_HALF))
@@ -349,13 +359,15 @@ class StopText:
 
 
 def _begun(stop: str, text: str) -> int:
-    """How many characters of `stop` the text ends with, short of all of them."""
+    """Return the length of the longest proper prefix of `stop` that the text ends with."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 def end_ids(decoder: Decoder, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What ends a text: as the model's configuration says, else the tokenizer's end of text."""
+    """Return the ids that end a text: those of the model's configuration, else the tokenizer's end
+    of text.
+    """
     return decoder.config.eos_token_ids or (tokenizer.end_of_text_id,)
 
 
@@ -373,10 +385,11 @@ def complete(
     capacity: int | None = None,
     cuda_graph: GraphSetting = "auto",
 ) -> Iterator[Piece]:
-    """The completions of `prompts` as they come; each prompt's last piece says how it ended.
+    """Yield the completions of `prompts` in pieces as they are generated; each prompt's last piece
+    says how it ended.
 
-    For the arguments and errors see `generate`. A model may choose an id beyond its tokenizer's, of an
-    embedding that is padded: it has no text.
+    For the arguments and errors see `generate`. A model with a padded embedding may choose an id
+    beyond its tokenizer's; it has no text.
     """
     if "" in stops:
         raise BadInput.expected("stop string", repr(""), "at least one character", "none")

@@ -1,21 +1,21 @@
-"""The output matrix of a model, given out in slices of its rows, so that it need not be there whole.
+"""The output matrix of a model, read in slices of its rows, so that it need not exist as a whole.
 
-The head of a 7B model is 1.1 GB in bf16, and 0.45 GB in its blocks. Logits are made a chunk of
-tokens at a time anyway, so a head in blocks (`engine.models.packed.PackedHead`) turns one slice of
-its rows into floats, has it multiplied, and overwrites it with the next. A dense head is one slice,
-the tensor itself.
+The head of a 7B model is 1.1 GB in bf16 and 0.45 GB block-quantised. Logits are computed for a
+chunk of tokens at a time anyway, so a packed head (`engine.models.packed.PackedHead`) dequantises
+one slice of its rows, lets the caller multiply with it, and overwrites it with the next. A dense
+head is one slice, the tensor itself.
 
     for first, weight_RE in head.slices(columns, dtype):
         logits[:, first : first + len(weight_RE)] = hidden @ weight_RE^T
 
-Rows of the head are columns of the logits. Asking for fewer than there are is how a teacher's
-vocabulary is cut: the rows beyond are never read. No slice ever requires a gradient.
+Rows of the head are columns of the logits. A teacher's vocabulary is cut by requesting fewer rows
+than there are: the rows beyond are never read. No slice ever requires a gradient.
 
-**The product behind logits**: narrow operands, and every bit of the sum that was made of them. Logits are
-summed in fp32 whatever the operands are; rounded to bf16 they would lose more than the losses that are
-made of them differ by. On a GPU the product returns its fp32 accumulator. A CPU has no product of narrow
-operands that does, so there the operands are widened first, which gives the same: a product of two bf16
-numbers is exact in fp32.
+**The logits matmul** takes narrow operands and keeps the full fp32 accumulator. Logits are
+accumulated in fp32 whatever the operands are; rounding them to bf16 would lose more than the
+differences between the losses computed from them. On a GPU the matmul returns its fp32 accumulator.
+A CPU has no such matmul for narrow operands, so there the operands are widened first, which gives
+the same: a product of two bf16 numbers is exact in fp32.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from torch import Tensor
 # D and E widths
 
 Slices: TypeAlias = Iterable[tuple[int, Tensor]]
-"""Pairs of a slice's first row and the slice (R, E), in order and without gaps; may be walked more
-than once. A slice is valid until the next one is asked for: they may share their memory."""
+"""Pairs of a slice's first row and the slice (R, E), in order and without gaps. They can be
+iterated more than once. A slice is valid until the next one is requested, because slices may share
+memory.
+"""
 
 
 KL_CHUNK = 256
-"""Tokens whose logits are there at once, twice: 0.3 GB at 152k ids."""
+"""Tokens processed at once, with two sets of logits: 0.3 GB at a vocabulary of 152k."""
 
 
 class Head(Protocol):
@@ -46,12 +48,12 @@ class Head(Protocol):
     @property
     def width(self) -> int: ...
     def slices(self, columns: int, dtype: torch.dtype) -> Slices:
-        """Rows 0 to `columns`, at most `vocab_size`, as `dtype`."""
+        """Return rows 0 to `columns`, at most `vocab_size`, as `dtype`."""
         ...
 
 
 class DenseHead:
-    """A matrix of floats: one slice, and no copy of it where the dtype is the wanted one."""
+    """A dense matrix: one slice, without a copy if it already has the requested dtype."""
 
     def __init__(self, weight_WE: Tensor) -> None:
         self._weight_WE = weight_WE.detach()
@@ -69,13 +71,13 @@ class DenseHead:
 
 
 def project(out_NV: Tensor, hidden_NE: Tensor, slices: Slices, *, scale: float = 1.0) -> None:
-    """out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes."""
+    """Compute out = scale * hidden @ head^T, slice by slice; see `multiply` for the dtypes."""
     for first, weight_RE in slices:
         multiply(out_NV[:, first : first + len(weight_RE)], hidden_NE, weight_RE.t(), scale=scale)
 
 
 def logits_of(hidden_NE: Tensor, head: Head, columns: int) -> Tensor:
-    """(N, V) in fp32 or wider, of the first `columns` ids."""
+    """Return the logits (N, V) of the first `columns` ids, in fp32 or wider."""
     dtype = operand_dtype(hidden_NE)
     out_NV = hidden_NE.new_empty(len(hidden_NE), columns, dtype=sum_dtype(dtype))
     project(out_NV, hidden_NE.to(dtype), head.slices(columns, dtype))
@@ -86,22 +88,23 @@ def logits_of(hidden_NE: Tensor, head: Head, columns: int) -> Tensor:
 def mean_kl(
     p_NE: Tensor, p_head: Head, q_ND: Tensor, q_head: Head, columns: int
 ) -> tuple[float, float]:
-    """Mean KL(p || q) at temperature 1 over the first `columns` ids, in nats, and the share of tokens on which
-    both rank the same id first; some tokens at a time."""
+    """Return the mean KL(p || q) at temperature 1 over the first `columns` ids, in nats, and the
+    fraction of tokens on which both have the same top-1 token. Computed in chunks of tokens.
+    """
     kl = agree = 0.0
     for first in range(0, len(p_NE), KL_CHUNK):
         part = slice(first, first + KL_CHUNK)
         p_CV = logits_of(p_NE[part], p_head, columns).log_softmax(1)
         q_CV = logits_of(q_ND[part], q_head, columns).log_softmax(1)
         agree += int((p_CV.argmax(1) == q_CV.argmax(1)).sum())
-        # In place: at 152k ids each of these is as large as all of a layer's weights.
+        # In place: at a vocabulary of 152k each of these is as large as all weights of a layer.
         kl += float(q_CV.neg_().add_(p_CV).mul_(p_CV.exp_()).sum(dtype=torch.float64))
     return kl / len(p_NE), agree / len(p_NE)
 
 
 def operand_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype for both operands of a logits product: autocast's or the hidden states' on a GPU,
-    at least fp32 on a CPU.
+    """Return the dtype for both operands of a logits matmul: autocast's or the hidden states' on a
+    GPU, at least fp32 on a CPU.
     """
     device = hidden.device.type
     if hidden.dtype == torch.float64:
@@ -112,15 +115,15 @@ def operand_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What products of operands of `dtype` are summed in."""
+    """Return the accumulation dtype of matmuls with operands of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def multiply(
     out: Tensor, left: Tensor, right: Tensor, *, scale: float = 1.0, add: bool = False
 ) -> None:
-    """out (+)= scale * left @ right, with the accumulator's own fp32 when `out` is wider than the
-    operands. `out` may be some columns of a wider matrix: it is written in place.
+    """Compute out (+)= scale * left @ right, from the fp32 accumulator if `out` is wider than the
+    operands. `out` may be some columns of a wider matrix; it is written in place.
     """
     beta = 1.0 if add else 0.0
     if out.dtype == left.dtype:

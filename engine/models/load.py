@@ -1,31 +1,31 @@
-"""Decoders out of any weight file, and into Hugging Face model folders.
+"""Loads decoders from any weight file, and saves them as Hugging Face model folders.
 
-Loading takes a model folder (`config.json` and safetensors), a GGUF file or an .apr file. It checks
-names, shapes and dtypes from the headers first, then moves one tensor at a time from the
-file to its place; the model is built on the meta device, so its weights exist once. They are
-copies: once loaded, a model does not depend on its files. Blocks travel to the device as they are
-and become floats there: what is held at once is the model and one tensor of the file. NaN and
-infinity are refused: one of them makes every later loss NaN, far from its cause.
+Loading takes a model folder (`config.json` and safetensors), a GGUF file or an .apr file. It first
+checks names, shapes and dtypes from the headers, then moves one tensor at a time from the file to
+its place; the model is built on the meta device, so its weights exist once. The weights are copies:
+once loaded, a model does not depend on its files. Quantised blocks are copied to the device and
+dequantised there, so peak memory is the model plus one tensor of the file. NaN and infinity are
+refused: one of them makes every later loss NaN, far from its cause.
 
-Saving writes a new folder beside the target, and renames it when all of it is on the disk: a model
-folder is whole or absent.
+Saving writes a new folder beside the target, and renames it when everything is on disk: a model
+folder is complete or absent.
 
-**Three ways to hold what a file holds.** `load_decoder`: floats that can be trained.
-`layer_wise_decoder_of`: floats, frozen, and as soon as a layer is whole it is given to whoever asked for
-it: to be rounded (`engine.models.fp8`), or to be shared out over several GPUs (`engine.teachers.sharded`).
-So a model can be loaded of which no more than one layer would fit as it lies in its file.
-`load_packed_decoder`: frozen, and matrices stay in the blocks of their file:
+**Three ways to hold the weights.** `load_decoder` gives trainable floats. `layer_wise_decoder_of`
+gives frozen floats and calls back with each layer as soon as it is complete, to quantise it
+(`engine.models.fp8`) or to shard it over several GPUs (`engine.teachers.sharded`); so a model can
+be loaded even if only one of its layers fits in memory as floats. `load_packed_decoder` gives a
+frozen decoder whose matrices stay in the quantised blocks of their file:
 
-    a matrix in blocks              PackedLinear or PackedEmbedding: the blocks, on the device
+    matrices in blocks              PackedLinear or PackedEmbedding: the blocks, on the device
     floats, and vectors in blocks   the layer itself, frozen, with dense values of `dtype`
 
-Tensor by tensor: blocks travel as they are, have their rows put in order where the convention has
-another (`permute_rows`: whole rows move), and are packed on the device. No weight is ever there as
-floats but in the scratch, which is as large as the largest
-matrices of a layer that are multiplied together: q, k and v, or gate and up.
+It loads tensor by tensor: blocks are copied unchanged, their rows are reordered if the convention
+requires it (`permute_rows`: only whole rows move), and they are packed on the device. No weight
+ever exists as floats except in the scratch buffer, which is as large as the largest matrices of a
+layer that are multiplied together: q, k and v, or gate and up.
 
-The tied head is the embedding itself, one matrix for both. NaN and infinity are refused: in blocks they
-can only be in the halves that scale them, so those alone are read.
+A tied head is the embedding itself, one matrix for both. In blocks, NaN and infinity can only occur
+in the fp16 scales, so only those are checked.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from engine.quant.tensor import QuantTensor
 from engine.signals import partial_output
 
 Loaded: TypeAlias = Callable[[Decoder, nn.Module], None]
-"""Given a decoder that is being loaded and its next layer, which is whole."""
+"""Called with the decoder that is being loaded and its next complete layer."""
 Source: TypeAlias = tuple[str, str, Tensor | QuantTensor]
 
 
@@ -79,7 +79,7 @@ def new_decoder(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Decoder:
-    """An untrained decoder; its weights depend on `seed` alone, whatever the device."""
+    """Create an untrained decoder whose weights depend only on `seed`, not on the device."""
     decoder = empty_decoder(config, dtype, device)
     decoder.init_weights(torch.Generator().manual_seed(seed))
     return decoder
@@ -90,10 +90,10 @@ def empty_decoder(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Decoder:
-    """A decoder with room for its weights, which have no values yet."""
+    """Create a decoder with allocated, uninitialised weights."""
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
-    # As `to_empty`, which loads sympy for the strides of each tensor, for half a second.
+    # Like `to_empty`, which takes half a second to import sympy for the strides of each tensor.
     state = {
         name: torch.empty(weight.shape, dtype=weight.dtype, device=device)
         for name, weight in decoder.state_dict().items()
@@ -107,7 +107,8 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Decoder:
-    """The decoder in a model folder, a weight file, or one that is open, cast to `dtype` on `device`.
+    """Load the decoder from a model folder, a weight file or an open one, cast to `dtype` on
+    `device`.
 
     Raises `WeightsError`.
     """
@@ -126,10 +127,10 @@ def load_decoder(
 
 
 def sources(weights: WeightFile, config: ModelConfig) -> Iterator[Source]:
-    """Our name, the file's name and the data of every tensor, in the order of the forward pass and
-    with its rows in ours; a tied head is left out.
+    """Yield our name, the file's name and the data of every tensor, in the order of the forward
+    pass and with our row order. A tied head is left out.
 
-    Headers are checked before the first one. Raises `WeightsError`.
+    Headers are checked before the first tensor is read. Raises `WeightsError`.
     """
     convention = weights.convention
     check_fits(config, weights, weights.path, convention)
@@ -148,8 +149,8 @@ def layer_wise_decoder_of(
     device: str | torch.device,
     loaded: Loaded,
 ) -> Decoder:
-    """The decoder in an open weight file of any format as floats of `dtype`, frozen; `loaded` is given
-    each of its layers. Raises `WeightsError`.
+    """Load the decoder in an open weight file of any format as frozen floats of `dtype`, and call
+    `loaded` with each of its layers once it is complete. Raises `WeightsError`.
     """
     config = config_of(weights)
     with torch.device("meta"):
@@ -165,7 +166,9 @@ def layer_wise_decoder_of(
 def announcing(
     decoder: Decoder, found: Iterator[Source], loaded: Loaded | None
 ) -> Iterator[Source]:
-    """The same, and `loaded` is called when what comes after a layer's last tensor is asked for."""
+    """Yield the same tensors, and call `loaded` after each layer's last tensor, when the next one
+    is requested.
+    """
     before: str | None = None
     for ours, name, source in found:
         here = layer_named(ours)
@@ -178,7 +181,7 @@ def announcing(
 
 
 def layer_named(ours: str) -> str | None:
-    """`layers.3` of `layers.3.mlp.up.weight`; None outside of layers."""
+    """Return `layers.3` for `layers.3.mlp.up.weight`; None outside of layers."""
     first, _, rest = ours.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "layers" else None
 
@@ -191,7 +194,7 @@ def _hold_floats(
     dtype: torch.dtype,
     device: str | torch.device,
 ) -> list[str]:
-    """Puts a tensor in its place as frozen floats; what is wrong with its values."""
+    """Store a tensor as frozen floats in the decoder, and return the problems of its values."""
     path, _, leaf = ours.rpartition(".")
     values = as_floats(source, dtype, device)
     hold(decoder.get_submodule(path), leaf, values)
@@ -206,11 +209,11 @@ def load_packed_decoder(
     kernel: Kernel = "auto",
     loaded: Loaded | None = None,
 ) -> Decoder:
-    """The decoder in a GGUF or .apr file, or one that is open, its matrices in their blocks on `device`,
-    computing in `dtype`. `kernel` says how products are made (`engine.kernels.linear`); `loaded` is given
-    each layer once it is whole.
+    """Load the decoder in a GGUF or .apr file, or in an open one, with its matrices block-quantised
+    on `device`, computing in `dtype`.
 
-    Raises `WeightsError`, also for a file without a matrix in blocks.
+    `kernel` selects the matmul (`engine.kernels.linear`); `loaded` is called with each layer once
+    it is complete. Raises `WeightsError`, also for a file without a block-quantised matrix.
     """
     with opened(source) as weights:
         config = config_of(weights)
@@ -239,14 +242,14 @@ def load_packed_decoder(
                 packed = [each.packed for each in layers if isinstance(each, PackedLinear)]
                 if len(packed) == len(group):
                     scratch.reserve(sum(weight.rows for weight in packed), packed[0].columns)
-        scratch.take(1, 1)  # the memory is taken while the model is loaded, not by the first step
+        scratch.take(1, 1)  # allocates the memory while the model is loaded, not in the first step
         return decoder
 
 
 def _replace(
     decoder: Decoder, path: str, weight: PackedMatrix, scratch: Scratch, kernel: Kernel
 ) -> None:
-    """Puts the layer that computes with `weight` in the place of the dense one."""
+    """Replace the dense layer at `path` with the one that computes with `weight`."""
     reserve(scratch, weight, whole=path not in ("embed", "head"))
     if path == "embed":
         decoder.set_submodule(path, PackedEmbedding(weight, scratch))
@@ -255,9 +258,9 @@ def _replace(
 
 
 def _non_finite_blocks(name: str, weight: QuantTensor) -> list[str]:
-    """What is wrong with a matrix's values, with the share. Synchronizes the device.
+    """Return the problems of a matrix's values, with their share. Synchronises with the device.
 
-    Codes and the scales of sub-blocks are integers, so a value is NaN or infinite where a half of
+    Codes and sub-block scales are integers, so a value is NaN or infinite only if an fp16 scale of
     its block is.
     """
     layout = weight.type.in_blocks
@@ -277,10 +280,10 @@ def save_decoder(
     dtype: torch.dtype,
     extra_files: Iterable[str | Path] = (),
 ) -> None:
-    """Writes `config.json` and `model.safetensors` in `dtype`, and copies of `extra_files`.
+    """Write `config.json` and `model.safetensors` in `dtype`, and copies of `extra_files`.
 
-    `folder` must not exist yet, and appears only when all of it is on the disk. Raises
-    `WeightsError`, `DiskFull`.
+    `folder` must not exist yet, and appears only when all of it is on disk. Raises `WeightsError`
+    and `DiskFull`.
     """
     folder = Path(folder)
     extras = [Path(extra) for extra in extra_files]
@@ -298,7 +301,7 @@ def save_decoder(
         )
     config = {**decoder.config.to_hf_dict(), "dtype": str(dtype).removeprefix("torch.")}
     with new_folder(folder) as partial:
-        # transformers refuses a file that does not say which library's tensors it holds.
+        # transformers refuses a file that does not state the framework of its tensors.
         write_safetensors(
             partial / SINGLE_FILE,
             {hf: state[ours] for ours, hf in names.items()},
@@ -312,8 +315,8 @@ def save_decoder(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A partial folder beside `folder` to write to. It becomes `folder` when all of it is on the
-    disk, and is gone when anything fails. Raises `WeightsError`, `DiskFull`.
+    """Yield a partial folder beside `folder` to write to. It is renamed to `folder` when everything
+    is on disk, and removed on any failure. Raises `WeightsError` and `DiskFull`.
     """
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.partial")
     with partial_output(partial):
@@ -332,14 +335,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def as_floats(
     source: Tensor | QuantTensor, dtype: torch.dtype, device: str | torch.device
 ) -> Tensor:
-    """A copy of a tensor as floats of `dtype` on `device`."""
+    """Return a copy of a tensor as floats of `dtype` on `device`."""
     if isinstance(source, Tensor):
         return source.to(device=device, dtype=dtype, copy=True)
     return source.to(device).dequantize(dtype)
 
 
 def check_tied(config: ModelConfig, weights: WeightFile) -> None:
-    """Refuses a head of its own beside a tied embedding. Reads both, where there are two."""
+    """Refuse a separate head beside a tied embedding, unless both are equal. Reads both if there
+    are two.
+    """
     embedding, head = embedding_and_head(weights.convention)
     if not config.tie_word_embeddings or head not in weights.tensors:
         return
@@ -359,7 +364,7 @@ def check_tied(config: ModelConfig, weights: WeightFile) -> None:
 
 
 def refuse_non_finite(where: Path, problems: list[str]) -> None:
-    """`WeightsError` with the first lines of `non_finite`, where there are any."""
+    """Raise `WeightsError` with the first lines of `non_finite`, if there are any."""
     if not problems:
         return
     listed = problems[:LISTED_PROBLEMS]
@@ -371,8 +376,8 @@ def refuse_non_finite(where: Path, problems: list[str]) -> None:
 
 
 def non_finite(name: str, source: Tensor | QuantTensor, placed: Tensor) -> list[str]:
-    """What is wrong with a tensor's values, with the share. Synchronizes the device."""
-    # Two numbers instead of a mask of every value: NaN and infinity come through min and max.
+    """Return the problems of a tensor's values, with their share. Synchronises with the device."""
+    # Two numbers instead of a mask over all values: min and max propagate NaN and infinity.
     if bool(torch.stack(placed.aminmax()).isfinite().all()):
         return []
     values = source if isinstance(source, Tensor) else source.dequantize()

@@ -1,15 +1,15 @@
-"""Whether the tensors of a file are those of a decoder: their names, shapes, dtypes and order of rows.
+"""Checks that the tensors of a file match a decoder: their names, shapes, dtypes and row order.
 
 The names are those of `engine.models.families`.
 
-Linear weights are (out, in) in all of them, so a tensor moves from one to another untouched, but
-for one thing: the rows of q and k of a `llama` GGUF, and of an .apr that says so, are in another
-order, because its reader turns neighbours x[2i], x[2i + 1] where ours turns halves x[i],
-x[i + E/2]. `permute_rows` and `unpermute_rows` go from one order to the other; whole rows move, so
-blocks stay as they are.
+Linear weights are (out, in) in all conventions, so tensors are converted unchanged, with one
+exception: the rows of q and k of a `llama` GGUF, and of an .apr that says so, are permuted, because
+its reader rotates adjacent elements x[2i], x[2i + 1] where ours rotates halves x[i], x[i + E/2].
+`permute_rows` and `unpermute_rows` convert between the two orders; whole rows move, so quantised
+blocks stay unchanged.
 
-What is covered: presence, shape and dtype of each tensor. Values (NaN, an `lm_head` that differs
-from a tied embedding) are checked where they are read, in `engine.models.load`.
+Covered: presence, shape and dtype of each tensor. Values (NaN, an `lm_head` that differs from a
+tied embedding) are checked where they are read, in `engine.models.load`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine.quant.tensor import QuantTensor
 
 
-# `rope_type` in the metadata of an .apr: which two numbers of a head its reader turns together.
+# `rope_type` in the metadata of an .apr: which two elements of a head its reader rotates together.
 APR_NEIGHBOURS = 0
 APR_HALVES = 2
 
@@ -52,27 +52,31 @@ TOGETHER = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"
 
 
 def names_for(convention: str, config: ModelConfig) -> dict[str, str]:
-    """Our name -> name by `convention` of every tensor, in the order of the forward pass."""
+    """Return our name -> name by `convention` of every tensor, in the order of the forward pass."""
     return {ours: name for ours, name, _ in _rows(config, convention)}
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
-    """Our name -> Hugging Face name of every tensor, in the order of the forward pass."""
+    """Return our name -> Hugging Face name of every tensor, in the order of the forward pass."""
     return names_for("hf", config)
 
 
 def expected_tensors(config: ModelConfig, convention: str = "hf") -> dict[str, tuple[int, ...]]:
-    """Name by `convention` -> shape of every tensor a file must have; tied, no head."""
+    """Return name by `convention` -> shape of every tensor that a file must have; a tied model has
+    no head.
+    """
     return {name: shape for _, name, shape in _rows(config, convention)}
 
 
 def embedding_and_head(convention: str) -> tuple[str, str]:
-    """The names of the two matrices that are one when the model is tied."""
+    """Return the names of the two matrices that are one when the model is tied."""
     return EMBEDDING.named(convention), HEAD.named(convention)
 
 
 def readable_dtypes(convention: str) -> tuple[str, ...]:
-    """The dtypes that a tensor may have: floats, and blocks where the format has them."""
+    """Return the dtypes that a tensor may have: floats, and block types if the format supports
+    them.
+    """
     if convention == "hf":
         return FLOAT_DTYPES
     blocks = tuple(name for name in BLOCK_TYPES if name not in FLOAT_DTYPES)
@@ -82,12 +86,12 @@ def readable_dtypes(convention: str) -> tuple[str, ...]:
 def check_fits(
     config: ModelConfig, weights: WeightFile, where: object, convention: str = "hf"
 ) -> None:
-    """Compares names, shapes and dtypes with what `config` needs; no data is read.
+    """Compare names, shapes and dtypes with what `config` requires; no data is read.
 
     Raises one `WeightsError` that lists every missing, unexpected and misshapen tensor and every
-    tensor of a dtype that cannot be read. A tied model may come with a head, if it has the
-    embedding's shape (or none at all in an .apr: an export of tied models that leaves it empty),
-    and a Llama outside safetensors with `ROPE_DIVISORS`.
+    tensor of an unreadable dtype. A tied model may have a head of the embedding's shape (or an
+    empty one in an .apr, as one exporter of tied models writes it), and a Llama outside safetensors
+    may have `ROPE_DIVISORS`.
     """
     expected = expected_tensors(config, convention)
     embedding, head = embedding_and_head(convention)
@@ -151,8 +155,8 @@ def neighbours_turn(
 
 
 def turned_heads(config: ModelConfig, ours: str) -> int:
-    """How many heads the rows of a tensor are, whose numbers rotary positions turn in pairs: the
-    weights and biases of q and k. 0 for every other tensor.
+    """Return the number of heads in the rows of a tensor that RoPE rotates (weights and biases of q
+    and k); 0 for every other tensor.
     """
     if ".attention.q." in ours:
         return config.num_attention_heads
@@ -165,29 +169,29 @@ Rows = TypeVar("Rows", "Tensor", "QuantTensor", "Tensor | QuantTensor")
 
 
 def permute_rows(rows: Rows, heads: int) -> Rows:
-    """From halves to neighbours: row i of the first half of each head goes to 2i, of the second to
-    2i + 1. Lossless; the order of q and k in a `llama` GGUF.
+    """Reorder rows from halves to adjacent pairs: row i of the first half of each head goes to 2i,
+    of the second half to 2i + 1. Lossless; this is the order of q and k in a `llama` GGUF.
     """
     return _reordered(rows, heads, (2, -1))
 
 
 def unpermute_rows(rows: Rows, heads: int) -> Rows:
-    """From neighbours to halves: the inverse of `permute_rows`."""
+    """Reorder rows from adjacent pairs to halves: the inverse of `permute_rows`."""
     return _reordered(rows, heads, (-1, 2))
 
 
 def _reordered(rows: Rows, heads: int, grid: tuple[int, int]) -> Rows:
-    """Reads the rows of each head as a grid, and gives them back column by column."""
+    """Read the rows of each head as a grid, and return them column by column."""
     from engine.quant.tensor import QuantTensor
 
     if isinstance(rows, QuantTensor):
-        # Blocks run along a row, so that whole rows of them may move.
+        # Blocks run along a row, so whole rows of them can move.
         return replace(rows, blocks=_reordered(rows.blocks, heads, grid))
     return rows.reshape(heads, *grid, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _rows(config: ModelConfig, convention: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Our name, the convention's, and the shape."""
+    """Yield our name, the convention's name and the shape of each tensor."""
 
     def spelled(row: TensorRow) -> tuple[str, str, tuple[int, ...]]:
         return row.ours, row.named(convention), shape_of(row, config)

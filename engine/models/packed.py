@@ -1,15 +1,15 @@
-"""The layers of a decoder whose weights stay in their blocks.
+"""Decoder layers whose weights stay in their quantised blocks.
 
     PackedLinear      y = x W^T + b, W in blocks        in place of nn.Linear
     PackedEmbedding   the rows that are looked up       in place of nn.Embedding
     PackedHead        W in slices, for the loss         beside `engine.models.head.DenseHead`
 
-A weight becomes floats on its way into a product, in a scratch that all layers share
-(`engine.kernels.linear`), and is overwritten by the next. A tied model has one `PackedMatrix` in all
-three places.
+A weight is dequantised before each matmul into a scratch buffer that all layers share
+(`engine.kernels.linear`), and overwritten by the next one. A tied model has one `PackedMatrix` in
+all three places.
 
 There is no `nn.Parameter` here: everything is a buffer, so an optimizer finds nothing, and an input
-that asks for a gradient is refused. What one learns from such a model is its answers.
+that requires a gradient is refused. Such a model is only used for its outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from engine.quant.planes import PackedMatrix
 
 
 class _Packed(nn.Module):
-    """A matrix in blocks, held as one buffer of bytes."""
+    """A block-quantised matrix, held as one buffer of bytes."""
 
     def __init__(self, weight: PackedMatrix, scratch: Scratch) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Packed(nn.Module):
 
     @property
     def packed(self) -> PackedMatrix:
-        # Made anew only when the module was moved: the matrix remembers where its planes lie.
+        # Recreated only after the module was moved, because the matrix caches where its planes are.
         if self._packed.data is not self.data:
             self._packed = PackedMatrix(self._packed.type, *self._packed.shape, self.data)
         return self._packed
@@ -52,8 +52,8 @@ class _Packed(nn.Module):
 
 # contract: cuda-q4k-frozen-teacher-v1
 class PackedLinear(_Packed):
-    """From (..., columns) to (..., rows) of `weight`, in the scratch's dtype. `kernel` says how
-    (`engine.kernels.linear`). Raises InternalError for an input that asks for a gradient.
+    """Maps (..., columns) to (..., rows) of `weight`, in the scratch's dtype. `kernel` selects the
+    matmul (`engine.kernels.linear`). Raises InternalError for an input that requires a gradient.
     """
 
     def __init__(self, weight: PackedMatrix, scratch: Scratch, *, kernel: Kernel = "auto") -> None:
@@ -66,8 +66,8 @@ class PackedLinear(_Packed):
         return packed_linear(x, self.packed, self.bias, self.scratch, kernel=self.kernel)
 
     def together(self, x: Tensor, others: Sequence[nn.Module]) -> Sequence[Tensor]:
-        """This layer's output and those of `others`, which have the same input; one product where
-        all of them are packed and the scratch holds them.
+        """Return this layer's output and those of `others`, which have the same input. It is one
+        matmul if all of them are packed and fit in the scratch.
         """
         layers = [self, *(layer for layer in others if isinstance(layer, PackedLinear))]
         biases = [layer.bias for layer in layers]
@@ -80,7 +80,7 @@ class PackedLinear(_Packed):
 
 
 class PackedEmbedding(_Packed):
-    """From ids of any shape to rows of `weight`, in the scratch's dtype."""
+    """Maps token ids of any shape to rows of `weight`, in the scratch's dtype."""
 
     def forward(self, ids: Tensor) -> Tensor:
         out = torch.empty(
@@ -91,8 +91,8 @@ class PackedEmbedding(_Packed):
 
 
 class PackedHead:
-    """A `Head` in blocks. Its values are those of the model: rounded to the scratch's dtype first,
-    whatever dtype a slice is asked for in.
+    """A block-quantised `Head`. Its values are rounded to the scratch's dtype first, as in the
+    model, whatever dtype a slice is requested in.
     """
 
     def __init__(self, weight: PackedMatrix, scratch: Scratch) -> None:
@@ -112,7 +112,7 @@ class PackedHead:
 
 @dataclass(frozen=True, slots=True)
 class _PackedSlices:
-    """Each walk dequantises anew."""
+    """Every iteration dequantises again."""
 
     weight: PackedMatrix
     scratch: Scratch
@@ -129,7 +129,9 @@ class _PackedSlices:
 
 
 def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
-    """The tensor `name`, one of ours, dense or in blocks; the head of a tied decoder is its embedding."""
+    """Return the tensor `name` (our naming), dense or block-quantised. The head of a tied decoder
+    is its embedding.
+    """
     path, _, leaf = name.rpartition(".")
     if name == "head.weight" and decoder.head is None:
         path = "embed"
@@ -142,14 +144,14 @@ def stored_tensor(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
 
 
 def head_of(decoder: Decoder) -> Head:
-    """The head of a decoder, dense or in blocks."""
+    """Return the head of a decoder, dense or block-quantised."""
     if isinstance(decoder.head, PackedLinear):
         return PackedHead(decoder.head.packed, decoder.head.scratch)
     return DenseHead(decoder.head_weight)
 
 
 def reserve(scratch: Scratch, weight: PackedMatrix, *, whole: bool) -> None:
-    """Room in `scratch` for a weight; not `whole`, for its thinnest slice: a head goes through in
-    as many slices as it takes.
+    """Reserve space in `scratch` for a weight. If not `whole`, only for its smallest slice, because
+    a head is processed in as many slices as needed.
     """
     scratch.reserve(weight.rows if whole else min(ROWS, weight.rows), weight.columns)

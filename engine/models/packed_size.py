@@ -1,7 +1,9 @@
-"""How much of a weight file stays in blocks, read from its header alone, without torch.
+"""Computes how much of a weight file stays block-quantised, from its header alone and without
+torch.
 
-`engine.models.load` does what this says: matrices in blocks stay in them, everything else
-becomes floats, and one scratch holds the largest matrices of a layer that have one input as floats.
+It mirrors `engine.models.load`: block-quantised matrices stay as they are, everything else becomes
+floats, and one scratch buffer holds, as floats, the largest matrices of a layer that share an
+input.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from engine.models.names import TOGETHER, embedding_and_head, names_for
 from engine.quant.blocks import BLOCK_TYPES, BlockType, group_rows
 
 SCRATCH_LIMIT_BYTES = 260 << 20
-"""That of `engine.kernels.linear`, here for where torch is not; a test holds it to the original."""
+"""Copy of the limit in `engine.kernels.linear`, for code without torch; a test checks that they are
+equal.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,21 +28,23 @@ class PackedSize:
     """What a packed decoder holds on its device."""
 
     matrices: int
-    """How many stay in blocks; with none there is nothing to pack."""
+    """Number of matrices that stay in blocks; if 0, there is nothing to pack."""
     block_bytes: int
     float_values: int
-    """Values that become floats."""
+    """Number of values that become floats."""
     layers: tuple[tuple[int, int], ...]
-    """Of each layer, the bytes of its blocks and the values that become floats."""
+    """For each layer, the bytes of its blocks and the number of values that become floats."""
     scratch_values: int
-    """Values of the largest matrices of a layer that are multiplied together, from blocks."""
+    """Number of values of the largest block-quantised matrices of a layer that are multiplied
+    together.
+    """
 
     def weight_bytes(self, float_bytes: int) -> int:
-        """Of the weights, with floats of `float_bytes` each."""
+        """Size of the weights, with floats of `float_bytes` each."""
         return self.block_bytes + self.float_values * float_bytes
 
     def layer_bytes(self, float_bytes: int) -> tuple[int, ...]:
-        """Of each layer's weights."""
+        """Size of each layer's weights."""
         return tuple(blocks + floats * float_bytes for blocks, floats in self.layers)
 
     def scratch_bytes(self, float_bytes: int) -> int:
@@ -46,8 +52,8 @@ class PackedSize:
 
 
 def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
-    """What the decoder in `weights` takes as `load_packed_decoder` holds it. Up to 16 bytes a plane
-    of a matrix are not counted.
+    """Return what the decoder in `weights` takes when `load_packed_decoder` loads it. Up to 16
+    bytes of padding per plane of a matrix are not counted.
     """
     ends = embedding_and_head(weights.convention)
     matrices = block_bytes = float_values = 0
@@ -76,7 +82,7 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
         for layer in range(config.num_hidden_layers)
         for group in TOGETHER
     )
-    # Matrices with one input are multiplied together where all are packed.
+    # Matrices with the same input are multiplied together if all are packed.
     together = [sum(map(packed.__getitem__, one)) for one in groups if packed.keys() >= {*one}]
     return PackedSize(
         matrices=matrices,
@@ -88,8 +94,8 @@ def packed_size(config: ModelConfig, weights: WeightFile) -> PackedSize:
 
 
 def stays_packed(info: TensorInfo) -> BlockType | None:
-    """The type of the blocks that a tensor stays in; None for one that becomes floats: a vector, or
-    rows that are padded to whole blocks, as an .apr may have them.
+    """Return the block type that a tensor keeps. None if it becomes floats: a vector, or rows that
+    are padded to whole blocks, as an .apr may have them.
     """
     kind = BLOCK_TYPES.get(info.dtype)
     if kind is None or kind.block_size == 1 or len(info.shape) != 2:
@@ -98,7 +104,7 @@ def stays_packed(info: TensorInfo) -> BlockType | None:
 
 
 def without_blocks(where: object) -> WeightsError:
-    """The refusal of a file that has no matrix in blocks."""
+    """Return the error for a file without a block-quantised matrix."""
     return WeightsError.expected(
         "quantized teacher",
         where,

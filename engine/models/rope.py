@@ -1,20 +1,21 @@
-"""How fast each pair of a head turns: rotary positions, and Llama 3.1's stretching of them.
+"""RoPE frequencies, and Llama 3.1's scaling of them.
 
-Pair i of a head of width E turns by f_i each position. A model trained on `original` positions
-reaches `factor` times as many when its slow pairs turn `factor` times slower; the fast ones, which
-tell neighbours apart, stay as they were, and those between are blended:
+Pair i of a head of width E rotates by f_i per position. A model trained on `original` positions
+reaches `factor` times as many if its slow pairs rotate `factor` times slower. The fast pairs, which
+distinguish adjacent positions, are unchanged, and those in between are blended:
 
     f_i     = theta^(-2i/E)                                  0 <= i < E/2
     turns_i = original f_i / 2 pi                            whole turns within the original length
     keep_i  = clamp((turns_i - low) / (high - low), 0, 1)
     f'_i    = f_i (keep_i + (1 - keep_i) / factor)
 
-A GGUF file has no place for the four numbers. It carries the divisors f_i / f'_i as the tensor
-`rope_freqs.weight`; `scaling_of_divisors` finds numbers that give the same divisors. Only
-original : low : high matters to them, so it answers with low 1, as in all published models.
+A GGUF file has no fields for the four numbers. It stores the divisors f_i / f'_i as the tensor
+`rope_freqs.weight`, and `scaling_of_divisors` finds numbers that give the same divisors. The
+divisors determine only the ratios original : low : high, so it returns low = 1, as in all published
+models.
 
-No torch here: a configuration is read without it. `engine.models.decoder` does the same sum on
-tensors.
+This module does not import torch, because a configuration is read without it.
+`engine.models.decoder` computes the same with tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOLERANCE = 1e-4
-"""Relative; divisors are stored in fp32, and files were made with fp32 arithmetic throughout."""
+"""Relative tolerance. Divisors are stored in fp32, and files were made entirely with fp32
+arithmetic.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class RopeScaling:
     """`rope_scaling` of type llama3; `ModelConfig` checks the numbers."""
 
     factor: float
-    """How many times slower the slow pairs turn."""
+    """How many times slower the slow pairs rotate."""
     low_freq_factor: float
     """Pairs with fewer turns than this within the original length are slow."""
     high_freq_factor: float
@@ -45,12 +48,12 @@ PUBLISHED_LENGTH = 8192
 
 
 def frequencies(theta: float, head_dim: int) -> list[float]:
-    """Radians each position, of each pair of a head."""
+    """Return the frequency of each pair of a head, in radians per position."""
     return [theta ** (-index / head_dim) for index in range(0, head_dim, 2)]
 
 
 def divisors(scaling: RopeScaling, theta: float, head_dim: int) -> list[float]:
-    """By how much each pair is slowed down, from 1 to `factor`: what GGUF stores."""
+    """Return the factor by which each pair is slowed down, from 1 to `factor`, as stored in GGUF."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     found = []
     for frequency in frequencies(theta, head_dim):
@@ -61,9 +64,11 @@ def divisors(scaling: RopeScaling, theta: float, head_dim: int) -> list[float]:
 
 
 def scaling_of_divisors(stored: Sequence[float], theta: float, head_dim: int) -> RopeScaling | None:
-    """A scaling with these divisors. None when all are 1; `ValueError` when there is none.
+    """Return a scaling with these divisors; None if all are 1. Raises `ValueError` if there is
+    none.
 
-    The published one is tried first: where no pair is blended, many give the same divisors.
+    The published scaling is tried first: if no pair is blended, many scalings give the same
+    divisors.
     """
     if all(_near(divisor, 1.0) for divisor in stored):
         return None
@@ -83,7 +88,7 @@ def same_divisors(stored: Sequence[float], expected: Sequence[float]) -> bool:
 
 
 def _fitted(stored: Sequence[float], factor: float, frequency: list[float]) -> list[RopeScaling]:
-    """The scaling through the blended pairs: keep is a straight line over turns."""
+    """Fit a scaling through the blended pairs, where keep is linear in turns."""
     if factor <= 1 or not all(math.isfinite(divisor) and divisor > 0 for divisor in stored):
         return []
     blended = [
@@ -109,7 +114,7 @@ def _fitted(stored: Sequence[float], factor: float, frequency: list[float]) -> l
 
 
 def _rounded(found: float) -> float:
-    """The number that was meant: people write 8 or 2.5, files give them back through fp32."""
+    """Round to the intended number: authors write 8 or 2.5, and files store them in fp32."""
     return round(found, 3)
 
 

@@ -1,25 +1,26 @@
-"""How the layers of a student are run: compiled, or with activations made again in the backward pass.
+"""How the layers of a student are run: compiled, or with activation checkpointing.
 
-    decoder.run_layer = run_layer                  as written: the oracle
+    decoder.run_layer = run_layer                  eager: the reference
                         CompiledLayers(rows, T)    torch.compile, one compilation for all layers
-                        checkpointed(run)          either, keeping its input alone
+                        checkpointed(run)          either of them, keeping only the layer's input
 
-Compiling. What lies between products (norms, rotations, silu(gate) * up, residuals, casts of the weights)
-becomes a few kernels. A layer is compiled and not the model: all layers have one code and one structure,
-so the compiler works once, for seconds, and the modules, their names and their weights stay what they
-are.
+Compiling. The operations between matmuls (norms, RoPE, silu(gate) * up, residuals, casts of the
+weights) become a few kernels. The layer is compiled instead of the model: all layers have the same
+code and structure, so the compiler runs once, for seconds, and the modules, their names and their
+weights stay unchanged.
 
-A compilation belongs to a shape, and the one that matters is that of a training batch. So only a batch
-of exactly that shape, with gradients, is run by it; evaluations, checks and anything else go through the
-layers as written. Nothing but the step can then wait for a compiler, and the step warms up before it
-begins (`engine.train.compile_student`). Where documents begin is left open in the compiled graph.
+A compilation is specific to shapes, and the one that matters is that of a training batch. So only a
+batch of exactly that shape, with gradients, runs compiled; evaluations, checks and everything else
+run the eager layers. So only the training step can wait for the compiler, and it warms up before it
+begins (`engine.train.compile_student`). Document boundaries are dynamic in the compiled graph.
 
-Checkpointing. Backward runs each layer a second time, for a third more of the forward's arithmetic, and
-between the passes only the input of each layer is kept.
+Checkpointing. The backward pass runs each layer's forward a second time, which adds a third to the
+student's arithmetic, and only the input of each layer is kept between the passes.
 
-A layer that FSDP2 shards has hooks that gather its weights before its forward pass and share out their
-gradients in the backward pass. What is compiled or made again is then put between the hooks, as the
-layer's own `forward`: no compiler sees a collective, and recomputing gathers nothing anew.
+A layer sharded by FSDP2 has hooks that gather its weights before its forward pass and
+reduce-scatter its gradients in the backward pass. The compiled or checkpointed function then
+replaces the layer's own `forward`, inside the hooks: the compiler sees no collective, and
+recomputation gathers nothing again.
 """
 
 from __future__ import annotations
@@ -40,13 +41,15 @@ from engine.runtime.ranks import is_fsdp
 
 
 def has_compiler(device: str) -> bool:
-    """Whether torch.compile can make code for `device` here: Triton and a C compiler for a GPU."""
+    """Whether torch.compile can generate code for `device` here: a C compiler, and Triton for a
+    GPU.
+    """
     c_compiler = any(shutil.which(name) for name in ("gcc", "cc", "clang", "g++"))
     return c_compiler and (device == "cpu" or importlib.util.find_spec("triton") is not None)
 
 
 def without_hooks(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
-    """The layer as it is written, and nothing that hangs on it."""
+    """Run the layer eagerly, without its hooks."""
     assert isinstance(layer, Layer)
     return Layer.forward(layer, x_BTD, sight)
 
@@ -60,7 +63,7 @@ class CompiledLayers:
         def student_layer(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
             return without_hooks(layer, x_BTD, sight)
 
-        # A break of the graph would hide what was not compiled.
+        # A graph break would silently leave part of the layer uncompiled.
         self._compiled: Any = torch.compile(
             student_layer, dynamic=False, fullgraph=True, backend=backend
         )
@@ -73,12 +76,12 @@ class CompiledLayers:
 
 
 def checkpointed(run: RunLayer) -> RunLayer:
-    """Runs a layer so that only its input is kept for the backward pass."""
+    """Return a function that runs a layer and keeps only its input for the backward pass."""
 
     def again(layer: nn.Module, x_BTD: Tensor, sight: Sight) -> Tensor:
         if not torch.is_grad_enabled():
             return run(layer, x_BTD, sight)
-        # No layer draws random numbers, so none need be put back.
+        # Layers draw no random numbers, so no RNG state needs restoring.
         out_BTD: Tensor = checkpoint(
             run, layer, x_BTD, sight, use_reentrant=False, preserve_rng_state=False
         )
@@ -90,7 +93,7 @@ def checkpointed(run: RunLayer) -> RunLayer:
 def set_running(
     decoder: Decoder, *, compiled: CompiledLayers | None, packed: bool, checkpointing: bool
 ) -> None:
-    """Puts what was chosen into effect."""
+    """Apply the chosen compilation, attention and checkpointing to the decoder."""
     decoder.packed = packed
     sharded = any(is_fsdp(layer) for layer in decoder.layers)
     written = without_hooks if sharded else run_layer

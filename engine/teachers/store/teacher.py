@@ -7,7 +7,7 @@ in the store.
 
 If any row of a batch is missing, the whole batch is a miss. The teacher model is then run on the
 whole batch, in the same arithmetic that the store was made with; it is loaded at the first miss.
-With `teacher.cache_miss=error` a miss is refused instead. Misses are counted and reported; their
+With `teacher.cache_miss=refuse` a miss is refused instead. Misses are counted and reported; their
 cost shows in the step time.
 
 Rows are identified by their content (`keys.py`), which is on the host before it is on the device.
