@@ -1,1 +1,2 @@
-"""Contracts that run: what is promised of the code, read strictly from YAML, and proved by running it."""
+"""Executable contracts: promises of the code, read strictly from YAML and checked by running tests and
+proofs."""

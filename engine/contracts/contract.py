@@ -1,7 +1,8 @@
-"""A contract: what a file holds once it has been read, checked by the rules, and compared with the source.
+"""A contract: the content of a file after it has been read, checked by the rules and compared with the
+source.
 
-A bound function must say in a comment which contract it is under, so that neither can be moved or deleted
-without the other. Source is read as text: nothing that a contract names is imported or run here.
+A bound function must name its contract in a comment, so that neither can be moved or deleted without the
+other. Source is read as text; nothing that a contract names is imported or run here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from engine.contracts.yaml_tree import Unreadable, parse_tree, read_raw
 from engine.errors import BadInput
 
 FOLDER = Path("contracts")
-# Of upstream's folders: registries that are no contracts.
+# Upstream's folders also hold these registries, which are no contracts.
 _NO_CONTRACTS = frozenset({"binding.yaml", "binding.yml", "external-corpora.yaml", "ontology.yaml"})
 
 
@@ -31,23 +32,23 @@ class Falsifier(msgspec.Struct, frozen=True, kw_only=True):
     prediction: str = ""
     if_fails: str = ""
     test: str
-    """`python:<pytest node>`, `bench:<arguments>`, `flip:<arguments>`, or what an upstream file says."""
+    """`python:<pytest node>`, `bench:<arguments>`, `flip:<arguments>`, or any text in an upstream file."""
     differs: str = ""
     demoted_by: str
-    """The finding that ended the claim; empty while it is active."""
+    """The finding that refuted the claim; empty while it is active."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     engine: str
-    """z3, enumerate, crosshair, or kani for upstream's."""
+    """z3, enumerate or crosshair; kani in upstream's files."""
     harness: str = ""
     bound: str
     timeout_s: int = 60
 
 
 class Planted(msgspec.Struct, frozen=True, kw_only=True):
-    """A bug, as a change of the source of one module, and the tests that it must turn red."""
+    """A planted bug: an edit of one module's source, and the tests that it must turn red."""
 
     id: str
     what: str
@@ -63,17 +64,17 @@ class Contract:
     """The file name without its suffix."""
     sha256: str
     runs: bool
-    """Its file says `dialect: engine-1`."""
+    """Whether its file says `dialect: engine-1`."""
     description: str
     demoted_by: str
-    """The finding that ended the whole contract; empty while it is active."""
+    """The finding that refuted the whole contract; empty while it is active."""
     depends_on: tuple[str, ...]
     equations: tuple[tuple[str, str], ...]
-    """Name and formula."""
+    """Name and formula of each equation."""
     obligations: tuple[tuple[str, str], ...]
-    """Id and property, of the active ones."""
+    """Id and property of each active obligation."""
     demoted: tuple[tuple[str, str, str], ...]
-    """Id, property and finding of each claim that was demoted."""
+    """Id, property and finding of each demoted claim."""
     binds: tuple[str, ...]
     falsifiers: tuple[Falsifier, ...]
     proofs: tuple[Proof, ...]
@@ -85,17 +86,17 @@ class Contract:
 
     @property
     def is_run(self) -> bool:
-        """Whether it is of this dialect and was not demoted."""
+        """Whether it is of our dialect and was not demoted."""
         return self.runs and not self.demoted_by
 
 
 @dataclass(slots=True)
 class Loaded:
-    """One file: what is wrong with it, and the contract in it where nothing is (warnings aside)."""
+    """One file: its problems, and its contract if it has no errors."""
 
     path: Path
     walk: Walk
-    """Places of all values, and the problems found so far."""
+    """The places of all values, and the problems found so far."""
     _contract: Contract | None = None
 
     @property
@@ -112,7 +113,7 @@ class Loaded:
 
 
 def load_file(path: Path) -> Loaded:
-    """Read one file and apply the rules that need no other."""
+    """Read one file and apply the rules that concern it alone."""
     walk = Walk(str(path))
     try:
         raw = read_raw(path)
@@ -153,7 +154,8 @@ def load_all(paths: Iterable[Path]) -> list[Loaded]:
 
 
 def checked_contracts(paths: Sequence[Path], root: Path) -> list[Loaded]:
-    """The given files (default: all of the project's), read, checked, and compared with its source."""
+    """Read the given files (default: all of the project's), check them, and compare them with the project's
+    source."""
     loaded = load_all(contract_files(paths, root))
     sources = Sources(root)
     for one in loaded:
@@ -164,7 +166,7 @@ def checked_contracts(paths: Sequence[Path], root: Path) -> list[Loaded]:
 
 
 def check_source(contract: Contract, sources: Sources, walk: Walk) -> None:
-    """Whether the tests, harnesses, texts to replace and bound functions that it names are there."""
+    """Check that the tests, harnesses, texts to replace and bound functions that a contract names exist."""
     for i, falsifier in enumerate(contract.falsifiers):
         scheme, _, target = falsifier.test.partition(":")
         text = ""
@@ -201,7 +203,8 @@ def check_source(contract: Contract, sources: Sources, walk: Walk) -> None:
 
 
 def _unplantable(module: str, replace: str, by: str, sources: Sources) -> tuple[str, str]:
-    """The field of a planted bug's edit that is wrong, and why; no words where it can be planted."""
+    """Name the wrong field of a planted bug's edit, and why it is wrong; the reason is empty when the bug can
+    be planted."""
     text = sources.text(sources.file_of(module))
     if text is None:
         return "module", f"no module {module}"
@@ -213,14 +216,14 @@ def _unplantable(module: str, replace: str, by: str, sources: Sources) -> tuple[
     try:
         compile(text.replace(replace, by), module, "exec")
     except (SyntaxError, ValueError) as error:
-        # Any test is red over a file that does not compile: that catches nothing.
+        # Every test is red when a file does not compile, so that would prove nothing.
         return "with", f"no Python any more: {error}"
     return "", ""
 
 
 def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -> None:
-    """A `# contract:` comment whose contract does not bind that code is a problem, reported at the comment.
-    With `whole`, all contracts were read, so one that names an unknown contract is a problem too."""
+    """Report each `# contract:` comment whose contract does not bind the code below it, at the comment. With
+    `whole`, all contracts were read, so a comment that names an unknown contract is a problem too."""
     by_name = {one.path.stem: one for one in loaded}
     contracts = {name: one.contract for name, one in by_name.items()}
     for marker in sources.markers:
@@ -231,7 +234,7 @@ def _check_markers(loaded: Sequence[Loaded], sources: Sources, *, whole: bool) -
                 words = "stands over code that the contract does not bind"
                 _tell(by_name[marker.contract], marker, words, sources.root)
         elif whole and marker.contract not in contracts:
-            # No file has that name: reported with the first one.
+            # No file has that name, so the problem is attached to the first one.
             _tell(loaded[0], marker, "names a contract that is not there", sources.root)
 
 
@@ -251,8 +254,8 @@ def _tell(one: Loaded, marker: Marker, words: str, root: Path) -> None:
 
 
 def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:
-    """The given files and all contracts of the given folders (default: those of the project). Raises
-    BadInput for a path that does not exist, and where there is no contract at all."""
+    """List the given files and all contracts of the given folders (default: those of the project). Raises
+    BadInput for a path that does not exist, and when no contract is found."""
     out: list[Path] = []
     for path in paths or (root / FOLDER,):
         if path.is_dir():
@@ -268,7 +271,7 @@ def contract_files(paths: Sequence[Path], root: Path = Path()) -> list[Path]:
 
 
 def contract_of(path: Path, raw: bytes, read: dict[str, Any]) -> Contract:
-    """The contract in a file that was read without an error."""
+    """Build the contract of a file that was read without an error."""
     metadata = read["metadata"]
     equations = read.get("equations", {})
     if isinstance(equations, list):

@@ -1,9 +1,9 @@
-"""Plants one bug in every Python process that is started: this file is copied as `sitecustomize.py` into
-a folder of its own at the head of PYTHONPATH, so that it runs before any module of the engine is loaded.
+"""Plant one bug in every Python process that is started. This file is copied as `sitecustomize.py` into a
+folder of its own at the head of PYTHONPATH, so that it runs before any module of the engine is loaded.
 
-`APR_PLANTED` names a JSON file: module, replace, with, seen. The module's source is changed on its way
-into memory; no file of the project is touched, and no changed byte code is kept. That it was loaded is
-written to `seen`: a bug that no test ever loaded was not planted. Standard library only.
+`APR_PLANTED` names a JSON file: module, replace, with, seen. The module's source is changed in memory while
+it is loaded; no file of the project is touched, and no changed byte code is stored. Loading the module
+appends to the file `seen`: a bug that no test loaded was not planted. Standard library only.
 """
 
 import importlib.machinery
@@ -32,7 +32,7 @@ class PlantedLoader(importlib.machinery.SourceFileLoader):
 
 
 class PlantedFinder:
-    """In front of all finders, for one module."""
+    """An import finder for the one module with the bug, placed before all other finders."""
 
     def __init__(self, bug: dict[str, str]) -> None:
         self.bug = bug

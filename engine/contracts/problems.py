@@ -1,9 +1,9 @@
-"""What can be wrong with a contract file: the rules by id, and a problem with its place.
+"""The rules for contract files by id, and a problem with its place.
 
-The first group has the ids, severities and counts of upstream's `pv validate`. `W-` rules are ours: they
-answer what went wrong there (`W-` is a prefix and no severity). Those under `dialect: engine-1` ask only
-of the contracts that this project runs, so that a contract written for the Rust tool has no more to
-answer for here than there, beyond keys and forms that upstream drops without a word.
+The first group has the ids, severities and counts of upstream's `pv validate`. The `W-` rules are ours; they
+cover what went wrong there (`W-` is a prefix, not a severity). Those under `dialect: engine-1` apply only to
+contracts that this project runs. So a contract written for the Rust tool has to satisfy no more rules here
+than there, apart from keys and forms that upstream drops silently.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ OURS = {
     "W-BIND": "dialect engine-1: bound code is there and names its contract, and the other way round",
 }
 WARNINGS = frozenset({"SCHEMA-006", "SCHEMA-009", "SCHEMA-012", "SCHEMA-013", "W-LVL"})
-"""All others are errors."""
+"""Rules whose problems are warnings; all others are errors."""
 PV = frozenset({*UPSTREAM, "W-YAML", "W-FORM"})
-"""What `--rules pv` reports: upstream's rules, and what its parser refuses before any rule is asked."""
+"""The rules that `--rules pv` reports: upstream's, and what upstream's parser rejects before any rule
+applies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Problem:
     file: str
     line: int
-    """From 1."""
+    """Counted from 1."""
     column: int
-    """From 1, in characters."""
+    """Counted from 1, in characters."""
     rule: str
     severity: str
     path: str
-    """Where in the contract: `proof_obligations[0].formal`."""
+    """The place in the contract: `proof_obligations[0].formal`."""
     text: str
 
     def __str__(self) -> str:
@@ -81,7 +82,7 @@ class Problem:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?`, or what is known where nothing is near."""
+    """Return `; did you mean X?`, or all known words when none is close."""
     allowed = sorted(known)
     close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(allowed)}"

@@ -1,9 +1,9 @@
-"""What a proof harness returns, and the ways to come by it.
+"""The result of a proof harness, and two ways to produce one.
 
-A harness is a function without arguments that returns a `Proved`. `enumerated` asks every case of a
-finite domain and says how many there were; `unsatisfiable` asks z3 for a counterexample. z3 proves what
-was said to it, which is a model of the code: its harness also compares the model with the code on cases
-that both can answer (`agrees`). A solver that gives up is no answer.
+A harness is a function without arguments that returns a `Proved`. `enumerated` checks every case of a finite
+domain and reports how many there were; `unsatisfiable` has z3 search for a counterexample. z3 proves
+statements about a model of the code. So its harness also compares the model with the code on cases that both
+can compute (`agrees`). A solver that gives up proves nothing.
 
     python -m engine.contracts.proving contracts.proofs.allocator:every_wish
 """
@@ -28,12 +28,12 @@ PROVED, REFUTED, UNKNOWN, ABSENT = "proved", "refuted", "unknown", "absent"
 class Proved:
     result: str
     cases: int
-    """Cases asked; for a solver, the claims that it was asked for."""
+    """Number of cases checked; for a solver, number of claims."""
     detail: str
 
 
 def enumerated(cases: Iterable[Case], fault: Callable[[Case], str | None]) -> Proved:
-    """Ask every case; `fault` says what is wrong with one, or None."""
+    """Check every case; `fault` says what is wrong with one, or returns None."""
     count = 0
     for case in cases:
         count += 1
@@ -43,8 +43,8 @@ def enumerated(cases: Iterable[Case], fault: Callable[[Case], str | None]) -> Pr
 
 
 def unsatisfiable(claims: dict[str, Any], *, limit_s: float, agrees: int) -> Proved:
-    """Ask z3 for a counterexample of each claim: values (of z3) are the negations. `agrees` is how many
-    cases model and code were compared on."""
+    """Have z3 search for a counterexample of each claim. The values are z3 expressions of the negated claims;
+    `agrees` is the number of cases on which model and code were compared."""
     import z3
 
     begin = time.perf_counter()

@@ -1,9 +1,9 @@
-"""A pytest plugin, loaded by name into the processes that run tests of contracts: it keeps the tests
-that were asked for and writes down what became of each.
+"""A pytest plugin that is loaded by name into the processes that run tests of contracts. It keeps the
+requested tests and records the outcome of each.
 
-It is told by the environment: `APR_CONTRACT_NODES` holds the asked for, one a line, and
-`APR_CONTRACT_REPORT` the file to write. A node stands for all of its parameters, and a class for what is
-in it. With `APR_CONTRACT_MUTATED`, the first failure of a node is enough and the rest of it is skipped.
+The environment configures it: `APR_CONTRACT_NODES` holds the requested nodes, one per line, and
+`APR_CONTRACT_REPORT` the file to write. A node includes all of its parameters, and a class everything in it.
+With `APR_CONTRACT_MUTATED`, the first failure of a node is enough and the rest of it is skipped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     outcome, known = _outcome(report), _outcomes.get(report.nodeid)
-    # The call says it, unless what goes before or after it went wrong.
+    # The call decides the outcome, unless setup or teardown fails.
     if outcome is not None and (known is None or known["outcome"] == "passed"):
         _outcomes[report.nodeid] = {"outcome": outcome, "detail": _detail(report)}
 

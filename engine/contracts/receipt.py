@@ -1,12 +1,12 @@
 """Receipts: what running a contract measured, each bound to that contract and to the code it tests.
 
-A receipt holds no verdict. It says what was run with which arguments, under which versions, how it ended
-and what it counted; `status.answer_of` says what that means, each time anew, so a level cannot be written into
-it by hand. Two hashes bind it: that of the contract's file, and that of the code: the modules that the
-contract binds and plants bugs in, its tests and its proofs with the helpers that they import. Where one of
-them has changed since, the answer is Unknown(WitnessStale), whatever was counted.
+A receipt holds no verdict. It records what was run with which arguments, under which versions, how it ended
+and what it counted. `status.answer_of` computes the verdict anew each time, so a level cannot be written into
+a receipt by hand. Two hashes bind it: that of the contract's file, and that of the code: the modules that the
+contract binds and plants bugs in, its tests, and its proofs, with the helpers that they import. When one of
+them has changed since, the result is Unknown(WitnessStale), whatever was counted.
 
-Not bound: versions of libraries (they are recorded), and code that bound code calls.
+Not covered: versions of libraries (they are recorded), and code that bound code calls.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     tools: dict[str, str | None]
     argv: list[str]
     rc: int | None
-    """How the process ended; None where it was stopped at its limit."""
+    """The exit status of the process; None when it was stopped at its time limit."""
     counts: dict[str, dict[str, int]]
-    """By test: collected, passed, failed, errors, skipped, xfailed. By proof: cases."""
+    """For each test: collected, passed, failed, errors, skipped, xfailed. For a proof: cases."""
     result: str
-    """What a prover or a planted bug said of itself."""
+    """The result that a prover or a planted bug reported."""
     detail: str
     duration_s: float
     host: dict[str, Any]
@@ -105,12 +105,12 @@ def code_hash(contract: Contract, sources: Sources) -> str:
 
 
 def tools() -> dict[str, str | None]:
-    """Versions of what runs contracts; None for a package that is not installed."""
+    """Versions of the packages that run contracts; None for one that is not installed."""
     return installed_versions(_PACKAGES)
 
 
 def host() -> dict[str, Any]:
-    """The machine in words, without its name."""
+    """Describe the machine without its name."""
     return {
         "system": platform.system(),
         "release": platform.release(),
@@ -121,7 +121,7 @@ def host() -> dict[str, Any]:
 
 
 def write_receipts(folder: Path, contract: str, receipts: list[Receipt]) -> Path:
-    """The receipts of a contract, in place of those of an earlier run."""
+    """Write the receipts of a contract in place of those of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{contract}.json"
     raw = msgspec.json.encode(Receipts(schema=SCHEMA, contract=contract, receipts=receipts))
@@ -132,8 +132,8 @@ def write_receipts(folder: Path, contract: str, receipts: list[Receipt]) -> Path
 
 
 def read_receipts(folder: Path, contract: str) -> dict[str, Receipt]:
-    """The receipts of a contract by check; none where it has not run. Raises BadInput for a file that
-    is not as it was written."""
+    """Read the receipts of a contract by check; empty when it has not run. Raises BadInput for a file that
+    does not have the written form."""
     path = folder / f"{contract}.json"
     if not os.path.lexists(path):
         return {}

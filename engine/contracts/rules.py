@@ -1,8 +1,8 @@
-"""The rules of a contract that has been read: upstream's first, then ours for `dialect: engine-1`.
+"""The rules for a contract that has been read: upstream's first, then ours for `dialect: engine-1`.
 
-Upstream's semantics are those of `aprender-contracts` schema/validator.rs: which rules ask kernels only,
-and how often each answers. Text is compared without the white space around it, which upstream does for
-some fields only; a blank is empty here.
+Upstream's semantics are those of `aprender-contracts` schema/validator.rs: which rules apply to kernels only,
+and how many problems each reports. Text is compared without surrounding white space, which upstream does for
+some fields only; a blank text counts as empty here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.contracts.schema import DIALECT, Path, Walk
 
 Rows = list[tuple[Path, dict[str, Any]]]
 
-# Rule, block, the field of each of its rows that must not be empty, and what is said where it is.
+# Rule, block, the field of each of its rows that must not be empty, and the message when it is.
 NOT_EMPTY = (
     ("SCHEMA-005", "proof_obligations", "property", "empty"),
     (
@@ -39,12 +39,12 @@ ONLY_ON = (
     ("SCHEMA-015", "applies_to_phase", ("loop_invariant", "loop_variant")),
     ("SCHEMA-016", "parent_contract", ("subcontract",)),
 )
-# Obligations of these types compare numbers, so that "equal" has to say how equal.
+# Obligations of these types compare numbers, so they need a tolerance.
 NUMERIC = frozenset({"equivalence", "linearity", "conservation", "roundtrip"})
 
 
 def check_upstream(contract: dict[str, Any], walk: Walk) -> None:
-    """The rules of `pv validate`."""
+    """Apply the rules of `pv validate`."""
     metadata = contract.get("metadata", {})
     for rule, field, text in (
         ("SCHEMA-001", "references", "empty: a contract says what it rests on"),
@@ -65,7 +65,7 @@ def check_upstream(contract: dict[str, Any], walk: Walk) -> None:
 
 
 def _rows(contract: dict[str, Any], *block: str) -> Rows:
-    """What can be read of the rows of a block, each with its path."""
+    """The readable rows of a block, each with its path."""
     found: Any = contract
     for key in block:
         found = found.get(key, {})
@@ -74,7 +74,7 @@ def _rows(contract: dict[str, Any], *block: str) -> Rows:
 
 
 def _empty(row: dict[str, Any], path: Path, walk: Walk) -> bool:
-    """Absent or blank; not so where its form was the problem."""
+    """Whether a field is absent or blank; False when its form was already reported."""
     return row.get(str(path[-1])) in (None, "", [], {}) and path not in walk.broken
 
 
@@ -135,7 +135,7 @@ def _check_obligation(path: Path, row: dict[str, Any], known: Iterable[str], wal
 
 
 def check_own(contract: dict[str, Any], walk: Walk) -> None:
-    """Our rules that one file alone can answer: ids, claims, tolerances, what was demoted, planted bugs."""
+    """Apply our rules that concern one file alone: ids, claims, tolerances, demotions, planted bugs."""
     if "verification_summary" in contract:
         text = "counts written by hand are not read; `engine contracts status` counts"
         walk.add("W-LVL", ("verification_summary",), text)
@@ -159,7 +159,7 @@ def check_own(contract: dict[str, Any], walk: Walk) -> None:
     active = [(path, row) for path, row in tests if not _is_demoted(row)]
     _check_ids(obligations, tests, active, proofs, planted, walk)
     if _is_demoted(metadata):
-        return  # nothing is claimed any more
+        return  # a demoted contract claims nothing
     answered = {id_ for _, row in active for id_ in row.get("obligations", ())}
     answered |= {row.get("obligation") for _, row in proofs}
     for path, row in obligations:
@@ -187,7 +187,7 @@ def _is_demoted(row: dict[str, Any]) -> bool:
 def _check_ids(
     obligations: Rows, tests: Rows, active: Rows, proofs: Rows, planted: Rows, walk: Walk
 ) -> None:
-    """Every id is there once, and every id that is named is there."""
+    """Check that every id occurs once, and that every id that is referred to exists."""
     for path, row in obligations:
         if _empty(row, (*path, "id"), walk):
             walk.add("W-REF", (*path, "id"), "an obligation without an id cannot be named")
@@ -197,7 +197,7 @@ def _check_ids(
         if not row.get("obligations") and not row.get("demoted_by"):
             text = "of which obligation is this the test?"
             walk.add("W-REF", (*path, "obligations"), text)
-    # Receipts are kept by id.
+    # Receipts are stored by id.
     taken = {row["id"] for _, row in tests if "id" in row}
     text = "{} is the id of an earlier test, proof or planted bug"
     _check_unique([*proofs, *planted], "id", taken, "W-REF", text, walk)
@@ -214,7 +214,7 @@ def _check_ids(
 
 
 def _named(rows: Rows, field: str) -> Iterator[tuple[Path, str | None]]:
-    """The ids, one or a list of them, that a field of each row names."""
+    """The ids that a field of each row refers to, whether it holds one or a list."""
     for path, row in rows:
         found = row.get(field, ())
         if isinstance(found, str):

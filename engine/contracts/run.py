@@ -1,10 +1,10 @@
 """Running contracts: their tests, their proofs, and then each planted bug, which must be caught.
 
-One process runs the tests of a contract together; one more for every planted bug. Each is started in a
-session of its own, has its time, and is ended with all that it started. What it reads from the environment
-is this process's, without the settings of the engine (`APR_*` and its aliases), so that a contract is asked
-of the code and not of a shell. What was not reached has no receipt, and no receipt is Unknown(NotRun).
-Nothing here decides: receipts hold what was counted.
+One process runs all tests of a contract, and one more process runs for every planted bug. Each is started in
+a session of its own, has a time limit, and is killed with everything that it started. It inherits this
+process's environment without the settings of the engine (`APR_*` and its aliases), so that the result depends
+on the code and not on the shell. A check that was not reached has no receipt, which means Unknown(NotRun).
+Nothing here decides a verdict: receipts hold what was counted.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ TESTS_LIMIT_S = 900.0
 COMMAND_LIMIT_S = 3600.0
 _TAIL = 400
 _NOT_INHERITED = ("APR_", "PYTEST_", "MANAGED_MEMORY", "PYTHONPATH")
-"""How names begin of what a shell, or a test that runs this, may have set."""
+"""Prefixes of variables that a shell, or a test that runs this, may have set."""
 _MADE = r"(?:pytest-of-[\w.-]*(?:/pytest-\d*)?/?|apr-contract-\w*/?|tmp[a-z0-9_]{8}(?![\w.-])/?)?"
-"""What pytest, tempfile and a run of a contract make in the folder of temporary files; a text that was cut
+"""What pytest, tempfile and a run of a contract create in the folder of temporary files. A text that was cut
 may end within it."""
 
 
@@ -49,18 +49,18 @@ may end within it."""
 class Runner:
     root: Path
     folder: Path
-    """Where receipts are kept."""
+    """The folder where receipts are stored."""
     tell: Callable[[str], None]
 
     def run(self, contracts: Sequence[Contract], jobs: int = 1) -> None:
-        """Run each contract and keep its receipts. Processes do the work; `jobs` run at once."""
+        """Run each contract and write its receipts. Processes do the work; `jobs` contracts run at once."""
         with ThreadPoolExecutor(max_workers=jobs) as pool:
-            # A list, so that the first error comes out of here.
+            # Build a list, so that the first error is raised here.
             list(pool.map(self._run_one, contracts))
 
     def _run_one(self, contract: Contract) -> None:
         begin = time.perf_counter()
-        # Code that changed meanwhile would leave receipts of neither: their hash is that of the start.
+        # Receipts carry the code's hash at the start: code that changes meanwhile makes them stale.
         receipt = functools.partial(
             _receipt,
             contract_sha256=contract.sha256,
@@ -73,7 +73,7 @@ class Runner:
         self.tell(f"{contract.id}: {len(receipts)} checks in {time.perf_counter() - begin:.1f} s")
 
     def _checks(self, contract: Contract, receipt: Callable[..., Receipt]) -> Iterator[Receipt]:
-        # The file was read without an error: a contract with one is not run.
+        # The file was read without an error: a contract with errors is not run.
         read = Ran(argv=["validate"], rc=0)
         yield receipt(kinds.VALID, kinds.VALID, read, {"problems": {"errors": 0}})
         if tests := _tests_of(contract.active):
@@ -98,7 +98,7 @@ class Runner:
             self.tell(f"{contract.id}: planted bug {planted.id}")
             tests = _tests_of([by_id[id_] for id_ in planted.turns_red if id_ in by_id])
             if not tests:
-                continue  # commands of the engine take no planted bugs: it is not run
+                continue  # commands of the engine take no planted bugs
             tested = run_tests(tests, self.root, TESTS_LIMIT_S, planted)
             result, detail = "not loaded", tested.trouble
             if tested.was_planted:
@@ -137,8 +137,8 @@ def _tests_of(falsifiers: Sequence[Falsifier]) -> list[Falsifier]:
 
 
 def without_machine(text: str, root: Path) -> str:
-    """A text without places of this machine: the project is `.`, and `TMP/` stands for the folder of
-    temporary files with what pytest or tempfile made there, whose names are others in each run."""
+    """Remove paths of this machine from a text. The project becomes `.`, and `TMP/` stands for the folder of
+    temporary files with what pytest or tempfile created there, whose names differ in each run."""
     folders = {"/tmp", tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir())}
     text = text.replace(str(root), ".")
     for folder in sorted(folders, key=len, reverse=True):
@@ -150,7 +150,7 @@ def without_machine(text: str, root: Path) -> str:
 class Ran:
     argv: list[str]
     rc: int | None
-    """None where it was stopped at its limit."""
+    """None when the process was stopped at its time limit."""
     stdout: str = ""
     stderr: str = ""
     duration_s: float = 0.0
@@ -162,7 +162,7 @@ class Ran:
 
 
 def start(arguments: Sequence[str], root: Path, limit_s: float, env: dict[str, str]) -> Ran:
-    """`python ARGUMENTS` in the project."""
+    """Run `python ARGUMENTS` in the project."""
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(_NOT_INHERITED)
     }
@@ -191,13 +191,13 @@ def start(arguments: Sequence[str], root: Path, limit_s: float, env: dict[str, s
         process.wait()
         raise
     took_s = time.perf_counter() - begin
-    # Receipts name no path of the machine.
+    # Receipts contain no path of the machine.
     argv = ["python", *(a.replace(str(root), ".") for a in arguments)]
     return Ran(argv=argv, rc=rc, stdout=stdout, stderr=stderr, duration_s=took_s)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """The whole session: a test may have started a run."""
+    """Kill the whole session: a test may have started a run."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -206,7 +206,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @dataclass(slots=True)
 class Tested:
-    """What became of each test that was asked for."""
+    """The outcome of each requested test."""
 
     ran: Ran
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -218,7 +218,7 @@ class Tested:
 def run_tests(
     falsifiers: Sequence[Falsifier], root: Path, limit_s: float, planted: Planted | None = None
 ) -> Tested:
-    """The tests of some falsifiers in one process, with a bug planted where one is given."""
+    """Run the tests of some falsifiers in one process, with a planted bug if one is given."""
     nodes = {f.id: f.test.partition(":")[2] for f in falsifiers}
     files = sorted({split_node(node)[0] for node in nodes.values()})
     plugins = ("-p", "no:cacheprovider", "-p", "engine.contracts.pytest_plugin")
@@ -250,7 +250,7 @@ def _count(tested: Tested, id_: str, outcomes: list[dict[str, str]]) -> None:
     found = [one["outcome"] for one in outcomes]
     counts = {word: found.count(word) for word in words}
     tested.counts[id_] = {"collected": len(outcomes), **counts}
-    # The worst of them says why.
+    # The detail is that of the worst outcome.
     said = {one["outcome"]: one["detail"] for one in reversed(outcomes)}
     worst = [said[word] for word in words[1:] if word in said]
     tested.details[id_] = worst[0] if worst else tested.trouble
@@ -275,14 +275,14 @@ def _plant(planted: Planted, folder: Path) -> dict[str, str]:
 
 
 def run_command(falsifier: Falsifier, root: Path, limit_s: float) -> Ran:
-    """`bench:...` and `flip:...` are those commands of the engine, by their exit codes."""
+    """Run `bench:...` or `flip:...` as that command of the engine; its exit status is the result."""
     command, _, arguments = falsifier.test.partition(":")
     program = "import sys; from engine.cli.main import main; raise SystemExit(main(sys.argv[1:]))"
     return start(["-c", program, command, *shlex.split(arguments)], root, limit_s, {})
 
 
 def run_proof(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
-    """A harness in its own process, and what it said: result, cases, detail."""
+    """Run a harness in its own process; return the process and what it reported: result, cases, detail."""
     tool = proof.engine
     if tool == "kani" or (tool == "crosshair" and importlib.util.find_spec(tool) is None):
         absent = {"result": ABSENT, "cases": 0, "detail": f"{tool} is not installed"}
@@ -299,7 +299,7 @@ def run_proof(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
 
 
 def _run_crosshair(proof: Proof, root: Path) -> tuple[Ran, dict[str, Any]]:
-    """Only `Confirmed over all paths` is a proof; that nothing was found in its time is none."""
+    """Run CrossHair. Only `Confirmed over all paths` is a proof; finding nothing within the time is not."""
     options = ["--analysis_kind=asserts", "--report_all"]
     options.append(f"--per_condition_timeout={proof.timeout_s}")
     harness = proof.harness.replace(":", ".")

@@ -1,24 +1,24 @@
 """The schema of a contract as data, and the walk that reads a YAML tree by it.
 
-The schema is that of upstream's `aprender-contracts` (`pv`), later version, as far as anything here reads
-it: its keys, aliases and kinds. Blocks of upstream's that only its own tools use (Lean, Coq, SIMD dispatch,
-stories) are taken as they are. Ours are the keys below, allowed in every file and required in those that
-say `dialect: engine-1`:
+The schema is that of upstream's `aprender-contracts` (`pv`) in its later version, as far as anything here
+reads it: its keys, aliases and kinds. Upstream blocks that only its own tools use (Lean, Coq, SIMD dispatch,
+stories) are accepted unchecked. The keys below are ours. They are allowed in every file and required in those
+that say `dialect: engine-1`:
 
-    binds                                   the functions that the contract is of, `module:name`
+    binds                                   the functions that the contract covers, `module:name`
     metadata.status, .demoted_by            active or demoted, and the finding that demoted it
     proof_obligations[].id, .status, .demoted_by, .tolerance {value, kind, derivation}
-    falsification_tests[].obligations       the ids that the test is of
+    falsification_tests[].obligations       the ids of the obligations that the test covers
     falsification_tests[].test              python:<pytest node>, bench:<arguments>, flip:<arguments>
     falsification_tests[].differs           why the condition is not the published one of this id
     proof_harnesses[]                       id, obligation, engine, harness, bound, strategy, timeout_s
     qa_gate.planted[]                       id, what, edit {module, replace, with}, turns_red [ids]
 
-Upstream's `kani_harnesses` are read and need a tool that is not here: they answer ToolAbsent.
+Upstream's `kani_harnesses` are read, but their tool is not available here: their result is ToolAbsent.
 
-A shape is `str`, `bool` or `float`, a frozenset of known words, `VERBATIM` text, `AtLeast` an integer, a
-`Block` with known keys, `Named` with free ones, a list of the shape of its items, a tuple of shapes of
-which the value has one (a scalar, a list or a mapping), or `object` for what is not looked into.
+A shape is `str`, `bool` or `float`; a frozenset of known words; `VERBATIM` text; `AtLeast`, an integer; a
+`Block` with known keys; `Named` with free keys; a list with the shape of its items; a tuple of alternative
+shapes (a scalar, a list or a mapping); or `object` for a value that is not checked.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _fields(kind: Shape, names: str) -> dict[str, Shape]:
-    """Fields of one kind."""
+    """Fields that share one shape."""
     return dict.fromkeys(names.split(), kind)
 
 
@@ -119,7 +119,7 @@ BLOCKS: dict[str, Shape] = {
                 **_fields(str, "na_reason na_owner"),
                 "type": _words(OBLIGATION_TYPES),
                 "tolerance": (float, Block(TOLERANCE_FIELDS, needs=tuple(TOLERANCE_FIELDS))),
-                # Any word but `not_applicable` is an algorithm's own part, upstream too.
+                # Any word but `not_applicable` names the part of an algorithm, as upstream.
                 "applies_to": str,
                 "lean": object,
                 **DEMOTABLE,
@@ -164,7 +164,7 @@ BLOCKS: dict[str, Shape] = {
     **_fields(object, "kernel_structure simd_dispatch enforcement verification_summary"),
     **_fields(object, "type_invariants coq_spec beat stories"),
 }
-"""Upstream's."""
+"""The blocks of upstream's schema."""
 CONTRACT = Block(
     {
         **BLOCKS,
@@ -188,9 +188,9 @@ CONTRACT = Block(
 
 
 class Walk:
-    """Reads one tree to plain values under their canonical names, text without the white space around
-    it: what is checked later is what is stored. It remembers where everything was and goes on after each
-    problem, so that all of them are told at once."""
+    """Reads one tree to plain values under their canonical names. Text is stripped of surrounding white
+    space, and stored as it is checked. The walk records the place of every value and continues after each
+    problem, so that all problems are reported at once."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -198,10 +198,10 @@ class Walk:
         self.marks: dict[Path, tuple[int, int]] = {}
         """Line and column of every value."""
         self.broken: set[Path] = set()
-        """Values that had a problem of form: nothing more is said of them."""
+        """Values whose form was wrong; no further problems are reported for them."""
 
     def add(self, rule: str, path: Path, text: str, place: tuple[int, int] | None = None) -> None:
-        """One more problem, at a value or at what it would be in."""
+        """Add a problem at a value, or at the nearest enclosing value that exists."""
         known = path
         while known and known not in self.marks:
             known = known[:-1]
@@ -219,7 +219,7 @@ class Walk:
         )
 
     def read(self, node: Node, shape: Shape, path: Path = ()) -> Any:
-        """The plain value; None for one that is absent or has a problem."""
+        """Return the plain value; None for one that is absent or has a problem."""
         self.marks[path] = (node.key_line or node.line, node.key_column or node.column)
         value = node.value
         if value is None:
@@ -253,7 +253,7 @@ class Walk:
         return self._bad(path, f"expected {_told(shape)}, found {_found(value)}")
 
     def _item(self, node: Node, shape: Shape, path: Path) -> Any:
-        """A value of a list or of a mapping with free keys: a mistake where there is nothing."""
+        """Read an item of a list or of a mapping with free keys; an empty item is a problem."""
         value = self.read(node, shape, path)
         if value is None and path not in self.broken:
             self._bad(path, "expected a value, found nothing")
@@ -291,7 +291,7 @@ class Walk:
 
 
 def almost_a_block(key: str) -> tuple[str, str] | None:
-    """What upstream says of an unknown key at the top; None for the keys that it leaves alone."""
+    """The problem that upstream reports for an unknown key at the top; None for keys that it ignores."""
     if key == "kind":
         return "SCHEMA-018", "not read here: the kind of a contract is metadata.kind"
     for block in BLOCKS:

@@ -3,8 +3,8 @@
     # contract: kd-loss-v1
     def distillation_loss(...)
 
-The comment is on the line above a function or class (above its decorators), names one or several contracts,
-and costs nothing when the module is loaded. Nothing is imported to read it.
+The comment is on the line above a function or class (above its decorators) and names one or several
+contracts. It costs nothing when the module is loaded, and nothing is imported to read it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Marker:
     line: int
     contract: str
     name: str
-    """The function below, `Class.method` for one in a class; empty where there is none."""
+    """The function below, `Class.method` for a method; empty when there is none."""
 
 
 class Sources:
@@ -41,7 +41,7 @@ class Sources:
         self._texts: dict[Path, str | None] = {}
 
     def file_of(self, module: str) -> Path:
-        """The path of a module of the project, whether or not it exists."""
+        """The path of a module of the project, whether it exists or not."""
         base = self.root.joinpath(*module.split("."))
         return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
@@ -54,7 +54,7 @@ class Sources:
         return self._texts[file]
 
     def names(self, file: Path) -> dict[str, int]:
-        """The functions and classes of a file, with the first line of each; empty where it cannot be
+        """The functions and classes of a file with the first line of each; empty when the file cannot be
         read."""
         if file not in self._names:
             self._names[file] = dict(_definitions(_tree(self.text(file)), ""))
@@ -72,7 +72,8 @@ class Sources:
 
     @functools.cached_property
     def markers(self) -> list[Marker]:
-        """Every contract comment in the packages of the project, the folders of its root with `__init__.py`."""
+        """Every contract comment in the packages of the project: the folders of its root that have an
+        `__init__.py`."""
         out = []
         for package in sorted(file.parent for file in self.root.glob("*/__init__.py")):
             for file in sorted(package.rglob("*.py")):
@@ -87,8 +88,9 @@ class Sources:
         return out
 
     def helpers(self, file: Path) -> list[Path]:
-        """Modules that a test or a proof imports to ask with: those beside it, by their own names or by those
-        of the folder, and those of its top folder and of the tests by their whole names, `tests.support.kit`."""
+        """The helper modules that a test or a proof imports: those in its folder, by their own names or with
+        the folder's name, and those under its top folder or under `tests`, by their full names such as
+        `tests.support.kit`."""
         tops = ["tests."]
         if file.is_relative_to(self.root):
             tops.append(f"{file.relative_to(self.root).parts[0]}.")
@@ -109,16 +111,16 @@ class Sources:
 
 
 def _tree(text: str | None) -> ast.Module:
-    """The syntax tree of a source; an empty module where it cannot be parsed."""
+    """Parse a source; an empty module when it cannot be parsed."""
     try:
-        with PARSING:  # Contracts are run, and their code read, in several threads.
+        with PARSING:  # Contracts run in several threads, and so does the reading of their code.
             return ast.parse(text or "")
     except (SyntaxError, ValueError, RecursionError):
         return ast.Module([], [])
 
 
 def _comments(text: str) -> list[tuple[int, str]]:
-    """Line and text of each comment; an example in a docstring is none."""
+    """Line and text of each comment; an example in a docstring is not a comment."""
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     except (tokenize.TokenError, SyntaxError):
@@ -139,6 +141,6 @@ def _definitions(tree: ast.Module | ast.ClassDef, prefix: str) -> list[tuple[str
 
 
 def split_node(node: str) -> tuple[str, str]:
-    """A pytest node as its file and the dotted name in it, without parameters."""
+    """Split a pytest node into its file and the dotted name in it, without parameters."""
     file, _, name = node.partition("::")
     return file, name.partition("[")[0].replace("::", ".")

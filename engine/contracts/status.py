@@ -1,11 +1,12 @@
-"""What receipts say of a contract: an answer for each check, for the contract, and the level it reached.
+"""The status of a contract, computed from its receipts: a result for each check, for the contract, and its
+level.
 
     Fail  <  NotRun  <  Skip  <  ...  <  PositiveControlFailed  <  Pass
 
-is `Fail < Unknown(reason) < Pass`, with the reasons of Unknown in the order and by the names of the upstream
-lattice, the first nine of its fifteen. The meet of two answers is the lower: Fail absorbs, Pass is the
-identity, and two Unknowns meet at the lower reason. Only Pass arms a gate: whatever was skipped, is stale,
-was not collected or needs a tool that is absent has the exit code 2.
+This is `Fail < Unknown(reason) < Pass`, with the reasons of Unknown in the order and by the names of the
+upstream lattice, the first nine of its fifteen. The meet of two results is the lower one: Fail absorbs, Pass
+is the identity, and two Unknowns meet at the lower reason. Only Pass arms a gate. A check that was skipped,
+is stale, was not collected or needs an absent tool gives exit code 2.
 
     none      the file has errors, or was not run since it or its code changed
     basic     the file is valid
@@ -13,8 +14,8 @@ was not collected or needs a tool that is absent has the exit code 2.
     strict    and every planted bug is caught, so the tests are known to be able to fail
     proven    and there are proofs, and all of them hold
 
-The names of the levels are upstream's; there they are counts of text, here they are computed each time from
-what ran. What was demoted is neither run nor counted, and is shown with the finding that demoted it.
+The names of the levels are upstream's. There they are counts of text; here they are computed each time from
+what ran. A demoted claim is neither run nor counted, and is shown with the finding that demoted it.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ class Rank(IntEnum):
 
     FAIL = 0
     NOT_RUN = 1
-    """Nobody asked."""
+    """The check has not been run."""
     SKIP = 2
     """The test was skipped, deselected or expected to fail."""
     REPORT = 3
-    """It was reported and decides nothing."""
+    """The result is informational and decides nothing."""
     WARN = 4
-    """It warned and decides nothing."""
+    """The result is a warning and decides nothing."""
     TOOL_ABSENT = 5
-    """The tool that would answer is not here."""
+    """The tool for the check is not installed."""
     NOT_ARMED = 6
-    """It is there and nothing calls for it."""
+    """The check exists, but nothing triggers it."""
     NO_CHECKABLE = 7
-    """Nothing was collected, or the tool gave up: no answer either way."""
+    """Nothing was collected, or the tool gave up: no result either way."""
     WITNESS_STALE = 8
     """The receipt is of another contract or of other code."""
     POSITIVE_CONTROL_FAILED = 9
@@ -87,7 +88,7 @@ class Answer:
 
     @property
     def label(self) -> str:
-        """`Fail`, `Pass` or the reason of Unknown, as receipts hold it: `ToolAbsent`."""
+        """`Fail`, `Pass` or the reason of Unknown, spelt as in receipts: `ToolAbsent`."""
         return self.rank.name.title().replace("_", "")
 
     def __str__(self) -> str:
@@ -98,13 +99,13 @@ class Answer:
 
 # contract: verdict-lattice-v1
 def meet(a: Answer, b: Answer) -> Answer:
-    """The lower of the two; the first where they are equal."""
+    """Return the lower of the two; the first when they are equal."""
     return min(a, b, key=lambda answer: answer.rank)
 
 
 # contract: verdict-lattice-v1
 def meet_all(answers: Iterable[Answer]) -> Answer:
-    """The answer of a set. That of none is NotRun, not Pass: nothing was asked."""
+    """Return the meet of a set. The meet of an empty set is NotRun, not Pass, because nothing was checked."""
     found = list(answers)
     if not found:
         return Answer(Rank.NOT_RUN, "nothing was asked")
@@ -112,7 +113,7 @@ def meet_all(answers: Iterable[Answer]) -> Answer:
 
 
 def answer_of(receipt: Receipt, contract: Contract, code_sha256: str) -> Answer:
-    """What a receipt proves of the contract and the code as they are now."""
+    """Say what a receipt proves about the contract and the code as they are now."""
     if receipt.contract_sha256 != contract.sha256:
         return Answer(Rank.WITNESS_STALE, "the contract has changed since")
     if receipt.code_sha256 != code_sha256:
@@ -199,7 +200,7 @@ class Check:
     """The prediction, the harness with its bound, or the bug."""
     answer: Answer
     age_s: float | None
-    """Seconds since it ran; None where it never did."""
+    """Seconds since it ran; None when it never did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +215,7 @@ class Status:
 
     @property
     def reached(self) -> Reached:
-        """The level, from the answers of the checks."""
+        """The level, computed from the results of the checks."""
         level = Reached.NONE
         for kind, next_level in (
             (VALID, Reached.BASIC),
@@ -235,7 +236,7 @@ class Status:
 
     @property
     def counts(self) -> bool:
-        """Whether it takes part in the answer of all: one that was demoted does not."""
+        """Whether it counts towards the overall result; a demoted contract does not."""
         return self.contract is None or not self.contract.demoted_by
 
 
@@ -246,8 +247,8 @@ def overview(
     receipts: Path = FOLDER,
     now_s: float | None = None,
 ) -> list[Status]:
-    """Every contract of a project with its equations, its last results and their age. Raises BadInput
-    where there is no contract. Loads no torch and starts nothing: for screens and notebooks."""
+    """List every contract of a project with its equations, its last results and their age. Raises BadInput
+    when there is no contract. Loads no torch and starts no process, so screens and notebooks can call it."""
     folder = receipts if receipts.is_absolute() else root / receipts
     now_s, sources = now_s or time.time(), Sources(root)
     return [_status(one, sources, folder, now_s) for one in checked_contracts(paths, root)]
@@ -290,7 +291,7 @@ def _checks(
 
 
 def _overall(contract: Contract, checks: Sequence[Check]) -> Answer:
-    """The meet of its tests, proofs and planted bugs: one that skipped makes it Unknown."""
+    """The meet of its tests, proofs and planted bugs: one skipped check makes it Unknown."""
     asked = [c for c in checks if c.kind != VALID]
     if contract.demoted_by:
         return Answer(Rank.REPORT, f"demoted by {contract.demoted_by}")

@@ -1,15 +1,15 @@
 """A YAML file as a tree in which each node knows its line and column, read strictly and within bounds.
 
-A contract is data that people edit, so whatever a lenient reader would drop without a word is refused:
+A contract is data that people edit, so whatever a lenient reader would drop silently is rejected:
 
-- the same key twice in a mapping (SCHEMA-020); the first one counts from there on;
+- the same key twice in a mapping (SCHEMA-020); parsing goes on with the first one;
 - anchors, aliases and tags: nothing here needs them, and they are what bombs and gadgets are made of;
 - directives, several documents, keys that are not plain words, NUL and other control characters;
-- what is larger, deeper or of more parts than any contract (`MAX_*`), before it costs time or memory.
+- files that are larger, deeper or have more parts than any contract (`MAX_*`), before they cost time or memory.
 
-Values are those of the core schema of YAML 1.2: `yes`, `on`, `1_000`, `12:30` and `2026-01-01` are
-text, `0o17` is 15, and `true` is true. The parser is PyYAML's (libyaml where it was built with it),
-asked for events alone: none of its constructors runs.
+Values follow the core schema of YAML 1.2: `yes`, `on`, `1_000`, `12:30` and `2026-01-01` are text, `0o17` is
+15, and `true` is true. The parser is PyYAML's (libyaml if it was built with it), used for events alone: none
+of its constructors runs.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Node:
     line: int
     column: int
     key_line: int = 0
-    """Where the key stands, for a value of a mapping; both 0 elsewhere."""
+    """Line of the key, for a value of a mapping; this and `key_column` are 0 elsewhere."""
     key_column: int = 0
 
 
 class Unreadable(Exception):
-    """The file is no YAML that a contract may be; `text` says why and where."""
+    """The file is not YAML of the kind that a contract may use; `text` says why and where."""
 
     def __init__(self, text: str, line: int = 1, column: int = 1) -> None:
         super().__init__(text)
@@ -70,7 +70,7 @@ class Duplicate:
 
 
 def read_raw(path: Path) -> bytes:
-    """The bytes of a file, one more than allowed at most. Raises Unreadable."""
+    """Read the bytes of a file, at most one more than allowed. Raises Unreadable."""
     try:
         with open_regular(path, "contract") as file:
             return file.read(MAX_BYTES + 1)
@@ -81,7 +81,7 @@ def read_raw(path: Path) -> bytes:
 
 
 def parse_tree(raw: bytes) -> tuple[Node, list[Duplicate]]:
-    """The tree of a file, with the keys that are there twice. Raises Unreadable."""
+    """Parse a file into a tree, and list the keys that occur twice. Raises Unreadable."""
     if len(raw) > MAX_BYTES:
         raise Unreadable(f"expected at most {MAX_BYTES:,} bytes, found more")
     try:
@@ -113,7 +113,7 @@ def _place(text: str, offset: int) -> tuple[int, int]:
 
 
 class _Builder:
-    """Events to nodes. It calls itself for each level, which MAX_DEPTH bounds."""
+    """Builds nodes from events. It recurses once per level, which MAX_DEPTH bounds."""
 
     def __init__(self, loader: Any) -> None:
         self.next_event: Callable[[], Any] = loader.get_event
@@ -132,7 +132,8 @@ class _Builder:
         return root
 
     def until(self, end: type) -> Iterator[Any]:
-        """The events in front of the next `end`; a value begins with one and takes those that follow."""
+        """Yield the events before the next `end`. A value starts with one event and consumes those that
+        belong to it."""
         while not isinstance(event := self.next_event(), end):
             _refuse_references(event)
             yield event
@@ -188,7 +189,7 @@ def _unreadable(event: Any, text: str) -> Unreadable:
 
 
 def resolve(text: str) -> str | int | float | bool | None:
-    """A plain scalar as the core schema of YAML 1.2 reads it."""
+    """Resolve a plain scalar as in the core schema of YAML 1.2."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     if text[0] not in "+-.0123456789":
