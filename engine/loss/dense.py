@@ -1,8 +1,8 @@
 """The eager form of the loss: plain torch, on any device, in at most six [C, V] buffers.
 
-Each chunk of rows goes through two softmaxes, the row sums, and dz written over a softmax. Everything
-is summed over rows and nothing is averaged here, so dz is free of the denominator and keeps its size
-in a narrow dtype.
+Each chunk of rows needs two softmaxes and the row sums; dz overwrites a softmax. Everything is summed
+over rows and nothing is averaged here. So dz does not contain the denominator, and keeps its magnitude in
+a narrow dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.spec.divergences import DIVERGENCES
 
 
 class EagerForm:
-    """What the eager forms share: buffers that every chunk uses again, and dz of one chunk at a time."""
+    """Base of the eager forms: buffers that every chunk reuses, and dz of one chunk at a time."""
 
     held = 1
 
@@ -33,7 +33,7 @@ class EagerForm:
         self._narrow_CV: Tensor | None = None
 
     def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
-        self._narrow_CV = None  # or it would be beside this chunk's
+        self._narrow_CV = None  # frees the previous chunk's dz before this one's is made
         views = [buffer[: chunk.stop - chunk.start] for buffer in self._buffers]
         labels_C1 = self._job.labels_M[chunk].unsqueeze(1)
         dz_CV = self._rows(views, h_CD, w_VD, chunk, labels_C1)
@@ -43,7 +43,7 @@ class EagerForm:
     def _rows(
         self, views: list[Tensor], h_CD: Tensor, w_VD: Tensor, chunk: slice, labels_C1: Tensor
     ) -> Tensor:
-        """dz of a chunk, in one of `views`; what its rows sum to is added to the totals."""
+        """Compute dz of a chunk in one of `views`, and add the sums over its rows to the totals."""
         raise NotImplementedError
 
     def gradient(self, group: slice) -> Tensor:
@@ -55,7 +55,7 @@ class EagerForm:
 
 
 class EagerChunks(EagerForm):
-    """Cross entropy, and a divergence where there is a teacher."""
+    """Cross entropy, and a divergence when there is a teacher."""
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         teacher = job.teacher
@@ -90,10 +90,10 @@ class EagerChunks(EagerForm):
         chunk: slice,
         labels_C1: Tensor,
     ) -> Tensor:
-        """Each buffer holds several things in turn; the last name for it is the live one."""
+        """Each buffer holds several quantities in turn; the most recent name for it is the valid one."""
         z_CV, t_CV, q_CV, p_CV, *spare = views
         job, T = self._job, self._job.temperature
-        # z / T and t / T: the division is free inside the product
+        # z / T and t / T: the division costs nothing inside the matmul
         multiply(z_CV, h_CD, w_VD.t(), scale=1 / T)
         project(t_CV, teacher.hidden_ME[chunk], teacher.slices, scale=1 / T)
         torch.softmax(z_CV, dim=1, out=q_CV)
@@ -112,8 +112,10 @@ class EagerChunks(EagerForm):
 def cross_entropy_at_one(
     z_CV: Tensor, q_CV: Tensor, log_z_C1: Tensor, labels_C1: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy [C, 1] and softmax at temperature 1, from logits that are divided by T, their
-    softmax and log sum e^z. Both are overwritten unless T is 1.
+    """Return the cross entropy [C, 1] and the softmax, both at temperature 1.
+
+    The inputs are logits divided by T, their softmax and their log sum e^z. Logits and softmax are
+    overwritten unless T is 1.
     """
     if temperature != 1:
         z_CV.mul_(temperature)
@@ -123,18 +125,22 @@ def cross_entropy_at_one(
 
 
 def log_sum_exp(x_CV: Tensor, softmax_CV: Tensor) -> Tensor:
-    """log sum_v e^x, [C, 1], out of a softmax that is there already: its largest entry is e^(max x)
-    / sum, at least 1/V.
+    """Return log sum_v e^x, [C, 1], from an existing softmax.
+
+    The largest entry of the softmax is e^(max x) / sum, which is at least 1/V.
     """
     return x_CV.amax(dim=1, keepdim=True) - softmax_CV.amax(dim=1, keepdim=True).log()
 
 
 def total_gradient(job: Job, soft_CV: Tensor, slope_CV: Tensor, labels_C1: Tensor) -> Tensor:
-    """dz, written over `soft_CV`: softmax at temperature 1, and the divergence's gradient for z / T."""
+    """Return dz, in place of `soft_CV`.
+
+    `soft_CV` is the softmax at temperature 1 and `slope_CV` the divergence's gradient for z / T.
+    """
     dz_CV = soft_CV.mul_(job.alpha).add_(slope_CV, alpha=(1 - job.alpha) * job.temperature)
     return minus_label(dz_CV, labels_C1, job.alpha)
 
 
 def minus_label(dz_CV: Tensor, labels_C1: Tensor, alpha: float) -> Tensor:
-    """dz - alpha * onehot(label), in place."""
+    """Subtract alpha * onehot(label) from dz, in place."""
     return dz_CV.scatter_add_(1, labels_C1, dz_CV.new_full((), -alpha).expand(labels_C1.shape))

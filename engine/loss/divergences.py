@@ -1,4 +1,4 @@
-"""Divergences of rows of logits: the arithmetic of each row of `engine/spec/divergences.py`.
+"""The formulas of each divergence in `engine/spec/divergences.py`, over rows of logits.
 
 With q = softmax(z), p = softmax(t), z and t already divided by T, and m = (1 - b) q + b p:
 
@@ -6,16 +6,16 @@ With q = softmax(z), p = softmax(t), z and t already divided by T, and m = (1 - 
     reverse_kl   KL(q || p)                           q (log q - log p - KL(q || p))
     jsd          b KL(p || m) + (1 - b) KL(q || m)    (1 - b) q (log q - log m - KL(q || m))
 
-The right column is the gradient with respect to z, that is T times the one with respect to the
-student's logits. Everything is written in d = log p - log q = (t - z) - (log S_t - log S_z), so that
-no logarithm of a small probability is taken, and equal rows give exactly 0 on both sides. In `jsd`
+The right column is the gradient with respect to z, which is T times the gradient with respect to the
+student's logits. Everything is expressed in d = log p - log q = (t - z) - (log S_t - log S_z), so that no
+logarithm of a small probability is taken, and equal rows give exactly 0 in both columns. In `jsd`
 
     log m - log q = log(1 - b + b e^d) = log1p(b (e^d - 1))
-                  = d + log1p((1 - b) (e^-d - 1))        for d > 0, where e^d may be too large
+                  = d + log1p((1 - b) (e^-d - 1))        for d > 0, where e^d may overflow
 
-Each is written twice: in place in few buffers, with its gradient, for training; and straight from its
-definition in float64, as the reference that the first is held to. To add one: a row here, and one of the
-same name in the spec's table.
+Each divergence is implemented twice: for training, in place in few buffers and with its gradient; and
+directly from its definition in float64, as the reference for tests. To add one, add a row here and one of
+the same name to the spec's table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 
 class Logits(NamedTuple):
-    """Both sides of C rows, divided by T, in buffers of the caller: all but z and q are overwritten."""
+    """Logits of both sides for C rows, divided by T, in the caller's buffers; all but z and q are overwritten."""
 
     z_CV: Tensor
     t_CV: Tensor
@@ -40,19 +40,19 @@ class Logits(NamedTuple):
     """log sum e^z"""
     log_t_C1: Tensor
     spare: list[Tensor]
-    """As many more [C, V] buffers as the spec's table says, beside those of z, t, q and p."""
+    """Additional [C, V] buffers, beside z, t, q and p: as many as the spec's table says."""
 
 
 class Arithmetic(NamedTuple):
     differentiate: Callable[[Logits, float], tuple[Tensor, Tensor]]
-    """The divergence of each row (C) and its gradient with respect to z (C, V); the float is b."""
+    """Returns the divergence of each row (C) and its gradient with respect to z (C, V); the float is b."""
     reference: Callable[[Tensor, Tensor, float], Tensor]
-    """The divergence from log p and log q (M, V), summed over rows and ids."""
+    """Returns the divergence from log p and log q (M, V), summed over rows and tokens of the vocabulary."""
 
 
 def _forward_kl(x: Logits, _beta: float) -> tuple[Tensor, Tensor]:
     gap_CV = x.t_CV.sub_(x.z_CV)
-    # A sum, not a dot product: that is a matrix product, and TF32 would round a small KL away.
+    # A sum, not a dot product: torch runs that as a matmul, and TF32 would round a small KL away.
     kl_C = gap_CV.mul_(x.p_CV).sum(dim=1) + (x.log_z_C1 - x.log_t_C1).squeeze(1)
     return kl_C, torch.sub(x.q_CV, x.p_CV, out=x.p_CV)
 
@@ -65,7 +65,7 @@ def _reverse_kl(x: Logits, _beta: float) -> tuple[Tensor, Tensor]:
     gap_CV = x.t_CV.sub_(x.z_CV)
     mean_C1 = torch.mul(gap_CV, x.q_CV, out=x.p_CV).sum(dim=1, keepdim=True)
     kl_C = (x.log_t_C1 - x.log_z_C1 - mean_C1).squeeze(1)
-    # log q - log p - KL(q || p): the logarithms of the sums have cancelled
+    # log q - log p - KL(q || p): the logarithms of the normalisers have cancelled
     return kl_C, torch.sub(mean_C1, gap_CV, out=x.p_CV).mul_(x.q_CV)
 
 

@@ -1,13 +1,14 @@
-"""The fused forms of the loss: one kernel between the matrix products of a chunk.
+"""The fused forms of the loss: one kernel between the matmuls of a chunk.
 
-[C, V] buffers of fp32 logits, reused by every chunk, and one of dz in the dtype of the products for
-`HELD` chunks, which in bf16 is as large as two of those: dH and dW are products of so many rows at once.
+They use [C, V] buffers of fp32 logits, reused by every chunk, and one buffer of dz in the dtype of the
+matmuls for `HELD` chunks, which in bf16 is as large as two of the others. The matmuls for dH and dW then
+cover all rows of these chunks at once.
 
-Against a teacher's hidden states (`engine.kernels.kd_loss`) every row has a place of its own for its
-results, so nothing is added up between chunks. Against some ids of each token
-(`engine.kernels.sparse_loss`; `sparse.py` has the formulas and is the oracle) the kernel does the rest of
-the vocabulary and torch the K ids of each row. Of `top_k`, the K logits are taken out of their row before
-its sums are made, so that q_R is summed over the ids it is made of.
+With a teacher's hidden states (`engine.kernels.kd_loss`) every row writes its results to its own
+location, so nothing is accumulated between chunks. With sparse targets (`engine.kernels.sparse_loss`;
+`sparse.py` has the formulas and is the oracle) the kernel handles the rest of the vocabulary and torch
+the K target tokens of each row. For `top_k`, the K logits are removed from their row before its sums are
+computed, so that q_R is a sum over exactly the remaining tokens.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from engine.loss.types import Job, SparseTargets, Teaching, Totals
 from engine.models.head import multiply, project
 
 # Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
-# D student width, K ids of a token
+# D student width, K target tokens per position
 
 HELD = 4
-"""Chunks whose dz is held: of 8192 rows in chunks of 2048, dW in one product takes 3.6 ms and in four 4.0."""
+"""Chunks whose dz is kept: for 8192 rows in chunks of 2048, dW takes 3.6 ms in one matmul and 4.0 in four."""
 NONE = -1e30
-"""Below every logit, of rows without ids of their own."""
+"""Below every logit; the maximum for rows without kept logits."""
 
 
 class FusedForm:
-    """What the fused forms share: the student's logits, and dz of `HELD` chunks."""
+    """Base of the fused forms: the student's logits, and dz of `HELD` chunks."""
 
     held = HELD
 
@@ -43,7 +44,7 @@ class FusedForm:
         self._begun = 0
 
     def _student_logits(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-        """A chunk's logits, and where its dz goes."""
+        """Return a chunk's logits, and the location for its dz."""
         count, place = chunk.stop - chunk.start, chunk.start - self._begun
         z_CV, dz_CV = self._z_CV[:count], self._dz_GV[place : place + count]
         multiply(z_CV, h_CD, w_VD.t())
@@ -55,7 +56,7 @@ class FusedForm:
 
 
 class FusedChunks(FusedForm):
-    """Cross entropy, and forward or reverse KL where there is a teacher."""
+    """Cross entropy, and forward or reverse KL when there is a teacher."""
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         super().__init__(job, rows, w_VD)
@@ -97,7 +98,9 @@ class FusedChunks(FusedForm):
 
 
 class FusedSparseChunks(FusedForm):
-    """Cross entropy, and the divergence from `job.teacher`, whose rows are the M labelled ones."""
+    """Cross entropy, and the divergence from the sparse targets of `job.teacher`, which has the M
+    labelled rows.
+    """
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         super().__init__(job, rows, w_VD)
@@ -121,7 +124,7 @@ class FusedSparseChunks(FusedForm):
             log_p_CK = log_probs_NK[chunk].float()
             p_CK = log_p_CK.exp()
             tail_C = 1 - p_CK.sum(1)
-            # What rounding leaves of K numbers that sum to 1 is no tail.
+            # What rounding leaves of K numbers that sum to 1 is not a tail.
             tail_C = torch.where(tail_C <= p_CK.shape[1] * torch.finfo(p_CK.dtype).eps, 0, tail_C)
             kept_4C[0] = z_CK.amax(1)
             below_CK = z_CK - kept_4C[0][:, None]
@@ -137,7 +140,7 @@ class FusedSparseChunks(FusedForm):
         agree_C = None
         if log_probs_NK is None:
             divergence_C = -log_q_CK.mean(1)
-            # The kernel has q of every id; each draw takes its 1/m.
+            # The kernel has added q of every token; each draw subtracts its 1/m.
             dz_C = sums.dz_C - weight
         else:
             kept_CK = torch.where(p_CK == 0, 0, p_CK * (log_p_CK - log_q_CK))

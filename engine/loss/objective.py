@@ -1,44 +1,43 @@
-"""The distillation loss: cross entropy and a divergence from the teacher, from hidden states, in
-chunks, with the gradient made on the way.
+"""The distillation loss: cross entropy and a divergence from the teacher, computed from hidden states in
+chunks, with the gradients computed in the forward pass.
 
 Shapes: N tokens, M labelled tokens, C tokens of one chunk, V student vocabulary, W teacher
 vocabulary (W >= V), D student width, E teacher width.
 
-The objective, over the n labelled tokens of a whole optimizer step (`alpha` is the weight of the
-cross entropy):
+The objective, over the n labelled tokens of a whole optimizer step (`alpha` is the weight of the cross
+entropy):
 
     L   = alpha * CE + (1 - alpha) * T^2 * KL
     CE  = (1/n) sum_i -log softmax(z_i)[y_i]                       nats, always at temperature 1
     KL  = (1/n) sum_i sum_v p_iv (log p_iv - log q_iv)             nats, at temperature T
     q   = softmax(z / T)      p = softmax(t[:V] / T)               z, t: student and teacher logits
 
-KL may be another divergence instead (`divergences.py`), or be of some ids of each token only
-(`sparse.py`). A teacher wider than the student is cut to the student's V columns and renormalised over
-them, because two checkpoints of one family pad the same tokenizer to different widths. What stands in the
-cut columns has no effect.
+KL may be replaced by another divergence (`divergences.py`), or be computed from a few target tokens per
+position (`sparse.py`). A teacher wider than the student is truncated to the student's V columns and
+renormalised over them, because two checkpoints of one family may pad the same tokenizer to different
+widths. The values in the dropped columns have no effect.
 
 The gradient with respect to the student's logits is
 
     dL/dz = (1/n) [alpha (softmax(z) - onehot(y)) + (1 - alpha) T (q - p)]          the T is T^2 / T
 
-and it needs nothing that the forward pass does not already hold. So `distillation_loss` works
-through chunks of rows, turns each chunk's logits into dz while they are in memory, multiplies dz at
-once into dH and dW, and forgets the chunk. No logits outlive their chunk, and backward is one
-multiplication by the upstream gradient; a caller who promises that it is 1 has the gradients finished on
-the way. A form that holds dz of some chunks at a time has them multiplied together: dW, as large as the
-head, is then read and written so much less often. All chunks are as nearly of one size as their number
-allows.
+and needs only values that the forward pass already has. So `distillation_loss` processes chunks of rows:
+it turns each chunk's logits into dz while they are in memory, multiplies dz into dH and dW at once, and
+frees the chunk. No logits outlive their chunk, and the backward pass only multiplies by the upstream
+gradient; a caller who promises that this is 1 gets the final gradients directly. A form may keep dz of
+several chunks and multiply them together, so that dW, which is as large as the head, is read and written
+less often. All chunks have nearly the same size.
 
-Two invariants are measured in every call and cost nothing to speak of, because their sums are there:
-the lowest divergence of a row, which is at least 0, and the largest |sum of a row of dz|, which is 0.
-Both hold up to rounding: with fp32 logits, each normaliser is a sum of exponentials good to some
-3e-6 (an argument of 20 rounded to 24 bits, and a sum in a tree), and the divergence is made of two
-logarithms of those and of a mean of t - z. `LOWEST_DIVERGENCE` and `LARGEST_DZ_SUM` leave a factor of
-ten. Logits that were rounded to bf16 break neither: it is the arithmetic that is held to account.
+Every call also measures two invariants, at almost no cost because the sums are available: the lowest
+divergence of a row, which is at least 0, and the largest |sum of a row of dz|, which is 0. Both hold up
+to rounding. With fp32 logits, each normaliser is a sum of exponentials with a relative error of some 3e-6
+(an argument of 20 rounded to 24 bits, and a tree sum), and the divergence consists of two logarithms of
+those and of a mean of t - z. `LOWEST_DIVERGENCE` and `LARGEST_DZ_SUM` leave a factor of ten. Logits that
+were rounded to bf16 violate neither: the invariants test the arithmetic, not the logits.
 
-Invariants: every row of dz sums to zero; a student equal to its teacher has KL and KD gradient
-exactly 0; the teacher never gets a gradient; a row whose label is -100 is dropped before any
-arithmetic; nothing is clamped, so a non-finite logit reaches the loss.
+Invariants: every row of dz sums to zero; a student equal to its teacher has KL and KD gradient exactly 0;
+the teacher never gets a gradient; a row whose label is -100 is dropped before any arithmetic; nothing is
+clamped, so a non-finite logit reaches the loss.
 """
 
 from __future__ import annotations
@@ -67,19 +66,19 @@ from engine.loss.types import (
 from engine.models.head import DenseHead, Head, multiply, operand_dtype, sum_dtype
 from engine.spec.divergences import DIVERGENCES, sparse_divergences
 
-# One buffer of fp32 logits per chunk. On a CPU it should stay in the cache between the dozen passes
-# over it; on a GPU the chunk must be long enough (about a thousand rows at V = 152k) for the matrix
-# products to run at full rate. Four such buffers are alive at once, and half of two more; of the fused
-# form's, two and half of one, which may be twice as large: fewer passes over dW and over a head in
-# blocks. Beside them the fused form holds as much again of finished gradients.
+# One buffer of fp32 logits per chunk. On a CPU it should stay in the cache during the dozen passes over
+# it. On a GPU the chunk must be long enough (about a thousand rows at V = 152k) for the matmuls to run at
+# full rate. The eager form has four such buffers alive at once, and half of two more. The fused form has
+# two and half of one, so they may be twice as large, which means fewer passes over dW and over a
+# quantised head. In addition the fused form keeps as much again of finished dz.
 CPU_CHUNK_BYTES = 4 * 2**20
 GPU_CHUNK_BYTES = 640 * 2**20
 FUSED_CHUNK_BYTES = 1280 * 2**20
 
 LOWEST_DIVERGENCE = -1e-4
-"""Nats: below it, a row's divergence is not what it says."""
+"""Nats. A lower divergence of a row cannot be rounding."""
 LARGEST_DZ_SUM = 1e-4
-"""Times max(1, T): above it, the sum of a row of dz is not rounding."""
+"""To be multiplied by max(1, T). A larger |sum of a row of dz| cannot be rounding."""
 
 
 # contract: kd-loss-v1
@@ -100,31 +99,30 @@ def distillation_loss(
     targets: SparseTargets | None = None,
     undivided: bool = False,
 ) -> LossTerms:
-    """The loss of N tokens and, through autograd, its gradients for the student's hidden states and
-    head.
+    """Return the loss of N tokens and, through autograd, its gradients for the student's hidden states
+    and head.
 
-    `labels_N` holds the id that row i should predict (already shifted) or -100. With labels in host
+    `labels_N` holds the token that row i should predict (already shifted) or -100. With labels in host
     memory nothing here waits for the device; labels on a GPU cost one sync, because the number of
-    labelled rows must be known. `denominator` is the number of labelled tokens of the whole
-    optimizer step over all ranks: a float, or a 0-d tensor that is never read on the host.
-    `student_head_VD` may be the embedding itself; its gradient is added to the embedding's own. The
-    teacher's head may be a matrix or anything that gives one out in slices; only its first V rows
-    are read.
+    labelled rows must be known. `denominator` is the number of labelled tokens of the whole optimizer
+    step over all ranks: a float, or a 0-d tensor that is never read on the host. `student_head_VD` may be
+    the embedding itself; its gradient is added to the embedding's own. The teacher's head may be a matrix
+    or a `Head` that yields slices of one; only its first V rows are read.
 
-    Matrix products run in the dtype of the hidden states, or of autocast where it is on, and give
-    fp32 logits: on a CPU the operands are widened to fp32, on a GPU the fp32 accumulator is kept.
-    dW is summed over chunks in fp32. float64 stays float64.
+    Matmuls run in the dtype of the hidden states, or of autocast when it is on, and give fp32 logits: on
+    a CPU the operands are widened to fp32, on a GPU the fp32 accumulator is kept. dW is accumulated over
+    chunks in fp32. float64 stays float64.
 
-    `kernel="fused"` has one kernel of ours do everything between the products, on a GPU
-    (`engine.plan.knobs`); it has no `jsd` and no float64. `targets` stand in the place of the
-    teacher's hidden states and head, for `forward_kl`.
+    `kernel="fused"` runs everything between the matmuls in one kernel of ours, on a GPU
+    (`engine.plan.knobs`); it does not support `jsd` or float64. `targets` replace the teacher's hidden
+    states and head, for `forward_kl`.
 
-    `undivided` promises that backward begins at this call's `loss` itself, with a gradient of 1: no
-    factor, no other loss added. It saves a pass over the gradient of the head; where the promise is
-    broken, gradients are NaN.
+    With `undivided` the caller promises that backward starts at this call's `loss` itself, with a
+    gradient of 1: no factor, no other loss added. This saves a pass over the gradient of the head. If the
+    promise is broken, the gradients are NaN.
 
-    With alpha = 1 the teacher is not touched and may be None. Raises ValueError for anything that
-    does not fit together.
+    With alpha = 1 the teacher is not used and may be None. Raises ValueError for arguments that do not
+    fit together.
     """
     given = teacher_hidden_NE is not None or targets is not None
     check_objective(alpha, temperature, given, divergence, beta)
@@ -134,8 +132,8 @@ def distillation_loss(
     vocabulary = student_head_VD.shape[0]
     _check_labels(labels_N, student_hidden_ND.shape[0], vocabulary)
 
-    # The number of labelled rows shapes every tensor below. On a GPU this is the one sync, and host
-    # labels avoid it.
+    # The number of labelled rows determines every shape below. On a GPU reading it is the one sync;
+    # labels on the host avoid it.
     rows_M = (labels_N != IGNORE_LABEL).nonzero().squeeze(1)
     labelled = rows_M.numel()
     labels_M = labels_N.index_select(0, rows_M)
@@ -177,14 +175,14 @@ def distillation_loss(
     if kernel == "fused":
         _check_fused(divergence, operand_dtype(student_hidden_ND))
     wants_gradient = torch.is_grad_enabled()
-    # No labelled row means a sum of exactly 0, and the step's denominator may then be 0 too: 0 / 0
-    # would be NaN.
+    # Without labelled rows the sum is exactly 0, and the step's denominator may be 0 too: 0 / 0 would be
+    # NaN.
     n = denominator if labelled else 1.0
     job = Job(
         labels_M=labels_M,
         teacher=teacher,
         alpha=alpha,
-        # There is no other than 1 without a teacher.
+        # There is no temperature other than 1 without a teacher.
         temperature=1.0 if teacher is None else temperature,
         divergence=divergence,
         beta=beta,
@@ -211,8 +209,9 @@ def distillation_loss(
 
 
 def default_chunk_rows(device: torch.device, vocabulary: int, kernel: LossKernel = "eager") -> int:
-    """Rows per chunk for `distillation_loss`: one fp32 logits buffer of 4 MiB on a CPU, of 640 MiB
-    on a GPU, and of 1280 MiB for the fused form.
+    """Return the rows per chunk for `distillation_loss`.
+
+    One fp32 logits buffer has 4 MiB on a CPU, 640 MiB on a GPU, and 1280 MiB for the fused form.
     """
     chunk_bytes = GPU_CHUNK_BYTES if device.type == "cuda" else CPU_CHUNK_BYTES
     if kernel == "fused":
@@ -221,19 +220,21 @@ def default_chunk_rows(device: torch.device, vocabulary: int, kernel: LossKernel
 
 
 def _to_device(index_M: Tensor, device: torch.device) -> Tensor:
-    # From memory that is not pinned, CUDA may first wait for everything that was launched before.
+    # From memory that is not pinned, CUDA may first wait for all earlier work.
     pinned = device.type == "cuda" and index_M.device.type == "cpu"
     return (index_M.pin_memory() if pinned else index_M).to(device, non_blocking=True)
 
 
 def _take(hidden_ND: Tensor, rows_M: Tensor) -> Tensor:
-    """The labelled rows; no copy when every row is labelled."""
+    """Return the labelled rows, without a copy when every row is labelled."""
     return hidden_ND if rows_M.numel() == hidden_ND.shape[0] else hidden_ND.index_select(0, rows_M)
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sums over rows of loss, CE, T^2 times the divergence and agreement, and the extremes of
-    `Totals`; the gradients of the loss are made in forward. The loss is divided by `job.divisor`.
+    """The loss and its metrics as one autograd function; forward also computes the gradients of the loss.
+
+    Returns the sums over rows of loss (divided by `job.divisor`), CE, T^2 times the divergence, and
+    agreement, and the extremes of `Totals`.
     """
 
     @staticmethod
@@ -243,18 +244,17 @@ class _ChunkedLoss(torch.autograd.Function):
         h_MD, w_VD = hidden_MD.to(dtype), head_VD.to(dtype)
         wide = sum_dtype(dtype)
         rows = h_MD.shape[0]
-        # Without rows there is no product that would fill them.
+        # Without rows no matmul would fill them.
         make = torch.empty if rows else torch.zeros
         dh_MD = make(h_MD.shape, dtype=wide, device=device) if job.wants_hidden else None
         dw_VD = make(w_VD.shape, dtype=wide, device=device) if job.wants_head else None
         totals = None
-        # The operands already have their dtype; autocast would narrow the fp32 products and sums
-        # below.
+        # The operands already have their dtype; autocast would narrow the fp32 matmuls and sums below.
         with torch.autocast(device.type, enabled=False):
             if rows:
                 totals = _all_chunks(h_MD, w_VD, dh_MD, dw_VD, job)
         if job.finished:
-            # Not saved but given away, so that nobody has to copy what it may keep.
+            # Held directly and not saved, so that backward can give the tensors away without a copy.
             ctx.gradients = (dh_MD, dw_VD)
         else:
             ctx.save_for_backward(dh_MD, dw_VD)
@@ -262,7 +262,7 @@ class _ChunkedLoss(torch.autograd.Function):
         loss, *metrics = _terms(job, totals, device)
         assert loss is not None
         terms = [loss / job.divisor, *metrics]
-        # copy: an output must not share memory with another, or autograd would take both for one
+        # copy: outputs that share memory would be the same tensor to autograd
         terms = [None if term is None else term.to(wide, copy=True) for term in terms]
         ctx.mark_non_differentiable(*(term for term in terms[1:] if term is not None))
         return tuple(terms)
@@ -278,7 +278,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("undivided loss: expected one backward pass, found a second")
         (dh_MD, dw_VD), ctx.gradients = ctx.gradients, None
-        # A promise that was broken must not go unseen: what goes through the hidden states is NaN then.
+        # A broken promise must be visible: whatever flows through the hidden states is then NaN.
         one = torch.where(upstream == 1, upstream, math.nan)
         if dh_MD is None and dw_VD is not None:
             dw_VD.mul_(one)
@@ -305,14 +305,14 @@ def _all_chunks(
             multiply(dh_MD[group], dz_GV, w_VD, scale=scale)
         if dw_VD is not None:
             multiply(dw_VD, dz_GV.t(), h_MD[group], scale=scale, add=begun > 0)
-        del dz_GV  # or it would be beside the next group's
+        del dz_GV  # frees it before the next group's is made
     return chunks.totals()
 
 
 def _form(job: Job, rows: int, w_VD: Tensor) -> Chunks:
     sparse = isinstance(job.teacher, SparseTargets)
     if job.kernel == "fused":
-        # Here, so that a machine without Triton can run everything else.
+        # Imported here, so that everything else runs on a machine without Triton.
         from engine.loss.fused import FusedChunks, FusedSparseChunks
 
         return FusedSparseChunks(job, rows, w_VD) if sparse else FusedChunks(job, rows, w_VD)
@@ -322,7 +322,7 @@ def _form(job: Job, rows: int, w_VD: Tensor) -> Chunks:
 
 
 def _terms(job: Job, totals: Totals | None, device: torch.device) -> list[Tensor | None]:
-    """loss, ce, kd, agreeing, lowest, largest sum; sums over no rows are 0."""
+    """Return loss, ce, kd, agreeing, lowest and largest sum; sums over no rows are 0."""
     if totals is None:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         taught = None if job.teacher is None else zero
@@ -335,7 +335,7 @@ def _terms(job: Job, totals: Totals | None, device: torch.device) -> list[Tensor
 
 
 def _scaled(gradient: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """upstream * gradient, rounded once to `dtype`, in one pass."""
+    """Return upstream * gradient, rounded once to `dtype`, in one pass."""
     if gradient is None:
         return None
     return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=dtype))
@@ -383,7 +383,7 @@ def _check_labels(labels_N: Tensor, rows: int, vocabulary: int) -> None:
         )
     if (
         labels_N.device.type == "cpu" and rows
-    ):  # on a GPU the gather's own device assert stands in: no sync
+    ):  # on a GPU the gather's own device assert checks this without a sync
         outside = (labels_N != IGNORE_LABEL) & ((labels_N < 0) | (labels_N >= vocabulary))
         if bool(outside.any()):
             row = int(outside.nonzero()[0])

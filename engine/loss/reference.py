@@ -1,4 +1,4 @@
-"""The distillation loss written for reading: what `engine.loss.objective` is held to."""
+"""The distillation loss in its simplest form: the reference for `engine.loss.objective`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def reference_loss(
     divergence: str = "forward_kl",
     beta: float = 0.5,
 ) -> LossTerms:
-    """The same objective written for reading: float64, whole logits, plain autograd, mean over this
-    call's labelled rows.
+    """Compute the same objective directly: float64, full logits, autograd, mean over this call's labelled
+    rows.
 
-    The oracle of `distillation_loss`. Raises ValueError as that does.
+    This is the oracle of `distillation_loss`, and raises ValueError for the same arguments.
     """
     check_objective(alpha, temperature, teacher_logits_NW is not None, divergence, beta)
     vocabulary = student_logits_NV.shape[1]

@@ -1,24 +1,25 @@
-"""The loss against some ids of each token: what a store of teacher outputs holds.
+"""The loss against sparse targets: a few tokens per position, as a store of teacher outputs holds them.
 
-With q = softmax(z / T) over the student's V ids, and the gradient with respect to z over (1 - a) T:
+With q = softmax(z / T) over the student's V tokens; the right-hand expressions are gradients with respect
+to z, divided by (1 - a) T:
 
-    top_k     the K likeliest ids with log p, and the rest as one bucket: p_R = 1 - sum_K p
+    top_k     the K most probable tokens with log p, and the rest as one bucket: p_R = 1 - sum_K p
               KL = sum_K p_v (log p_v - log q_v) + p_R (log p_R - log q_R)          q_R = 1 - sum_K q
               v in K:  q_v - p_v           v not in K:  q_v (1 - p_R / q_R)
 
-    sampled   m ids drawn from p, of weight 1/m each; t_v is the share of draws that are v
+    sampled   m tokens drawn from p, each with weight 1/m; t_v is the share of draws that are v
               -sum_v t_v log q_v           q_v - t_v
 
-The bucket's KL is at most the whole one, and 0 where the student agrees on the K ids and on the mass
+The bucketed KL is at most the full KL, and is 0 when the student agrees on the K tokens and on the mass
 of the rest. Draws are unbiased, E[t] = p, for the gradient of KL(p || q) and for the cross entropy
--sum p log q, which is what `kd` counts then, times T^2: the teacher's entropy, by which that is above
-the KL, cannot be told from draws. So it has no lowest row, and no id that the teacher ranks first.
+-sum p log q. `kd` is then this cross entropy times T^2. It exceeds the KL by the teacher's entropy, which cannot
+be determined from draws. So draws give no lowest KL of a row, and no most probable token of the teacher.
 
-q_R is summed over the ids it is made of, not taken from 1. p_R is taken from 1, and what is within
-the rounding of that is no tail: it would cost -p_R log q_R, without a bound.
+q_R is summed over the remaining tokens and not computed as a difference from 1. p_R is such a difference,
+and a value within its rounding error counts as no tail: it would add -p_R log q_R, which is unbounded.
 
-This form is eager, in three [C, V] buffers, and the oracle of the fused one. Not covered: other
-divergences, whose sums are over all ids.
+This form is eager, uses three [C, V] buffers, and is the oracle of the fused one. Not covered: other
+divergences, which sum over all tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from engine.loss.types import Job, SparseTargets
 from engine.models.head import multiply
 
 # Shapes: N tokens, M labelled tokens, C tokens of one chunk, V student vocabulary, D student width,
-# K ids of a token
+# K target tokens per position
 
 
 class SparseChunks(EagerForm):
-    """Cross entropy, and the divergence from `job.teacher`, whose rows are the M labelled ones."""
+    """Cross entropy, and the divergence from the sparse targets of `job.teacher`, which has the M
+    labelled rows.
+    """
 
     def __init__(self, job: Job, rows: int, w_VD: Tensor) -> None:
         assert isinstance(job.teacher, SparseTargets)
@@ -73,14 +76,14 @@ class SparseChunks(EagerForm):
 def _bucketed(
     z_CV: Tensor, q_CV: Tensor, log_z_C1: Tensor, ids_CK: Tensor, log_p_CK: Tensor
 ) -> Tensor:
-    """The divergence of each row; its gradient is written over q."""
+    """Return the divergence of each row, and overwrite q with its gradient."""
     p_CK = log_p_CK.exp()
     log_q_CK = z_CV.gather(1, ids_CK) - log_z_C1
     tail_p_C1 = 1 - p_CK.sum(dim=1, keepdim=True)
     q_CV.scatter_(1, ids_CK, 0)
     tail_q_C1 = q_CV.sum(dim=1, keepdim=True)
     kept_CK = torch.where(p_CK == 0, 0, p_CK * (log_p_CK - log_q_CK))
-    # What rounding leaves of K numbers that sum to 1 is no tail.
+    # What rounding leaves of K numbers that sum to 1 is not a tail.
     empty_C1 = tail_p_C1 <= p_CK.shape[1] * torch.finfo(p_CK.dtype).eps
     tail_C1 = torch.where(empty_C1, 0, tail_p_C1 * (tail_p_C1.log() - tail_q_C1.log()))
     q_CV.mul_(1 - torch.where(empty_C1, 0, tail_p_C1 / tail_q_C1))
@@ -89,7 +92,7 @@ def _bucketed(
 
 
 def _drawn(z_CV: Tensor, q_CV: Tensor, log_z_C1: Tensor, ids_CK: Tensor) -> Tensor:
-    """The cross entropy of each row's draws; its gradient is written over q."""
+    """Return the cross entropy of each row's draws, and overwrite q with its gradient."""
     log_q_CK = z_CV.gather(1, ids_CK) - log_z_C1
     q_CV.scatter_add_(1, ids_CK, torch.full_like(log_q_CK, -1 / ids_CK.shape[1]))
     return -log_q_CK.mean(dim=1)

@@ -1,11 +1,11 @@
-"""What the forms of the loss share: what they are given, what they give back, and what is refused.
+"""Types that the forms of the loss share: their inputs and results, and the checks of the settings.
 
-The loss works in chunks of rows (`objective.py`); the arithmetic between the matrix products of a chunk has
-four forms:
+The loss works in chunks of rows (`objective.py`); the arithmetic between the matmuls of a chunk has four
+forms:
 
-            teacher's hidden states and head    some ids of each token (a store of teacher outputs)
-eager       dense.py                            sparse.py                anywhere
-fused       fused.py                            fused.py                 our kernels, on a GPU that can run them
+            teacher's hidden states and head    sparse targets (a store of teacher outputs)
+eager       dense.py                            sparse.py                on any device
+fused       fused.py                            fused.py                 our kernels, on a GPU that supports them
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.models.head import Slices
 from engine.spec.divergences import DIVERGENCES
 
 # Shapes: M labelled tokens, C tokens of one chunk, G of a group of chunks, V student vocabulary,
-# D student width, E teacher width, K ids of a token
+# D student width, E teacher width, K target tokens per position
 
 IGNORE_LABEL = -100
 LossKernel: TypeAlias = Literal["eager", "fused"]
@@ -29,27 +29,27 @@ LossKernel: TypeAlias = Literal["eager", "fused"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseTargets:
-    """What a teacher says of N tokens, of K ids each, over the student's vocabulary."""
+    """A teacher's output for N positions: K tokens each, over the student's vocabulary."""
 
     ids_NK: Tensor
-    """int32 or int64. Those of one token differ, unless they were drawn."""
+    """Token ids, int32 or int64; distinct within a position, except for draws."""
     log_probs_NK: Tensor | None
-    """Of `top_k`: log p at the loss's temperature, of any float type. None for draws."""
+    """log p of the `top_k` tokens at the loss's temperature, of any float type. None for draws."""
     kind: Literal["top_k", "sampled"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teaching:
-    """The teacher's side: what its logits are made of."""
+    """The teacher's hidden states and head, from which its logits are computed."""
 
     hidden_ME: Tensor
     slices: Slices
-    """Of its head, the student's V columns."""
+    """The teacher's head, restricted to the student's V columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Everything the chunk loop needs that autograd need not see."""
+    """Everything that the chunk loop needs and autograd need not see."""
 
     labels_M: Tensor
     teacher: Teaching | SparseTargets | None
@@ -57,30 +57,33 @@ class Job:
     temperature: float
     divergence: str
     beta: float
-    """Of `jsd`: the teacher's weight in the mixture."""
+    """The teacher's weight in the mixture of `jsd`."""
     kernel: LossKernel
     chunk_rows: int
     wants_hidden: bool
     wants_head: bool
     divisor: float | Tensor = 1.0
-    """Of the loss."""
+    """The divisor of the loss."""
     finished: bool = False
-    """Whether nothing will multiply the loss, so that its gradients can be divided on the way; the
-    divisor is a number of the host then."""
+    """Whether nothing will multiply the loss, so that the gradients can be divided when they are
+    computed; the divisor is then a number on the host.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """Over all rows so far; 0-d, on the device. Sums are not divided by anything, nor multiplied by T^2,
-    and in float64: they are read against finite differences of each other.
+    """Sums and extremes over all rows so far, 0-d on the device.
+
+    The sums are in float64, because they are compared by finite differences. They are neither divided by
+    the denominator nor multiplied by T^2.
     """
 
     ce: Tensor
     divergence: Tensor | None = None
     agreeing: Tensor | None = None
-    """None without a teacher, and for drawn targets, which do not say what the teacher ranks first."""
+    """None without a teacher, and for draws, which do not tell the teacher's most probable token."""
     lowest: Tensor | None = None
-    """The lowest divergence of a row; None as `agreeing`."""
+    """The lowest divergence of a row; None in the same cases as `agreeing`."""
     largest_sum: Tensor | None = None
     """The largest |sum_v dz_v| of a row."""
 
@@ -102,7 +105,7 @@ class Totals:
             self.lowest = low if self.lowest is None else torch.minimum(self.lowest, low)
 
     def add_gradient(self, dz_CV: Tensor) -> None:
-        """Looks at the sum of each row of a finished gradient."""
+        """Record the sum of each row of a finished gradient."""
         most = dz_CV.sum(dim=1).abs().amax()
         self.largest_sum = (
             most if self.largest_sum is None else torch.maximum(self.largest_sum, most)
@@ -111,61 +114,64 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """What one call adds to an optimizer step. 0-d tensors on the device of the hidden states;
-    reading one is the caller's sync.
+    """The contribution of one call to an optimizer step.
 
-    Each is a sum over this call's labelled rows divided by the step's denominator, so the pieces of
-    an accumulated step add up to the step's mean, and `loss = alpha * ce + (1 - alpha) * kd`.
+    All are 0-d tensors on the device of the hidden states; reading one is a sync, made by the caller.
+    Each is a sum over this call's labelled rows divided by the step's denominator, so the parts of an
+    accumulated step add up to the step's mean, and `loss = alpha * ce + (1 - alpha) * kd`.
     """
 
     loss: Tensor
-    """The objective, nats. The only term that carries a gradient."""
+    """The objective, nats; the only term that carries a gradient."""
     ce: Tensor
     """Cross entropy, nats, at temperature 1."""
     kd: Tensor | None
-    """T^2 * KL(teacher || student), or the divergence that stands in its place, with both sides at
-    temperature T; None when no teacher took part (alpha = 1).
+    """T^2 * KL(teacher || student), or the divergence in its place, with both sides at temperature T;
+    None when no teacher was used (alpha = 1).
     """
     agreement: Tensor | None
-    """Share of the step's labelled rows, counted here, on which teacher and student rank the same
-    id first. None without a teacher, and for drawn targets.
+    """Share of the step's labelled rows, counted in this call, on which teacher and student have the same
+    most probable token. None without a teacher, and for draws.
     """
     labelled: Tensor
-    """Labelled rows of this call, int64: a plain count, not divided by the denominator."""
+    """Labelled rows of this call, int64: a count, not divided by the denominator."""
     lowest_kl: Tensor | None = None
     """The lowest divergence of a labelled row, nats, without T^2: at least `LOWEST_DIVERGENCE`. None
-    without a teacher in the objective, without a row, and for drawn targets.
+    without a teacher in the objective, without a labelled row, and for draws.
     """
     largest_dz_sum: Tensor | None = None
-    """The largest |sum_v dz_v| of a labelled row, dz not divided by the denominator: at most
-    `LARGEST_DZ_SUM`. None without a row.
+    """The largest |sum_v dz_v| of a labelled row, before dividing by the denominator: at most
+    `LARGEST_DZ_SUM`. None without a labelled row.
     """
 
 
 class Chunks(Protocol):
-    """One form of the arithmetic between the products."""
+    """One form of the arithmetic between the matmuls."""
 
     held: int
-    """How many chunks it holds dz of."""
+    """Number of chunks whose dz is kept."""
 
     def differentiate(self, h_CD: Tensor, w_VD: Tensor, chunk: slice) -> None:
-        """Makes dz of a chunk. Chunks come in order, each once."""
+        """Compute dz of a chunk. Chunks come in order, each once."""
         ...
 
     def gradient(self, group: slice) -> Tensor:
-        """dz of all chunks since the last call, at most `held`, of shape (G, V) in the dtype of the
-        products; valid until the next chunk."""
+        """Return dz of all chunks since the last call, at most `held`: (G, V) in the dtype of the
+        matmuls.
+
+        It is valid until the next chunk.
+        """
         ...
 
     def totals(self) -> Totals:
-        """Of all chunks, of which there was at least one."""
+        """Return the totals over all chunks, of which there is at least one."""
         ...
 
 
 def check_objective(
     alpha: float, temperature: float, has_teacher: bool, divergence: str, beta: float
 ) -> None:
-    """Raises ValueError for settings that have no meaning together."""
+    """Raise ValueError for settings that do not fit together."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: expected 0 to 1, found {alpha}")
     if not (0 < temperature < math.inf):
@@ -176,7 +182,7 @@ def check_objective(
         known = ", ".join(DIVERGENCES)
         raise ValueError(f"divergence: expected one of {known}, found {divergence}")
     if DIVERGENCES[divergence].mixture and not 0 < beta < 1:
-        # At either end the mixture is one of the two, and the divergence is 0 whatever they are.
+        # At either end the mixture equals one of the two, and the divergence is always 0.
         raise ValueError(f"beta: expected a weight between 0 and 1, found {beta}")
 
 
