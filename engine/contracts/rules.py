@@ -107,7 +107,7 @@ def _check_kernel(contract: dict[str, Any], walk: Walk) -> None:
     for count, block in (
         (obligations, "proof_obligations"),
         (tests, "falsification_tests"),
-        # The harnesses that run here count as Kani's do upstream.
+        # Harnesses that run here count as Kani harnesses do upstream.
         (kani + ours, "kani_harnesses"),
     ):
         if not count and (block,) not in walk.broken:

@@ -1,9 +1,9 @@
-"""Counts the assertions that tests get past, and finds what the program's exceptions do on their way.
+"""Count the assertions that tests get past, and track the program's exceptions through them.
 
-Runs inside the judge's sandbox with the standard library alone. A test passes by getting to its end, and
-the end can be reached without asserting anything: a `StopIteration` of the program ends the `map` around
-its call, an `IndexError` a loop over `__getitem__`, an empty answer the loop over it. So the tests are
-rewritten before they run, and say where they are:
+This module runs inside the judge's sandbox with the standard library alone. A test passes by reaching its
+end, and it can reach the end without asserting anything: a `StopIteration` of the program ends the `map`
+around its call, an `IndexError` ends a loop over `__getitem__`, and an empty return value ends the loop over
+it. So the tests are rewritten before they run, and report their progress:
 
     assert x == 1             assert x == 1; <held>(3)             the fourth assertion of the tests held
     self.assertEqual(x, 1)    self.assertEqual(x, 1); <held>(4)    and so every call named `assert...`
@@ -11,11 +11,11 @@ rewritten before they run, and say where they are:
     with a(): b()             with a(): b(); <whole>()             and <held>(6) after it
     except E: c()             except E: <caught>(); c()
 
-An exception of the program may be caught by a handler that the tests have, and by nothing else: one that
-is gone without a handler was taken by Python for something of its own (the end of an iteration, an
-attribute that is not there), and the program fails.
+Only a handler in the tests may catch an exception of the program. An exception that disappears without one
+was consumed by Python itself (as the end of an iteration, or an attribute that does not exist), and the
+program fails.
 
-The names in angle brackets cannot be written in Python, so no test means them.
+The names in angle brackets cannot be written in Python, so no test can use them.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ _MOST_CONTEXTS = 100
 
 
 class Ended(BaseException):
-    """The tests are over before their end: an outcome and its reason."""
+    """The tests are over before their end; the arguments are the outcome and its reason."""
 
 
 # contract: eval-no-fake-pass-v1
 class Watch:
-    """What the tests have done so far."""
+    """Records what the tests have done so far."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         """The text of each assertion's first line."""
         self.held: list[int] = []
-        """How often each of them held."""
+        """How often each assertion held."""
         self._raised: BaseException | None = None
         self._end: tuple[str, str] | None = None
 
     def names(self) -> dict[str, Callable[..., None]]:
-        """What the rewritten tests call."""
+        """The functions that the rewritten tests call."""
         return {"<held>": self._held, "<whole>": self.go_on, "<caught>": self._caught}
 
     def end(self, outcome: str, reason: str) -> Ended:
-        """The outcome from now on: no handler of the tests changes it."""
+        """Fix the outcome: no handler of the tests can change it from now on."""
         self._end = self._end or (outcome, reason)
         return Ended(*self._end)
 
     def raised(self, error: BaseException) -> BaseException:
-        """The program's exception, on its way into the tests."""
+        """Record an exception of the program before it is raised in the tests."""
         self._raised = error
         return error
 
     def go_on(self) -> None:
-        """The tests do something that they would not do had they ended."""
+        """Raise `Ended` if the outcome is fixed, or if an exception of the program disappeared without a
+        handler. It is called at each point that tests reach only while they go on."""
         if self._end is None and (lost := self._raised) is not None:
             said = f"{type(lost).__name__}: {lost}"[:300]
             self.end("fail", f"the program raises {said}, which no handler of the tests caught")
@@ -71,7 +72,7 @@ class Watch:
         self.held[number] += 1
 
     def _caught(self, *, by_block: bool = False) -> None:
-        """A handler begins, or a `with` block whose body did not get to its end is over."""
+        """Called when a handler begins, or after a `with` block whose body did not reach its end."""
         if self._end is not None:
             raise Ended(*self._end)
         error = sys.exc_info()[1]
@@ -85,7 +86,7 @@ class Watch:
             self._raised = None
 
     def missed(self, wanted: Sequence[int]) -> str | None:
-        """The line of the first assertion that held less often than `wanted`; None for none."""
+        """Return the line of the first assertion that held less often than `wanted`; None when there is none."""
         for line, held, least in zip(self.lines, self.held, wanted, strict=True):
             if held < least:
                 return line
@@ -93,7 +94,7 @@ class Watch:
 
 
 def watched(tree: ast.Module, watch: Watch, text: str) -> ast.Module:
-    """The tests, which tell `watch` where they are. `tree` is changed; `text` is what it was read from."""
+    """Rewrite the tests so that they report to `watch`. `tree` is changed; `text` is its source."""
     rewritten: ast.Module = _Rewriter(watch, text).visit(tree)
     return ast.fix_missing_locations(rewritten)
 
@@ -116,7 +117,7 @@ class _Rewriter(ast.NodeTransformer):
         name = _called(node.value)
         if not name.startswith("assert"):
             return node
-        # Given a function to call, it catches what that raises.
+        # With a function to call as argument, it catches what that raises.
         caught = [_block_caught(node)] if name.startswith(("assertRaises", "assert_raises")) else []
         return [node, *caught, self._site(node)]
 
@@ -157,7 +158,7 @@ def _call(name: str, where: ast.stmt, *arguments: ast.expr) -> ast.Expr:
 
 
 def _called(value: ast.expr) -> str:
-    """The last part of the name of what is called; nothing for anything else."""
+    """The last part of the name of the called function; empty for anything but a call."""
     if isinstance(value, ast.Await):
         value = value.value
     if not isinstance(value, ast.Call):

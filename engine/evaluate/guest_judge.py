@@ -1,16 +1,16 @@
-"""Runs a problem's tests inside a sandbox of its own, against a program in another.
+"""Run a problem's tests inside a sandbox of their own, against a program in another sandbox.
 
-Runs with the standard library and the other guests alone. The functions that the tests call are stand-ins:
-they send the arguments to the program and give back what it answers. So a program can neither replace
-`assert`, nor end this process, nor read the nonce: it is not here. What comes back is made of Python's own
-types, within limits, before the tests see it (`guest_wire`). Objects of the program's classes stay with it:
-the tests hold a `Reference`, which equals itself alone, so that no `__eq__` of a program decides an
-assertion. The tests' assertions are counted (`guest_assertions`): a pass needs that each held, and at least
-as often as with the reference solution, where its counts are given.
+This module runs with the standard library and the other guest modules alone. The functions that the tests
+call are stand-ins: they send the arguments to the program and return its reply. So a program can neither
+replace `assert`, nor end this process, nor read the nonce, which is not in its process. Replies are rebuilt
+from Python's own types, within limits, before the tests see them (`guest_wire`). Objects of the program's
+classes stay in the program's process: the tests hold a `Reference`, which equals only itself, so that no
+`__eq__` of a program decides an assertion. The tests' assertions are counted (`guest_assertions`): to pass,
+each must hold, and at least as often as with the reference solution when its counts are given.
 
-Writes an empty line when the program may begin, and then one record, `{"nonce", "outcome", "reason",
-"held"}`, and exits 0. Outcomes: `pass`; `fail`; `harness` for what cannot be the program's doing, because
-nothing that it answered was used.
+The judge writes an empty line when the program may begin, and then one record, `{"nonce", "outcome",
+"reason", "held"}`, and exits 0. Outcomes: `pass`; `fail`; `harness` for a failure that cannot be the
+program's fault, because none of its replies was used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.evaluate.guest_assertions import Ended, Watch, watched
 from engine.evaluate.guest_wire import NotPlain, limit, pack, read_task, receive, send, unpack
 
 MOST_REASON = 500
-"""Characters."""
+"""In characters."""
 
 
 class Judged(NamedTuple):
@@ -39,7 +39,8 @@ class Judged(NamedTuple):
 
 
 class Reference:
-    """An object of the program, of a class that the tests name: its attributes and methods are asked for."""
+    """An object of the program, of a class that the tests name. Its attributes and methods are requested from
+    the program."""
 
     __slots__ = ("_asked",)
     _asked: tuple[Callable[..., object], int]
@@ -49,7 +50,7 @@ class Reference:
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
-            raise AttributeError(name)  # what Python asks of any object, as `copy` does
+            raise AttributeError(name)  # Python looks these up on any object, as `copy` does
         ask, number = self._asked
         return ask(f".{name}", of=number, get=name)
 
@@ -59,7 +60,8 @@ class Reference:
 
 
 class Other:
-    """An answer that is no plain data: it is true or false, and anything else asked of it is a failure."""
+    """A return value that is no plain data. Only its truth value can be used; any other operation fails the
+    program."""
 
     __slots__ = ("_said", "_true", "_watch")
 
@@ -76,7 +78,9 @@ class Other:
     __getattr__ = __call__ = __iter__ = __len__ = __getitem__ = __contains__ = _refuse
 
     def __repr__(self) -> str:
-        return f"<{self._said}>"  # of no form that a test expects; an error's text may hold it
+        return (
+            f"<{self._said}>"  # matches no form that a test expects; an error's text may contain it
+        )
 
 
 class Function:
@@ -97,8 +101,8 @@ def main() -> None:
     with open(int(sys.argv[2]), "wb") as result:
 
         def begin() -> None:
-            # Fails where whoever started this is gone: then a program must not begin. Once it has, both
-            # sandboxes end with their starter.
+            # Fails when the process that started this one is gone; then the program must not begin. Once it
+            # has begun, both sandboxes end together with the process that started them.
             result.write(b"\n")
             result.flush()
             send(calls, {"go": True})
@@ -107,7 +111,7 @@ def main() -> None:
         record = {"nonce": task["nonce"], **judged._asdict()}
         result.write(json.dumps(record).encode())
     sys.stderr.flush()
-    os._exit(0)  # nothing of the tests runs after the outcome
+    os._exit(0)  # no code of the tests runs after the outcome
 
 
 def judge(
@@ -116,7 +120,7 @@ def judge(
     answers: IO[bytes],
     begin: Callable[[], None],
 ) -> Judged:
-    """The outcome, its reason, and the assertions that held."""
+    """Run the tests and return the outcome, its reason, and how often each assertion held."""
     count = 0
     references: dict[int, Reference] = {}
     watch = Watch()
@@ -132,7 +136,7 @@ def judge(
         if isinstance(value, Other):
             raise watch.end("fail", value._said)
         if isinstance(value, Function) and "of" in value.more:
-            # What the tests took for data is the program's doing.
+            # The program returned this method where the tests expect data.
             reason = f"the program has a method {value.name} where the tests want data"
             raise watch.end("fail", reason)
         return value._asked[1] if isinstance(value, Reference) else None
@@ -149,7 +153,7 @@ def judge(
             for key in {"args", "kwargs", "value"} & request.keys():
                 request[key] = pack(request[key], number)
         except NotPlain as error:
-            # Once the program has answered, what is passed to it may be made of its answers.
+            # Once the program has replied, the arguments may be made of its replies.
             outcome = "fail" if count else "harness"
             reason = f"the tests pass a {error} to {what}, which is no plain data"
             raise watch.end(outcome, reason) from None
@@ -164,7 +168,7 @@ def judge(
         if "raised" in found:
             thrown = transported(found)
             if "get" in request and isinstance(thrown, AttributeError):
-                raise thrown  # that it is not there answers `hasattr`
+                raise thrown  # `hasattr` must see that the attribute does not exist
             raise watch.raised(thrown)
         if "not_plain" in found:
             said = f"{what} gives a {str(found['not_plain'])[:200]}, which is no plain data"
@@ -206,16 +210,16 @@ def judge(
             raise transported(second)
         if "ready" not in second:
             raise watch.end("fail", "the program answers nonsense")
-        random.seed(0)  # tests that draw their cases draw the same ones every time
+        random.seed(0)  # tests that draw random cases draw the same ones every time
         given = {*task["entries"], *task["classes"]}
         plain = {"__name__", *dir(builtins)} - given
-        # Before the setup, which may make objects of the program's classes.
+        # Before the setup, which may create objects of the program's classes.
         define(used - made - plain)
         try:
             exec(code, names)
         except Exception as error:
             if count:
-                raise  # the reference solution gets past it: the self-test
+                raise  # the reference solution gets past this point, as the self-test showed
             raise own(error, watch) from None
         define((wanted - plain - set(names)) | given)
         exec(test_code, names)
@@ -247,7 +251,7 @@ def judge(
 
 
 def transported(found: dict[str, Any]) -> Exception:
-    """The exception that the program raised, as the built-in one of its name."""
+    """Rebuild the exception that the program raised, as the built-in one of its name."""
     kind: Any = getattr(builtins, str(found["raised"]), None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         kind = RuntimeError
@@ -255,7 +259,7 @@ def transported(found: dict[str, Any]) -> Exception:
     text = str(found.get("text", ""))[:MOST_REASON]
     try:
         error = kind(text)
-    except TypeError:  # UnicodeDecodeError and its like want more than a text
+    except TypeError:  # UnicodeDecodeError and the like need more than a text
         error = RuntimeError(f"{str(found['raised'])[:100]}: {text}")
     error.from_program = True  # type: ignore[attr-defined]  # told from what the tests raise
     return error
@@ -270,7 +274,7 @@ def loaded(tree: ast.AST) -> set[str]:
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Names that the tests give themselves."""
+    """Yield the names that the tests define themselves."""
     for one in ast.walk(tree):
         if isinstance(one, ast.FunctionDef | ast.ClassDef):
             yield one.name
@@ -289,7 +293,7 @@ def said(error: BaseException) -> str:
 
 
 def line_of(error: BaseException, text: str) -> str:
-    """The last line of the tests on the way to an error."""
+    """The last line of the tests in an error's traceback."""
     at, trace = 0, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<tests>":

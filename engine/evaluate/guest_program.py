@@ -1,13 +1,14 @@
-"""Runs a generated program inside the sandbox, and answers calls of its functions.
+"""Run a generated program inside the sandbox, and serve calls of its functions.
 
-Runs with the standard library and `guest_wire` alone. This process is the program's own: whatever the
-program does to it, all it can bring out are answers, which the judge compares. It holds no secret.
+This module runs with the standard library and `guest_wire` alone. The process belongs to the program:
+whatever the program does to it, it can only send replies, which the judge checks. It holds no secret.
 
-    {"name", "args", "kwargs"}          a call of a function of the program
-    {"name", .., "keep": true}          of a class: what it makes, and all of that class, goes as a reference
-    {"of": 3, "name", "args", ..}       a method of the third object
-    {"of": 3, "get": "left"}            an attribute; a method is not sent, it is called
-    {"of": 3, "set": "left", "value"}   an attribute is set
+    {"name", "args", "kwargs"}          call a function of the program
+    {"name", .., "keep": true}          call a class: what it makes, and every object of that type, is sent
+                                        as a reference
+    {"of": 3, "name", "args", ..}       call a method of object number 3
+    {"of": 3, "get": "left"}            read an attribute; a method is not sent, only that there is one
+    {"of": 3, "set": "left", "value"}   set an attribute
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Objects:
 
     def __init__(self) -> None:
         self.kinds: set[type] = set()
-        self.kept: list[object] = []  # as long as the program, so that an id is of one object
+        self.kept: list[object] = []  # kept as long as the program runs, so that an id stays unique
         self.numbers: dict[int, int] = {}
 
     def keep_like(self, made: object) -> None:
-        # What Python itself has goes as a value, also where it stands in for a class of the tests.
+        # A built-in type is sent as a value, even if it stands in for a class of the tests.
         if type(made) not in TYPES.values():
             self.kinds.add(type(made))
 
@@ -54,7 +55,7 @@ class Objects:
 
 
 def main() -> None:
-    # The program's own input and output are nothing; answers have a descriptor of their own.
+    # The program's own input and output are /dev/null; replies have a descriptor of their own.
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
@@ -63,7 +64,7 @@ def main() -> None:
     limit(task["limits"])
     send(answers, {"hello": True})
     if receive(calls) is None:
-        return  # nobody waits for the answers any more
+        return  # nobody waits for the replies any more
     names: dict[str, Any] = {"__name__": "program"}
     try:
         exec(compile(task["program"], "<program>", "exec"), names)

@@ -1,20 +1,21 @@
-"""How a program under test and its judge speak: lines of JSON, plain data only.
+"""The protocol between a program under test and its judge: lines of JSON with plain data only.
 
-Runs inside the sandbox, with the standard library alone.
+This module runs inside the sandbox with the standard library alone.
 
     null, true, 1, 1.5, "text", [..]      themselves, a list being a list
     {"int": "1f.."}                       an integer of many digits, in base 16
     {"tuple": [..]}                       tuple; also set, frozenset, bytes, complex
     {"dict": [[key, value], ..]}          dict, whose keys need not be text
-    {"type": "int"}                       a type that Python itself has, by its name
-    {"object": 3}                         the program's third object of a class that the tests name
+    {"type": "int"}                       a built-in type, by its name
+    {"object": 3}                         the program's object number 3 of a class that the tests name
 
-An instance of a subclass goes as the type it is derived from (a Counter as a dict). Objects of the program
-stay where they are; what crosses is which one. Anything else does not cross: an object that says it equals
-everything is no answer, and neither is code. All that is said of it is whether it is true.
+An instance of a subclass is sent as its built-in base type (a Counter as a dict). Objects of the program stay
+in its process; only their numbers are sent. Anything else cannot be sent: neither an object that claims to
+equal everything nor code is a valid reply. The judge learns only the truth value of such a result.
 
-Data has limits, so that reading it costs no more than its bytes: the size of a line, the depth of nesting,
-the bits of an integer. Base 16, because Python reads and writes long decimal numbers in quadratic time.
+Data has limits, so that reading it costs no more than its size: the length of a line, the depth of nesting,
+the bits of an integer. Long integers use base 16, because Python converts long decimal numbers in quadratic
+time.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 MOST_BYTES = 4 << 20
-"""Of one line."""
+"""Largest size of one line."""
 MOST_DEPTH = 100
 MOST_BITS = 1 << 16
-"""Of an integer: about 20,000 digits."""
+"""Largest integer: about 20,000 decimal digits."""
 _SHORT_BITS = 1 << 10
 _MOST_DIGITS = 640
-"""Of an integer in decimal: more than the short ones have, and the least that Python lets be set."""
+"""Largest number of decimal digits of an integer: more than the short ones have, and the smallest limit that
+Python allows."""
 
 TYPES = {one.__name__: one for one in vars(builtins).values() if isinstance(one, type)}
 
@@ -46,7 +48,8 @@ def _no_object(value: object) -> int | None:
 
 
 def pack(value: object, number: Callable[[object], int | None] = _no_object, depth: int = 0) -> Any:
-    """`number` says which of the program's objects a value is, None for none. Raises `NotPlain`."""
+    """Convert a value to JSON data. `number` returns the number of a program's object, None for any other
+    value. Raises `NotPlain`."""
     if depth > MOST_DEPTH:
         raise NotPlain(f"value nested more than {MOST_DEPTH} deep")
     if (of := number(value)) is not None:
@@ -54,10 +57,10 @@ def pack(value: object, number: Callable[[object], int | None] = _no_object, dep
     if value is None or value is True or value is False:
         return value
     if isinstance(value, int | float | str):
-        # The method of the type itself: that of a subclass is the program's.
+        # Call the method of the built-in type: that of a subclass belongs to the program.
         if isinstance(value, int):
             return _packed_int(int.__add__(value, 0))
-        # Times one and not plus zero, which would take the sign from -0.0.
+        # Multiply by one: adding zero would drop the sign of -0.0.
         return float.__mul__(value, 1.0) if isinstance(value, float) else str.__str__(value)
     inner = depth + 1
     if isinstance(value, list):
@@ -94,7 +97,8 @@ def _object(number: object) -> object:
 
 
 def unpack(value: Any, of: Callable[[Any], object] = _object, depth: int = 0) -> Any:
-    """`of` gives the object that a number stands for. Raises what Python raises of what is no such data."""
+    """Convert JSON data back to a value. `of` returns the object with a given number. Raises whatever Python
+    raises for malformed data."""
     if depth > MOST_DEPTH:
         raise ValueError(f"data nested more than {MOST_DEPTH} deep")
     depth += 1
@@ -127,7 +131,7 @@ def send(file: IO[bytes], record: Mapping[str, object]) -> None:
 
 
 def receive(file: IO[bytes]) -> dict[str, Any] | None:
-    """The next record; None at the end. ValueError for what is none."""
+    """Return the next record; None at the end. Raises ValueError for a line that is no record."""
     line = file.readline(MOST_BYTES)
     if not line:
         return None
@@ -145,19 +149,19 @@ def receive(file: IO[bytes]) -> dict[str, Any] | None:
 
 
 def limit(limits: Mapping[str, int]) -> None:
-    """Sets this process's limits; none of them can be raised again, there is no capability to."""
+    """Set this process's limits. None of them can be raised again, because that needs a capability."""
     import resource
 
     sys.set_int_max_str_digits(0)
     for name, value in limits.items():
-        # At the limit of CPU time a signal ends the process, and says why; one that ignores it is killed
-        # a second later.
+        # At the limit of CPU time the process gets SIGXCPU, which names the cause. If it ignores the signal,
+        # it is killed one second later.
         hard = value + 1 if name == "CPU" else value
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, hard))
 
 
 def read_task(number: str) -> dict[str, Any]:
-    """The task in an open file, which is closed."""
+    """Read the task from an open file descriptor, and close it."""
     with open(int(number), "rb") as file:
         task: dict[str, Any] = json.load(file)
     return task

@@ -1,9 +1,9 @@
-"""Programs that mean harm, run at the start of every evaluation: the control that the sandbox holds.
+"""Malicious programs, run at the start of every evaluation as the control that the sandbox holds.
 
-Each one makes its attempt in `solve()` and gives 42 where the attempt succeeded; the test is
-`solve() == 42`. So a hole shows as a pass. Contained means more than no pass: the reason has to be the one
-that the wall which should hold gives, so that an attack that merely had a typing error in it would not count.
-Beside that, a file outside must be as it was, and nobody may have called at a port that is listened to.
+Each one makes its attempt in `solve()` and returns 42 when the attempt succeeded; the test is `solve() ==
+42`. So a hole shows as a pass. Containment requires more than the absence of a pass: the reason must be the
+one that the intended barrier gives, so that an attack that merely contains a typing error does not count. In
+addition, a file outside must be unchanged, and nobody may have connected to a port that is listened to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.evaluate.sandbox import Exam, Sandbox
 
 WANTED = Exam(setup="", tests="assert solve() == 42")
 CPU_S, CLOCK_S = 1, 8.0
-"""Less than a program under test gets: some of these use up what they get."""
+"""Lower limits than for a program under test, because some of these use up all that they get."""
 _REFUSED = r"PermissionError|Operation not permitted"
 _ABSENT = r"FileNotFoundError"
 _READ_ONLY = r"Read-only file system|FileNotFoundError|PermissionError"
@@ -36,9 +36,9 @@ _WRONG = r"^an assertion does not hold"
 class Hostile:
     name: str
     program: str
-    """`FILE`, `PORT` and `PID` in it stand for things of the host."""
+    """`FILE`, `PORT` and `PID` in it stand for the host's."""
     contained: str
-    """What the reason looks like where the sandbox held; a regular expression."""
+    """A regular expression that the reason matches when the sandbox held."""
 
 
 def _solve(body: str) -> str:
@@ -61,11 +61,11 @@ def _answers(n):
         return pipe and fcntl.fcntl(n, fcntl.F_GETFL) & os.O_WRONLY
     except OSError: return False
 """
-"""Whether a descriptor is that of the program's answers."""
+"""Source that tells whether a descriptor is that of the program's replies."""
 
 
 def _raw(answer: str) -> str:
-    """Gives the bytes of `answer` as they are in place of a value."""
+    """A program that sends the bytes of `answer` unchanged in place of a value."""
     return (
         _solve(
             f"said = b'{{\"value\": ' + {answer} + b'}}\\n'\n"
@@ -212,7 +212,7 @@ HOSTILES = tuple(
             + _ANSWERS,
             r"nonsense",
         ),
-        # Answers that would cost their judge more than they cost the program.
+        # Replies that would cost the judge more than they cost the program.
         ("digits without end", _raw("b'9' * 3000000"), r"nonsense"),
         ("depth without end", _raw("b'[' * 100000 + b']' * 100000"), r"nonsense"),
         ("bits without end", _raw("b'{\"int\": \"' + b'f' * 3000000 + b'\"}'"), r"nonsense"),
@@ -235,7 +235,7 @@ HOSTILES = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What of this machine the attacks are aimed at."""
+    """The targets of the attacks on this machine."""
 
     file: Path
     port: int
@@ -249,7 +249,7 @@ class Host:
 
 
 def not_contained(sandbox: Sandbox, hostiles: Sequence[Hostile] = HOSTILES) -> list[str]:
-    """What the sandbox did not hold, one line each; none is what one wants."""
+    """Run the hostile programs and list what the sandbox did not contain, one line each."""
     sandbox = replace(sandbox, cpu_s=CPU_S, clock_s=CLOCK_S)
     content = secrets.token_hex(8)
     with (

@@ -1,15 +1,15 @@
-"""How many programming problems a model solves: HumanEval, and MBPP in its format.
+"""The fraction of programming problems that a model solves: HumanEval, and MBPP in its format.
 
-    self-test    every empty solution fails, no hostile program gets out; a problem whose reference
-                 solution does not pass here is left out of the count, and named in what is reported
-    generation   the model completes each prompt; greedily, or several times with a temperature
-    trial        each program in a sandbox of its own, while the next ones are generated
+    self-test    every empty solution fails, every hostile program is contained; a problem whose reference
+                 solution does not pass here is left out of the count, and named in the report
+    generation   the model completes each prompt: greedily, or several times with a temperature
+    trial        each program runs in a sandbox of its own, while the next ones are generated
 
-A program counts as right when its trial says `pass`, and by nothing else. What is not a statement about
-the model is none: logits that are not finite, a self-test that fails, a judge that dies, no problem at all
-raise `NoAnswer` or make the report unknown, never 0 % and never 100 %.
+A program counts as right only when its trial returns `pass`. Failures of the harness are not counted against
+the model: non-finite logits, a failed self-test, a judge that dies, or no problem at all raise `NoAnswer` or
+make the report unknown, never 0 % and never 100 %.
 
-Greedy results are the same every time and whatever `rows` is: see `engine.models.generate`.
+Greedy results are deterministic and do not depend on `rows`: see `engine.models.generate`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Progress(NamedTuple):
 
 
 def room(model: Model, problems: Problems, wanted: int | None) -> int:
-    """Tokens for each program: `wanted`, or as many up to 512 as the longest prompt leaves of the model's
-    positions. One number for all problems: it is part of what is measured.
+    """Return the token limit of each program: `wanted`, or as many up to 512 as the longest prompt leaves
+    within the model's positions. All problems share one limit, because it is part of what is measured.
 
-    Raises `BadInput` with the problems whose prompts leave less than that, or nothing.
+    Raises `BadInput` with the problems whose prompts leave fewer tokens than that, or none.
     """
     prompts = [problem.prompt for problem in problems.problems]
     lengths = [len(ids) for ids in model.tokenizer.encode_documents(prompts)]
@@ -83,10 +83,11 @@ def self_test(
     *,
     unfit: int = 0,
 ) -> dict[str, str]:
-    """The problems that cannot be judged here, by task_id, with the reason.
+    """Return the problems that cannot be judged here, by task_id, with the reason.
 
-    Raises `NoAnswer` where they are more than `unfit` or all, which says more of the harness than of the
-    problems, and where it would not tell right from wrong, or harm from neither.
+    Raises `NoAnswer` when they are more than `unfit` or all of them, which points to the harness rather than
+    to the problems. Raises it also when an empty solution does not fail, or when a hostile program is not
+    contained.
     """
     left_out: dict[str, str] = {}
     wrong: list[str] = []
@@ -135,9 +136,9 @@ def evaluate(
     cuda_graph: GraphSetting = "auto",
     progress: Callable[[Progress], None] | None = None,
 ) -> None:
-    """Generates, tries and records every program that `results` does not have yet.
+    """Generate, try and record every program that `results` does not have yet.
 
-    Raises `NoAnswer` where the model's logits are not finite, `BadInput`.
+    Raises `NoAnswer` when the model's logits are not finite, and `BadInput`.
     """
     todo = [
         (problem, sample)
@@ -164,7 +165,7 @@ def evaluate(
                 pending[pool.submit(sandbox.try_program, program, tests)] = about
                 record(wait=False)
         finally:
-            record(wait=True)  # also where the model fails: what is tried is kept
+            record(wait=True)  # also when the model fails: finished trials are kept
 
 
 def _generated(
@@ -175,7 +176,7 @@ def _generated(
     rows: int | None,
     cuda_graph: GraphSetting,
 ) -> Iterator[tuple[Result, str, Any]]:
-    """What is known of each program before its trial, the program, and its tests."""
+    """Yield each program with its result so far (before the trial) and its tests."""
     if not todo:
         return
     lengths = model.tokenizer.encode_documents([one.prompt for one in problems.problems])
@@ -187,8 +188,8 @@ def _generated(
         max_tokens=settings.max_tokens,
         stops=STOPS[problems.benchmark],
         sampling=settings.sampling,
-        # Named for what they are, and as long as for all problems: a resumed evaluation, which has
-        # fewer of them to do, computes the same.
+        # Keys identify the programs, and the capacity is that of all problems, so that a resumed evaluation
+        # with fewer problems left computes the same.
         keys=[f"{problem.task_id}/{sample}" for problem, sample in todo],
         capacity=max(len(ids) for ids in lengths) + settings.max_tokens,
         rows=rows,
@@ -212,7 +213,7 @@ def _generated(
 def trials(
     sandbox: Sandbox, problems: Sequence[Problem], completions: Sequence[str]
 ) -> Iterator[Trial]:
-    """One of each problem with its completion, in their order; as many at once as there are processors."""
+    """Try one completion of each problem, in their order, with one trial per processor at a time."""
     programs = [one.program(text) for one, text in zip(problems, completions, strict=True)]
     with ThreadPoolExecutor(_workers()) as pool:
         yield from pool.map(sandbox.try_program, programs, [problem.tests for problem in problems])

@@ -1,4 +1,4 @@
-"""A model to ask: a decoder, frozen, with its tokenizer and what it was made from."""
+"""The model under evaluation: a frozen decoder, with its tokenizer and its origin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.models.load import load_decoder, load_packed_decoder
 from engine.runtime.device import choose_device, choose_precision, torch_dtype
 
 STUDENT = "student"
-"""Where a run's folder has its model."""
+"""The folder of the model in a run's folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,10 @@ class Model:
     device: torch.device
     precision: str
     weights: str
-    """`dense`, or `packed`: matrices stay in the blocks of their file."""
+    """`dense`, or `packed`: the matrices keep the quantised blocks of their file."""
 
     def about(self) -> dict[str, str]:
-        """What was asked and how it computed, for the record of a result; hashes its weights."""
+        """Describe the model and how it computed, for the record of a result; hashes its weights."""
         return {
             "weights_sha256": weights_sha256(self.path),
             "tokenizer_sha256": self.tokenizer.sha256,
@@ -52,9 +52,9 @@ def open_model(
     weights: str = "dense",
     tokenizer: str | Path | None = None,
 ) -> Model:
-    """The model in a weight file, a model folder, or the folder of a finished run.
+    """Open the model in a weight file, a model folder, or the folder of a finished run.
 
-    `tokenizer` stands in for that of the model. Raises `WeightsError`, `TokenizerError`, `BadInput`.
+    `tokenizer` replaces the model's own. Raises `WeightsError`, `TokenizerError`, `BadInput`.
     """
     path = model_path(path)
     device = choose_device(device).choice
@@ -76,7 +76,8 @@ def open_model(
 
 
 def model_path(path: str | Path) -> Path:
-    """The model itself, where `path` is the folder of a run. WeightsError for a run without one."""
+    """Return the path of the model itself when `path` is the folder of a run. Raises WeightsError for a run
+    without one."""
     path = Path(path)
     if not (path / "events.jsonl").exists():
         return path
@@ -88,7 +89,8 @@ def model_path(path: str | Path) -> Path:
 
 
 def weights_sha256(path: str | Path) -> str:
-    """Of every file with tensors, in the order of their names: what a result is a result of."""
+    """One hash over every file with tensors, in the order of their names: it identifies the weights that a
+    result is about."""
     with open_weights(model_path(path)) as weights:
         files = sorted({info.file for info in weights.tensors.values()})
     whole = hashlib.sha256()

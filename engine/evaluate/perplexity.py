@@ -1,22 +1,21 @@
-"""Perplexity on held-out text: cross entropy in nats per token, and perplexity, its exponential.
+"""Perplexity on held-out text: cross entropy in nats per token, and its exponential, the perplexity.
 
-A document is cut into rows of `length` tokens, each with the end-of-text token of its document as the last
-label; rows overlap by one token, so that every token but a document's first is predicted once, from what
-is before it in its row. Every document is read, whatever it is called: this is a text that the user
-says is held out.
+A document is cut into rows of `length` tokens, with the end-of-text token after the document's last token.
+Rows overlap by one token, so every token but a document's first is predicted once, from the tokens before it
+in its row. Every document is read, whatever its name: the user says that this text is held out.
 
     loss     sum of -log p(token) / tokens, over all documents
-    KL       mean over the same tokens of sum_v p(v) (log p(v) - log q(v)), p the model named by `against`:
-             what a student that learns from it is to make small
-    top-1    the share of tokens where both have the same top token
+    KL       mean over the same tokens of sum_v p(v) (log p(v) - log q(v)), with p from the model named by
+             `against`: the quantity that a student distilled from it minimises
+    top-1    the fraction of tokens for which both models have the same most probable token
 
 The interval is a percentile bootstrap over documents (`engine.evaluate.statistics`), because the tokens of
-one document are not independent. Two models with one tokenizer are asked about the same tokens; the interval
-of their difference draws the same documents for both. Logits are fp32 sums.
+one document are not independent. Two models with one tokenizer are evaluated on the same tokens; the interval
+of their difference resamples the same documents for both. Logits are accumulated in fp32.
 
-A loss that is not finite raises `NoAnswer`, and so do logits that are one number for every id at every
-position of a document: weights that overflow in a norm leave zeros behind it, and the figure of those,
-ln V, is finite and says nothing of the model.
+A non-finite loss raises `NoAnswer`. So do logits that are equal over the whole vocabulary at every position
+of a document: weights that overflow in a norm give zeros after it, and the resulting loss, ln V, is finite
+but says nothing about the model.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class DocumentLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A mean over tokens, with its interval; None with fewer than two documents."""
+    """A mean over tokens with its interval; the interval is None with fewer than two documents."""
 
     value: float
     interval: Interval | None
@@ -74,7 +73,7 @@ class Perplexity:
     loss: Figure
     against: Figure | None
     difference: Figure | None
-    """The loss less that of `against`."""
+    """The loss minus that of `against`."""
     kl: Figure | None
     agreement: Figure | None
 
@@ -84,7 +83,7 @@ class Perplexity:
 
 
 def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
-    """Every document of a file or folder (`engine.data.sources`). Raises `CorpusError`."""
+    """Read every document of a file or folder (`engine.data.sources`). Raises `CorpusError`."""
     documents: list[Document] = []
     skipped: list[Skipped] = []
     size = 0
@@ -103,7 +102,7 @@ def read_documents(source: str) -> tuple[list[Document], list[Skipped]]:
 
 
 def documents_sha256(documents: Sequence[Document]) -> str:
-    """Of names and texts, in their order."""
+    """One hash over names and texts, in their order."""
     digest = hashlib.sha256()
     for one in documents:
         digest.update(json.dumps([one.name, one.text]).encode() + b"\n")
@@ -120,7 +119,10 @@ def perplexity(
     skipped: Sequence[Skipped] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """Raises `BadInput` where two models do not have the same tokens, and `NoAnswer`."""
+    """Evaluate one model, or two on the same tokens.
+
+    Raises `BadInput` when two models do not have the same tokens, and `NoAnswer`.
+    """
     models = [model] if against is None else [model, against]
     if against is not None and model.tokenizer.sha256 != against.tokenizer.sha256:
         differing = model.tokenizer.same_ids(against.tokenizer)
@@ -170,7 +172,7 @@ def perplexity(
 
 
 class _Sums:
-    """Over the tokens of one document, as its rows are read."""
+    """Running sums over the tokens of one document."""
 
     def __init__(self, models: int) -> None:
         self.nats = [0.0] * models
@@ -179,7 +181,7 @@ class _Sums:
         """Whether a model has given two tokens different logits at any position."""
 
     def of(self, name: str, models: Sequence[Model]) -> DocumentLoss:
-        """Raises `NoAnswer` where one is not finite, or a model told no id from another."""
+        """Return the sums. Raises `NoAnswer` when one is not finite, or when a model's logits were all equal."""
         for one, value in zip((*models, models[0]), (*self.nats, self.divergence), strict=True):
             if not math.isfinite(value):
                 raise NoAnswer(
@@ -204,7 +206,7 @@ class _Sums:
 
 
 def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
-    """Adds what every model says of a row: each token after the first."""
+    """Add the losses of every model for each token of a row after the first."""
     hidden = [one.decoder.hidden(row_T[None, :-1].to(one.device)).flatten(0, 1) for one in models]
     heads = [head_of(one.decoder) for one in models]
     for first in range(0, len(row_T) - 1, _CHUNK):
@@ -217,12 +219,12 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
             picked = F.nll_loss(log_NV, label_N.to(log_NV.device), reduction="none")
             sums.nats[index] += float(picked.double().sum())
             if not sums.told[index]:
-                # Of a sound model the first position of a document is enough.
+                # With sound weights the first position of a document is enough.
                 sums.told[index] = _tells(log_NV[:1]) or _tells(log_NV)
         if len(logs) == 2:
             ours_NV, theirs_NV = _same_width(logs[0], logs[1])
             p_NV = theirs_NV.exp()
-            # At p = 0 the term is 0, where its second factor may be infinite.
+            # At p = 0 the term is 0, although its second factor may be infinite.
             terms_NV = torch.where(p_NV > 0, p_NV * (theirs_NV - ours_NV), 0.0)
             sums.divergence += float(terms_NV.double().sum())
             sums.agreed += int((ours_NV.argmax(-1) == theirs_NV.argmax(-1)).sum())
@@ -230,17 +232,18 @@ def _row(row_T: Tensor, models: Sequence[Model], sums: _Sums) -> None:
 
 
 def _tells(log_NV: Tensor) -> bool:
-    """Whether two logits differ anywhere; NaN differs from itself, and is refused as what it is."""
+    """Whether two logits differ anywhere. NaN differs from itself; it is rejected later as non-finite."""
     return bool((log_NV.amax(-1) != log_NV.amin(-1)).any())
 
 
 def log_probabilities(hidden_ND: Tensor, head: Head, columns: int) -> Tensor:
-    """Over the first `columns` tokens of the vocabulary, renormalised (N, columns); fp32 or wider."""
+    """Log probabilities over the first `columns` tokens of the vocabulary, renormalised (N, columns); fp32 or
+    wider."""
     return logits_of(hidden_ND, head, columns).log_softmax(-1)
 
 
 def _same_width(first_NV: Tensor, second_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """Both over the vocabulary that both have: embeddings are padded to different round numbers."""
+    """Restrict both to the shared vocabulary, because embeddings are padded to different sizes."""
     width = min(first_NV.shape[1], second_NV.shape[1])
     if first_NV.shape[1] == second_NV.shape[1]:
         return first_NV, second_NV.to(first_NV.device)

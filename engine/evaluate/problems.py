@@ -1,16 +1,17 @@
-"""Programming problems out of the files people have: HumanEval's and MBPP's, plain or gzipped.
+"""Programming problems from the published files: HumanEval's and MBPP's, plain or gzipped.
 
     HumanEval   task_id, prompt, entry_point, canonical_solution, test
     MBPP        task_id, text (or prompt), code, test_list, test_setup_code (or test_imports)
 
-A problem a line, or one JSON array of them, as MBPP's sanitized half is kept.
+A file holds one problem per line, or one JSON array of them, as in MBPP's sanitized half.
 
-A model is shown `Problem.prompt` and nothing else. The reference solution is there for the self-test of
-the harness alone: no program of a model meets it, and nothing else in a file says that a program is right.
+The model is shown `Problem.prompt` and nothing else. The reference solution is used by the harness for its
+self-test and to count assertions: no program of a model sees it, and nothing else in a file decides that a
+program is right.
 
-HumanEval's prompt is the beginning of the program; it ends in a docstring, so `pass` completes it where
-the tests want its other functions. MBPP's is the task with its first test, as a docstring, and the model
-writes all of the program; which functions the tests mean is read from the names in `code`.
+HumanEval's prompt is the beginning of the program. It ends in a docstring, so `pass` completes it where the
+tests need its other functions. MBPP's prompt is the task with its first test, as a docstring, and the model
+writes the whole program; the functions that the tests call are found by the names in `code`.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from engine.files import parse_json, read_bytes
 
 _GZIP = b"\x1f\x8b"
 _TOLD_BY = {"humaneval": "canonical_solution", "mbpp": "test_list"}
-"""A key that the records of one benchmark have."""
+"""A key that only the records of one benchmark have."""
 
 STOPS = {
     "humaneval": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint", "\nassert"),
     "mbpp": ("\nclass Test", "\nassert", '\n"""', "\nprint", "\nif __name__", "\n```"),
 }
-"""Where a completion ends: what begins in the first column is after the function."""
+"""Strings that end a completion: text that begins in the first column is after the function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Problem:
     task_id: str
     prompt: str
     head: str
-    """What a program begins with: the prompt, or nothing where the model writes all of it."""
+    """The beginning of a program: the prompt, or empty when the model writes all of it."""
     reference: str
     tests: Exam
 
@@ -60,11 +61,11 @@ class Problems:
     benchmark: str
     problems: tuple[Problem, ...]
     sha256: str
-    """Of the content, unpacked."""
+    """Hash of the decompressed content."""
 
 
 def read_problems(path: str | Path, benchmark: str) -> Problems:
-    """The problems of a file; `benchmark` is `humaneval` or `mbpp`. Raises `BadInput`."""
+    """Read the problems of a file; `benchmark` is `humaneval` or `mbpp`. Raises `BadInput`."""
     path = Path(path)
     raw = _unpacked(read_bytes(path, "problems", limits.PROBLEM_FILE), path)
     make = {"humaneval": _humaneval, "mbpp": _mbpp}[benchmark]
@@ -92,7 +93,7 @@ def _unpacked(raw: bytes, path: Path) -> bytes:
         return raw
     most = limits.PROBLEM_TEXT.most
     try:
-        # A gzip of megabytes can hold gigabytes of zeros.
+        # A gzip file of megabytes can hold gigabytes of zeros.
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
             text = file.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
@@ -104,7 +105,7 @@ def _unpacked(raw: bytes, path: Path) -> bytes:
 
 
 class _Wrong(Exception):
-    """What was expected of a problem, and what was found."""
+    """A malformed problem: what was expected, and what was found."""
 
     def __init__(self, expected: str, found: str) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class _Wrong(Exception):
 
 
 def _records(raw: bytes, path: Path) -> Iterator[tuple[str, Any]]:
-    """Each record, and where it is."""
+    """Yield each record with its place in the file."""
     if raw.lstrip().startswith(b"["):
         for number, record in enumerate(_json(raw, str(path)), 1):
             yield f"{path}, problem {number}", record
@@ -179,7 +180,7 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
     if "test_setup_code" in record:
         setup = _text(record, "test_setup_code")
     used = _used(code, "\n".join([setup, *tests]))
-    # The escape keeps a docstring in one piece whatever the task says.
+    # Escaped so that no quotes in the task end the docstring.
     shown = f"{text}\n{tests[0]}".replace('"""', "'''")
     return Problem(
         task_id=_number_or_text(record, "task_id"),
@@ -197,10 +198,10 @@ def _mbpp(record: Mapping[str, Any]) -> Problem:
 
 
 class _Used(NamedTuple):
-    """What of the reference solution the tests use by its name."""
+    """The parts of the reference solution that the tests use by name."""
 
     imports: str = ""
-    """Statements that the judge runs itself: a module is nothing that a program could answer."""
+    """Import statements that the judge runs itself, because a module cannot be returned by a program."""
     functions: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
 
@@ -210,7 +211,7 @@ def _used(code: str, tests: str) -> _Used:
         top = ast.parse(code).body
         named = {one.id for one in ast.walk(ast.parse(tests)) if isinstance(one, ast.Name)}
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deep
-        return _Used()  # the self-test says what is wrong with them
+        return _Used()  # the self-test reports what is wrong with them
     imports = [
         f"import {one.name}" + (f" as {one.asname}" if one.asname else "")
         for statement in top
@@ -228,7 +229,7 @@ def _used(code: str, tests: str) -> _Used:
 def _names(
     top: Sequence[ast.stmt], kind: type[ast.FunctionDef | ast.ClassDef], named: Set[str]
 ) -> tuple[str, ...]:
-    """A function may be called like a built-in one."""
+    """The functions or classes that the tests name. A function may have the name of a built-in one."""
     return tuple(sorted({one.name for one in top if isinstance(one, kind)} & named))
 
 

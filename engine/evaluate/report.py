@@ -1,7 +1,7 @@
-"""The figures of judged programs: pass@k, its interval, and what two models have in common.
+"""The figures of judged programs: pass@k, its interval, and the comparison of two models.
 
-Of several lines about one program the last counts: one whose judge died is run again. Where a program of
-any problem was not judged, no figure is one of the model.
+When a file has several lines about one program, the last one counts, because a program whose judge died is
+run again. If any program of any problem was not judged, no figure is valid for the model.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ KS = (1, 10, 100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What an evaluation found."""
+    """The results of an evaluation."""
 
     benchmark: str
     problems: int
     samples: int
     attempts: int
-    """Programs that were judged."""
+    """Number of programs that were judged."""
     passed: int
-    """Of them, those that are right."""
+    """Number of judged programs that are right."""
     harness: tuple[str, ...]
-    """Problems about which nothing is known, with the reason."""
+    """Problems without a verdict, with the reason."""
     pass_at_k: dict[int, float]
     interval: Interval | None
-    """Of pass@1: Wilson's, over problems."""
+    """Interval of pass@1: Wilson's, over problems."""
     known: bool
-    """Whether every program of every problem was judged; where not, no figure is one of the model."""
+    """Whether every program of every problem was judged; if not, no figure is valid for the model."""
 
 
 def latest(problems: Problems, results: Iterable[Result]) -> list[Result]:
-    """The last line of each program, in the order of the problems: whatever was judged first."""
+    """The last line of each program, in the order of the problems, whatever the order of judging."""
     order = {problem.task_id: place for place, problem in enumerate(problems.problems)}
     last = {(one.task_id, one.sample): one for one in results if one.task_id in order}
     return sorted(last.values(), key=lambda one: (order[one.task_id], one.sample))
 
 
 def report(problems: Problems, samples: int, results: Sequence[Result]) -> Report:
-    """The figures of what was judged."""
+    """Compute the figures of the judged programs."""
     found = latest(problems, results)
     return _counted(problems.benchmark, len(problems.problems), samples, found)
 
 
 def report_of_file(path: str | Path) -> tuple[Report, dict[str, Any]]:
-    """The same from a file of results alone, and what the file is about. Raises `BadInput`."""
+    """Compute the same from a file of results alone, and return what the file is about. Raises `BadInput`."""
     about, results = read_results(path)
     try:
         benchmark, problems = about["benchmark"], about["problems"]
@@ -77,7 +77,7 @@ def _counted(benchmark: str, problems: int, samples: int, results: Sequence[Resu
         counts = right.setdefault(one.task_id, [0, 0])
         counts[0] += 1
         counts[1] += one.outcome == "pass"
-    # A problem without a program is one of no programs, not one less.
+    # A problem without a program counts with no programs, and stays in the total.
     every = [(count, passed) for count, passed in right.values()]
     every += [(0, 0)] * (problems - len(every))
     pass_at = {k: value for k in KS if (value := mean_pass_at_k(every, k)) is not None}
@@ -98,18 +98,19 @@ def _counted(benchmark: str, problems: int, samples: int, results: Sequence[Resu
 
 
 class Compared(NamedTuple):
-    """Two models on the same problems, one program for each."""
+    """Two models on the same problems, with one program for each."""
 
     both: int
     only_first: int
     only_second: int
     neither: int
     p: float
-    """McNemar's, exact and two-sided."""
+    """McNemar's exact two-sided p value."""
 
 
 def compare(first: Sequence[Result], second: Sequence[Result]) -> Compared:
-    """Raises `NoAnswer` where they are not about the same problems, or one is not finished."""
+    """Compare two models. Raises `NoAnswer` when they are not about the same problems, or one is not
+    finished."""
     sides = [
         {
             one.task_id: one.outcome == "pass"

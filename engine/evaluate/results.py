@@ -1,11 +1,11 @@
-"""The results of an evaluation on the disk: one line for each program, as it is judged.
+"""The results of an evaluation on disk: one line for each program, written when it is judged.
 
     {"kind": "evaluation", ...}     what is evaluated with what; a resumed evaluation must say the same
     {"kind": "result", ...}         one program: its problem, its text, the outcome and the reason
 
-A line is appended and flushed when its program is judged, so that one that is killed loses nothing that
-was finished; a last line that was cut short is dropped. An outcome `harness` says nothing about the model:
-such a program is run again.
+A line is appended and flushed when its program is judged, so a killed evaluation loses nothing that was
+finished. A last line that was cut short is dropped. The outcome `harness` says nothing about the model; such
+a program is run again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ VERSION = 1
 OUTCOMES = ("pass", "fail", "harness")
 _BEGINNING = b'{"kind": "evaluation"'
 _WORDS = ("left_out",)
-"""Reasons in words, which may differ from one time to another; which problems they are of may not."""
+"""Keys whose values are reasons in words, which may differ between runs; the problems that they belong to may
+not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +40,17 @@ class Result:
     reason: str
     tokens: int
     ended: str
-    """How the text ended: `stop`, `end_of_text`, or `length`: it was cut."""
+    """How the text ended: `stop`, `end_of_text`, or `length` when it was cut off."""
 
 
 class Results:
-    """An open file of results, to append to."""
+    """A file of results, open for appending."""
 
     def __init__(self, path: Path, file: IO[str], done: dict[tuple[str, int], Result]) -> None:
         self.path = path
         self._file = file
         self.done = done
-        """What is finished, by problem and sample."""
+        """Finished results, by problem and sample."""
 
     def add(self, result: Result) -> None:
         line = json.dumps({"kind": "result", **asdict(result)})
@@ -68,14 +69,13 @@ class Results:
 def refuse_other(
     path: str | Path, about: Mapping[str, Any], later: Sequence[str] = ()
 ) -> tuple[list[Result], int]:
-    """What a file has of the evaluation that is `about` this, and the bytes of its whole lines; nothing
-    where there is none. Raises `BadInput` where it is about something else, or is no file of results.
-    `later` are keys that are not known yet.
-    """
+    """Return the results in a file of the evaluation that is `about` this, and the bytes of its whole lines;
+    empty when there is no file. Raises `BadInput` when the file is about another evaluation or is no file of
+    results. `later` lists keys that are not known yet."""
     path = Path(path)
     if not os.path.exists(path):
         return [], 0
-    with open_regular(path, "results") as file:  # a FIFO would be waited for
+    with open_regular(path, "results") as file:  # opening a FIFO would block
         if not os.fstat(file.fileno()).st_size:
             return [], 0
     found, results, keep = _read(path)
@@ -83,7 +83,7 @@ def refuse_other(
     if not keep:
         raw = read_bytes(path, "results", limits.RESULTS)
         if json.dumps(wanted).encode().startswith(raw) or (later and raw.startswith(_BEGINNING)):
-            return [], 0  # killed before its first line was whole
+            return [], 0  # killed before its first line was complete
     unasked = {*later, *_WORDS}
     other = [
         key
@@ -102,9 +102,9 @@ def refuse_other(
 
 
 def open_results(path: str | Path, about: Mapping[str, Any]) -> Results:
-    """A file to append to, ours alone: one that is there is continued where it is `about` the same.
+    """Open a file for appending, exclusively. An existing file is continued when it is `about` the same.
 
-    Raises `BadInput` where it is about something else, is no file of results, or is being written.
+    Raises `BadInput` when it is about another evaluation, is no file of results, or is being written.
     """
     path = Path(path)
     try:
@@ -121,7 +121,7 @@ def open_results(path: str | Path, about: Mapping[str, Any]) -> Results:
 
 
 def _continue(path: Path, file: IO[str], about: Mapping[str, Any]) -> list[Result]:
-    """What the open file has, which then ends in a whole line."""
+    """Return the results in the open file, and cut it to whole lines."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -141,7 +141,7 @@ def _beginning(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_results(path: str | Path) -> bool:
-    """Whether a path is a file that begins as one of results does; a model's begins otherwise."""
+    """Whether a path is a file that begins like a file of results; a model's file begins differently."""
     try:
         with open_regular(Path(path), "results") as file:
             return file.read(len(_BEGINNING)) == _BEGINNING
@@ -150,13 +150,13 @@ def is_results(path: str | Path) -> bool:
 
 
 def read_results(path: str | Path) -> tuple[dict[str, Any], list[Result]]:
-    """What a file is about, and its results. Raises `BadInput`."""
+    """Return what a file is about, and its results. Raises `BadInput`."""
     about, results, _ = _read(Path(path))
     return about, results
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Result], int]:
-    """And the bytes up to the end of the last whole line."""
+    """Return these, and the bytes up to the end of the last whole line."""
     raw = read_bytes(path, "results", limits.RESULTS)
     keep = raw.rfind(b"\n") + 1
     lines = raw[:keep].splitlines()

@@ -1,35 +1,37 @@
-"""Where generated programs run: bubblewrap, a filter of system calls, limits, and a clock outside.
+"""The sandbox for generated programs: bubblewrap, a filter of system calls, limits, and a clock outside.
 
-    /usr, /bin, /lib, this Python     read-only, as the host has them
+    /usr, /bin, /lib, this Python     read-only, as on the host
     /guest                            the files that run inside, read-only
     /tmp                              empty, read-only
-    network, processes, users, IPC    namespaces of their own, with nothing in them
+    network, processes, users, IPC    separate namespaces with nothing in them
 
-Nothing else of the host is there: no home, no /proc, no environment. No place can be written to: a file in
-memory is memory that no limit of a process counts, and so is every entry of a folder.
+Nothing else of the host is visible: no home, no /proc, no environment. No place is writable, because a file
+in memory is memory that no limit of a process counts, and so is every directory entry.
 
-A trial is two sandboxes and two pipes between them:
+A trial consists of two sandboxes and two pipes between them:
 
     judge     runs the problem's tests           knows the nonce, never runs the program
-      | calls with plain data   ^ answers
-    program   runs what was generated            knows nothing worth taking
+      | calls with plain data   ^ replies
+    program   runs the generated program         knows nothing worth taking
 
-Each has no network, no other process to be seen, no capability, one process of one thread
-(`engine.evaluate.seccomp`), and limits of memory, CPU time and open files. All memory that it can have is
-among its addresses, where the limit of 1 GiB counts it, but for the kernel's own: page tables, and at most 1
-MiB for each of 64 open files. Both are killed with all that is in them when the judge has spoken, when the
-clock runs out, and when this process dies; a program begins only after the judge has found this process
-alive, because a kernel does not tell a child of a parent that died before it asked to be told.
+Each has no network, sees no other process, has no capability, and is one process with one thread
+(`engine.evaluate.seccomp`), with limits on memory, CPU time and open files. All memory that it can obtain
+lies in its address space, where the limit of 1 GiB counts it, except the kernel's own: page tables, and at
+most 1 MiB for each of 64 open files. Both sandboxes are killed with everything in them when the judge has
+given its verdict, when the clock runs out, and when this process dies. A program begins only after the judge
+has found this process alive, because the kernel does not notify a child whose parent died before the child
+asked for the notification.
 
-The verdict is made here: `pass` needs the judge's exit status 0 and the nonce that only it was given, and
-each assertion to hold as often as with the reference solution, which is run first. What ends before the
-program begins is `harness`: nothing is said about the program. From then on whatever keeps the judge from a
-verdict counts against the program: otherwise one that ends its judge would never be wrong. What gave no
-verdict is tried again before that, in case something else ended it. CPU time ends a program that computes
-for ever, so that a busy machine changes no verdict; the clock is for one that waits.
+The verdict is made here: `pass` requires the judge's exit status 0, the nonce that only the judge was given,
+and each assertion to hold as often as with the reference solution, which is run first. A trial that ends
+before the program begins is `harness`: it says nothing about the program. From then on, anything that keeps
+the judge from a verdict counts against the program; otherwise a program that ends its judge would never be
+wrong. A trial without a verdict is first repeated, in case something else ended it. A limit of CPU time ends
+a program that computes for ever, so that a busy machine changes no verdict; the clock ends a program that
+waits.
 
-`open_sandbox` tries it first, and raises `NoAnswer` with the reason where it cannot: nothing generated is
-ever run outside. Covered: Linux on x86-64 and AArch64. Not covered: cgroups, which root is needed for.
+`open_sandbox` first tests the sandbox and raises `NoAnswer` with the reason when it does not work: generated
+code never runs outside. Covered: Linux on x86-64 and AArch64. Not covered: cgroups, which need root.
 """
 
 from __future__ import annotations
@@ -60,9 +62,10 @@ Outcome = Literal["pass", "fail", "harness"]
 CPU_S = 10
 CLOCK_S = 60.0
 RULES = 2
-"""Raised where programs may be judged otherwise than before: results of other rules are not added to."""
+"""Incremented when programs may be judged differently than before; results under other rules are not
+continued."""
 TRIES = 3
-"""Of a trial without a verdict."""
+"""Number of tries of a trial without a verdict."""
 MEMORY_BYTES = 1 << 30
 _MOST_RESULT_BYTES = 1 << 20
 _GUESTS = ("guest_wire.py", "guest_program.py", "guest_judge.py", "guest_assertions.py")
@@ -76,18 +79,18 @@ _APPARMOR = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exam:
-    """What a program is tried with."""
+    """The tests of a program, and what they need."""
 
     setup: str
-    """The problem's own code, run before the tests in the judge; it may use what the program defines."""
+    """The problem's own code, run in the judge before the tests; it may use what the program defines."""
     tests: str
     reference: str | None = None
-    """A program that is right: how often each assertion holds with it is how often each has to."""
+    """A correct program. Each assertion must hold as often as with it."""
     entries: tuple[str, ...] = ()
-    """Functions of the program that `setup` or Python defines as well; names that nothing defines are
-    the program's by themselves."""
+    """Functions of the program whose names `setup` or Python defines as well. Names that nothing defines
+    belong to the program anyway."""
     classes: tuple[str, ...] = ()
-    """Classes of the program: the tests hold references to what they make, and never the objects."""
+    """Classes of the program: the tests hold references to their objects, never the objects themselves."""
 
 
 class Trial(NamedTuple):
@@ -100,12 +103,13 @@ class _Judged(NamedTuple):
     held: list[int]
     """How often each assertion of the tests held."""
     said: bool = True
-    """Whether the judge said so, or the limits that it has; not where it died of something else."""
+    """Whether the verdict came from the judge or from its limits; False when the judge died of something
+    else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """A sandbox that was tried. Made by `open_sandbox`."""
+    """A tested sandbox. `open_sandbox` makes it."""
 
     bwrap: str
     version: str
@@ -113,10 +117,10 @@ class Sandbox:
     clock_s: float = CLOCK_S
 
     _held: dict[Exam, list[int]] = field(default_factory=dict, compare=False, repr=False)
-    """How often each assertion holds with the reference solution, of the exams so far."""
+    """For each exam so far, how often each assertion holds with the reference solution."""
 
     def try_program(self, program: str, tests: Exam) -> Trial:
-        """Runs `program` against `tests`."""
+        """Run `program` against `tests`."""
         if tests.reference is None:
             return self._judged(program, tests, None).trial
         if tests not in self._held:
@@ -124,7 +128,7 @@ class Sandbox:
             if trial.outcome != "pass":
                 if program == tests.reference:
                     return trial
-                # What ends the reference solution ends all: there is nothing to compare with.
+                # If the reference solution does not pass, there is nothing to compare with.
                 reason = f"the reference solution does not pass: {trial.outcome}, {trial.reason}"
                 return Trial("harness", reason)
             self._held[tests] = held
@@ -133,12 +137,12 @@ class Sandbox:
         return self._judged(program, tests, self._held[tests]).trial
 
     def _judged(self, program: str, tests: Exam, held: list[int] | None) -> _Judged:
-        """A verdict; without one, after several tries, what that says about the program."""
+        """Run a trial until there is a verdict; after TRIES without one, return the last result."""
         judged = _Judged(Trial("harness", "not tried"), [])
         for _ in range(TRIES):
             try:
                 judged = self._once(program, tests, held)
-            except OSError as error:  # of this process: no pipe, no file or no process to be had
+            except OSError as error:  # of this process: no pipe, file or process available
                 judged = _Judged(Trial("harness", f"no sandbox: {error}"), [], said=False)
             if judged.said and judged.trial.outcome != "harness":
                 break
@@ -169,7 +173,7 @@ class Sandbox:
             judge = self._start(stack, "judge", answers_out, calls_in, (task, result_in))
             task = _file(stack, json.dumps({"limits": limits, "program": program}).encode())
             running = self._start(stack, "program", calls_out, answers_in, (task,))
-            # What is held here would keep the pipes open after their ends are gone.
+            # Descriptors that stay open here would keep the pipes open after their ends are gone.
             _close(ends)
             read, over = _read_all(result_out, deadline_s)
             if not over:
@@ -189,7 +193,7 @@ class Sandbox:
         return judged
 
     def _how(self, status: int) -> str:
-        """What an exit status of bubblewrap says about the program."""
+        """Describe how the program ended, from bubblewrap's exit status."""
         number = _signal(status)
         if number == signal.SIGXCPU:
             return f"more than {self.cpu_s} s of CPU time"
@@ -204,7 +208,7 @@ class Sandbox:
         self, stack: ExitStack, guest: str, read: int, write: int, files: Sequence[int]
     ) -> subprocess.Popen[bytes]:
         rules = seccomp_filter()
-        assert rules is not None  # open_sandbox refuses a machine without
+        assert rules is not None  # open_sandbox refuses a machine without a filter
         number = _file(stack, rules)
         start = (
             f"import sys; sys.path.insert(0, '/guest'); "
@@ -233,7 +237,7 @@ class Sandbox:
 
 
 def _bwrap_arguments() -> list[str]:
-    """bubblewrap's arguments, but for the filter and the command."""
+    """bubblewrap's arguments, except the filter and the command."""
     here = Path(__file__).parent
     arguments = [
         *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
@@ -257,7 +261,7 @@ def _bwrap_arguments() -> list[str]:
 
 
 def _inner_python() -> str:
-    """This Python, not that of its virtual environment, which the sandbox does not hold."""
+    """The base interpreter, because the sandbox does not contain a virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
@@ -274,7 +278,7 @@ def _limits_of(cpu_s: int) -> Mapping[str, int]:
 
 
 def open_sandbox(*, cpu_s: int = CPU_S, clock_s: float = CLOCK_S) -> Sandbox:
-    """The sandbox of this machine, tried with one program. Raises `NoAnswer` where there is none."""
+    """Open the sandbox of this machine, tested with one program. Raises `NoAnswer` when there is none."""
     if sys.platform != "linux" or seccomp_filter() is None:
         found = f"{sys.platform} on {platform.machine()}"
         raise _refused("Linux on x86-64 or AArch64", found, None)
@@ -328,7 +332,7 @@ def _verdict(said: bytes, status: int | None, nonce: str) -> _Judged:
 
 
 def _begun(said: bytes) -> bool:
-    """Whether the judge had let the program begin."""
+    """Whether the judge let the program begin."""
     return said.startswith(b"\n")
 
 
@@ -351,7 +355,7 @@ def _close(ends: set[int]) -> None:
 
 
 def _file(stack: ExitStack, content: bytes) -> int:
-    """An open file with no name that holds `content`."""
+    """An open unnamed file that holds `content`."""
     file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
     file.write(content)
     file.seek(0)
@@ -359,7 +363,7 @@ def _file(stack: ExitStack, content: bytes) -> int:
 
 
 def _read_all(number: int, deadline_s: float) -> tuple[bytes, bool]:
-    """What is written, and whether the other end closed, or wrote too much, before the time was over."""
+    """Read until the other end closes or writes too much (True), or until the deadline (False)."""
     read = b""
     while (left_s := deadline_s - time.monotonic()) > 0:
         if not select.select([number], [], [], left_s)[0]:
@@ -379,7 +383,8 @@ def _status(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """bubblewrap's first process ends with it, and its namespace with that: nothing is left."""
+    """Kill a sandbox: bubblewrap's first process ends with it, and its namespace with that, so nothing is
+    left."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

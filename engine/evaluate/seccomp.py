@@ -1,20 +1,21 @@
-"""A filter of system calls, as bytes of classic BPF that the kernel runs at every call.
+"""A filter of system calls, as classic BPF bytes that the kernel runs at every call.
 
     clone, fork, vfork                          EPERM: a program is one process with one thread, so that
                                                 the limits of a process are the limits of the program
     clone3                                      ENOSYS: the C library then uses clone
-    all that Linux 5.14 and later added         ENOSYS: nobody has looked here at what they do
+    all that Linux 5.14 and later added         ENOSYS: their effects were not reviewed here
     SysV shared memory, semaphores and queues, POSIX queues, memfd_create, userfaultfd, splice,
-    tee, vmsplice                               EPERM: memory that outlives its place among the addresses
-                                                of a process, where the limit of memory counts it
+    tee, vmsplice                               EPERM: memory that can outlive its mapping in a process,
+                                                where the limit of memory counts it
     socket and its like, ptrace, other processes' memory, mounts, namespaces, keys, bpf, io_uring,
     asynchronous input, perf, notifications     EPERM
     a call of another architecture              the process is killed
 
-The process limit of `setrlimit` would not do for the first: the kernel does not apply it to root.
+The process limit of `setrlimit` would not be enough for the first, because the kernel does not apply it to
+root.
 
-Numbers are those of the kernel's tables for x86-64 and AArch64. Other machines have no filter, and
-`seccomp_filter` says so.
+Numbers are those of the kernel's tables for x86-64 and AArch64. For other machines `seccomp_filter` returns
+None.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import errno
 import platform
 import struct
 
-# struct seccomp_data: nr at 0, arch at 4, and arguments.
+# struct seccomp_data: nr at 0, arch at 4, then the arguments.
 _NR, _ARCH = 0, 4
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -32,7 +33,8 @@ _NEWER = 443
 _X32 = 0x40000000
 
 _SAME = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
-"""io_uring, the mount calls from open_tree on, pidfd_getfd, mount_setattr: one number everywhere."""
+"""io_uring, the mount calls from open_tree on, pidfd_getfd, mount_setattr: these numbers are the same
+everywhere."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -65,7 +67,7 @@ _TABLES: dict[str, tuple[int, tuple[int, ...]]] = {
 
 
 def seccomp_filter(machine: str | None = None) -> bytes | None:
-    """The filter as bubblewrap's `--seccomp` reads it; None for a machine that has none here."""
+    """The filter as bubblewrap's `--seccomp` reads it; None for a machine without a table here."""
     machine = platform.machine() if machine is None else machine
     if machine not in _TABLES:
         return None
@@ -75,7 +77,7 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
         _op(_EQUAL, arch, then=1),
         _op(_RETURN, _KILL),
         _op(_LOAD, _NR),
-        # x86-64 has a second table, of 32-bit pointers, above this number.
+        # x86-64 has a second table, for 32-bit pointers, above this number.
         _op(_AT_LEAST, _X32, otherwise=1),
         _op(_RETURN, _KILL),
         _op(_AT_LEAST, _NEWER, then=1),
@@ -89,5 +91,5 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
 
 
 def _op(code: int, value: int, *, then: int = 0, otherwise: int = 0) -> bytes:
-    """One `struct sock_filter`; jumps count the instructions that are left out."""
+    """One `struct sock_filter`; jumps count the instructions that are skipped."""
     return struct.pack("<HBBI", code, then, otherwise, value)

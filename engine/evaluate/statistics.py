@@ -1,15 +1,15 @@
-"""What a handful of problems, or of documents, says about a model: intervals and tests.
+"""Intervals and tests for few problems or documents.
 
-    wilson      a share of problems: never below 0 or above 1, and sensible at 0 of n, where the usual
-                p +- 1.96 sqrt(p (1-p) / n) says +- 0 (Wilson 1927)
-    mcnemar     two models on the same problems: only those count where they differ, and under "equal"
+    wilson      a proportion of problems: never below 0 or above 1, and sensible at 0 of n, where the usual
+                p +- 1.96 sqrt(p (1-p) / n) gives +- 0 (Wilson 1927)
+    mcnemar     two models on the same problems: only problems on which they differ count, and under "equal"
                 each of these is a fair coin; exact, from the binomial
-    bootstrap   a ratio of sums over documents, drawn again with replacement: percentiles of 2,000 draws
-                with a fixed seed. Documents are drawn and not tokens, which depend on each other. With fewer
-                than about 20 documents it is too narrow.
+    bootstrap   a ratio of sums over documents, resampled with replacement: percentiles of 2,000 resamples
+                with a fixed seed. Documents are resampled and not tokens, which depend on each other. With
+                fewer than about 20 documents it is too narrow.
     pass_at_k   in `engine.evaluate.passk`
 
-All intervals are of 95 %. No torch.
+All intervals are 95 % intervals. No torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: float, count: int) -> Interval | None:
-    """The 95 % interval of a share; None for no trial at all.
+    """The 95 % interval of a proportion; None without trials.
 
-    `successes` may be a sum of shares, one for each of `count` problems: numbers between 0 and 1 vary
-    less than coins of the same mean, so the interval is then too wide rather than too narrow.
+    `successes` may be a sum of fractions, one for each of `count` problems. Numbers between 0 and 1 vary less
+    than coins of the same mean, so the interval is then too wide rather than too narrow.
     """
     assert 0 <= successes <= count
     if count == 0:
@@ -50,12 +50,11 @@ def wilson(successes: float, count: int) -> Interval | None:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The two-sided exact p of two models that pass `only_first` and `only_second` problems which
-    the other does not; 1 where they differ nowhere.
-    """
+    """The two-sided exact p of two models, which pass `only_first` and `only_second` problems that the other
+    does not; 1 when they differ nowhere."""
     count, fewer = only_first + only_second, min(only_first, only_second)
     tail = sum(math.comb(count, k) for k in range(fewer + 1))
-    # Of integers: 2 ** count is larger than any float from 1,024 problems on.
+    # Computed on integers: 2 ** count is larger than any float from 1,024 problems on.
     return min(1.0, float(2 * tail / 2**count))
 
 
