@@ -1,1 +1,1 @@
-"""What is decided about a run before a weight is loaded: settings with automatic choices, and memory."""
+"""Planning a run before any weight is loaded: automatic choices of settings, and the memory budget."""

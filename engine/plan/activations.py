@@ -1,33 +1,33 @@
-"""What one forward pass of the decoder holds in memory, as arithmetic on its shape. No torch here.
+"""The memory of one forward pass of the decoder, computed from its shape. No torch.
 
-Letters: N = B*T tokens in B rows of T, D width, F feed-forward width, Q all query heads together,
-K all key/value heads together, H query heads, J key/value heads, E one head, L layers; p bytes of
-a number in the products' dtype (2 under bf16 autocast or in a bf16 model, else 4), r bytes of the
-residual stream (that of the embedding: 4 in a student, p in a bf16 teacher).
+Letters: N = B*T tokens in B rows of T, D width, F feed-forward width, Q all query heads together, K all
+key/value heads together, H query heads, J key/value heads, E one head, L layers; p bytes per number in
+the dtype of the matmuls (2 under bf16 autocast or in a bf16 model, else 4), r bytes per number in the
+residual stream (the dtype of the embedding: 4 in a student, p in a bf16 teacher).
 
-Kept for the backward pass, for each token and layer, beside the weights themselves:
+Kept for the backward pass, per token and layer, in addition to the weights:
 
     norm inputs          2 (r D + 4)            the residual, and 1/rms
-    product inputs       2 p D                  what q, k, v and gate, up multiply
-    q, k, v              p (Q + 2 K)            after rotation; 3 p Q where no kernel shares heads
+    product inputs       2 p D                  the inputs of the q, k, v and of the gate, up matmuls
+    q, k, v              p (Q + 2 K)            after rotation; 3 p Q if the kernel cannot share heads
     attention output     p Q + 4 H              and the logsumexp of each query
     head norms (Qwen3)   p (Q + K) + 4 (H + J)  their inputs, and 1/rms
-    feed-forward         4 p F                  gate, silu(gate), up and the product
+    feed-forward         4 p F                  gate, silu(gate), up and silu(gate) * up
 
-and once: the last norm's input r D + 4, cosines and sines p E a token, the mask p B T T, and under
-autocast a copy of each linear weight, p bytes a number.
+and once: the last norm's input, r D + 4 per token; cosines and sines, p E per token; the mask, p B T T;
+and under autocast a copy of each linear weight, p bytes per number.
 
-A CPU has no fused norm: it also keeps the normed values, 4 bytes each, and q and k in fp32 before
-theirs. The CUDA kernel that does not share heads counts its logsumexp in blocks of 32 tokens, and
-wants the rows of the mask in multiples of 8: otherwise each layer keeps a padded mask of its own.
+A CPU has no fused norm: it also keeps the normalised values, 4 bytes each, and the fp32 inputs of the q
+and k norms. The CUDA kernel that does not share heads stores its logsumexp in blocks of 32 tokens, and
+needs the rows of the mask in multiples of 8: otherwise each layer keeps a padded mask of its own.
 
-Packed attention has no mask, and its kernel shares heads. A compiled layer recomputes what is cheap:
-it keeps its input in the residual's dtype, the output of o in that of the products, in place of
-a second residual, and three parts of the feed-forward, gate, up and the product. With checkpointing only
-each layer's input is kept, and in the backward pass what one layer keeps is added.
+Packed attention has no mask, and its kernel shares heads. A compiled layer recomputes cheap values: it
+keeps its input in the residual's dtype, the output of o in the matmuls' dtype in place of a second
+residual, and three parts of the feed-forward: gate, up and silu(gate) * up. With checkpointing only each
+layer's input is kept, plus, in the backward pass, what one layer keeps.
 
-Covered: what `engine.models.decoder` does with documents given, on CUDA and CPU; a test compares
-the sum with what autograd holds. Not covered: workspaces inside kernels.
+Covered: `engine.models.decoder` with documents given, on CUDA and CPU; a test compares the sum with what
+autograd saves. Not covered: workspaces inside kernels.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Forward:
     rows: int
     seq_len: int
     product_bytes: int
-    """Of one number in the products: 2 in bf16, 4 in fp32."""
+    """Bytes of a number in the matmuls: 2 in bf16, 4 in fp32."""
     residual_bytes: int
-    """Of one number in the residual stream: that of the embedding."""
+    """Bytes of a number in the residual stream, which has the dtype of the embedding."""
     fused_norms: bool
-    """CUDA has a kernel for the norms, a CPU has not."""
+    """Whether norms run in a fused kernel: true on CUDA, false on a CPU."""
     shares_heads: bool
-    """Whether attention takes fewer key/value heads than query heads without copying them."""
+    """Whether attention accepts fewer key/value heads than query heads without copying them."""
     packed: bool = False
     compiled: bool = False
     checkpointing: bool = False
@@ -61,7 +61,7 @@ class Forward:
         return self.rows * self.seq_len
 
     def kept(self) -> dict[str, int]:
-        """Bytes that autograd keeps until the backward pass, by what they are."""
+        """Return the bytes that autograd keeps until the backward pass, by kind."""
         if not self.checkpointing:
             return self._kept_whole()
         c, r = self.config, self.residual_bytes
@@ -73,7 +73,9 @@ class Forward:
         }
 
     def again(self) -> int:
-        """What the backward pass recomputes of one layer and keeps while it is in it."""
+        """Return the bytes that the backward pass recomputes for one layer and keeps while it is in that
+        layer.
+        """
         if not self.checkpointing:
             return 0
         whole = sum(self._kept_whole().values())
@@ -106,7 +108,7 @@ class Forward:
         }
 
     def cast_weights(self) -> int:
-        """Copies of the weights in the products' dtype; none when they have it already."""
+        """Return the bytes of weight copies in the matmuls' dtype; 0 when the weights already have it."""
         if self.product_bytes == self.residual_bytes:
             return 0
         numbers = linear_weights(self.config)
@@ -123,7 +125,7 @@ class Forward:
 
     @property
     def _pads(self) -> bool:
-        """Whether attention runs in CUDA's memory-efficient kernel."""
+        """Whether attention runs in CUDA's memory-efficient kernel, which pads."""
         return self.fused_norms and not self._shares
 
     def _logsumexp(self) -> int:
@@ -139,18 +141,19 @@ class Forward:
         return self.config.num_hidden_layers * each
 
     def passing(self) -> int:
-        """The most bytes alive at once when nothing is kept: the masks, and the layer's input and
-        the widest moment inside it.
+        """Return the largest number of bytes alive at once when nothing is kept for a backward pass.
+
+        They are the masks, a layer's input, and the largest set of temporaries inside the layer.
         """
         c, p, r = self.config, self.product_bytes, self.residual_bytes
         query, shared = query_width(c), shared_width(c)
         keys = 0 if self._shares else 2 * query
-        # The input of the layer, the sum with the attention's answer, and its norm.
+        # The layer's input, its sum with the attention output, and the norm of that.
         stream = 2 * r * c.hidden_size + p * c.hidden_size
         feed_forward = stream + 3 * p * c.intermediate_size
         attention = stream + p * (2 * query + 2 * shared + keys) + 4 * c.num_attention_heads
         widest = self.tokens * max(feed_forward, attention)
-        # Two masks of one byte while the one of numbers is made.
+        # Two boolean masks, a byte per entry, while the additive mask is made.
         making = 0 if self.packed else 2 * self.rows * self.seq_len**2
         return self.mask() + max(widest, making) + self.tokens * p * c.head_dim
 
@@ -168,7 +171,7 @@ def shared_width(config: ModelConfig) -> int:
 
 
 def linear_sizes(config: ModelConfig) -> dict[str, int]:
-    """Numbers in each linear weight of one layer."""
+    """Return the number of elements in each linear weight of one layer."""
     width = config.hidden_size
     return {
         "q": width * query_width(config),
@@ -182,5 +185,5 @@ def linear_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def linear_weights(config: ModelConfig) -> int:
-    """Numbers in the linear weights of all layers; the head is not one of them."""
+    """Return the number of elements in the linear weights of all layers, without the head."""
     return config.num_hidden_layers * sum(linear_sizes(config).values())

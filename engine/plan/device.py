@@ -1,8 +1,8 @@
-"""What a run computes with: device, precision, threads, allocator, and how much memory there is for it.
+"""The device of a run: its precision, threads, allocator and available memory.
 
-The allocator is chosen from facts that need no CUDA: once a process holds a CUDA context, its allocator
-can no longer be another. What the run may take is read once, before anything of it is made, and is what
-every plan is held against.
+The allocator is chosen from facts that need no CUDA, because it cannot be changed once the process holds
+a CUDA context. The available memory is read once, before the run allocates anything, and every plan is
+compared with that reading.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from engine.spec import RunSpec
 from engine.units import format_bytes
 
 HOST_RESERVE_BYTES = 512 * 2**20
-"""Left to everything else when a run computes on the CPU."""
+"""Host memory left to everything else when a run computes on the CPU."""
 DEVICE_SHARE = 0.95
-"""Of a GPU's own memory; the rest goes to fragments and to what the driver takes later."""
+"""Share of a GPU's total memory; the rest is for fragmentation and for later allocations of the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeDevice:
     device: torch.device
     precision: str
-    """Of the student's products."""
+    """Precision of the student's matmuls."""
     memory: MemoryScope
-    """Where weights are made."""
+    """The allocator scope in which weights are allocated."""
     available: Reading
-    """Bytes of the device's memory that this run may take."""
+    """Bytes of the device's memory that this run may use."""
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -50,11 +50,11 @@ class ComputeDevice:
 def set_up_device(
     spec: RunSpec,
 ) -> Generator[Decision | CompiledLibrary, None, ComputeDevice]:
-    """Device, allocator, precision and threads, set up; yields each decision as it is made."""
+    """Choose and set up device, allocator, precision and threads; yield each decision as it is made."""
     chosen = choose_device(spec.compute.device)
     yield chosen
     device = torch.device(chosen.choice)
-    # A process that will compute on the GPU may ask CUDA itself; another leaves it alone.
+    # Only a process that will compute on the GPU queries CUDA itself.
     facts = read_facts(cuda=ask_here()) if device.type == "cuda" else read_facts()
     allocator = choose_allocator(spec.memory.allocator, facts, device.type)
     yield allocator
@@ -69,9 +69,10 @@ def set_up_device(
     threads = choose_threads(spec.compute.threads)
     yield threads
     torch.set_num_threads(int(threads.choice))
-    # Set by the supervisor: OpenMP has read its environment before this line can run.
+    # The supervisor sets this: OpenMP has read its environment before this line can run.
     yield choose_thread_wait(spec.compute.thread_wait, os.environ)
-    # torch loads its compiler to set this, for more than a second: only where something changes.
+    # Setting this makes torch import its compiler, for more than a second, so it is set only if it
+    # changes.
     if spec.compute.deterministic != torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(spec.compute.deterministic)
     torch.manual_seed(spec.train.seed)
@@ -84,7 +85,7 @@ def set_up_device(
 
 
 def _available(device: torch.device, facts: DeviceFacts) -> Reading:
-    """What this run may take of the memory that it computes in, now."""
+    """Return how much of the memory it computes in this run may use, as of now."""
     if device.type != "cuda":
         pools = [facts.memory.available_bytes, facts.cgroup_memory.headroom_bytes]
         known = [pool for pool in pools if pool.number is not None]
@@ -100,13 +101,13 @@ def _available(device: torch.device, facts: DeviceFacts) -> Reading:
 
 
 def limit_allocator(limit_bytes: int) -> None:
-    """Has torch's allocator take no more than this of the current GPU, what it keeps for later included."""
+    """Limit torch's allocator on the current GPU to this many bytes, including what it caches."""
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
 
 
 def limited(available: Reading, limit_bytes: int) -> Reading:
-    """What is there, and no more than memory.limit_gib; 0 is no limit."""
+    """Return the available memory, capped at memory.limit_gib; 0 means no limit."""
     there = available.number
     if not limit_bytes or (there is not None and there <= limit_bytes):
         return available

@@ -1,13 +1,13 @@
-"""What a run gives up so that it fits in the memory it may take, in this order, what costs least first:
+"""Make a run fit into its available memory, by the changes that cost least, in this order:
 
-    loss.chunk_rows         logits of fewer tokens at a time: 1 ms or two of a step of 8192 tokens
-    teacher.backend         weights that stay in their blocks: 3 to 5 % of a step
+    loss.chunk_rows         logits of fewer tokens at a time: 1 or 2 ms of a step of 8192 tokens
+    teacher.backend         block-quantised weights: 3 to 5 % of a step
     student.checkpointing   activations recomputed in the backward pass: a third more of its forward
-    teacher.shard           layers gathered from the other ranks when they compute, where all of that is not
-                            enough; then the others are asked anew
+    teacher.shard           teacher layers gathered from the other ranks when they compute, if the first
+                            three are not enough; those are then decided again
 
-Each is given up for the whole run, before it begins, and logged. What the settings name is kept as it is;
-a run that fits is left as it is, and one that fits in no way is refused by its budget.
+Each change holds for the whole run, is made before it begins, and is logged. Values that the user set are
+kept. A run that fits is not changed, and a run that cannot fit is refused by its budget.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from engine.plan.knobs import KNOBS
 from engine.plan.memory import MemoryPlan
 
 FEWER_CHUNK_ROWS = (1024, 512)
-"""Tokens whose logits are held at a time where memory is short, most first; products of fewer rows are
-slower, and a head in blocks is made floats for each chunk."""
+"""Numbers of tokens whose logits are kept at a time when memory is short, largest first. Matmuls with
+fewer rows are slower, and a quantised head is dequantised again for each chunk.
+"""
 
 
 def fit(
     plan: MemoryPlan, *, usual_chunk_rows: int, stored: str | None
 ) -> tuple[MemoryPlan, list[Decision]]:
-    """The plan with the backend, the checkpointing and the chunks that let it fit, and why. `usual_chunk_rows`
-    are taken where memory is plenty; `stored` says what there is of the teacher's outputs. Where nobody
-    knows what is available everything fits.
+    """Return the plan with the backend, checkpointing and chunk size that make it fit, and the decisions.
 
-    Raises BadInput for a backend that the teacher does not have.
+    `usual_chunk_rows` is used when memory is plenty; `stored` describes the stored teacher outputs, if
+    any. When the available memory is unknown, everything counts as fitting. Raises BadInput for a backend
+    that the teacher does not have.
     """
     spec, number = plan.spec, plan.available.number
     available_bytes = None if number is None else int(number)
@@ -43,7 +44,7 @@ def fit(
         return replace(plan, spec=chunks, backend=backend, checkpointing=again)
 
     def fitted(backend: str, again: bool) -> MemoryPlan:
-        """With the most tokens in a chunk that fit; where none do, the fewest."""
+        """Return the plan with the most tokens per chunk that fits; if none fits, with the fewest."""
         tried = [with_rows(backend, again, rows) for rows in (usual, *fewer)]
         if available_bytes is None:
             return tried[0]

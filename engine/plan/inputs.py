@@ -1,8 +1,7 @@
-"""Everything that can be wrong with a run's inputs and be seen without torch: checked before a run
-folder exists.
+"""Check a run's inputs for everything that can be seen without torch, before a run folder exists.
 
-Reads headers, configs and names, not tensors, so it takes well under a second for a 7B teacher. The
-trainer repeats what it can only see with the data in hand.
+This reads headers, configs and names but no tensors, so it takes well under a second for a 7B teacher.
+The trainer checks what needs the data itself.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from engine.train.checkpoint.write import FREE_SPACE_FACTOR
 from engine.units import format_bytes
 
 ADAM_COPIES = 3
-"""Weights and AdamW's two moments, each in fp32: what one checkpoint holds."""
+"""Weights and AdamW's two moments, each in fp32: the contents of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What was read on the way: shapes of both models and the tokenizer."""
+    """What the checks have read: the shapes of both models, and the tokenizers."""
 
     teacher: ModelConfig | None
     teacher_size: PackedSize | None
-    """What the teacher takes where its blocks stay blocks; None without a teacher."""
+    """Sizes of the teacher when its block-quantised weights stay quantised; None without a teacher."""
     student: ModelConfig
     tokenizer: Tokenizer
     tokenizers: Mapping[str, Tokenizer | None]
-    """All there are, by whose they are; None where a model brings none."""
+    """All tokenizers by their owner; None for a model that brings none."""
     notes: tuple[str, ...]
-    """What could not be checked, or is odd and was not worth refusing, one line each."""
+    """What could not be checked, or is unusual but not refused; one line each."""
 
 
 def _model(path: str) -> tuple[ModelConfig, PackedSize]:
@@ -56,8 +55,9 @@ def _model(path: str) -> tuple[ModelConfig, PackedSize]:
 
 
 def _tokenizers(spec: RunSpec) -> dict[str, Tokenizer | None]:
-    """Whose tokenizers there are, None where a model brings none. The ids of a student that is made
-    new mean nothing yet, so it has none to speak of.
+    """Return the tokenizers by their owner, with None for a model that brings none.
+
+    A student with fresh weights has no entry: its token ids have no meaning yet.
     """
     found: dict[str, Tokenizer | None] = {}
     if spec.data.tokenizer:
@@ -69,7 +69,7 @@ def _tokenizers(spec: RunSpec) -> dict[str, Tokenizer | None]:
 
 
 def _brought(path: str) -> Tokenizer | None:
-    """The tokenizer in a model's folder or file."""
+    """Return the tokenizer in a model's folder or file; None when it brings none."""
     if Path(path).is_dir() and (Path(path) / TOKENIZER_FILE).exists():
         return open_tokenizer(path)
     with open_weights(Path(path)) as weights:
@@ -78,7 +78,7 @@ def _brought(path: str) -> Tokenizer | None:
 
 
 def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokenizer:
-    """The tokenizer the spec names, else the one that the teacher or the student brings."""
+    """Return the tokenizer that the spec names, else the one that the teacher or the student brings."""
     for tokenizer in tokenizers.values():
         if tokenizer is not None:
             return tokenizer
@@ -91,7 +91,7 @@ def _first(tokenizers: Mapping[str, Tokenizer | None], spec: RunSpec) -> Tokeniz
 
 
 def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> None:
-    """The student's ids are the teacher's first ones."""
+    """Refuse vocabulary sizes that do not fit: the student's tokens must be the teacher's first ones."""
     if student.vocab_size > teacher.vocab_size:
         raise BadInput(
             f"vocabulary: student — expected at most the teacher's {teacher.vocab_size} ids, "
@@ -107,8 +107,10 @@ def _check_widths(spec: RunSpec, teacher: ModelConfig, student: ModelConfig) -> 
 
 
 def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
-    """Open and check every input of `spec`; with `run`, also that there is room for its
-    checkpoints, and that its stored teacher outputs are of this teacher. Raises BadInput.
+    """Open and check every input of `spec`; raises BadInput.
+
+    With `run`, also check that the disk has space for its checkpoints, and that the stored teacher
+    outputs belong to this teacher.
     """
     skipped_ids(spec.checks.skip)
     teacher, teacher_size = _model(spec.teacher.path) if spec.teacher.path else (None, None)
@@ -149,14 +151,16 @@ def check_inputs(spec: RunSpec, run: Path | None = None) -> Inputs:
 
 
 def check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:
-    """Raises DiskFull when there is less free than the session's checkpoints will take beside those that
-    are there already. The student is smaller than what the last of them needs while it is written.
+    """Raise DiskFull when the free space is too small for the checkpoints of the session.
+
+    Existing checkpoints are taken into account. The saved student is smaller than the extra space that
+    the last checkpoint needs while it is written.
     """
     there = list(published(RunFolder(run).checkpoints))
     writes = checkpoints_of_session(spec, step_of(there[0]) if there else 0)
     if not writes:
         return
-    # At once: the newest ones, the best, and the one that is being written.
+    # On disk at the same time: the newest ones, the best, and the one being written.
     kept = min(spec.checkpoint.keep_last + 1, len(there) + writes - 1)
     more = max(0, kept - len(there))
     each = count_parameters(student) * 4 * ADAM_COPIES
@@ -173,7 +177,7 @@ def check_room(spec: RunSpec, student: ModelConfig, run: Path) -> None:
 
 
 def checkpoints_of_session(spec: RunSpec, begun_at: int) -> int:
-    """How many a session writes that begins after step `begun_at` and is not asked to stop early."""
+    """Return how many checkpoints a session writes that starts after step `begun_at` and is not stopped early."""
     every, at_end = spec.checkpoint.every, spec.checkpoint.at_end
     after = spec.train.stop_after
     last = min(begun_at + after, spec.train.steps) if after else spec.train.steps

@@ -1,20 +1,23 @@
-"""Every setting that a run chooses for itself where the user does not: one row each, with its chooser.
+"""Every setting that a run can choose automatically: one row each, with its chooser.
 
     KNOBS["student.compile"].decide(facts)      a Decision: the choice, its reason, what was rejected and why
 
-A chooser is pure: `choose(wanted, *, fact, fact, ...)`. The names of its keywords are the facts that it looks at,
-and are looked up in whatever knows the run (`engine.plan.run_plan.RunFacts`); what must be computed for one
-decision, such as the bytes that a run needs either way, is given with it. What a setting may be and what
-it means is in `engine.spec.sections`. Choosers of what is known before a spec's models are (device, allocator,
-threads) are further down, in `engine.runtime.device` and `engine.machine`.
+A chooser is a pure function, `choose(wanted, *, fact, fact, ...)`. The names of its keyword arguments are
+the facts it depends on; they are looked up as attributes of an object that describes the run
+(`engine.plan.run_plan.RunFacts`). A fact that must be computed for one decision, such as the bytes that a
+run needs with each choice, is passed explicitly. The allowed values of a setting and their meaning are in
+`engine.spec.sections`. Choosers that need no model (device, allocator, threads) are in lower layers, in
+`engine.runtime.device` and `engine.machine`.
 
-To add one: the setting in its section, a chooser and its row here, and whoever acts on the choice.
+To add one, add the setting to its section, a chooser and a row here, and the code that acts on the
+choice.
 
-The sums behind them: what compiling a student saves was measured for Qwen2.5-0.5B's shape, 8 x 1024 tokens, on
-one H200: forward and backward take 47 ms compiled and 63 ms eager, both packed. That is memory traffic,
-which grows with tokens and weights, so the saving is scaled by their product; a slower GPU saves more. For a
-teacher of Qwen2.5-7B's shape in bf16 it is 178.1 ms eager and 156.6 ms compiled, scaled by tokens,
-layers and their columns (model and feed-forward width).
+The savings behind the choices were measured. Compiling a student of Qwen2.5-0.5B's shape, 8 x 1024
+tokens, on one H200: forward and backward take 47 ms compiled and 63 ms eager, both packed. The difference
+is memory traffic, which grows with tokens and weights, so the saving is scaled by their product; a slower
+GPU saves more. For a teacher of Qwen2.5-7B's shape in bf16 the times are 178.1 ms eager and 156.6 ms
+compiled; that saving is scaled by tokens, layers and the columns of a layer (model and feed-forward
+width).
 """
 
 from __future__ import annotations
@@ -41,46 +44,48 @@ Capability = tuple[int, int] | None
 """Compute capability of the GPU; None on a CPU."""
 
 KERNEL_CAPABILITY = (8, 0)
-"""The first compute capability that our kernels compile for."""
+"""The lowest compute capability that our kernels compile for."""
 TF32_CAPABILITY = (8, 0)
-"""The first with tf32 products."""
+"""The lowest compute capability with tf32 matmuls."""
 FP8_CAPABILITY = (8, 9)
-"""The first with products of 8-bit floats."""
+"""The lowest compute capability with fp8 matmuls."""
 COMPILE_S = 15.0
-"""One layer, forward and backward, with nothing in a cache, and the comparison after it: 8 s on 16 cores."""
+"""Seconds to compile one layer, forward and backward, with cold caches, and to compare it: 8 s on 16 cores."""
 SAVED_S_PER_TOKEN_AND_WEIGHT = 15.3e-3 / 8192 / 358e6
 TEACHER_COMPILE_S = 10.0
-"""One layer, forward alone: 3 to 5 s on the machine of an H200, and the comparison."""
+"""Seconds for one layer, forward only, and the comparison: 3 to 5 s on the machine of an H200."""
 SAVED_S_PER_TOKEN_AND_COLUMN = 21.5e-3 / 8192 / (28 * (3584 + 18944))
 SAVED_S_PER_LAYER = 2.2e-3 / 24
-"""Of a step, whatever its tokens: the gaps between some 70 kernels, compiled, on one H200."""
+"""Seconds a step and layer, whatever the tokens: gaps between some 70 compiled kernels, on one H200."""
 PREFETCH_GAIN = "0.5 % of a step (7B teacher, 0.5B student, 8 x 1024 tokens on an H200)"
 SHARDED_FROM_BYTES = 16 * 2**30
-"""Of one checkpoint: 12 bytes a parameter. Under it, gathering it on the first rank takes seconds."""
+"""Size of a checkpoint, at 12 bytes a parameter; below it, gathering on the first rank takes only seconds."""
 
 
 @dataclass(frozen=True)
 class Knob:
     key: str
-    """Its section and name in a spec."""
+    """Section and name of the setting in a spec."""
     choose: Callable[..., Decision]
-    """Called with the value that the user wants (`auto` or 0 where the engine is to choose) and its facts."""
+    """Called with the value that the user set (`auto` or 0 for an automatic choice) and the facts."""
     known_as: tuple[tuple[str, str], ...] = ()
-    """Facts that the run knows by another name than the chooser."""
+    """Facts that the run has under another name than the chooser."""
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What the choice depends on."""
+        """The names of the facts that the choice depends on."""
         return tuple(inspect.signature(self.choose).parameters)[1:]
 
     @cached_property
     def option(self) -> Option:
-        """Its values, its default and what it means."""
+        """The setting's allowed values, default and meaning."""
         return next(option for option in options() if option.key == self.key)
 
     def decide(self, known: Any, **computed: Any) -> Decision:
-        """The choice for a run of which `known` has a `spec` and the facts, as attributes; those that are
-        `computed` for this decision go before."""
+        """Return the decision for a run.
+
+        `known` has a `spec` and the facts as attributes; a fact in `computed` takes precedence.
+        """
         names = dict(self.known_as)
         found = {
             fact: computed[fact] if fact in computed else getattr(known, names.get(fact, fact))
@@ -89,7 +94,7 @@ class Knob:
         return self.choose(known.spec.value(self.key), **found)
 
 
-# How layers are run
+# How layers run
 
 
 def choose_compile(
@@ -101,10 +106,10 @@ def choose_compile(
     tokens_per_step: int,
     layer_weights: int,
 ) -> Decision:
-    """Whether layers are compiled. `steps` are those of the whole run, so that a resumed run decides
-    as it did; `has_compiler` says whether torch.compile can make code for the device here.
+    """Decide whether the student's layers are compiled.
 
-    Raises BadInput for `on` where it cannot run.
+    `steps` are those of the whole run, so that a resumed run decides the same; `has_compiler` says
+    whether torch.compile can generate code for the device here. Raises BadInput for `on` when it cannot.
     """
     saved_s = steps * tokens_per_step * layer_weights * SAVED_S_PER_TOKEN_AND_WEIGHT
     return _compile(
@@ -128,8 +133,9 @@ def choose_teacher_compile(
     steps: int,
     tokens_per_step: int,
 ) -> Decision:
-    """Whether the teacher's layers are compiled, otherwise as `choose_compile`. Raises BadInput for `on`
-    where they cannot be.
+    """Decide whether the teacher's layers are compiled, otherwise as `choose_compile`.
+
+    Raises BadInput for `on` when they cannot be.
     """
     columns = config.num_hidden_layers * (config.hidden_size + config.intermediate_size)
     saved_s = steps * tokens_per_step * columns * SAVED_S_PER_TOKEN_AND_COLUMN
@@ -150,7 +156,7 @@ def choose_teacher_compile(
 def _compile(
     knob: str, wanted: str, *, device: str, lacks: str | None, hint: str, pays: bool, sums: str
 ) -> Decision:
-    """`lacks` is what there would have to be, and is not."""
+    """`lacks` is the missing requirement, or None."""
     why_not = None
     refused = {}
     if lacks is not None:
@@ -193,9 +199,10 @@ def choose_graphs(
     needed_bytes: int,
     given_bytes: int,
 ) -> Decision:
-    """Whether the student's layers are launched as CUDA graphs (`engine.train.cuda_graphs`).
-    `needed_bytes` is what the run needs then, `given_bytes` what it needs without. Raises BadInput for
-    `on` where it cannot be.
+    """Decide whether the student's layers run as CUDA graphs (`engine.train.cuda_graphs`).
+
+    `needed_bytes` is what the run needs with graphs, `given_bytes` what it needs without. Raises BadInput
+    for `on` when they cannot be captured.
     """
     knob = "student.graphs"
     hindrances = {
@@ -230,7 +237,7 @@ def choose_graphs(
 
 
 def give_up_graphs(step: int, why: str) -> Decision:
-    """Layers launched one by one from `step` on, because they could not be captured."""
+    """Return the decision to launch layers eagerly from `step` on, because they could not be captured."""
     return Decision(
         knob="student.graphs",
         choice="off",
@@ -248,9 +255,9 @@ def choose_attention(
     precision: str,
     capability: Capability,
 ) -> Decision:
-    """Packed or masked, for `student.attention` or `teacher.attention`.
+    """Decide between packed and masked attention, for `student.attention` or `teacher.attention`.
 
-    Raises BadInput for `packed` where no kernel is.
+    Raises BadInput for `packed` when no kernel supports it.
     """
     heads = config.head_dim
     why_not = None
@@ -280,7 +287,7 @@ def choose_attention(
 
 
 def choose_prefetch(wanted: str, *, device: str) -> Decision:
-    """Whether the teacher begins with the next batch while the optimizer steps."""
+    """Decide whether the teacher starts on the next batch while the optimizer steps."""
     if device != "cuda":
         why_not = "a CPU has one queue of work: nothing would run beside anything"
     else:
@@ -296,7 +303,7 @@ def choose_prefetch(wanted: str, *, device: str) -> Decision:
 def choose_loss_kernel(
     wanted: str, *, device: str, capability: Capability, has_triton: bool, divergence: str
 ) -> Decision:
-    """Which form of the loss. Raises BadInput for `fused` where it cannot run."""
+    """Choose the form of the loss. Raises BadInput for `fused` when it cannot run."""
     lacks = _lacks_for_kernels(device, capability, has_triton)
     if lacks is None and not DIVERGENCES[divergence].fused:
         lacks = f"loss.divergence {' or '.join(fused_divergences())}", divergence
@@ -309,7 +316,7 @@ def choose_loss_kernel(
 def choose_update(
     wanted: str, *, device: str, capability: Capability, has_triton: bool, ranks: int
 ) -> Decision:
-    """What makes an update of gradients. Raises BadInput for `fused` where it cannot run."""
+    """Choose the implementation of the optimizer update. Raises BadInput for `fused` when it cannot run."""
     lacks = _lacks_for_kernels(device, capability, has_triton)
     if lacks is None and ranks > 1:
         lacks = "weights that one GPU has whole", f"weights shared out over {ranks} ranks"
@@ -324,7 +331,7 @@ def choose_update(
 def _lacks_for_kernels(
     device: str, capability: Capability, has_triton: bool
 ) -> tuple[str, str] | None:
-    """What our kernels need and what there is instead; None where they run."""
+    """Return what our kernels need and what is present instead; None when they can run."""
     if device != "cuda" or capability is None:
         return "a GPU", "a CPU"
     if capability < KERNEL_CAPABILITY:
@@ -342,8 +349,11 @@ def _fused_or(
     anywhere: str,
     unwanted: str,
 ) -> Decision:
-    """Our kernel, which is `fused`, or the one `plain` form, which runs `anywhere`. `lacks` is what the kernel
-    needs and what there is instead; `unwanted`: why not, where it could run and the user set the other."""
+    """Choose between our kernel, described by `fused`, and the one `plain` form, which runs `anywhere`.
+
+    `lacks` is what the kernel needs and what is present instead. `unwanted` is the reason against the
+    kernel when it could run and the user set the other form.
+    """
     (name,) = plain
     reasons, against, refused = {"fused": fused, **plain}, {"fused": unwanted, **plain}, {}
     if lacks is not None:
@@ -357,11 +367,12 @@ def _fused_or(
 def choose_kernel(
     wanted: str, *, device: str, tokens: int, fused_up_to: int, most: int
 ) -> Decision:
-    """How a quantized teacher multiplies `tokens` rows.
+    """Choose how a quantised teacher multiplies `tokens` rows.
 
-    `fused_up_to` is the measured number of rows up to which multiplying out of the blocks is faster
-    than making them dense first; `most` is what the fused kernels can take at all. Each product goes
-    by its own shape; the reason is of the largest. Raises BadInput for `fused` where it cannot run.
+    `fused_up_to` is the measured number of rows up to which multiplying with quantised blocks is faster
+    than dequantising them first; `most` is the largest number of rows that the fused kernels support.
+    Each matmul is dispatched by its own shape; the reason is that of the largest. Raises BadInput for
+    `fused` when it cannot run.
     """
     knob, refused = "teacher.kernel", {}
     why = f"{tokens} rows in a forward pass, and fused products are faster up to {fused_up_to}"
@@ -394,8 +405,9 @@ def choose_kernel(
 
 
 def choose_teacher_precision(wanted: str, *, device: str, capability: Capability) -> Decision:
-    """As the student's, and tf32 and fp8, which teachers alone have. Raises BadInput where there are no
-    such products.
+    """Choose the teacher's precision: the student's options, and tf32 and fp8, which only teachers have.
+
+    Raises BadInput when the device has no such matmuls.
     """
     knob = "teacher.precision"
     least = {"tf32": TF32_CAPABILITY, "fp8": FP8_CAPABILITY}.get(wanted)
@@ -436,17 +448,19 @@ def choose_backend(
     precision: str = "bf16",
     stored: str | None = None,
 ) -> Decision:
-    """`config` is the teacher's, None where there is none to use; `precision` its arithmetic. `stored`
-    says in words what there is of its outputs, where they are to be read and not computed.
+    """Choose the teacher's backend.
 
-    `dense_bytes` and `packed_bytes` are what the whole run needs at its peak with either teacher,
-    `packed_bytes` None where the file has no blocks or nobody knows. Dense weights are the faster,
-    so `auto` takes them where they fit in `available_bytes`. Where neither fits, `auto` still names
-    a backend: refusing a run for its memory is the budget's part.
+    `config` is the teacher's, None when none is used; `precision` is that of its matmuls. `stored`
+    describes its stored outputs when they are to be read instead of computed.
 
-    Weights in 8-bit floats are dense ones of a byte each: fp8 and `quantized` exclude each other.
+    `dense_bytes` and `packed_bytes` are what the whole run needs at its peak with dequantised and with
+    quantised weights; `packed_bytes` is None when the file has no quantised blocks or the size is
+    unknown. Dequantised weights are faster, so `auto` takes them if they fit in `available_bytes`. If
+    neither fits, `auto` still names a backend: the memory budget refuses the run.
 
-    Raises BadInput for `quantized` of a file without blocks, and of one in fp8.
+    fp8 weights are dequantised ones of a byte each: fp8 and `quantized` exclude each other.
+
+    Raises BadInput for `quantized` with a file without quantised blocks, and with precision fp8.
     """
     if config is None:
         why = "switched off by the user" if wanted == "none" else "no teacher.path is given"
@@ -526,7 +540,7 @@ def choose_backend(
 def choose_checkpointing(
     wanted: str, *, without_bytes: int, with_bytes: int, available_bytes: int | None
 ) -> Decision:
-    """Whether activations are recomputed in the backward pass, by what the run needs either way."""
+    """Decide whether activations are recomputed in the backward pass, by the memory needed either way."""
     without = f"without it the run needs {_of(without_bytes, available_bytes)}"
     within = f"with it {format_bytes(with_bytes)}"
     helps, neither = _helps(without_bytes, with_bytes, available_bytes)
@@ -551,8 +565,11 @@ def choose_chunk_rows(
     usual_bytes: int,
     available_bytes: int | None,
 ) -> Decision:
-    """How many tokens' logits are held at a time: `usual_rows`, with which the run needs `usual_bytes`, or the
-    most of `fewer_rows` with which it fits."""
+    """Decide how many tokens' logits are kept at a time.
+
+    This is `usual_rows`, with which the run needs `usual_bytes`, or the most of `fewer_rows` with which
+    it fits.
+    """
     needs = f"with chunks of {usual_rows} tokens the run needs {_of(usual_bytes, available_bytes)}"
     if wanted:
         rejected, reason = {}, SET_BY_USER
@@ -579,11 +596,13 @@ def choose_teacher_shard(
     available_bytes: int | None,
     stored: str | None = None,
 ) -> Decision:
-    """Whether the ranks share the teacher's layers. `whole_bytes` and `shared_bytes` are what the run needs
-    with all of them on each GPU and with its share, when everything else is given up that `auto` may
-    give up. `stored`: what there is of the teacher's outputs in a store.
+    """Decide whether the teacher's layers are sharded over the ranks.
 
-    Raises BadInput for `on` where they come out of one: a rank that misses a row asks the teacher alone.
+    `whole_bytes` and `shared_bytes` are what the run needs with all layers on each GPU and with the
+    layers sharded, after every other saving that `auto` may make. `stored` describes the stored teacher
+    outputs.
+
+    Raises BadInput for `on` with stored outputs: a rank that misses a row runs the teacher alone.
     """
     knob = "teacher.shard"
     if stored is not None:
@@ -611,8 +630,9 @@ def choose_teacher_shard(
 def choose_reshard(
     wanted: str, *, kept_bytes: int, given_bytes: int, available_bytes: int | None
 ) -> Decision:
-    """Whether layers give their gathered weights back between forward and backward. `kept_bytes` and
-    `given_bytes` are what the run needs if they keep them, and if not.
+    """Decide whether layers free their gathered weights between forward and backward.
+
+    `kept_bytes` and `given_bytes` are what the run needs if they keep them, and if they do not.
     """
     kept = f"kept, the run needs {_of(kept_bytes, available_bytes)}"
     twice = f"gathers every layer twice a step, to need {format_bytes(given_bytes)}"
@@ -626,7 +646,7 @@ def choose_reshard(
 
 
 def choose_sharded(wanted: str, *, whole_bytes: int) -> Decision:
-    """Whether each rank writes its part of a checkpoint of `whole_bytes` itself."""
+    """Decide whether each rank writes its own part of a checkpoint of `whole_bytes`."""
     size = f"a checkpoint is {format_bytes(whole_bytes)}"
     return decide(
         "checkpoint.sharded",
@@ -644,7 +664,7 @@ def choose_sharded(wanted: str, *, whole_bytes: int) -> Decision:
 
 
 def _helps(plain_bytes: int, less_bytes: int, available_bytes: int | None) -> tuple[bool, bool]:
-    """Whether a run fits only with the smaller need, and whether it fits with neither."""
+    """Return whether a run fits only with the smaller need, and whether it fits with neither."""
     if available_bytes is None or plain_bytes <= available_bytes:
         return False, False
     return less_bytes <= available_bytes, less_bytes > available_bytes
@@ -687,5 +707,6 @@ _KNOBS = (
     Knob("checkpoint.sharded", choose_sharded),
 )
 KNOBS = {knob.key: knob for knob in _KNOBS}
-"""In the order in which a run asks for them. Where it does not fit in memory, what is given up first is in
-`engine.plan.fit_in_memory`."""
+"""All knobs, in the order in which a run decides them. `engine.plan.fit_in_memory` says what is changed
+first when a run does not fit in memory.
+"""

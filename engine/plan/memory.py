@@ -1,11 +1,11 @@
-"""What a run will need on its device, item by item, known from headers before anything is there.
+"""Predict a run's device memory, item by item, from headers alone.
 
     MemoryPlan(spec=..., teacher=..., student=..., ...).budget()     a MemoryBudget: items, phases, the peak
 
-A run passes through phases, and not everything is alive in each: the teacher's temporaries are gone
-before the student's activations grow, and those are gone when the optimizer steps. So each item
-says in which phases it is alive, a phase needs the sum of its items, and the run needs the largest
-of these sums. The table marks what is alive in that phase.
+A run passes through phases, and not everything is alive in each: the teacher's temporaries are freed
+before the student's activations grow, and those are freed before the optimizer steps. So each item lists
+the phases in which it is alive, a phase needs the sum of its items, and the run needs the largest of
+these sums. The table marks what is alive in that phase.
 
     memory on cuda: 24.1 GiB at its peak (loss), of 138.2 GiB that are there (cuMemGetInfo free)
 
@@ -14,40 +14,39 @@ of these sums. The table marks what is alive in that phase.
       ...
 
 A budget that does not fit is refused, with every setting that would make it fit or bring it nearer.
-What is there and not measured is not 0: nothing is refused then, and the table says why. What may be taken
-must be read when CUDA has begun on the device: its context, some hundred MiB, is then no longer in what is
-free, and is no item of the budget.
+Unknown available memory is not 0: nothing is refused then, and the table gives the reason. The available
+memory must be read after CUDA was initialised on the device: its context, some hundred MiB, is then no
+longer counted as free, and it is no item of the budget.
 
-Letters: P student parameters, V and D its vocabulary and width, W and E the teacher's, N = B*T
-tokens of one forward pass, C rows of one chunk of the loss, R ranks, L weights of a layer, G = V D of the
-embedding (and of a head of its own).
+Letters: P student parameters, V and D its vocabulary and width, W and E the teacher's, N = B*T tokens of
+one forward pass, C rows of one chunk of the loss, R ranks, L weights of a layer, G = V D for the
+embedding (and for an untied head).
 
-Of the trainer: weights fp32, 4 P; AdamW's moments, 8 P, from the first step on; gradients, 4 P,
-from the end of the backward pass to the start of the next step, so they are beside an evaluation
-and not beside the activations, unless passes are accumulated. A tied embedding has two gradients,
-of the head and of the lookup, which are summed last: 8 V D more then. The fused AdamW step and the
-clipping work in place.
+Trainer: weights fp32, 4 P; AdamW's moments, 8 P, from the first step on; gradients, 4 P, from the end of
+the backward pass to the start of the next step, so they are alive during an evaluation, and during the
+activations only if gradients are accumulated. A tied embedding has two gradients, of the head and of the
+lookup, which are summed last: 8 V D more at that point. The fused AdamW step and clipping work in place.
 
-Of the loss: two buffers (C, V) in fp32, four with a teacher, and one in bf16 for the products; of the
-fused form one, two with a teacher, and one in the dtype of the products for each of some chunks. The
-gradients of the hidden states, 4 N D, and of the head, 4 V D, which becomes the weights' gradient.
+Loss: two buffers (C, V) in fp32, four with a teacher, and one in bf16 for the matmuls. The fused form has
+one, two with a teacher, and one in the dtype of the matmuls for each of several chunks. The gradients of
+the hidden states take 4 N D, and that of the head 4 V D, which becomes the weights' gradient.
 
-Of several GPUs: each rank keeps 1/R of weights, moments and gradients. Beside them:
+Several GPUs: each rank keeps 1/R of weights, moments and gradients. In addition:
 
-    forward, loss   the embedding gathered, 4 G, and every layer, or the one that computes and the next
+    forward, loss   the gathered embedding, 4 G, and every layer, or the one that computes and the next
     backward        gradients of a layer before their reduction, and the copy that is sent
-    its end         the gradient of the embedding, whole: it is reduced last
-    evaluation      a plain copy of the student, put together for evaluations and files
+    its end         the full gradient of the embedding: it is reduced last
+    evaluation      a full copy of the student, gathered for evaluations and files
 
-A teacher whose layers are shared out is 1/R of them on each rank, embedding, norm and head whole, and two
-layers put together: one that computes and the next (`engine.teachers.sharded`). Before the first step every
-rank has the whole student, which is checked as one; its gradients are then whole too. That is more than
-the rest where ranks are many.
+With a sharded teacher each rank holds 1/R of its layers, the full embedding, norm and head, and two
+gathered layers: the one that computes and the next (`engine.teachers.sharded`). Before the first step
+every rank holds the full student, which is checked in that form, with full gradients. With many ranks
+this is the peak.
 
-Bytes are those asked for: torch rounds each tensor up to 512 bytes, and what is free may lie in
-pieces that are too small. Not covered: the host's memory of a run on a GPU; on a CPU, the interpreter, the
-libraries and the corpus (a few hundred MiB); what loading a model holds for a moment, one tensor of the
-file. Nothing here loads torch.
+Byte counts are requested sizes: torch rounds each tensor up to 512 bytes, and free memory may be
+fragmented. Not covered: host memory of a run on a GPU; on a CPU, the interpreter, the libraries and the
+corpus (a few hundred MiB); what loading a model allocates briefly, one tensor of the file. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -73,20 +72,21 @@ from engine.teachers.store.keys import HIDDEN, Identity
 from engine.units import format_bytes, format_count
 
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp8": 2}
-"""Of one number, by the precision of the products; tf32 is fp32 in memory, and fp8 is bf16 but for the
-weights of the layers."""
+"""Bytes of a number, by precision. tf32 is fp32 in memory, and fp8 is bf16 except for the weights of the
+layers.
+"""
 
 EVAL_ROWS_AT_ONCE = 16
 """Held-out rows of one forward pass."""
 
-# What other modules use, here for where torch is not; a test holds each to its original.
+# Copies of constants of other modules, for use without torch; a test compares each with its original.
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 640 * 2**20}
 FUSED_CHUNK_BYTES = 1280 * 2**20
 FUSED_HELD = 4
 SMALLEST_CHUNK_ROWS = 16
 EVAL_CHUNK_ROWS = 2048
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
-"""What torch gives cuBLAS in each thread that launches products: the main one and autograd's."""
+"""cuBLAS workspace of each thread that launches matmuls: the main one and autograd's."""
 
 _Settings = tuple[str, ...]
 _CHOSEN = {
@@ -96,7 +96,7 @@ _CHOSEN = {
     "student.precision": "student_precision",
     "student.checkpointing": "checkpointing",
 }
-"""Settings that a plan holds as they were chosen, and not as its spec names them."""
+"""Settings for which the plan holds the chosen value, which may differ from the one in its spec."""
 
 PHASES = (
     "teacher evaluation",
@@ -106,8 +106,9 @@ PHASES = (
     "last gradients",
     "evaluation",
 )
-"""In the order of a run. The first is before the first step, the last after any step; a student's
-forward pass needs least and is not one; the optimizer's step is less than the evaluation after it.
+"""In the order of a run. The first is before the first step, the last after any step. The student's
+forward pass is left out because it needs the least, and the optimizer step because the evaluation after
+it needs more.
 """
 _TEACHER_EVALUATION, _TEACHER, _LOSS, _BACKWARD, _LAST, _EVALUATION = PHASES
 _STEP = (_TEACHER, _LOSS, _BACKWARD)
@@ -120,14 +121,14 @@ class BudgetItem:
     how: str
     """The arithmetic in words."""
     phases: tuple[str, ...] = PHASES
-    """Those in which it is alive."""
+    """The phases in which it is alive."""
     lasting: bool = False
-    """Whether it stays once it is there. What passes is made anew in each step or evaluation."""
+    """Whether it stays allocated; other items are allocated anew in each step or evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A change of settings and what the run would need with it."""
+    """A change of settings, and what the run would need with it."""
 
     settings: tuple[str, ...]
     """As on the command line: `train.rows=2`."""
@@ -150,16 +151,16 @@ class MemoryBudget:
     device: str
     items: tuple[BudgetItem, ...]
     available: Reading
-    """Bytes that this run may take, read when nothing of it was on the device yet."""
+    """Bytes that this run may use, read before it allocated anything on the device."""
     savings: tuple[Saving, ...] = ()
-    """What would need less; only where the budget does not fit."""
+    """Changes that would need less; empty when the budget fits."""
 
     def bytes_in(self, phase: str) -> int:
         return sum(item.bytes for item in self.items if phase in item.phases)
 
     @property
     def peak_phase(self) -> str:
-        """The phase that needs most; the earliest of equals."""
+        """The phase that needs the most; the earliest among equals."""
         return max(PHASES, key=self.bytes_in)
 
     @property
@@ -168,12 +169,12 @@ class MemoryBudget:
 
     @property
     def fits(self) -> bool | None:
-        """None when nobody knows what is there."""
+        """Whether the budget fits; None when the available memory is unknown."""
         available = self.available.number
         return None if available is None else self.total_bytes <= available
 
     def lines(self) -> list[str]:
-        """The table for people."""
+        """Return the table as text for people."""
         peak = self.peak_phase
         there = (
             f"of what is there: {self.available}"
@@ -196,7 +197,7 @@ class MemoryBudget:
         return out
 
     def refuse_if_too_big(self) -> None:
-        """Raises BadInput, with the table and what would need less, when the run needs more than is there."""
+        """Raise BadInput, with the table and the savings, when the run needs more than is available."""
         if self.fits is not False:
             return
         lines = [*self.lines(), "", "  what would need less:"]
@@ -219,48 +220,51 @@ def _hint(savings: tuple[Saving, ...]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Everything the need for memory depends on: settings, shapes, precisions already chosen, the device, and
-    how layers are run (`engine.models.running`)."""
+    """Everything that the memory need depends on: settings, shapes, chosen precisions, the device, and
+    how layers run (`engine.models.running`).
+    """
 
     spec: RunSpec
     teacher: ModelConfig | None
     backend: str
-    """Of the teacher; `none` without one."""
+    """The teacher's backend; `none` without a teacher."""
     teacher_precision: str
     student_precision: str
     student: ModelConfig
     device: str
     """`cpu` or `cuda`."""
     available: Reading
-    """Bytes that the run may take."""
+    """Bytes that the run may use."""
     teacher_packed_bytes: int | None = None
-    """What the weights of a quantized teacher take, without its scratch; beside the dequantized backend, what the
-    other one would need. None where the file has no blocks."""
+    """Size of a quantised teacher's weights without its scratch; for a dequantised one, what the
+    quantised backend would need. None when the file has no quantised blocks.
+    """
     shares_heads: bool = True
-    """Whether bf16 attention with a mask takes fewer key/value heads than query heads on this GPU
-    (`engine.models.decoder`: capability 9), without copying them."""
+    """Whether masked bf16 attention on this GPU accepts fewer key/value heads than query heads without
+    copying them (`engine.models.decoder`: compute capability 9).
+    """
     compiled: bool = False
     packed: bool = False
     teacher_packed: bool = False
     """Whether the teacher's attention is packed."""
     checkpointing: bool = False
     graphs: bool = False
-    """Whether the student's layers are captured, with their activations and gradients."""
+    """Whether the student's layers are captured as CUDA graphs, which own their activations and gradients."""
     store: Identity | None = None
-    """What the backend `cached` would read."""
+    """The identity of the store that the backend `cached` would read."""
     fused_loss: bool = False
     reshard: bool = True
-    """Whether a rank gives a layer's gathered weights back before their backward pass."""
+    """Whether a rank frees a layer's gathered weights between forward and backward."""
     teacher_shard: bool = False
-    """Whether the teacher's layers are shared by the ranks too."""
+    """Whether the teacher's layers are sharded over the ranks."""
     teacher_packed_layers: tuple[int, ...] = ()
-    """Bytes of each layer of a quantized teacher."""
+    """Bytes of each layer of a quantised teacher."""
     prefetches: bool = False
-    """Whether the teacher begins with the next batch early, on a stream of its own."""
+    """Whether the teacher starts on the next batch early, on a stream of its own."""
 
     @property
     def stored(self) -> Identity | None:
-        """Of the teacher's outputs, where the run reads them from a store."""
+        """The identity of the stored teacher outputs when the run reads them."""
         return self.store if self.backend == "cached" else None
 
     @property
@@ -269,12 +273,12 @@ class MemoryPlan:
 
     @property
     def ranks(self) -> int:
-        """GPUs that share the student; the rest is of one of them."""
+        """Number of GPUs over which the student is sharded; the budget is for one of them."""
         return self.spec.compute.gpus
 
     @property
     def each(self) -> int:
-        """Bytes of a number in the student's products."""
+        """Bytes of a number in the student's matmuls."""
         return ITEM_BYTES[self.student_precision]
 
     @property
@@ -287,11 +291,11 @@ class MemoryPlan:
 
     @property
     def teaching(self) -> ModelConfig | None:
-        """The teacher, when the objective asks it."""
+        """The teacher, when the objective uses it."""
         return self.teacher if self.spec.loss.alpha < 1 else None
 
     def share(self, size: int) -> int:
-        """What a rank has of something that all of them share."""
+        """Return one rank's share of a sharded size."""
         return -(-size // self.ranks)
 
     @property
@@ -319,20 +323,20 @@ class MemoryPlan:
             product_bytes=products,
             residual_bytes=residual,
             fused_norms=self.on_gpu,
-            # In fp32 no CUDA kernel does, in bf16 some; the CPU's does.
+            # In fp32 no CUDA kernel supports this, in bf16 some do; the CPU's does.
             shares_heads=not self.on_gpu or (products == 2 and self.shares_heads),
         )
 
     @property
     def chunk_rows(self) -> int:
-        """Tokens whose logits are held at a time."""
+        """Tokens whose logits are kept at a time."""
         each = FUSED_CHUNK_BYTES if self.fused_loss else CHUNK_BYTES[self.device]
         most = each // (4 * self.student.vocab_size)
         wanted = self.spec.loss.chunk_rows or max(most, SMALLEST_CHUNK_ROWS)
         return min(wanted, self.tokens)
 
     def changed(self, settings: _Settings) -> MemoryPlan:
-        """The plan with other settings, each as on the command line."""
+        """Return the plan with other settings, each as on the command line."""
         plan = self
         for setting in settings:
             key, _, value = setting.partition("=")
@@ -346,20 +350,20 @@ class MemoryPlan:
         return plan
 
     def items(self) -> tuple[BudgetItem, ...]:
-        """Every item that is not empty."""
+        """Return every item that is not empty."""
         parts = (_teacher_items, _student_items, _rank_items, _loss_items, _evaluation_items)
         return tuple(item for part in parts for item in part(self) if item.bytes)
 
     @property
     def total_bytes(self) -> int:
-        """What the phase that needs most needs."""
+        """The need of the phase that needs the most."""
         return self._budget().total_bytes
 
     def _budget(self) -> MemoryBudget:
         return MemoryBudget(device=self.device, items=self.items(), available=self.available)
 
     def budget(self) -> MemoryBudget:
-        """What the run will need, and where it does not fit, which settings would need less."""
+        """Return what the run will need and, if it does not fit, which settings would need less."""
         budget = self._budget()
         if budget.fits is not False or self.available.number is None:
             return budget
@@ -393,7 +397,7 @@ def _teacher_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         f"the widest moment of a layer, {format_count(plan.tokens)} tokens"
         + (", on a stream of its own" if plan.prefetches else ""),
         phases=PHASES[1:] if plan.prefetches else (_TEACHER,),
-        # What one stream has freed, no other is given.
+        # Memory that one stream has freed is not given to another.
         lasting=plan.prefetches,
     )
     if plan.prefetches:
@@ -432,7 +436,9 @@ def _teacher_weights(plan: MemoryPlan, config: ModelConfig) -> BudgetItem:
 
 
 def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
-    """Matrices of the layers: a byte a number, and a scale in fp32 a row; all else as it is computed."""
+    """Return the item of an fp8 teacher: in the layers a byte a weight and an fp32 scale a row; the rest
+    unchanged.
+    """
     matrices = linear_weights(config)
     rest = count_parameters(config) - matrices
     query, shared = query_width(config), shared_width(config)
@@ -447,7 +453,7 @@ def _fp8_weights(config: ModelConfig, each: int) -> BudgetItem:
 
 
 def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> Iterator[BudgetItem]:
-    """No body: it is loaded for a row that is not stored, and is not in the plan."""
+    """Yield the items of a stored teacher. Its layers, loaded when a row is missing, are not in the plan."""
     head = config.vocab_size * config.hidden_size
     if stored.form == HIDDEN:
         yield BudgetItem(
@@ -456,7 +462,7 @@ def _stored_items(plan: MemoryPlan, config: ModelConfig, stored: Identity) -> It
             f"{format_count(head)} x {plan.teacher_each} bytes; in blocks, less",
             lasting=True,
         )
-    # On a GPU those of the next batch arrive meanwhile, in memory that nothing else is given.
+    # On a GPU the next batch's outputs arrive meanwhile, in memory that nothing else uses.
     yield BudgetItem(
         "teacher outputs",
         round(stored.token_bytes * plan.tokens) * (2 if plan.on_gpu else 1),
@@ -529,7 +535,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     student, tokens = plan.student, plan.tokens
     width, head = student.hidden_size, student.vocab_size * student.hidden_size
     chunk, buffers = plan.chunk_rows, _loss_buffers(plan)
-    # For the products: a copy of the eager form's, and the fused form's own.
+    # For the matmuls: the eager form's narrow copy of dz, and the fused form's own buffer.
     narrow = plan.each if plan.fused_loss or (plan.on_gpu and plan.each == 2) else 0
     held = min(FUSED_HELD * chunk, tokens) if plan.fused_loss else chunk
     yield BudgetItem(
@@ -559,8 +565,8 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     )
     narrow_each = plan.each if plan.each < 4 else 0
     scaled = tokens * width * (4 + narrow_each)
-    # One layer: two gradients of feed-forward width, the residual's, and a matrix's in both
-    # dtypes. The hidden states' gradient is gone by then.
+    # One layer: two gradients of feed-forward width, the residual's, and a matrix's in both dtypes. The
+    # gradient of the hidden states has been freed by then.
     matrix = linear_sizes(student)["down"] * (4 + narrow_each)
     forward = plan.student_pass(plan.spec.train.rows)
     inside = 2 * plan.each * tokens * student.intermediate_size + matrix + forward.again()
@@ -570,7 +576,8 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
         "the larger of a second gradient of the hidden states and a layer's gradients",
         phases=(_BACKWARD,),
     )
-    # Tied: the head's and the lookup's, beside their sum, which is the gradient or is added to it.
+    # If tied: the head's gradient and the lookup's, beside their sum, which is the gradient or is added
+    # to it.
     again = 2 * student.tie_word_embeddings + (plan.spec.train.accumulation > 1)
     kept = sum(forward.kept().values())
     first = inside + (4 + plan.each) * tokens * width + kept // student.num_hidden_layers
@@ -583,7 +590,7 @@ def _loss_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _loss_buffers(plan: MemoryPlan) -> int:
-    """Of logits' size in fp32 (`engine.loss.dense`, `fused_chunks`, `sparse_targets`)."""
+    """Number of fp32 buffers of the size of the logits (`engine.loss.dense`, `fused` and `sparse`)."""
     sparse = plan.stored is not None and plan.stored.form != HIDDEN
     if plan.fused_loss:
         return 1 if plan.teaching is None or sparse else 2
@@ -595,9 +602,10 @@ def _loss_buffers(plan: MemoryPlan) -> int:
 
 
 def _operands(plan: MemoryPlan) -> int:
-    """Hidden states, with and without those that have no label, and copies of the heads.
+    """Return the bytes of the hidden states, of all and of the labelled tokens, and of copies of the
+    heads.
 
-    On a CPU, products are in fp32 whatever the dtype of what is multiplied.
+    On a CPU, matmuls run in fp32 whatever the dtype of their operands.
     """
     vocabulary, tokens, width = plan.student.vocab_size, plan.tokens, plan.student.hidden_size
     each = plan.each
@@ -616,7 +624,7 @@ def _operands(plan: MemoryPlan) -> int:
 def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
     rows = min(EVAL_ROWS_AT_ONCE, plan.spec.eval.rows)
     how = f"{rows} rows at once, logits of {EVAL_CHUNK_ROWS} tokens in fp32, twice"
-    # Autocast keeps no copies when there is nothing to differentiate: one weight at a time.
+    # Without autograd, autocast does not cache its casts: there is one cast weight at a time.
     cast = plan.each * max(linear_sizes(plan.student).values()) if plan.each < 4 else 0
     yield BudgetItem(
         "evaluation workspace",
@@ -643,10 +651,12 @@ def _evaluation_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _workspace(plan: MemoryPlan, forward: Forward) -> int:
-    """The larger of the forward pass, beside what the batch before it left, and the logits."""
+    """Return the larger of two moments: the forward pass, while the previous batch's tensors exist, and
+    the logits.
+    """
     config = forward.config
     logits = 4 * min(EVAL_CHUNK_ROWS, forward.tokens) * config.vocab_size
-    # Of every token, and of those with a label; a CPU has these in fp32.
+    # Hidden states of every token, and of the labelled ones; a CPU has the latter in fp32.
     each = forward.residual_bytes
     hidden = forward.tokens * config.hidden_size * (2 * each if plan.on_gpu else each + 4)
     left = hidden + logits if plan.spec.eval.rows > EVAL_ROWS_AT_ONCE else 0
@@ -654,7 +664,7 @@ def _workspace(plan: MemoryPlan, forward: Forward) -> int:
 
 
 def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
-    """Nothing for a run of one process."""
+    """Yield what sharding adds on a rank; nothing for a run of one process."""
     if plan.ranks == 1:
         return
     parameters = count_parameters(plan.student)
@@ -695,21 +705,21 @@ def _rank_items(plan: MemoryPlan) -> Iterator[BudgetItem]:
 
 
 def _gathered(plan: MemoryPlan, layers: int, layer: int) -> int:
-    """Of a student's `layers`: all, or two and what arrives for them."""
+    """Return the bytes of gathered student layers: all, or two and what arrives for them."""
     return 4 * (min(4 * layer, layers) if plan.reshard else layers)
 
 
 def _shared_teacher(
     plan: MemoryPlan, config: ModelConfig, weights: BudgetItem
 ) -> Iterator[BudgetItem]:
-    """The item of a teacher's weights as one rank has them, with what it gathers."""
+    """Yield the teacher's weights as one rank holds them, and the layers that it gathers."""
     if plan.ranks == 1 or not plan.teacher_shard:
         yield weights
         return
     count = config.num_hidden_layers
     layers = plan.teacher_packed_layers if plan.quantized else ()
     if not layers:
-        # Beside them the last norm.
+        # Outside the layers there is also the last norm.
         outside = plan.teacher_each * (_tables(config) + config.hidden_size)
         layers = ((weights.bytes - outside) // count,) * count
     inside = sum(layers)
@@ -728,14 +738,14 @@ def _shared_teacher(
 
 
 def _tables(config: ModelConfig) -> int:
-    """Numbers in embedding and head; one table where they are tied."""
+    """Return the number of elements in embedding and head, which are one table when tied."""
     return (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
 
 
 def _before_the_first_step(
     plan: MemoryPlan, parameters: int, outside: int, layer: int
 ) -> Iterator[BudgetItem]:
-    """Where the whole student needs more than its parts do later: the rest of it."""
+    """Yield what the full student needs before the first step beyond what its shards need later."""
     parts = plan.share(12 * parameters) + 4 * outside
     inside = _gathered(plan, parameters - outside, layer)
     more = {
@@ -754,12 +764,12 @@ def _before_the_first_step(
 
 
 def _savings(plan: MemoryPlan, available: float) -> tuple[Saving, ...]:
-    """Single changes that need less, those that fit first; where none fits, several at once.
+    """Return single changes that need less, those that fit first; if none fits, also a combination.
 
-    Each has a ladder of settings, from the mildest change to the strongest. Fewer rows go with more
-    accumulation, so that the optimizer sees the same batch; it has to keep its gradients between passes
-    then, which can cost more than it saves. None changes what is learned but for rounding, except
-    `eval.rows`, which changes how well the result is known.
+    Each kind of change has a ladder of settings, from the mildest to the strongest. Fewer rows are
+    combined with more accumulation, so that the optimizer sees the same batch; gradients then have to be
+    kept between passes, which can cost more than it saves. None changes what is learned beyond rounding,
+    except `eval.rows`, which changes how precisely the result is measured.
     """
     total = plan.total_bytes
 
@@ -790,7 +800,7 @@ def _savings(plan: MemoryPlan, available: float) -> tuple[Saving, ...]:
 
 
 def _mildest(plan: MemoryPlan, ladder: list[_Settings], available: float) -> tuple[_Settings, int]:
-    """The first step that fits and what it needs; where none does, the step that needs least."""
+    """Return the first setting that fits and what it needs; if none fits, the one that needs the least."""
     steps = [(settings, plan.changed(settings).total_bytes) for settings in ladder]
     least = min(steps, key=lambda step: step[1])
     return next((step for step in steps if step[1] <= available), least)

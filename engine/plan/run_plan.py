@@ -1,13 +1,13 @@
-"""Everything that is decided about a run before a weight of it is loaded, in the order in which one decision
-needs another.
+"""Plan a run before any of its weights is loaded, in the order in which the decisions depend on each
+other.
 
-    teacher's outputs stored?  ->  its precision  ->  kernel of the loss  ->  how layers run
-      ->  what memory allows  ->  kernel of a quantized teacher
+    teacher outputs stored?  ->  its precision  ->  kernel of the loss  ->  how layers run
+      ->  what memory allows  ->  kernel of a quantised teacher
 
-All of it comes out of the spec, the headers of files and the device, so a run that cannot be is refused in
-the first second; each decision is yielded as it is made, with the budget at the end. The choosers and
-their reasons are in `engine.plan.knobs`, the arithmetic of memory in `engine.plan.memory`, what is given up
-where the run does not fit in `engine.plan.fit_in_memory`.
+Everything follows from the spec, the headers of files and the device, so a run that cannot work is
+refused in the first second. Each decision is yielded as it is made, and the budget at the end. The
+choosers and their reasons are in `engine.plan.knobs`, the memory arithmetic in `engine.plan.memory`, and
+what is changed when the run does not fit in `engine.plan.fit_in_memory`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from engine.teachers.store.keys import HIDDEN, Identity
 from engine.teachers.store.manifest import check_teacher_files, fitting_manifest, uses_cache
 
 LOOKED_AT = 1024
-"""Rows of the run that are looked for before it begins."""
+"""Rows of the run that are looked up in the store before it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class Stored:
 
     store: Store
     config: ModelConfig
-    """Of the teacher."""
+    """The teacher's config."""
     teacher_known: str
-    """How it is known that the store is this teacher's, in words."""
+    """How it is known that the store belongs to this teacher, in words."""
     rows: int
-    """Looked for."""
+    """Number of rows looked up."""
     found: int
 
     @property
@@ -70,14 +70,14 @@ class Stored:
 
     @property
     def words(self) -> str:
-        """The reason for reading it, with its arithmetic."""
+        """The reason for reading the store, with its numbers."""
         identity, each = self.identity, self.identity.token_bytes
         where = f"{self.found:,} of {self.rows:,} rows looked for are there"
         return f"{len(self.store):,} rows are stored: {identity.words}, {each:,.0f} bytes per token; {where}"
 
 
 def batches_of(spec: RunSpec, stream: TokenStream) -> Batches:
-    """The rows of `stream` as training takes them."""
+    """Return the batches of training over `stream`."""
     return Batches(
         stream,
         seq_len=spec.data.seq_len,
@@ -87,14 +87,15 @@ def batches_of(spec: RunSpec, stream: TokenStream) -> Batches:
 
 
 def rows_of_run(spec: RunSpec) -> int:
-    """Rows that a run takes, over all of its epochs."""
+    """Return the number of rows that a run takes, over all of its epochs."""
     train = spec.train
     return train.steps * train.rows * train.accumulation * spec.compute.gpus
 
 
 def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | None:
-    """The store that `spec` names, opened; None where it names none. Raises CacheError for one that is
-    not this run's.
+    """Open the store that `spec` names; None when it names none.
+
+    Raises CacheError for a store that does not fit this run.
     """
     if not uses_cache(spec):
         return None
@@ -103,7 +104,7 @@ def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | 
     store = open_store(spec.teacher.cache)
     known = check_teacher_files(spec.teacher.path, store.manifest, store.path)
     batches = batches_of(spec, stream)
-    # Evenly over what the run takes, at most an epoch: one row each.
+    # Single rows, spread evenly over what the run takes, at most one epoch.
     rows = min(rows_of_run(spec), batches.rows_per_epoch)
     positions = np.unique(np.linspace(0, rows - 1, min(rows, LOOKED_AT)).astype(np.int64))
     found = sum(
@@ -120,14 +121,14 @@ def find_stored(spec: RunSpec, inputs: Inputs, stream: TokenStream) -> Stored | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What choosers look at, of one run on its device."""
+    """The facts of one run on its device, as the choosers use them."""
 
     spec: RunSpec
     inputs: Inputs
     compute: ComputeDevice
     teacher_precision: str = "fp32"
     store: Stored | None = None
-    """What stands in for the teacher, where the run reads its outputs."""
+    """The store that replaces the teacher when the run reads its outputs."""
 
     @property
     def device(self) -> str:
@@ -184,7 +185,7 @@ class RunFacts:
 
     @property
     def tokens(self) -> int:
-        """Of one forward pass."""
+        """Tokens of one forward pass."""
         return self.spec.train.rows * self.spec.data.seq_len
 
     @property
@@ -205,7 +206,7 @@ class RunFacts:
 
     @property
     def fused_up_to(self) -> int:
-        """Rows, by the teacher's largest matrix in Q4_K."""
+        """Rows up to which fused matmuls are faster, for the teacher's largest matrix in Q4_K."""
         assert self.inputs.teacher is not None
         shape = (self.inputs.teacher.intermediate_size, self.inputs.teacher.hidden_size)
         major, minor = self.capability or (0, 0)
@@ -218,7 +219,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """How layers are run (`engine.models.running`)."""
+    """How layers run (`engine.models.running`)."""
 
     compiled: bool
     packed: bool
@@ -233,12 +234,12 @@ class Plan:
     loss_kernel: LossKernel
     running: Running
     memory: MemoryPlan
-    """With all that was chosen by it: backend, checkpointing, rows of a chunk, and what ranks share."""
+    """The memory plan with the chosen backend, checkpointing, chunk size and sharding."""
     budget: MemoryBudget
 
     @property
     def sparse(self) -> bool:
-        """Whether the teacher gives some ids of each token, and no hidden states."""
+        """Whether the teacher gives sparse targets and no hidden states."""
         store = self.facts.store
         return store is not None and store.identity.form != HIDDEN
 
@@ -246,9 +247,11 @@ class Plan:
 def plan_run(
     spec: RunSpec, inputs: Inputs, compute: ComputeDevice, stream: TokenStream
 ) -> Generator[Decision | MemoryBudget, None, Plan]:
-    """`stream` are the tokens of training, whose rows a store must have. Raises CacheError for a store that
-    is not this run's, BadInput for a run that does not fit into memory, unless memory.budget says to report
-    it only.
+    """Plan a run; yield each decision and the budget.
+
+    `stream` is the training data, whose rows a store should have. Raises CacheError for a store that does
+    not fit this run, and BadInput for a run that does not fit into memory, unless memory.budget says to
+    only report it.
     """
     store = find_stored(spec, inputs, stream)
     facts = RunFacts(spec=spec, inputs=inputs, compute=compute, store=store)
@@ -271,15 +274,16 @@ def plan_run(
 
 
 def _taken(facts: RunFacts, key: str, **computed: Any) -> Generator[Decision, None, str]:
-    """What is chosen for a setting; yields why."""
+    """Decide one setting, yield the decision and return the choice."""
     decision = KNOBS[key].decide(facts, **computed)
     yield decision
     return decision.choice
 
 
 def choose_running(facts: RunFacts) -> Generator[Decision, None, Running]:
-    """Compiled or not, packed or masked; where the teacher's outputs are stored, nothing of it is compiled or
-    begun ahead.
+    """Decide whether layers are compiled and attention is packed.
+
+    With stored teacher outputs, the teacher is neither compiled nor prefetched.
     """
     compiled = yield from _taken(facts, "student.compile")
     packed = yield from _taken(facts, "student.attention")
@@ -298,8 +302,10 @@ def choose_running(facts: RunFacts) -> Generator[Decision, None, Running]:
 def plan_memory(
     facts: RunFacts, running: Running, *, fused_loss: bool
 ) -> Generator[Decision, None, MemoryPlan]:
-    """The teacher's backend, whether activations are recomputed, how many tokens a chunk of the loss
-    has, what several ranks share, whether layers are captured: what the run will need so.
+    """Decide what memory depends on, and return the plan with those choices.
+
+    These are the teacher's backend, checkpointing, tokens per chunk of the loss, sharding over ranks, and
+    CUDA graphs.
     """
     spec, compute = facts.spec, facts.compute
     size = facts.inputs.teacher_size if facts.teacher is not None else None
