@@ -1,1 +1,2 @@
-"""What is made of a finished model: weight files in other formats, and what a file holds."""
+"""Export of a finished model: conversion to other weight formats, publication, gates, and descriptions of
+weight files."""

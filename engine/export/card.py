@@ -1,8 +1,8 @@
-"""The model card: README.md with front matter that the Hub reads, and every figure with its source.
+"""The model card: README.md with front matter for the Hub, in which every figure has its source.
 
-A figure stands in the card only if it is in the run's receipt or in an evaluation of these very weights,
-whose file lies beside it. What was not measured is said to be so; what was published without evidence says
-that first.
+A figure appears in the card only if it is in the run's receipt or in an evaluation of exactly these weights,
+whose file lies beside it. The card says what was not measured; if evidence was missing at publication, it
+says that first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DATASETS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a card is made of."""
+    """The contents of a card."""
 
     name: str
     proof: Proof
@@ -39,12 +39,12 @@ class Card:
     config: dict[str, Any]
     parameters: int
     files: Sequence[tuple[str, str]]
-    """Each file with what it is."""
+    """Each file with its description."""
     evaluation_files: Sequence[str | None]
-    """Of each evaluation, the file with its results; None for what is in the receipt."""
+    """For each evaluation, the file with its results; None when the results are in the receipt."""
     verification: Verification | None
     base_models: Sequence[str] = ()
-    """Given by the publisher, as the Hub names them."""
+    """Base models named by the publisher, as the Hub spells them."""
 
 
 def card_text(card: Card) -> str:
@@ -61,7 +61,7 @@ def card_text(card: Card) -> str:
 
 
 def _front_matter(card: Card) -> list[str]:
-    """JSON is YAML, so every text is quoted as JSON quotes it."""
+    """JSON is valid YAML, so every text is quoted as JSON."""
     names = [*card.base_models, *(base.name for base in card.bases if base.on_hub)]
     tags = ["knowledge-distillation"] + (["unevaluated"] if card.proof.missing else [])
     lines = [
@@ -76,7 +76,7 @@ def _front_matter(card: Card) -> list[str]:
     lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in tags)]
     results = _index(card)
     if results:
-        # The Hub refuses an index without results.
+        # The Hub rejects an index without results.
         lines.append(f"model-index: {json.dumps([{'name': card.name, 'results': results}])}")
     return lines
 
@@ -143,7 +143,7 @@ def _details(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _with_perplexity(metrics: Iterable[Metric]) -> list[Metric]:
-    """A loss in nats a token, and its exponential beside it."""
+    """Add the perplexity, its exponential, after each loss in nats per token."""
     found = []
     for metric in metrics:
         found.append(metric)

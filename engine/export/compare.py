@@ -1,18 +1,19 @@
-"""How far two ways to compute one model are from each other.
+"""Measures of how far two ways to compute one model are apart.
 
-    tokens        the first greedy token that differs; a tie, where both are equally good to rounding
-    distance      the largest difference of two logits, against the root mean square of all
+    tokens        the first greedy token that differs; a tie when both are equally good up to rounding
+    distance      the largest difference of two logits, relative to the root mean square of all
     divergence    mean over positions from 1 on of KL(reference || other), and how often the top token is the same
     values        every tensor of two files, bit for bit
 
-Position 0 is left out of KL: there every rotary embedding is the identity, and it hides errors of them.
+Position 0 is left out of KL: there every rotary embedding is the identity, which would hide errors in them.
 
-An answer is held against the reference's in one of two ways:
+Outputs are compared with the reference's in one of two ways:
 
-    as_float    it computes in fp32 from the same weights: token ids, greedy tokens, text and logits are the same
-    within      its weights are in blocks: logits within the noise of the block type
+    as_float    for fp32 from the same weights: token ids, greedy tokens and text must be the same, logits up to
+                FLOAT_TOLERANCE
+    within      for quantised weights: logits must be within the noise of the block type
 
-A way that is absent is unknown; one that is there and crashes, or answers otherwise, has failed.
+A way that is not installed is unknown; one that is installed and crashes, or gives other outputs, fails.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from engine.verdict import Level, Verdict
 # Shapes: T tokens of a row, V vocabulary
 
 FLOAT_TOLERANCE = 1e-3
-"""Of the logits' root mean square. Sums of fp32 in another order are some 1e-6 apart after each matmul,
-and 1e-4 after a hundred layers; a wrong eps, mask or rotary pair moves logits by a tenth and more."""
+"""Relative to the logits' root mean square. fp32 sums in another order differ by some 1e-6 after each matmul,
+and by 1e-4 after a hundred layers; a wrong eps, mask or rotary pair moves logits by a tenth and more."""
 
 
 class Difference(NamedTuple):
@@ -45,7 +46,7 @@ class Difference(NamedTuple):
     ours: int
     theirs: int
     gap: float
-    """How much better the reference thinks its own token, in logits over their root mean square."""
+    """How much the reference prefers its own token, in logits relative to their root mean square."""
 
     @property
     def tie(self) -> bool:
@@ -59,7 +60,7 @@ class Difference(NamedTuple):
 def first_difference(
     prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int], logits_TV: Logits
 ) -> Difference | None:
-    """Where two continuations of `prompt` part; `logits_TV` are ours, of prompt and continuation."""
+    """Find where two continuations of `prompt` diverge; `logits_TV` are ours, over prompt and continuation."""
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a != b:
             row_V = logits_TV[len(prompt) - 1 + step]
@@ -69,14 +70,14 @@ def first_difference(
 
 
 def distance(reference: Sequence[Logits], other: Sequence[Logits]) -> float:
-    """Largest difference over root mean square; NaN where a logit is."""
+    """Largest difference over root mean square; NaN when a logit is not finite."""
     largest = max(float(np.abs(a - b).max()) for a, b in zip(reference, other, strict=True))
     finite = all(bool(np.isfinite(one).all()) for one in other)
     return largest / _size(reference) if finite else float("nan")
 
 
 def divergence(reference: Sequence[Logits], other: Sequence[Logits]) -> tuple[float, float]:
-    """Mean KL in nats, and the share of positions with the same top id; from position 1 on."""
+    """Mean KL in nats, and the fraction of positions with the same top token; from position 1 on."""
     kls, same = [], []
     for a, b in zip(reference, other, strict=True):
         p_TV, q_TV = (torch.from_numpy(one[1:]).double().log_softmax(-1) for one in (a, b))
@@ -87,7 +88,8 @@ def divergence(reference: Sequence[Logits], other: Sequence[Logits]) -> tuple[fl
 
 # contract: publication-v1
 def as_float(id_: str, answer: Answered | Absent | Crashed, reference: Answered) -> Outcome:
-    """A way that computes in fp32 from the same weights: everything has to be the same."""
+    """Judge a way that computes in fp32 from the same weights: everything must be the same up to
+    FLOAT_TOLERANCE."""
     if not isinstance(answer, Answered):
         return _no_answer(id_, answer)
     numbers: dict[str, float] = {}
@@ -135,7 +137,7 @@ def _same_in_float(
 def within(
     id_: str, answer: Answered | Absent | Crashed, reference: Answered, limit: float, than: str
 ) -> Outcome:
-    """A way that computes from blocks: its logits are at most `limit`, a KL in nats, from the reference's."""
+    """Judge a way that computes from quantised weights: its KL from the reference is at most `limit` nats."""
     if not isinstance(answer, Answered):
         return _no_answer(id_, answer)
     if _other_shapes(answer, reference):
@@ -156,8 +158,8 @@ def _other_shapes(answer: Answered, reference: Answered) -> bool:
 
 
 def same_values(file: WeightFile, plain: WeightFile) -> Verdict:
-    """Whether `file` holds the values of `plain`: cast, where its floats are narrower, and in the blocks
-    that our quantizer makes of them where it has blocks."""
+    """Check that `file` holds the values of `plain`: cast where its floats are narrower, and quantised by our
+    own quantizer where it has blocks."""
     config = config_of(plain)
     if config_of(file) != config:
         return Verdict(Level.FAIL, "another configuration")

@@ -1,26 +1,26 @@
-"""A model in one weight format, written in another.
+"""Conversion of a model from one weight format to another.
 
-Every tensor goes by itself from the source to the new file: renamed, its rows put into the
-order of the new convention where that differs, and its values left alone where they can be:
+Each tensor moves separately from the source to the new file: it is renamed, its rows are reordered where the
+new convention differs, and its values are unchanged where possible:
 
     kept         the type is already the wanted one: the same bytes
-    cast         floats, or blocks made floats, in another float type
-    quantized    floats, or other blocks made floats first, in new blocks
+    cast         floats, or dequantised blocks, in another float type
+    quantized    floats, or dequantised blocks, in new blocks
 
-So a conversion there and back between float types loses nothing, and blocks that both formats have
-move byte for byte. The configuration and the tokenizer come along, and what is said of the model
-beside shape and weights, where each format keeps it:
+So a round trip between float types loses nothing, and block types that both formats have are copied byte for
+byte. The configuration and the tokenizer are converted too, and so is other information about the model,
+where each format stores it:
 
     safetensors   chat_template.jinja beside the weights, else `chat_template` in
                   tokenizer_config.json: a text, or a list of named ones with a `default`
     gguf          metadata `tokenizer.chat_template`, `general.name`, `general.license`, ...
     apr           metadata `chat_template`, `name`, `license`, ...
 
-Within one format everything said about the model's origin is kept; from one to another, what both
-have a key for. A chat template is text of the model's author: carried along, never rendered here.
+Within one format all information about the model's origin is kept; between formats, only keys that both have.
+A chat template is text of the model's author: it is copied, never rendered here.
 
-Nothing is overwritten: the new file or folder appears when all of it is on the disk, and a
-conversion that fails leaves nothing behind.
+Nothing is overwritten. The new file or folder appears when all of it is on disk, and a failed conversion
+leaves nothing behind.
 
 Host memory: one tensor; for a folder of safetensors, one shard of at most `SHARD_BYTES`.
 """
@@ -70,7 +70,7 @@ _TYPE_OF = {dtype: name for name, dtype in FLOATS.items()}
 _TEMPLATE_KEY = {"gguf": "tokenizer.chat_template", "apr": "chat_template"}
 # .apr key -> GGUF key.
 _ORIGIN = {key: f"general.{key}" for key in ("name", "author", "version", "description", "license")}
-# What the writer of a GGUF works out by itself.
+# Keys that the GGUF writer computes by itself.
 _OF_THE_GGUF = (
     "general.architecture",
     "general.file_type",
@@ -78,22 +78,22 @@ _OF_THE_GGUF = (
     "general.alignment",
 )
 FILE_TYPES = {"f32": 0, "q8_0": 7, "q4_k_m": 15, "q6_k": 18, "bf16": 32}
-"""`general.file_type` of llama.cpp, which has one number for each mixture."""
+"""Values of llama.cpp's `general.file_type`, which has one number for each mixture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One tensor more is written."""
+    """Reported after each tensor that was written."""
 
     done: int
     total: int
     name: str
-    """In the new file."""
+    """The name in the new file."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Converted:
-    """What a conversion did; counted while it goes on."""
+    """The result of a conversion; its counts grow while the conversion runs."""
 
     source: Path
     target: Path
@@ -103,14 +103,14 @@ class Converted:
     cast: int = 0
     quantized: int = 0
     tensors: dict[str, int] = field(default_factory=dict)
-    """Of each type in the new file."""
+    """Number of tensors of each type in the new file."""
     weights: int = 0
     bytes: int = 0
-    """Of the tensors in the new file."""
+    """Size of the tensors in the new file."""
     tokenizer: bool
-    """Whether the new file has one."""
+    """Whether the new file has a tokenizer."""
     warnings: tuple[str, ...] = ()
-    """Of the source."""
+    """Warnings from reading the source."""
     elapsed_s: float = 0.0
 
     @property
@@ -119,12 +119,12 @@ class Converted:
 
 
 def format_of(target: Path, asked: str | None) -> str:
-    """The format to write: the one asked for, or that of the target's suffix."""
+    """Return the requested format, or that of the target's suffix."""
     if asked is not None:
         return asked
     found = _FORMAT_OF_SUFFIX.get(target.suffix.lower())
     if found is None and not target.suffix[1:].isalpha():
-        found = "safetensors"  # a folder named for a version: qwen2.5-0.5
+        found = "safetensors"  # a folder named after a version: qwen2.5-0.5
     if found is None:
         raise UsageError(
             f"target: {target} — expected a .gguf, an .apr, or a folder for safetensors, "
@@ -145,11 +145,11 @@ def convert(
     device: str | torch.device = "cpu",
     on_tensor: Callable[[Progress], None] = lambda progress: None,
 ) -> Converted:
-    """Writes the model in `source` to `target`, which must not exist; `device` does the arithmetic.
+    """Write the model in `source` to `target`, which must not exist; `device` does the arithmetic.
 
-    `tokenizer=False` leaves the tokenizer out, for one that the new format has no way to say. `origin` is
-    what a GGUF or .apr file says of the model beside what its source does: `name`, `license`, ...
-    Raises `WeightsError`, `UsageError`, `TokenizerError`, `DiskFull`.
+    `tokenizer=False` leaves the tokenizer out, for one that the new format cannot represent. `origin` adds
+    metadata about the model to a GGUF or .apr file: `name`, `license`, ... Raises `WeightsError`,
+    `UsageError`, `TokenizerError`, `DiskFull`.
     """
     started_s = time.monotonic()
     device = torch.device(device)
@@ -188,9 +188,8 @@ def _converted(
     done: Converted,
     on_tensor: Callable[[Progress], None],
 ) -> Iterator[tuple[str, Tensor | QuantTensor]]:
-    """Each tensor under its new name, in the order of the forward pass; reported when the writer is
-    done with it.
-    """
+    """Yield each tensor under its new name, in the order of the forward pass. Progress is reported when the
+    writer is done with it."""
     convention = CONVENTION_OF[done.format]
     names = names_for(convention, config)
     for count, (ours, name, source) in enumerate(sources(weights, config), 1):
@@ -205,7 +204,8 @@ def _converted(
 
 
 def _neighbours(config: ModelConfig, convention: str) -> bool:
-    """Whether the readers of a format turn neighbours: those of .apr do as those of GGUF."""
+    """Whether readers of a format rotate neighbouring dimensions (interleaved RoPE): those of .apr do as
+    those of GGUF."""
     return config.kind.turns_neighbours and convention != "hf"
 
 
@@ -272,13 +272,13 @@ def _write(
 
 
 def _about(weights: WeightFile, format_: str, origin: Mapping[str, str]) -> dict[str, Any]:
-    """Metadata for a new file of `format_`, "gguf" or "apr"; it always has a name.
+    """Return metadata for a new file of `format_`, "gguf" or "apr"; it always has a name.
 
-    `origin` is said besides, by the keys of .apr: `name`, `author`, `version`, `description`, `license`.
+    `origin` is added, by the keys of .apr: `name`, `author`, `version`, `description`, `license`.
     """
     found: dict[str, Any] = {}
     if weights.format == format_ == "apr":
-        # What the writer works out by itself it does not take from here.
+        # Leave out what the writer computes by itself.
         found = {k: v for k, v in weights.metadata.items() if not k.startswith("tokenizer.")}
     elif weights.format == format_ == "gguf":
         general = [key for key in weights.metadata if key.startswith("general.")]
@@ -300,7 +300,7 @@ def _about(weights: WeightFile, format_: str, origin: Mapping[str, str]) -> dict
 
 
 def _chat_template(weights: WeightFile) -> str | None:
-    """The template, or None. Raises `WeightsError` for a file that cannot be read."""
+    """Return the template, or None. Raises `WeightsError` for a file that cannot be read."""
     if weights.format != "safetensors":
         found = weights.metadata.get(_TEMPLATE_KEY[weights.format])
         return found if isinstance(found, str) else None

@@ -1,7 +1,7 @@
-"""What a weight file holds, from its headers alone: no tensor is read, and torch is not loaded.
+"""Describe a weight file from its headers alone: no tensor is read, and torch is not loaded.
 
-A file that this engine has no decoder for is described like any other; what speaks against running
-it is among the warnings. Bits per weight count every byte of every tensor, scales included.
+A file that this engine has no decoder for is described like any other; the warnings say what prevents running
+it. Bits per weight count every byte of every tensor, scales included.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from engine.terminal import aligned
 from engine.units import format_bytes, format_count
 
 Description = dict[str, Any]
-"""As `engine inspect --json` prints it."""
+"""The structure that `engine inspect --json` prints."""
 
 
 def describe(path: str | Path, *, tensors: bool = False) -> Description:
-    """The description of a weight file or model folder; `tensors` adds the table of them.
+    """Describe a weight file or model folder; `tensors` adds the table of them.
 
-        architecture    None when the file says nothing of it
-        config          as a config.json has it; None when the file says nothing of it
-        runs            this engine has a decoder for it, and all tensors for the decoder are there
-        files           those with tensors in them
+        architecture    None when the file does not name it
+        config          in the form of config.json; None when the file has no configuration
+        runs            whether this engine has a decoder for it, and the file has all tensors that it needs
+        files           the files that hold tensors
         vocabulary      `rows` of the embedding; `tokens` of the tokenizer in the file or beside it
 
     Raises `WeightsError`.
@@ -80,7 +80,7 @@ def describe(path: str | Path, *, tensors: bool = False) -> Description:
 
 
 def description_lines(found: Description) -> list[str]:
-    """The same for people."""
+    """Format a description for people."""
     bits = found["bits_per_weight"]
     lines = [
         f"{found['path']}: {found['format']}, {found['architecture'] or 'architecture unknown'}"
@@ -115,7 +115,7 @@ def description_lines(found: Description) -> list[str]:
 def _configuration(
     weights: WeightFile, warnings: list[str]
 ) -> tuple[ModelConfig | None, dict[str, Any] | None]:
-    """The configuration, checked and as the file says it; what is wrong goes to `warnings`."""
+    """Return the configuration, checked and in the file's form; problems are added to `warnings`."""
     raw = None
     try:
         raw = weights.config_dict()
@@ -123,7 +123,7 @@ def _configuration(
     except BadInput as error:
         warnings.append(str(error))
         return None, raw
-    # Llama's rope scaling is a tensor in some formats, and in no configuration there.
+    # In some formats Llama's RoPE scaling is a tensor, and not part of the configuration.
     return config, {**raw, **config.to_hf_dict()}
 
 
@@ -139,7 +139,7 @@ def _vocabulary(weights: WeightFile, raw: Mapping[str, Any], warnings: list[str]
 
 
 def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
-    """Highest id + 1, added tokens included; None without a tokenizer that can be read."""
+    """Highest token id + 1, added tokens included; None without a readable tokenizer."""
     if weights.format == "gguf":
         return _gguf_token_count(weights.metadata)
     try:
@@ -158,7 +158,7 @@ def _token_count(weights: WeightFile, warnings: list[str]) -> int | None:
 
 
 def _gguf_token_count(metadata: Mapping[str, Any]) -> int | None:
-    """Without the tokens that only fill the rows of a padded embedding."""
+    """Highest token id + 1, without the tokens that only fill the rows of a padded embedding."""
     kinds, texts = metadata.get(TOKEN_TYPES), metadata.get(TOKENS)
     if not isinstance(kinds, list):
         return len(texts) if isinstance(texts, list) else None
@@ -167,7 +167,7 @@ def _gguf_token_count(metadata: Mapping[str, Any]) -> int | None:
 
 
 def _sizes(infos: Sequence[TensorInfo]) -> dict[str, float | None]:
-    """Of tensors taken together."""
+    """Totals over some tensors."""
     weights = sum(math.prod(info.shape) for info in infos)
     bytes_ = sum(info.bytes for info in infos)
     return {
@@ -179,7 +179,7 @@ def _sizes(infos: Sequence[TensorInfo]) -> dict[str, float | None]:
 
 
 def _shape_text(config: Mapping[str, Any]) -> str:
-    """The numbers that make the model, as far as they are there."""
+    """Describe the model's dimensions, as far as they are known."""
     words = (
         ("num_hidden_layers", "layers"),
         ("hidden_size", "wide"),

@@ -1,18 +1,19 @@
 """A Hugging Face model folder, written tensor by tensor.
 
-    config.json, tokenizer.json, chat_template.jinja, what else the source has beside its weights,
-    and model.safetensors, or shards `model-00001-of-00003.safetensors` with their index
+    config.json, tokenizer.json, chat_template.jinja, the other files that the source has beside its
+    weights, and model.safetensors, or shards `model-00001-of-00003.safetensors` with their index
 
-Tensors come one at a time, and how large the model is shows at the end: a shard is written when it
-is full, under a name for the time being. The folder is whole or absent.
+Tensors arrive one at a time, and the size of the model is only known at the end. So a shard is written when
+it is full, under a temporary name. The folder appears only when it is complete.
 
-A run's student has weights, configuration and tokenizer.json alone. What else transformers reads is made:
+A run's student has only weights, configuration and tokenizer.json. The other files that transformers reads
+are created:
 
-    generation_config.json    what ends a text: the same tokens that end one in this engine
-    tokenizer_config.json     that tokenizer.json is all there is, and what ends a document
+    generation_config.json    the tokens that end a text: the same as in this engine
+    tokenizer_config.json     says that tokenizer.json is the whole tokenizer, and which token ends a document
 
-Both are taken from the student's base where it has them, which a run does not copy. A teacher's are not
-taken: its chat template would promise a model that answers chats.
+Both are copied from the student's base if it has them, since a run does not copy them. A teacher's are not
+used: its chat template would promise a model that answers chats.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 SHARD_BYTES = 2 << 30
-# Of the source, copied as they are: what transformers reads beside weights and configuration.
+# Files of the source that are copied unchanged: what transformers reads beside weights and configuration.
 BESIDE = (
     GENERATION_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -58,10 +59,10 @@ def write_folder(
     chat_template: str | None,
     beside: Path | None,
 ) -> None:
-    """Writes a new folder and returns with it on the disk.
+    """Write a new folder and return when it is safe on disk.
 
-    `tensors` have Hugging Face names; `beside` is the folder of the source, where there is one.
-    Raises `WeightsError`, `DiskFull`.
+    `tensors` have Hugging Face names; `beside` is the folder of the source, or None. Raises `WeightsError`,
+    `DiskFull`.
     """
     with new_folder(folder) as partial:
         shards = _write_shards(partial, tensors)
@@ -77,12 +78,12 @@ def write_folder(
 def _write_shards(
     partial: Path, tensors: Iterable[tuple[str, Tensor | QuantTensor]]
 ) -> list[dict[str, int]]:
-    """Name -> bytes of the tensors of each shard; shard i is the file `_part(i)`."""
+    """Write the shards and return name -> bytes of the tensors in each; shard i is the file `_part(i)`."""
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        # transformers refuses a file that does not say which library's tensors it holds.
+        # transformers rejects a file whose metadata does not name the framework of its tensors.
         write_safetensors(partial / _part(len(shards)), held, {"format": "pt"})
         shards.append({name: tensor.nbytes for name, tensor in held.items()})
         held.clear()
@@ -115,9 +116,9 @@ def _part(number: int) -> str:
 
 
 def complete_folder(folder: Path, base: Path | None) -> None:
-    """Puts into `folder`, which has a model and its tokenizer.json, what else transformers reads.
+    """Add the other files that transformers reads to `folder`, which has a model and its tokenizer.json.
 
-    `base` is the folder of the student's base, where there was one and it is still there.
+    `base` is the folder of the student's base model, if there was one and it still exists.
     """
     _copy_beside(base, folder, (*BESIDE, TEMPLATE_FILE))
     config = read_config(folder)
@@ -147,7 +148,7 @@ def complete_folder(folder: Path, base: Path | None) -> None:
 
 
 def _copy_beside(source: Path | None, folder: Path, names: Iterable[str]) -> None:
-    """Those of `names` that the source has and the folder lacks."""
+    """Copy those of `names` that the source has and the folder lacks."""
     for name in names:
         if source is not None and (source / name).is_file() and not (folder / name).exists():
             shutil.copyfile(source / name, folder / name)

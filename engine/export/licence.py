@@ -1,12 +1,12 @@
-"""What a student was made from, and under which licence that may be passed on.
+"""The models that a student was made from, and the licence under which it may be distributed.
 
-    student base    its weights were the first of the student's: a derived work
-    teacher         its answers were what the student learnt
+    student base    the student's weights started from its weights: a derived work
+    teacher         its outputs were the student's training targets
 
 A licence is read where its author wrote it: `license:` in the front matter of the README.md beside the
-weights, or the metadata of a GGUF or .apr file. Nothing is guessed: without such a line it is unknown, and
-the card says so. Two bases with different licences are no licence of one name: the card says `other`, and
-lists both.
+weights, or the metadata of a GGUF or .apr file. Nothing is guessed: without such a line the licence is
+unknown, and the card says so. Two bases with different licences have no common identifier: the card says
+`other`, and lists both.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Base:
     role: str
     """`student base` or `teacher`."""
     name: str
-    """On the Hub where its folder says so, else that of its file or folder."""
+    """Its name on the Hub if the path shows it, otherwise the name of its file or folder."""
     on_hub: bool
     licence: str | None
     licence_name: str | None
-    """Of one that the Hub has no identifier for: `license_name:` beside `license: other`."""
+    """The name of a licence without an identifier on the Hub: `license_name:` beside `license: other`."""
     why: str
     """Where the licence was read, or why there is none."""
     licence_file: Path | None
     sha256: str | None
-    """Of its tensors, as the run hashed them."""
+    """Hash of its tensors, as recorded by the run."""
 
     @property
     def words(self) -> str:
@@ -53,17 +53,17 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Licence:
-    """Of the published model."""
+    """The licence of the published model."""
 
     identifier: str
-    """As the Hub writes it."""
+    """As the Hub spells it."""
     why: str
     name: str | None = None
-    """Of one without an identifier there (`other`)."""
+    """The name of a licence without an identifier on the Hub (`other`)."""
 
 
 def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base, ...]:
-    """The models that a run of these settings started from; `hashes` are the receipt's."""
+    """The models that a run with these settings started from; `hashes` are the receipt's."""
     found = []
     student, teacher = receipt_spec.get("student") or {}, receipt_spec.get("teacher") or {}
     if student.get("path"):
@@ -75,7 +75,7 @@ def bases_of(receipt_spec: dict[str, Any], hashes: dict[str, Any]) -> tuple[Base
 
 # contract: publication-v1
 def inherited(bases: Sequence[Base], given: str | None) -> Licence:
-    """The licence of a model made from `bases`; `given` is what the publisher says instead."""
+    """The licence of a model made from `bases`; `given` is the publisher's choice, which overrides it."""
     if given is not None:
         return Licence(identifier=given, why="given by the publisher (--license)")
     if not bases:
@@ -94,8 +94,10 @@ def inherited(bases: Sequence[Base], given: str | None) -> Licence:
 
 
 def licence_files(bases: Sequence[Base], licence: Licence) -> dict[str, Base]:
-    """The texts of the licence that lie beside the bases: a name for each, and whose it is. One text is
-    `LICENSE`; where there are several, or each base has its own licence, each is named for its base's part.
+    """The licence texts that lie beside the bases: file name -> base.
+
+    A single text is called `LICENSE`. With several texts, or when each base has its own licence, each is
+    named after the role of its base.
     """
     theirs: dict[bytes, Base] = {}
     for base in bases:
@@ -126,7 +128,7 @@ def _base(role: str, path: Path, sha256: Any) -> Base:
 
 
 def _name_of(path: Path) -> tuple[str, bool]:
-    """`org/name` where the path is in a cache of the Hub, else the last part of the path."""
+    """`org/name` when the path is in a cache of the Hub, otherwise the last part of the path."""
     for part in (path, *path.parents):
         if found := _HUB_FOLDER.search(part.name):
             return f"{found[1]}/{found[2]}", True
@@ -134,7 +136,7 @@ def _name_of(path: Path) -> tuple[str, bool]:
 
 
 def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
-    """Its identifier, its name where that is `other`, and where it was read or why there is none."""
+    """Return its identifier, its name when that is `other`, and where it was read or why there is none."""
     if not path.exists():
         return None, None, "it is not where the run found it"
     if path.is_dir():
@@ -158,7 +160,7 @@ def _licence_of(path: Path) -> tuple[str | None, str | None, str]:
 
 
 def front_matter(readme: Path) -> dict[str, str]:
-    """The plain `key: text` lines between the two `---` at the head of a model card."""
+    """Return the plain `key: text` lines between the two `---` at the head of a model card."""
     try:
         with open_regular(readme, "model card") as file:
             text = file.read(_README_BYTES).decode("utf-8", "replace")

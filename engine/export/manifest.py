@@ -2,8 +2,9 @@
 
     {"schema": 1, "files": {name: {"bytes": n, "sha256": hex}}}
 
-A file that is lost, cut or changed is named. One that was added is not ours to judge: the folder is then
-neither whole nor broken, but unknown. Names that begin with a dot are those of tools (`.gitattributes`).
+A file that is missing, truncated or changed is reported by name and fails. An added file makes the verdict
+unknown, because it was not written by us. Names that begin with a dot belong to tools (`.gitattributes`) and
+are ignored.
 
 No torch.
 """
@@ -31,7 +32,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Its files; None where there is none that can be read."""
+    """Return the files of the manifest; None when there is no readable one."""
     try:
         record = read_json(folder / MANIFEST, "manifest", limits.MANIFEST)
         files = record["files"]
@@ -44,7 +45,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]] | None:
 
 
 def check_manifest(folder: Path) -> Verdict:
-    """Whether the folder holds what its manifest says."""
+    """Compare the folder with its manifest."""
     files = read_manifest(folder)
     if files is None:
         return Verdict(Level.FAIL, f"{MANIFEST} cannot be read")

@@ -1,4 +1,4 @@
-"""Which type each tensor of a converted file gets.
+"""The type that each tensor of a converted file gets.
 
     quant     matrices                                          norms, biases
     f32       F32                                               F32
@@ -6,15 +6,15 @@
     q8_0      Q8_0                                              F32
     q6_k      Q6_K                                              F32
     q4_k_m    Q4_K, with more bits where an error costs more:   F32
-              Q6_K for the head (the embedding, where it is the head too), and for v and down in the
-              first and last eighth of the layers and every third between;
+              Q6_K for the head (the embedding, if it is tied), and for v and down in the first and
+              last eighth of the layers and every third between;
               Q5_K for the other v of a model of 80 layers, which eight query heads share
 
-That is llama.cpp's mixture, so that a Q4_K_M file of llama.cpp already has these types. Where rows
-are no multiple of 256 values: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, as there.
+This is llama.cpp's mixture, so that a Q4_K_M file of llama.cpp already has these types. When the row length
+is no multiple of 256: Q5_0 for Q4_K, Q5_1 for Q5_K, Q8_0 for Q6_K, as in llama.cpp.
 
-An .apr file has Q4_K and Q6_K alone: there, rows that are no multiple of 256 stay F32, and Q5_K is
-Q6_K. Safetensors have no blocks at all. What a format has no type for is refused.
+An .apr file has only Q4_K and Q6_K. There, rows whose length is no multiple of 256 stay F32, and Q6_K
+replaces Q5_K. Safetensors have no block types. A quant that a format has no type for is refused.
 
 No torch.
 """
@@ -28,19 +28,19 @@ from engine.quant.blocks import BLOCK_TYPES, BlockType, fallback
 
 # quant -> the type of its matrices.
 QUANTS = {"q4_k_m": "Q4_K", "q6_k": "Q6_K", "q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
-# format -> the types that its files have.
+# format -> the types that its files can hold.
 TYPES_OF = {
     "safetensors": tuple(name for name, kind in BLOCK_TYPES.items() if kind.float_dtype),
     "gguf": tuple(BLOCK_TYPES),
     "apr": tuple(name for name, kind in BLOCK_TYPES.items() if kind.in_apr),
 }
-# What rows become that the blocks of a format do not fill.
+# Replacements for types that .apr does not have.
 _INSTEAD_IN_APR = {"Q5_K": "Q6_K"}
 _SHARED_V_LAYERS = 80
 
 
 def tensor_types(config: ModelConfig, quant: str, format_: str) -> dict[str, BlockType]:
-    """Our name -> type of every tensor. Raises `UsageError` for a quant that the format lacks."""
+    """Return our tensor name -> type. Raises `UsageError` for a quant that the format lacks."""
     matrix = QUANTS[quant]
     if matrix not in TYPES_OF[format_]:
         having = [name for name, kind in QUANTS.items() if kind in TYPES_OF[format_]]
@@ -79,7 +79,7 @@ def _more_bits(layer: int, layers: int) -> bool:
 
 
 def _fitting(wanted: str, row_values: int, format_: str) -> BlockType:
-    """The type for rows of a length in a format."""
+    """The type for rows of a given length in a format."""
     if format_ != "apr":
         return fallback(BLOCK_TYPES[wanted], row_values)
     kind = BLOCK_TYPES[_INSTEAD_IN_APR.get(wanted, wanted)]

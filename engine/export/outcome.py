@@ -1,4 +1,4 @@
-"""What one gate, or one way to load a model, has shown."""
+"""The result of one gate, or of one way to load a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.verdict import Level, Verdict
 class Outcome:
     id: str
     verdict: Verdict | None
-    """None where a gate does not apply."""
+    """None when a gate does not apply."""
     reason: str
     numbers: dict[str, float] = field(default_factory=dict)
 
@@ -23,7 +23,7 @@ class Outcome:
         return "n/a" if self.verdict is None else self.verdict.level.name.lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON has no NaN: such a number is its name."""
+        """Return a JSON record. JSON has no NaN or infinity, so such a number is written by name."""
         numbers = {n: x if isfinite(x) else str(x) for n, x in self.numbers.items()}
         return {"id": self.id, "level": self.level, "reason": self.reason, "numbers": numbers}
 

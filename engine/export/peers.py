@@ -1,25 +1,26 @@
-"""Other ways to load a model and ask it, each in a process of its own: `python -m engine.export.peers KIND`.
+"""Other implementations that load and run a model, each in its own process: `python -m engine.export.peers
+KIND`.
 
     engine         this engine: a Hugging Face folder, a GGUF or an .apr file
     transformers   AutoModelForCausalLM and AutoTokenizer, from the folder alone
     llama          llama.cpp, through llama-cpp-python, from a GGUF file
 
-`ask` starts such a process, and says what came of it:
+`ask` starts such a process and returns one of:
 
     Answered   tokens, text and logits
     Absent     the library is not installed, or the process took too long: nothing is known
-    Crashed    the library is there and could not load or run the model
+    Crashed    the library is installed and could not load or run the model
 
-The question goes to its stdin as one JSON value, and the answer is the last line of its stdout; logits, which
-are large, go to a .npz file that the question names. So a library that is absent, that crashes or that hangs
-is that process's business and nobody else's. All compute in fp32 on the CPU.
+The request goes to its stdin as one JSON value, and the reply is the last line of its stdout. Logits are
+large and go to a .npz file that the request names. So a library that is absent, crashes or hangs affects only
+its own process. All compute in fp32 on the CPU.
 
     texts    encoded by the peer's own tokenizer, to compare token ids
-    prompts  ids to continue greedily for `steps` tokens; no token ends a text here
-    rows     ids of whole sequences whose logits are wanted at every position; null: each prompt with its
-             continuation
+    prompts  token ids to continue greedily for `steps` tokens; no token ends a text here
+    rows     token ids of whole sequences whose logits are requested at every position; null means each
+             prompt with its continuation
 
-Exit 3 with the reason on stdout: the library is not installed.
+The process exits with 3, and the reason on stdout, when the library is not installed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import engine
 
 # Shapes: T tokens of a row, V vocabulary
 
-# kind -> its module, and the package that has it.
+# kind -> its module, and the package that provides it.
 LIBRARIES = {
     "transformers": ("transformers", "transformers"),
     "llama": ("llama_cpp", "llama-cpp-python"),
@@ -50,7 +51,7 @@ LIMIT_S = 1800.0
 _ABSENT = 3
 _TAIL = 1500
 _F32 = 0
-"""GGML_TYPE_F32: llama.cpp keeps keys and values in 16 bits unless told otherwise."""
+"""GGML_TYPE_F32: by default llama.cpp keeps the KV cache in 16 bits."""
 
 Logits: TypeAlias = NDArray[np.float32]
 Question = dict[str, Any]
@@ -61,14 +62,14 @@ Answer = dict[str, Any]
 class Answered:
     version: str
     ids: list[list[int]]
-    """Of each text, by the peer's tokenizer."""
+    """Token ids of each text, by the peer's tokenizer."""
     tokens: list[list[int]]
     """The greedy continuation of each prompt."""
     text: list[str]
-    """The same, decoded."""
+    """The continuations, decoded."""
     rows: list[list[int]]
     logits: list[Logits]
-    """Of each row, (T, V)."""
+    """Logits of each row, (T, V)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class Crashed:
 
 
 def absent(kind: str) -> Absent | None:
-    """Why peer `kind` cannot be asked here; None where its library is installed. Nothing is imported."""
+    """Say why peer `kind` cannot run here; None when its library is installed. Nothing is imported."""
     if kind not in LIBRARIES:
         return None
     module, package = LIBRARIES[kind]
@@ -102,7 +103,7 @@ def ask(
     rows: Sequence[Sequence[int]] | None,
     limit_s: float = LIMIT_S,
 ) -> Answered | Absent | Crashed:
-    """Has peer `kind` load `path`; `scratch` is a folder for its logits."""
+    """Run peer `kind` on the model at `path`; `scratch` is a folder for its logits."""
     if (why := absent(kind)) is not None:
         return why
     logits = scratch / f"{kind}-{len(list(scratch.iterdir()))}.npz"
@@ -142,7 +143,7 @@ def ask(
     return Answered(**answer, logits=found)
 
 
-# In the process of its own.
+# The functions below run in the peer's own process.
 
 
 def _engine(question: Question) -> Answer:
@@ -173,7 +174,7 @@ def _engine(question: Question) -> Answer:
 
 
 def _transformers(question: Question) -> Answer:
-    # Files on this machine and nothing else: a name that looks like one of the Hub's is not asked for.
+    # Use local files only: a name that looks like one on the Hub is not looked up there.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
         import transformers
@@ -243,7 +244,7 @@ def _llama(question: Question) -> Answer:
         model.eval(prompt)
         found: list[int] = []
         for _ in range(question["steps"]):
-            # The first of equals, as this engine takes it.
+            # The first of equal maxima, as in this engine.
             found.append(int(model.scores[model.n_tokens - 1].argmax()))
             model.eval(found[-1:])
         tokens.append(found)
@@ -259,9 +260,9 @@ def _llama(question: Question) -> Answer:
 
 
 def _plain_blocks(binding: Any) -> None:
-    """Have llama.cpp multiply blocks as the file has them, not laid out anew for this processor: it takes
-    AMX where the processor names it, and ends with a signal in a virtual machine that does not allow it.
-    """
+    """Make llama.cpp use the blocks in the file's layout instead of repacking them for this processor.
+    Repacking uses AMX when the processor reports it, and a virtual machine that does not allow AMX then kills
+    the process with a signal."""
     defaults = binding.llama_model_default_params
 
     def plain() -> Any:
@@ -276,7 +277,7 @@ def _plain_blocks(binding: Any) -> None:
 def _saved(
     question: Question, tokens: list[list[int]], logits: Callable[[list[int]], Any]
 ) -> Answer:
-    """The rows, and the logits of each in the file that the question names."""
+    """Write the logits of each row to the file that the request names, and return the rows."""
     rows = question["rows"]
     if rows is None:
         rows = [prompt + more for prompt, more in zip(question["prompts"], tokens, strict=True)]

@@ -1,18 +1,18 @@
-"""What a run can show for its student before it is published.
+"""The evidence that a run must have for its student before it is published.
 
-    completed     the log's own end, and the receipt that is written with it
-    verified      every line of the receipt that the folder can be held against (`engine.findings.receipt`)
+    completed     the end of the run in its log, and the receipt that is written with it
+    verified      every line of the receipt that can be compared with the folder (`engine.findings.receipt`)
     the student   its files have the receipt's hashes, and its tensors the hash that the run logged
-    evaluated     a held-out loss of the student, of the run or of an evaluation beside it:
+    evaluated     a held-out loss of the student, from the run or from an evaluation beside it:
 
         the run                        heldout_loss_nats of its receipt
         engine eval ppl                the JSON value of --json, kept in a file
         engine eval humaneval, mbpp    the file of results, counted again here
 
-An evaluation counts if it is of the student's own weights, by their hash, and is finished.
-What is not there is `missing`, with the command that makes it: a card may still be written, and says so.
-What contradicts is refused, and no option lets it pass: a receipt that does not fit its run, a student that
-is not the receipt's, an evaluation of other weights or one that is not finished.
+An evaluation counts if it is of the student's own weights, by their hash, and is finished. Evidence that does
+not exist is `missing`, with the command that produces it; a card can still be written, and says so.
+Contradictions are refused, and no option overrides that: a receipt that does not fit its run, a student that
+is not the receipt's, an evaluation of other weights, or an unfinished one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Metric:
     """`student`, `teacher`, `untrained`, `the other model` or `both`."""
     low: float | None = None
     high: float | None = None
-    """95 %; None where there is no interval."""
+    """Ends of the 95 % interval; None when there is no interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +61,10 @@ class Evaluation:
     """`heldout`, `ppl`, `humaneval` or `mbpp`."""
     metrics: tuple[Metric, ...]
     detail: str
-    """On how much, and with which settings."""
+    """The amount of data, and the settings."""
     data_sha256: str | None
     file: Path | None
-    """To copy beside the model; None for what is in the receipt."""
+    """File to copy beside the model; None when the metrics are in the receipt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Proof:
     run: RunFolder
     receipt: dict[str, Any] | None
     verdicts: dict[str, Verdict]
-    """Of each line of the receipt; the unknown ones are said in the card."""
+    """A verdict for each line of the receipt; the card lists the unknown ones."""
     evaluations: tuple[Evaluation, ...]
     missing: tuple[Missing, ...]
     weights_sha256: str
@@ -86,9 +86,9 @@ class Proof:
 
 # contract: publication-v1
 def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
-    """Reads everything there is; hashes the student's files and reads its tensors.
+    """Collect all evidence; hashes the student's files and reads its tensors.
 
-    Raises `BadInput` for a run without a student, and for what contradicts.
+    Raises `BadInput` for a run without a student, and for contradictions.
     """
     view = view_of(run)
     again = f"engine distill --resume {shlex.quote(str(run.path))}"
@@ -136,7 +136,7 @@ def examine(run: RunFolder, evaluation_files: Sequence[Path] = ()) -> Proof:
 
 # contract: publication-v1
 def refuse_missing(proof: Proof) -> None:
-    """Raises `BadInput` with everything that is missing, and the command that makes it."""
+    """Raise `BadInput` with everything that is missing, and the commands that produce it."""
     if not proof.missing:
         return
     listed = "".join(f"\n  {one.what}\n    make it: {one.command}" for one in proof.missing)
@@ -161,9 +161,10 @@ def _refuse_contradictions(run: RunFolder, verdicts: dict[str, Verdict]) -> None
 
 
 def _is_the_runs(run: RunFolder, receipt: dict[str, Any], view: RunView) -> Verdict:
-    """Whether the student's tensors have the hash that the run took before it saved them.
+    """Check the student's tensors against the hash that the run took before it saved them.
 
-    Those of a student that is saved in fp32, as it was trained, can be compared; rounded ones cannot.
+    This works only for a student that is saved in fp32, as it was trained; rounded tensors cannot be
+    compared.
     """
     files = receipt.get("student_files")
     if not files:
@@ -189,7 +190,7 @@ def file_sha256(path: Path) -> str:
 
 
 def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluation | None:
-    """The held-out losses: of the receipt, or of a log whose run has none."""
+    """The held-out losses from the receipt, or from the log of a run without a receipt."""
     losses = {e.subject: e.loss for e in view.evals if e.loss is not None}
     labelled = max((e.labelled for e in view.evals), default=0)
     if receipt is not None:
@@ -212,12 +213,12 @@ def heldout_of_the_run(receipt: dict[str, Any] | None, view: RunView) -> Evaluat
 
 # contract: publication-v1
 def read_evaluation(path: Path, weights: str) -> Evaluation:
-    """What `engine eval` wrote: a file of results, or the JSON value of --json."""
+    """Read the output of `engine eval`: a file of results, or the JSON value of --json."""
     raw = read_bytes(path, "evaluation", limits.EVALUATION)
     try:
         record = parse_json(raw.splitlines()[0], path, "evaluation") if raw.strip() else {}
     except BadInput:
-        record = None  # said below
+        record = None  # reported below
     if not isinstance(record, dict) or "benchmark" not in record:
         raise BadInput.expected(
             "evaluation",
@@ -270,7 +271,7 @@ def _perplexity(path: Path, record: dict[str, Any]) -> Evaluation:
 
 
 def _problems(path: Path) -> Evaluation:
-    """Counted again from the lines of a file of results."""
+    """Count the lines of a file of results again."""
     found, about = report_of_file(path)
     if not found.known or found.interval is None:
         wanted = found.problems * found.samples
@@ -298,7 +299,7 @@ def _problems(path: Path) -> Evaluation:
 
 
 def _drawn(about: dict[str, Any]) -> str:
-    """How the programs were chosen."""
+    """Describe how the programs were sampled."""
     sampling = about["settings"].get("sampling") or {}
     if "temperature" not in sampling:
         return "with settings that its file does not say"

@@ -1,18 +1,18 @@
-"""`engine publish`: a finished run, made into a folder that others can load.
+"""`engine publish`: turn a finished run into a folder that others can load.
 
-    evidence    what the run can show (`engine.export.proof`); refused here, before anything is written
+    evidence    what the run can prove (`engine.export.proof`); refused here, before anything is written
     copy        the student's files, each compared with the receipt's hash as it is copied
     convert     the .apr and the GGUF file, from the copy
-    verify      three ways to load it (`engine.export.verify`), on the very files that are shipped
-    card        README.md with what was measured and what was verified; MANIFEST.json last
-    rename      the folder appears under its name, whole
+    verify      load it in three independent ways (`engine.export.verify`), from the files that are shipped
+    card        README.md with the metrics and the verification; MANIFEST.json last
+    rename      the complete folder appears under its name
 
 Everything is written into `.NAME.publish` beside the folder, which is locked for as long as its writer lives.
-The kernel drops the lock however that ends, so what a killed one left is known to be nobody's, and begun anew;
-two at once refuse each other. The same command again on a folder that was published from the same run says so
-and changes nothing.
+The kernel releases the lock however the writer ends, so the remains of a killed one are recognised and
+replaced; two writers at once exclude each other. Repeating the command on a folder that was published from
+the same run reports that and changes nothing.
 
-The run's receipt and spec are copied as they are, with the names of folders they have.
+The run's receipt and spec are copied unchanged, including the names of folders in them.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ RECEIPT = "receipt.json"
 DATA_RECEIPT = "data_receipt.json"
 NONE = "none"
 _ROOM = 4
-"""Times the student's size: its copy, two conversions, and one in F32 to verify with."""
+"""Multiple of the student's size: its copy, two conversions, and one in F32 for verification."""
 
 Say = Callable[[str], None]
 Files = list[tuple[str, str]]
-"""Each file of the folder with what it is, for the card."""
+"""Each file of the folder with its description for the card."""
 
 
 class VerificationFailed(EngineError):
-    """A way to load the model answers otherwise: nothing is published."""
+    """A way to load the model gives other outputs; nothing is published."""
 
     exit_code = 1
 
@@ -70,7 +70,7 @@ class Wanted:
     gguf: str = "q4_k_m"
     """A quant of `engine convert`, or `none`."""
     apr: str = "as saved"
-    """The same; by itself the student's own float type."""
+    """The same; the default is the student's own float type."""
     licence: str | None = None
     base_models: tuple[str, ...] = ()
     evaluations: tuple[Path, ...] = ()
@@ -85,7 +85,7 @@ class Published:
     verification: Verification | None
     bytes: int
     was_there: bool
-    """It had been published before, from the same run, and is whole."""
+    """Whether it had been published before from the same run, and is complete."""
 
 
 def publish(
@@ -94,7 +94,8 @@ def publish(
     say: Say,
     on_tensor: Callable[[Progress], None] = lambda progress: None,
 ) -> Published:
-    """Raises `BadInput` for what contradicts or is missing, `VerificationFailed`, `DiskFull`."""
+    """Publish a run. Raises `BadInput` for contradictions and missing evidence, `VerificationFailed`,
+    `DiskFull`."""
     say("reading the evidence of the run")
     proof = examine(run, wanted.evaluations)
     if not wanted.unevaluated:
@@ -116,9 +117,8 @@ def publish(
 # contract: publication-v1
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to write to, ours alone. It becomes `folder` when all of it is on the disk, and is
-    gone when anything fails. Raises `BadInput`, `DiskFull`.
-    """
+    """Yield an empty, locked folder to write to. It becomes `folder` when all of it is on disk, and is
+    removed when anything fails. Raises `BadInput`, `DiskFull`."""
     partial = folder.with_name(f".{folder.name}.publish")
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         with partial_output(partial):
             try:
                 for path in partial.iterdir():
-                    path.unlink()  # of one that was killed
+                    path.unlink()  # left by a killed writer
                 yield partial
                 for path in partial.iterdir():
                     with open_regular(path, "file") as file:
@@ -150,7 +150,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _was_there(proof: Proof, wanted: Wanted) -> Published:
-    """The folder exists: it is of this run and whole, or it is refused."""
+    """Accept an existing folder if it was published from this run and is complete; otherwise refuse."""
 
     def refused(expected: str, found: str, hint: str) -> BadInput:
         return BadInput.expected("publish", wanted.folder, expected, found, hint=hint)
@@ -238,7 +238,7 @@ def _write(
 
 
 def _copy_student(proof: Proof, partial: Path) -> Files:
-    """Every file of the student, byte for byte; a copy that differs is refused."""
+    """Copy every file of the student byte for byte, and refuse a copy that differs from the receipt."""
     said = {"config.json": "shape of the model", "tokenizer.json": "tokenizer"}
     hashes = (proof.receipt or {}).get("student_files") or {}
     files = []
@@ -254,7 +254,7 @@ def _copy_student(proof: Proof, partial: Path) -> Files:
 
 
 def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None]:
-    """Receipts, spec and evaluations; returns the file of each evaluation."""
+    """Copy receipts, spec and evaluations; return the file of each evaluation."""
     for path, name, what in (
         (proof.run.receipt, RECEIPT, "what the run really did"),
         (proof.run.spec, "spec.toml", "what was asked for"),
@@ -282,7 +282,7 @@ def _copy_evidence(proof: Proof, partial: Path, files: Files) -> list[str | None
 
 
 def _words(made: Converted) -> str:
-    """The types of its tensors, and why a file may have none of the type that it is named for."""
+    """Describe the types of its tensors, and say why a file may have none of the type that it is named after."""
     types = ", ".join(f"{count} {kind}" for kind, count in made.tensors.items())
     text = f"{types}; {made.bits_per_weight:.2f} bits a weight"
     matrix = QUANTS[made.quant]
@@ -290,7 +290,7 @@ def _words(made: Converted) -> str:
 
 
 def _verified(partial: Path, files: Files, say: Say) -> Verification:
-    # So that the first way has something to hold the files against.
+    # The first way compares the files with the manifest.
     write_manifest(partial)
     found = verify(partial, say)
     if found.verdict.level == Level.FAIL:

@@ -1,22 +1,24 @@
-"""Whether a published folder can be loaded and gives the same answers, by three independent ways.
+"""Verify that a published folder can be loaded and gives the same outputs in three independent
+implementations.
 
     files          every file has the size and hash of MANIFEST.json
-    engine         this engine on the safetensors: the reference; with and without a cache the same tokens
-    apr            our reader finds in the .apr file the very values of the safetensors, bit for bit
-    gguf           this engine on the GGUF: within the noise of its block type of the reference
-    transformers   the folder through AutoModel and AutoTokenizer: the same token ids, greedy tokens, text and logits
-    llama float    llama.cpp on the same weights in F32, in a file made for this alone: the same
-    llama gguf     llama.cpp on the GGUF that is shipped: within the noise of its block type
+    engine         this engine on the safetensors: the reference; same tokens with and without a KV cache
+    apr            our reader finds exactly the values of the safetensors in the .apr file, bit for bit
+    gguf           this engine on the GGUF: within its block type's noise of the reference
+    transformers   the folder through AutoModel and AutoTokenizer: same token ids, greedy tokens, text and logits
+    llama float    llama.cpp on the same weights in F32, in a temporary file: the same
+    llama gguf     llama.cpp on the shipped GGUF: within its block type's noise of this engine on it
 
-Greedy tokens are compared for 50 steps after each of some prompts, or as many as the model has positions.
-Where two ways first differ although both tokens are equally good, to rounding, the answer is unknown and not
-a failure. Logits are compared at every position of those texts, in fp32: the largest difference against the
-root mean square of all.
+Greedy tokens are compared for 50 steps after each of some prompts, or for as many as the model has positions.
+When two ways first differ at a token where both choices are equally good up to rounding, the result is
+unknown and not a failure. Logits are compared at every position of those texts, in fp32: the largest
+difference relative to the root mean square of all.
 
-The noise of a block type is the published KL of it (`engine.quant.blocks`). llama.cpp rounds activations to 8
-bits too, so even the same blocks give it other logits.
+The noise of a block type is its published KL (`engine.quant.blocks`). llama.cpp also rounds activations to 8
+bits, so even the same blocks give it other logits.
 
-A way that is not installed is unknown; each runs in a process of its own.
+A way that is not installed is unknown. This engine, transformers and llama.cpp each run in a process of their
+own.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Verification:
     steps: int
     prompt: str
     text: str
-    """What the model goes on with after `prompt`, to read."""
+    """The model's continuation of `prompt`, for people to read."""
 
     @property
     def verdict(self) -> Verdict:
@@ -74,7 +76,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What every way is asked."""
+    """The request that every way gets."""
 
     prompts: list[list[int]]
     steps: int
@@ -100,9 +102,9 @@ class _Asked:
 
 
 def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Verification:
-    """Every way there is, one after the other; `say` is told what begins.
+    """Try every way, one after the other; `say` is called with what begins.
 
-    Raises `BadInput` for a folder that is no model, before anything is asked.
+    Raises `BadInput` for a folder that is no model, before anything runs.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -122,7 +124,7 @@ def verify(folder: Path, say: Callable[[str], None] = lambda text: None) -> Veri
         say("this engine, on the safetensors")
         reference = asked.of("engine", folder, None)
         outcomes.append(_reference(reference, asked))
-        # Without an answer of the reference nothing else can be asked.
+        # Without the reference's outputs nothing else can be compared.
         if isinstance(reference, Answered):
             outcomes += _others(folder, asked, reference, say)
     return Verification(
@@ -156,13 +158,13 @@ def _files(folder: Path) -> Outcome:
 
 
 def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:
-    """The engine's own: finite logits, and a cache that changes no token."""
+    """Check the engine's own outputs: finite logits, and a KV cache that changes no token."""
     if not isinstance(answer, Answered):
         return answered("engine", Level.FAIL, answer.reason)
     for prompt, tokens, logits_TV in zip(asked.prompts, answer.tokens, answer.logits, strict=True):
         if not np.isfinite(logits_TV).all():
             return answered("engine", Level.FAIL, "logits that are not finite")
-        # What each position of the continuation is followed by, without a cache.
+        # The token that follows each position of the continuation, computed without a cache.
         whole = logits_TV[len(prompt) - 1 : -1].argmax(-1).tolist()
         at = first_difference(prompt, tokens, whole, logits_TV)
         if at is not None and not at.tie:
@@ -175,7 +177,7 @@ def _reference(answer: Answered | Absent | Crashed, asked: _Asked) -> Outcome:
 def _llama_float(folder: Path, asked: _Asked, reference: Answered) -> Outcome:
     path = asked.scratch / "float.gguf"
     if (why := absent("llama")) is not None:
-        # Before a file in F32 is made for nothing.
+        # Check this before an F32 file is made for nothing.
         return as_float("llama float", why, reference)
     try:
         convert(folder, path, "f32")
@@ -187,11 +189,11 @@ def _llama_float(folder: Path, asked: _Asked, reference: Answered) -> Outcome:
 
 
 def _gguf(path: Path, asked: _Asked, reference: Answered) -> Iterator[Outcome]:
-    """The file that is shipped, in this engine and in llama.cpp."""
+    """Check the shipped file in this engine and in llama.cpp."""
     with open_weights(path) as weights:
         number = weights.metadata.get("general.file_type")
     quant = next((name for name, one in FILE_TYPES.items() if one == number), None)
-    # A float type rounds less than any block.
+    # A float type rounds less than any block type.
     floor = NOISE_FLOORS.get(quant or "", NOISE_FLOORS["q8_0"])
     ours = asked.of("engine", path, reference.rows, steps=1)
     yield within(f"gguf {path.name}", ours, reference, floor.kl, "the safetensors")

@@ -1,15 +1,15 @@
-"""The gates between the phases of a distillation: what has to hold before the next one is paid for.
+"""The gates between the phases of a distillation: conditions to meet before the next phase is worth its cost.
 
     smoke     on one batch that can be learnt, the loss at the end is below that at the start
-    teacher   a quantized teacher answers as its reference does, within the noise of its type
-    cache     what teacher.cache holds is what the teacher says
+    teacher   a quantized teacher's outputs agree with its reference's, within the noise of its type
+    cache     the outputs stored in teacher.cache are those that the teacher computes
     heldout   the finished student's held-out loss reaches its target
     eval      the lower end of the interval of pass@1 reaches its threshold
 
-`smoke`, `teacher` and `cache` are measured here and now; `heldout` and `eval` are read from a finished run
-and its evaluations. A gate that has nothing to judge does not apply, with the reason. One that was not
+`smoke`, `teacher` and `cache` are measured when the gate runs; `heldout` and `eval` are read from a finished
+run and its evaluations. A gate with nothing to judge does not apply, with the reason. A gate that was not
 measured is unknown and never passed.
 """
 
 IDS = ("smoke", "teacher", "cache", "heldout", "eval")
-"""In the order in which they are asked."""
+"""In the order in which they run."""

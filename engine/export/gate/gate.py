@@ -1,6 +1,5 @@
-"""What is judged: a spec, or a finished run with the spec it had; and what several
-gates need of it, read once: its rows, its teacher as the run uses it, the device they are on.
-"""
+"""The subject of the gates: a spec, or a finished run with its spec. It also loads what several gates need,
+once: the rows, the teacher as the run uses it, and the device they are on."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def does_not_apply(id_: str, reason: str) -> Outcome:
 
 # contract: phase-gates-v1
 def verdict_of(gates: Iterable[Outcome]) -> Verdict:
-    """The lowest of those that apply; unknown where none does."""
+    """The lowest verdict of the gates that apply; unknown when none does."""
     return lowest(gate.verdict for gate in gates if gate.verdict is not None)
 
 
@@ -65,7 +64,7 @@ class Subject:
 
     @cached_property
     def precision(self) -> str:
-        """Of the student's matmuls."""
+        """The precision of the student's matmuls."""
         return choose_precision(
             "student.precision", self.spec.student.precision, self.device.type
         ).choice
@@ -80,7 +79,8 @@ class Subject:
 
     @cached_property
     def teacher_backend(self) -> str:
-        """What the run chose; of a spec, what a run here would choose by the size of the weights."""
+        """The backend that the run chose; for a spec, the one that a run here would choose by the size of the
+        weights."""
         for decision in () if self.view is None else self.view.decisions:
             if decision.knob == "teacher.backend" and decision.choice != "cached":
                 return decision.choice
@@ -127,7 +127,7 @@ class Subject:
 
     @cached_property
     def teacher(self) -> BuiltTeacher:
-        """As the run uses it, cut to the student's vocabulary."""
+        """The teacher as the run uses it, cut to the student's vocabulary."""
         return self.teacher_of(self.teacher_backend, self.teacher_precision)
 
     def teacher_of(self, backend: str, precision: str) -> BuiltTeacher:

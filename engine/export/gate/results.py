@@ -4,9 +4,9 @@
               (loss(untrained) - loss(student)) / (loss(untrained) - loss(teacher)) >= gate.heldout_share
     eval      the lower end of Wilson's 95 % interval of pass@1 >= gate.pass_at_1
 
-The held-out losses are those that the run logged on the same rows: of the student after its last step, of
-the same student before its first, of the teacher. A run that did not complete has none of the first kind.
-An evaluation counts if it is of the run's own weights and every program of it was judged.
+The held-out losses are those that the run logged on the same rows: of the student after its last step, of the
+same student before its first step, and of the teacher. A run that did not complete has no loss of the first
+kind. An evaluation counts if it is of the run's own weights and every program of it was judged.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""All gates of one subject, one after the other. What keeps one from being measured makes it unknown, and
-the others are asked all the same."""
+"""Run all gates of one subject, one after the other. A BadInput or NoAnswer in one gate makes it unknown, and
+the others still run."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
-"""Smoke: the run's own student, teacher, loss and optimizer on one batch again and again.
+"""Smoke gate: the run's own student, teacher, loss and optimizer, trained repeatedly on one batch.
 
-    final loss < initial loss        after gate.smoke_steps steps, the last one not yet taken
+    final loss < initial loss        over gate.smoke_steps steps; the final loss is taken before the last update
 
-The batch is the run's first, so what is seen is not luck of the rows: every step has the same ones, and
-whatever the model learns of them is seen in the loss. That it can be learnt is measured before, on the
-labels: a model that answers the same context with the same distribution cannot have less cross entropy than
+The batch is the run's first. Every step has the same rows, so the result is not luck of the rows: whatever
+the model learns of them shows in the loss. Whether the batch can be learnt is computed first, from the
+labels: a model that gives the same distribution for the same context cannot have a lower cross entropy than
 
-    H = mean over labels of -log (share of this label among the labels of its context)
+    H = mean over labels of -log (fraction of this label among the labels of its context)
 
 A batch of equal inputs with different labels has H = ln(rows), and its loss says nothing about a training
-step; it is refused as unknown. The context of a token is its document's tokens in the row, up to it.
+step; its result is unknown. The context of a token consists of its document's tokens in the row, up to and
+including it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from engine.verdict import Level
 
 ID = "smoke"
 LEARNABLE = 0.5
-"""H may be at most this share of the first cross entropy."""
+"""Largest allowed H, as a fraction of the first cross entropy."""
 
 
 class OneBatch(Batches):
-    """The first batch of a run, whatever is asked for."""
+    """Returns the first batch of a run for every request."""
 
     def __init__(self, batches: Batches) -> None:
         self._all = batches
@@ -50,7 +51,7 @@ class OneBatch(Batches):
 
 # contract: phase-gates-v1
 def smoke(subject: Subject) -> Outcome:
-    """Trains for some steps; nothing is written."""
+    """Train for some steps; nothing is written."""
     spec, steps = subject.spec, subject.spec.gate.smoke_steps
     batches = OneBatch(subject.rows.batches)
     batch = batches.take(0, spec.train.rows)
@@ -104,7 +105,7 @@ def smoke(subject: Subject) -> Outcome:
 
 # contract: phase-gates-v1
 def least_cross_entropy(batch: Batch) -> float | None:
-    """H of the labels, in nats a label; None without one."""
+    """Return H of the labels, in nats per label; None without labels."""
     labels: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for tokens_T, documents_T, labels_T in zip(
         batch.tokens_BT, batch.documents_BT, batch.labels_BT, strict=True
@@ -127,7 +128,7 @@ def least_cross_entropy(batch: Batch) -> float | None:
 
 
 def _digest(tokens: Int64Array) -> tuple[int, ...]:
-    # A hash of the bytes: contexts of one length that differ are told apart but for 2^-64.
+    # A hash of the bytes: two different contexts of one length collide with probability 2^-64.
     return (len(tokens), hash(tokens.tobytes()))
 
 

@@ -1,22 +1,23 @@
-"""Whether the teacher says what it should: against the model it stands for, and against what is stored of it.
+"""Gates on the teacher's outputs: against its reference model, and against its stored outputs.
 
-Teacher parity: a teacher whose matmuls are not exact, against the model it stands for.
+Teacher parity compares a teacher whose matmuls are not exact with its reference.
 
     KL(reference || teacher)  <=  the published noise of 4-bit weights, or gate.teacher_kl
 
-as a mean over labelled tokens of held-out rows, at temperature 1, over the student's vocabulary. The reference is
-the model in gate.teacher_reference, the one that the blocks were made from; without it, the values that the
-blocks stand for, in fp32: then the arithmetic is judged and not the quantization. A teacher of dense weights
-in a float type has nothing that could be compared.
+It is a mean over labelled tokens of held-out rows, at temperature 1, over the student's vocabulary. The
+reference is the model in gate.teacher_reference, from which the blocks were quantised. Without that setting
+it is the dequantised blocks in fp32; then the gate judges the arithmetic and not the quantization. For a
+dense teacher in a float type there is nothing to compare.
 
-Cache fidelity: what teacher.cache holds of a row, against what the teacher says of it now.
+Cache fidelity compares the outputs of a row in teacher.cache with what the teacher computes now.
 
-    cosine(stored, online)  >=  0.999        for each token; the least one counts
+    cosine(stored, online)  >=  0.999        for each token; the smallest one counts
 
-of hidden states where those are stored, else of the probabilities: of each id that either side kept, and of
-the tail as one. Draws are drawn again with their own random numbers, so they are equal or nearly so. The
-rows are spread evenly over those of the run; the teacher is the one the store was made with, in its
-arithmetic, and one with other weights fails by its hash before it is asked.
+The cosine is of hidden states if those are stored, otherwise of the probabilities: one component for each
+token that either side kept, and one for the rest. Sampled targets are drawn again with their own random
+numbers, so they are equal or nearly so. The rows are spread evenly over those of the run. The teacher runs
+with the backend and precision that the store was made with; one with other weights fails by its hash before
+it runs.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.verdict import Level
 
-# Shapes: B rows, T tokens, N labelled tokens (of the cache: all of a row), K stored tokens of a position,
-# V vocabulary, E width
+# Shapes: B rows, T tokens, N labelled tokens (of the cache: all of a row), K stored tokens of a position, V
+# vocabulary, E width
 
 TEACHER, CACHE = "teacher", "cache"
 ROWS = 8
@@ -174,7 +175,7 @@ def _held(batch: Batch, store: Store) -> bool:
 def _cosines(
     stored: CachedTeacher, built: BuiltTeacher, batch: Batch, device: torch.device
 ) -> Tensor:
-    """Of each token (N,)."""
+    """Cosine of each token (N,)."""
     tokens_BT, documents_BT, _ = batch.to_torch(device)
     hidden_NE = built.teacher.hidden(tokens_BT, documents_BT).flatten(0, 1)
     if stored.gives_hidden:
@@ -190,7 +191,7 @@ def _cosines(
 
 
 def _spread(outputs: SparseTargets, vocabulary: int) -> Tensor:
-    """Probabilities over the vocabulary, with the rest of them in one more column (N, V + 1)."""
+    """Probabilities over the vocabulary, with one more column for the rest (N, V + 1)."""
     ids_NK = outputs.ids_NK.long()
     if outputs.log_probs_NK is None:
         p_NK = torch.full(
