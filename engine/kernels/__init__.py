@@ -1,1 +1,3 @@
-"""Triton kernels. The only package that imports triton; each file has a slow oracle it must equal."""
+"""Triton kernels. This is the only package that imports triton; each file has a slow reference that
+its output must equal.
+"""

@@ -1,20 +1,21 @@
-"""AdamW and the norm of all gradients, each in one pass over memory, for tensors wherever they lie.
+"""AdamW and the global gradient norm, each in one pass over memory, for any list of tensors.
 
     squares(tensors)                  sum of all squares, float64, 0-d
     update(weights, grads, ...)       one step of AdamW, weights and moments in place
 
-A model is some hundred tensors. One launch does them all: the addresses are in a table on the
-device, and each program is given its tensor and where in it to begin. A step of AdamW reads weight,
-gradient and both moments and writes all but the gradient: 28 bytes a weight, and 4 for the norm before it.
+A model has a few hundred tensors. One launch processes them all: a table on the device holds their
+addresses, and each program looks up its tensor and its offset there. A step of AdamW reads weight,
+gradient and both moments and writes all but the gradient: 28 bytes per weight, plus 4 for the norm
+before it.
 
 With t steps taken, this one included, and g = gradient / divisor:
 
     p <- p (1 - lr decay)        m <- m + (1 - b1) (g - m)        v <- b2 v + (1 - b2) g^2
     p <- p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-`torch.optim.AdamW` is the oracle; the order of roundings is its own. b^t is made in double: in fp32,
-1 - b^t of the first steps would keep three digits. Counts are 0-d tensors on the device, as torch has
-them: a step that is skipped leaves them too, and no host has to know.
+`torch.optim.AdamW` is the reference; roundings happen in another order here. b^t is computed in
+fp64: in fp32, 1 - b^t of the first steps would keep only three digits. Step counts are 0-d tensors
+on the device, as in torch: a skipped step leaves them unchanged without the host knowing.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ from engine.kernels.registry import compiled_as, launch
 # Shapes: S tensors, P programs
 
 BLOCK, WARPS = 2048, 4
-"""Numbers of a program, all of which it has in registers at once. On an H200 an update of 494M weights takes
-3.4 ms so, and 3.9 where a program has four such parts in turn."""
+"""Elements per program, all held in registers at once. On an H200 an update of 494M weights then
+takes 3.4 ms, against 3.9 ms if a program processes four such parts in turn.
+"""
 _ALIGNED = 16
 
 
 @triton.jit
 def _at(table_ptr, field: tl.constexpr, tensors, tensor, begin):
-    """Where a program's part of a tensor begins; tensors are aligned, and so are their parts."""
+    """Return a pointer to a program's part of a tensor. Tensors are aligned, and so are their
+    parts.
+    """
     address = tl.load(table_ptr + field * tensors + tensor)
     return tl.multiple_of((address + begin * 4).to(tl.pointer_type(tl.float32)), 16)
 
@@ -71,7 +75,7 @@ def _squares(
 
 @triton.jit
 def _power(base, exponent):
-    """base^exponent in double, (1), for whole exponents below 2^25."""
+    """Return base^exponent in fp64, shape (1), for integer exponents below 2^25."""
     power = tl.zeros([1], tl.float64) + base
     found = tl.full([1], 1.0, tl.float64)
     for _ in range(25):
@@ -175,11 +179,13 @@ UPDATE = compiled_as(
     BLOCK=BLOCK,
 )
 VARIANTS = (SQUARES, COUNT, UPDATE)
-"""What a run launches."""
+"""The kernels that a run launches."""
 
 
 class Parts:
-    """How programs share out tensors of these sizes. Kept from step to step: sizes do not change."""
+    """The assignment of programs to tensors of these sizes. It is cached, because sizes do not
+    change between steps.
+    """
 
     def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
         self.sizes = torch.tensor(sizes, device=device)
@@ -199,7 +205,9 @@ def parts_of(sizes: tuple[int, ...], device: torch.device) -> Parts:
 
 
 def squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all numbers, float64, 0-d; partial sums are fp32. Waits for nothing."""
+    """Return the sum of the squares of all elements, float64, 0-d; partial sums are fp32. Does not
+    synchronise.
+    """
     device, sizes = tensors[0].device, tuple(x.numel() for x in tensors)
     parts = parts_of(sizes, device)
     sums_P = torch.empty(parts.programs, device=device)
@@ -225,9 +233,10 @@ def update(
     eps: float,
     decay: float,
 ) -> None:
-    """One step of AdamW with gradients / `divisor`; nothing at all where `skip` is 1. Both are fp32,
-    0-d and on the device. All tensors are fp32, contiguous and aligned to 16 bytes; InternalError for
-    others. Waits for nothing.
+    """Run one step of AdamW with gradients / `divisor`, or do nothing if `skip` is 1.
+
+    `divisor` and `skip` are fp32, 0-d and on the device. All tensors must be fp32, contiguous and
+    aligned to 16 bytes; raises InternalError otherwise. Does not synchronise.
     """
     device, sizes = weights[0].device, tuple(x.numel() for x in weights)
     parts = parts_of(sizes, device)
@@ -243,7 +252,7 @@ def update(
 
 
 def _table(rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-    """The addresses of all tensors, on the device once the stream gets there."""
+    """Return the addresses of all tensors, copied to the device in stream order."""
     addresses = []
     for tensors in rows:
         for x in tensors:
@@ -255,5 +264,5 @@ def _table(rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
                 )
             addresses.append(address)
     table = torch.tensor(addresses)
-    # Only a copy from pinned memory does not wait; torch keeps the pinned block until it is done.
+    # Only a copy from pinned memory is asynchronous; torch keeps the pinned block until it is done.
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

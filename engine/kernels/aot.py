@@ -1,13 +1,13 @@
-"""Compiles every kernel for every GPU it is meant for, ahead of time and without one.
+"""Compiles every kernel for every supported GPU ahead of time, without needing a GPU.
 
     python -m engine.kernels.aot            refreshes evidence/kernels/aot.json
     python -m engine.kernels.aot --check    compares with it instead; exit code 1 if worse
 
-What is kept of each body is what a change of source or compiler makes worse unnoticed: registers of
-a thread, bytes of its stack (registers that did not fit, spilled to memory) and shared memory of a
-program. A regression here is a slow kernel on a GPU that nobody has at hand.
+The file keeps, for each compiled kernel, the figures that a change of source or compiler could
+worsen unnoticed: registers per thread, stack bytes per thread (registers spilled to memory) and
+shared memory per program. A regression here is a slow kernel on a GPU that nobody has at hand.
 
-Figures belong to one version of Triton and are compared only with figures of the same.
+Figures are compared only with figures of the same Triton version.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ FUSED_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 SHAPES = ((512, 3584), (18944, 3584))
 """Rows and columns of the narrowest and the widest matrix of a layer of Qwen2.5-7B."""
 ROW_COUNTS = (1, 8, 64)
-"""Rows of activations: one, the most that become integers, the most that fused kernels take."""
+"""Rows of activations: one, the most for the integer kernels, and the most for any fused kernel."""
 LOSS_IDS = 151936
 MARGIN_REGISTERS = 8
-"""How many more registers are no regression: a GPU hands them out in eights."""
+"""An increase up to this many registers is no regression, because a GPU allocates them in units of
+eight.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,13 @@ class AotFigure:
     variant: str
     arch: int
     registers: int
-    """Of a thread; 255 at most."""
+    """Per thread; at most 255."""
     stack_bytes: int
-    """Of a thread, in memory: what did not fit into registers, or has to have an address."""
+    """Per thread, in memory: spilled registers and variables that need an address."""
     shared_bytes: int
-    """Of a program."""
+    """Per program."""
     seconds: float
-    """Of compilation."""
+    """Compile time."""
 
     @property
     def kept(self) -> list[int]:
@@ -73,8 +75,10 @@ class AotFigure:
 
 
 def all_variants(arch: int) -> tuple[Variant, ...]:
-    """What runs launch on `arch`: every kernel that dequantises, and the fused ones for matrices of
-    SHAPES and ROW_COUNTS in bf16; biased, and in the other dtypes, for one row."""
+    """Return what runs launch on `arch`: every dequantisation kernel, and the fused kernels for
+    matrices of SHAPES and ROW_COUNTS in bf16; with a bias, and in the other dtypes, for one row
+    only.
+    """
     plain = [Matrix(BLOCK_TYPES[name], *shape) for name in FUSED_TYPES for shape in SHAPES]
     biased = [replace(matrix, bias=torch.bfloat16) for matrix in plain]
     found = (
@@ -92,7 +96,9 @@ def all_variants(arch: int) -> tuple[Variant, ...]:
 
 
 def _generation_variants(arch: int) -> tuple[Variant, ...]:
-    """The matmuls of a step of Qwen2.5-7B as Q4_K_M: q, k, v together, and gate and up."""
+    """Return the matmuls of a decode step of Qwen2.5-7B as Q4_K_M: q, k, v together, and gate and
+    up.
+    """
     found = []
     for names, rows in ((("Q4_K", "Q4_K", "Q6_K"), 4608), (("Q4_K", "Q4_K"), 37888)):
         types = [BLOCK_TYPES[name] for name in names]
@@ -103,7 +109,7 @@ def _generation_variants(arch: int) -> tuple[Variant, ...]:
 
 
 def _loss_variants() -> tuple[Variant, ...]:
-    """The fused loss of Qwen2.5's 151936 ids, with and without a teacher."""
+    """Return the fused loss kernels for Qwen2.5's vocabulary of 151936, with and without a teacher."""
     bf16 = [torch.bfloat16]
     return (
         *kd_loss.variants(LOSS_IDS, bf16, teacher=False),
@@ -116,14 +122,14 @@ def _loss_variants() -> tuple[Variant, ...]:
 
 
 def compile_all() -> list[AotFigure]:
-    """The figures of every variant for every architecture, in their order."""
+    """Return the figures of every variant for every architecture, in order."""
     tasks = [(variant, arch) for arch in ARCHITECTURES for variant in all_variants(arch)]
     with ThreadPoolExecutor(4) as pool:
         return list(pool.map(lambda task: figure(*task), tasks))
 
 
 def figure(variant: Variant, arch: int) -> AotFigure:
-    """Compiles a variant and reads its figures; InternalError where it does not compile."""
+    """Compile a variant and read its figures. Raises InternalError if it does not compile."""
     begun = time.perf_counter()
     try:
         body, _ = compile_for(variant, arch)
@@ -151,7 +157,7 @@ def figure(variant: Variant, arch: int) -> AotFigure:
 
 
 def regressions(figures: Iterable[AotFigure], kept: dict[str, dict[str, list[int]]]) -> list[str]:
-    """What is worse than `kept`, or is not in it; a line each."""
+    """Return one line for each figure that is worse than in `kept`, or missing there."""
     out = []
     for now in figures:
         before = kept.get(now.variant, {}).get(f"sm_{now.arch}")
@@ -170,7 +176,7 @@ def regressions(figures: Iterable[AotFigure], kept: dict[str, dict[str, list[int
 
 
 def read_kept() -> tuple[str, dict[str, dict[str, list[int]]]]:
-    """The version of Triton that the kept figures belong to, and the figures."""
+    """Return the Triton version of the kept figures, and the figures."""
     document = json.loads(KEPT.read_text())
     return document["triton"], document["figures"]
 
@@ -179,7 +185,7 @@ def write_kept(figures: list[AotFigure]) -> None:
     by_variant: dict[str, dict[str, list[int]]] = {}
     for now in figures:
         by_variant.setdefault(now.variant, {})[f"sm_{now.arch}"] = now.kept
-    # One line a variant, so that a change of one kernel is a change of its lines.
+    # One line per variant, so that a diff shows which kernels changed.
     lines = ",\n".join(
         f"  {json.dumps(variant)}: {json.dumps(rows)}" for variant, rows in by_variant.items()
     )

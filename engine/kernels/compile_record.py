@@ -1,9 +1,9 @@
-"""What the run log learns of a compilation, whoever compiled: Triton for us, or Inductor.
+"""What the run log records about a compilation, by Triton or by Inductor.
 
-    CompileRecord   one compilation: what, how long, from disk or not, before or after warm-up
+    CompileRecord   one compilation: kernel, duration, disk cache hit, before or after warm-up
     KernelCounts    one kernel in a summary
 
-A compilation after warm-up says what it was not warmed for:
+For a compilation after warm-up, the record names the difference from what was warmed:
 
     compiled after warm-up in 310 ms: small_m_product(...)[BLOCK_M=64, ...] 4 warps, 3 stages, sm_90
       differs from a warmed one in BLOCK_M (64, not 128)
@@ -17,27 +17,28 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRecord:
-    """One miss in memory: something was compiled, or fetched from a cache on disk."""
+    """One miss in the in-memory cache: a kernel was compiled, or loaded from a cache on disk."""
 
     source: Literal["triton", "inductor"]
     kernel: str
-    """Name of the kernel, or of the Python function that torch.compile took."""
+    """Name of the kernel, or of the Python function that torch.compile compiled."""
     key: str
-    """All that the body was compiled for, as text."""
+    """Everything that the kernel was compiled for, as text."""
     digest: str
-    """The key in 16 hex digits; for torch.compile its own name of the compilation: `0/1`."""
+    """The key as 16 hex digits; for torch.compile its own compilation id, such as `0/1`."""
     seconds: float
     disk_hit: bool | None
-    """Whether the body came out of a cache on disk; None where its compiler did not say."""
+    """Whether it came from a cache on disk; None if the compiler did not report it."""
     after_warm_up: bool
     differs: tuple[tuple[str, str, str], ...] = ()
-    """Of a compilation after warm-up: how it differs from the most similar one that was warmed, each
-    as (field, value, warmed value)."""
+    """For a compilation after warm-up, the differences from the most similar warmed one, each as
+    (field, value, warmed value).
+    """
     reason: str | None = None
-    """Why it was not there already, where that is no difference from a warmed one."""
+    """Why it was not warmed, if not because of such a difference."""
 
     def lines(self) -> list[str]:
-        """The record as every surface prints it."""
+        """Return the record as text, as every user interface prints it."""
         when = " after warm-up" if self.after_warm_up else ""
         what = "loaded from disk" if self.disk_hit else "compiled"
         out = [f"{what}{when} in {self.seconds * 1e3:.0f} ms: {self.key}"]
@@ -51,16 +52,16 @@ class CompileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCounts:
-    """One kernel in a process, all its variants on all devices together."""
+    """One kernel in a process, summed over all its variants and devices."""
 
     kernel: str
     hits: int
-    """Launches of a body that was there."""
+    """Launches of a kernel that was already compiled."""
     misses: int
-    """Bodies that were not, launched or warmed."""
+    """Variants that were not, whether launched or warmed."""
     disk_hits: int
-    """Misses that the cache on disk served."""
+    """Misses served from the cache on disk."""
     after_warm_up: int
     """Misses after warm-up."""
     seconds: float
-    """Spent on misses."""
+    """Time spent on misses."""

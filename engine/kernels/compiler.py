@@ -1,35 +1,36 @@
-"""From a `Variant` to machine code, through Triton and its cache on disk, and every body held to the key it
-was asked for under. Needs no GPU.
+"""Compiles a `Variant` to machine code through Triton and its cache on disk, and verifies that
+every compiled kernel matches the key it was requested under. Needs no GPU. The code calls a
+compiled kernel a body.
 
-Triton keeps a body in a folder named by its own hash. Two things are added to that here, both so that a
-body can be held to its key:
+Triton keeps a body in a folder named by Triton's own hash. Two things are added here, so that a
+body can be verified against our key:
 
-- the compiled function is named by the digest of our key, and the name goes into Triton's hash too.
-  So a folder belongs to one key, and the machine code says which;
-- the first stage of a compilation can be run alone: some milliseconds from the kernel's source to
-  the text in which its constants stand as numbers. Triton has no public way to that: `ir` is private
-  to it, and is used here alone.
+- the compiled function is named by the digest of our key, and the name is part of Triton's hash too.
+  So a folder belongs to one key, and the machine code contains that name;
+- the first stage of a compilation (TTIR) can be run alone: it takes some milliseconds from the
+  kernel's source to text in which its constants are literal numbers. Triton has no public function
+  for this: `ir` is private to it, and is used only here.
 
-A cache finds bodies by key. If a body compiled with epsilon 1e-5 lies under the key of 1e-6, every
-lookup, count and warm-up is right and every result is wrong. So a body that comes from disk is not
-believed but examined, in ways of which one suffices to refuse it:
+A cache finds bodies by key. If a body compiled with epsilon 1e-5 is stored under the key of 1e-6,
+every lookup, count and warm-up looks right and every result is wrong. So a body from disk is
+verified first, by four checks, each of which can refuse it:
 
-    its manifest      the file `manifest-1.json` that was laid beside it: the whole key, and a hash of
-                      every file. Names the fields that differ
+    its manifest      the file `manifest-1.json` beside it: the whole key, and a hash of every file.
+                      A mismatch names the fields that differ
     its metadata      the name, target, warps and arithmetic that Triton compiled it for
     its machine code  must define the function that is named by the digest of the key
-    its first stage   the text in which the constants are numbers must equal the one that the kernel's
-                      source gives now, whatever anybody wrote about the body
+    its first stage   the text with literal constants must equal the one that the kernel's source
+                      gives now, whatever the manifest says
 
-The first three take 2 ms. The last takes the front end of the compiler, 15 to 100 ms, and says
-nothing more about a body that the same code of ours has examined so before: the manifest names that
-code by a hash. Bodies left by any other version of it are examined in full.
+The first three take 2 ms. The last one runs the compiler's front end, 15 to 100 ms. It is skipped
+if this version of our code has already made it for this body: the manifest contains a hash of that
+code. Bodies written by any other version are verified completely.
 
-A body that fails is neither used nor silently replaced: that something writes wrong bodies is worth
-knowing. A body without manifest belongs to a process that was killed while compiling it; it is
-compiled again, and counted as compiled.
+A body that fails is neither used nor silently replaced, because a source of wrong bodies is worth
+knowing about. A body without a manifest belongs to a process that was killed while compiling it; it
+is compiled again, and counted as compiled.
 
-Not covered: machine code that was altered together with the hash of it in the manifest.
+Not covered: machine code that was altered together with its hash in the manifest.
 """
 
 from __future__ import annotations
@@ -59,16 +60,20 @@ from engine.parsing import PARSING
 ALIGNMENT_BYTES = 16
 WARP_THREADS = 32
 ARCHITECTURES = (80, 89, 90, 100, 120, 121)
-"""Compute capabilities that every kernel compiles for: A100, L4 and 4090, H100 and H200, B200, 5090,
-GB10."""
+"""Compute capabilities that every kernel compiles for: A100, L4 and 4090, H100 and H200, B200,
+5090, GB10.
+"""
 MANIFEST = "manifest-1.json"
-"""With the version of its form: a body that another form vouched for has no manifest here, and is
-compiled again."""
+"""The name contains the version of the format: a body with a manifest of another format counts as
+having none, and is compiled again.
+"""
 OWN_FILES = ("key.py", "compiler.py")
 
 
 def key_for(variant: Variant, arch: int) -> KernelKey:
-    """The key of `variant` for compute capability `arch` (90 is 9.0) under this compiler."""
+    """Return the key of `variant` for compute capability `arch` (90 is 9.0) and the installed
+    compiler.
+    """
     environment = "".join(
         f" {name}={value}" for name, value in sorted(get_cache_invalidating_env_vars().items())
     )
@@ -78,15 +83,16 @@ def key_for(variant: Variant, arch: int) -> KernelKey:
 
 
 def compile_for(variant: Variant, arch: int) -> tuple[Any, bool]:
-    """The compiled body of `variant` for compute capability `arch`, and whether the cache on disk
-    had it.
+    """Return the compiled body of `variant` for compute capability `arch`, and whether it came from
+    the cache on disk.
 
-    Raises InternalError when what the cache had is not a body of this variant.
+    Raises InternalError if the cached body is not one of this variant.
     """
     key = key_for(variant, arch)
     body, disk_hit = _compile(variant, arch, key)
     if disk_hit and not (_folder(body) / MANIFEST).exists():
-        # Whoever compiled it was killed before it said what it had compiled: out of Triton's index.
+        # The process that compiled it was killed before it wrote the manifest: remove it from
+        # Triton's index.
         (_folder(body) / f"__grp__{_path(body, '.json').name}").unlink(missing_ok=True)
         body, disk_hit = _compile(variant, arch, key)
     if disk_hit:
@@ -97,8 +103,9 @@ def compile_for(variant: Variant, arch: int) -> tuple[Any, bool]:
 
 
 def first_stage(variant: Variant, arch: int, key: KernelKey) -> str:
-    """Triton's own language of a kernel, which it compiles further: all constants are numbers in it,
-    and nothing of the target but what the source asks for. Without line numbers."""
+    """Return the TTIR of a kernel, Triton's first intermediate language. All constants are literals
+    in it, it depends on the target only where the source does, and it has no line numbers.
+    """
     source = _Source(variant, key.symbol)
     target = _target(arch)
     backend, context = _front_end(target)
@@ -116,7 +123,7 @@ def first_stage(variant: Variant, arch: int, key: KernelKey) -> str:
 
 
 def _front_end(target: GPUTarget) -> tuple[Any, Any]:
-    """Triton's backend for a target, and a context in which its language can be made and read."""
+    """Return Triton's backend for a target, and a context in which TTIR can be built and parsed."""
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -124,7 +131,7 @@ def _front_end(target: GPUTarget) -> tuple[Any, Any]:
 
 
 class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
-    """A kernel to compile under a name of our choice."""
+    """A kernel source that is compiled under a name of our choice."""
 
     def __init__(self, variant: Variant, symbol: str) -> None:
         names = variant.function.arg_names
@@ -148,7 +155,7 @@ class _Source(ASTSource):  # type: ignore[misc]  # triton is untyped
         self.variant = variant
         self.symbol = symbol
         self.compiled = False
-        """Triton asks a source for its code only when the cache on disk has no body of it."""
+        """Whether it was compiled: Triton calls `make_ir` only if the cache on disk has no body."""
 
     def hash(self) -> str:
         with PARSING:
@@ -188,13 +195,13 @@ def _target(arch: int) -> GPUTarget:
 
 @functools.cache
 def _assembler(arch: int) -> str:
-    """Version of the program that turns PTX into machine code; Blackwell has one of its own."""
+    """Return the version of ptxas, which turns PTX into machine code; Blackwell has its own."""
     tool = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
     return str(tool.version)
 
 
 def _vouch(body: Any, key: KernelKey, first_stage: str) -> None:
-    """Writes the manifest of a body, once it has been found to be one of `key`.
+    """Verify that a body matches `key`, and write its manifest.
 
     `first_stage` is what the kernel's source gives now.
     """
@@ -212,9 +219,9 @@ def _vouch(body: Any, key: KernelKey, first_stage: str) -> None:
 
 # contract: kernel-keys-v1
 def verify(body: Any, key: KernelKey, first_stage: Callable[[], str]) -> None:
-    """Raises InternalError, naming each field and file, unless `body` is a body of `key`.
+    """Raise InternalError, naming each field and file, unless `body` is a body of `key`.
 
-    `first_stage` gives what the kernel's source gives now; it is called if it has to be.
+    `first_stage` returns what the kernel's source gives now; it is called only if needed.
     """
     try:
         manifest = json.loads((_folder(body) / MANIFEST).read_text())
@@ -289,8 +296,9 @@ def _first_stage(body: Any, key: KernelKey, expected: str) -> Iterator[str]:
 
 
 def _without_locations(path: Path, target: GPUTarget) -> str:
-    """The first stage as stored, less the names and line numbers of the file it came from: the same
-    source may lie in another folder today."""
+    """Return the stored first stage without file names and line numbers, because the same source
+    may be in another folder today.
+    """
     _, context = _front_end(target)
     try:
         module = ir.parse_mlir_module(str(path), context)
@@ -300,14 +308,14 @@ def _without_locations(path: Path, target: GPUTarget) -> str:
 
 
 def _first_difference(expected: str, found: str) -> tuple[str, str]:
-    """The first line in which two texts differ, of each."""
+    """Return the first line that differs, from each text."""
     lines = zip_longest(expected.splitlines(), found.splitlines(), fillvalue="its end")
     differing = ((a.strip(), b.strip()) for a, b in lines if a != b)
     return next(differing, ("its end", "its end"))
 
 
 def _hashes(body: Any) -> dict[str, str]:
-    """SHA-256 of every file of a body by its name."""
+    """Return the SHA-256 of every file of a body by name."""
     return {
         name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
         for name, path in sorted(body.metadata_group.items())
@@ -330,6 +338,6 @@ def _folder(body: Any) -> Path:
 
 @functools.cache
 def _own_code() -> str:
-    """Hash of the code that makes keys and bodies and examines them."""
+    """Return a hash of the code that makes keys and that compiles and verifies bodies."""
     text = b"".join((Path(__file__).parent / name).read_bytes() for name in OWN_FILES)
     return hashlib.sha256(text).hexdigest()

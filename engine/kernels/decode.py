@@ -1,40 +1,43 @@
-"""The kernels between the matmuls of a decoder's layer in a decode step (one token per row).
+"""The kernels between the matmuls of a decoder layer in a decode step (one token per row).
 
-    _norm      x + what the layer gave, kept; its RMS norm, by blocks of 256 columns or whole rows
-    _attend    attention: what is kept of the token itself is written, its rotation and the norms of
-               Qwen3 included; and _join (`decode_attend.py`)
+    _norm      adds the matmul's output to the residual and stores it; its RMS norm, by blocks of
+               256 columns or by whole rows
+    _attend    attention, including the KV cache update, RoPE and the q/k norms of Qwen3; and its
+               reduction _join (`decode_attend.py`)
     _gate      silu(gate) * up
-    _largest   and _choose: the likeliest id of the logits (`decode_choose.py`)
+    _largest   and _choose: the argmax of the logits (`decode_choose.py`)
 
-At one row nothing here is work: a layer of a 7B model reads 130 MB of weights, and these kernels a few
-kB. What counts is how many there are, how often each waits for memory, and that none asks the host:
-positions and tokens are on the device, and lengths of loops are read there. Each is written so that its
-results become the next matmul's inputs, as floats or as integers (`small_m_inputs.py`), without a
-kernel for that.
+At one row these kernels do almost no work: a layer of a 7B model reads 130 MB of weights, and they
+read a few kB. Their cost is the number of launches and the latency of dependent loads, and they
+must never synchronise with the host: positions, tokens and loop lengths are read on the device.
+Each kernel writes its result directly as the next matmul's input, as floats or as integers
+(`small_m_inputs.py`), so no extra kernel is needed for that.
 
-Every program knows of no row but its own: a row's bits do not depend on what is run beside it.
-`engine.models.decoder` is the oracle. A matmul may leave its sums in parts (`small_m.products`):
-whoever reads them adds them, in order. A matmul of floats is one part.
+Every program works on a single row, so a row's bits do not depend on the other rows.
+`engine.models.decoder` is the reference. A matmul may leave partial sums (`small_m.products`),
+which its consumer adds in order. A dense matmul is one part.
 
-A kernel takes as long as the loads that wait for one another: some 0.3 us each for what is in the L2
-cache, 0.6 us and more for the rest. So each asks for everything at once. Numbers of parts, widths and
-strides are constants: loops over parts are unrolled, their loads are in flight together, and 16 bytes
-wide, because the compiler can tell how addresses are aligned.
+The run time is the chain of dependent loads: about 0.3 us each for data in the L2 cache, 0.6 us and
+more otherwise. So each kernel issues all its loads at once. The number of parts, widths and strides
+are constants: loops over parts are unrolled, so their loads are in flight together, and the loads
+are 16 bytes wide, because the compiler knows the alignment of the addresses.
 
-RMS norm in blocks: matmuls are linear, so the divisor of a row, sqrt(mean x^2 + eps), can be applied
-to what comes out of the matmul instead of to what goes in. Then a block of columns knows all it needs,
-and a row is done by as many programs as it has blocks, none of which waits for another:
+Blockwise RMS norm: matmuls are linear, so the divisor of a row, sqrt(mean x^2 + eps), can be
+applied to the matmul's output instead of its input. Then a block of columns needs only its own
+values, and a row is processed by one program per block, none of which waits for another:
 
     norm        x_b = kept_b + parts_b;  squares_b = sum x_b^2;  codes of x_b w_b
-    matmul     of those codes
-    its reader  matmul * rsqrt(sum of squares / columns + eps)
+    matmul      of those codes
+    consumer    matmul * rsqrt(sum of squares / columns + eps)
 
-The block's values are not rounded to bf16 on their way into 13-bit codes: one rounding less than the
-decoder's. All other roundings are the decoder's. Whoever needs the norm itself (matmuls of floats,
-which add their bias themselves; the head, whose results are logits) has a program do whole rows.
+The block's values are not rounded to bf16 before they become 13-bit codes, which is one rounding
+less than in the decoder. All other roundings are the decoder's. Where the normalised values
+themselves are needed (dense matmuls, which add their own bias, and the head, whose output is
+logits), one program processes a whole row.
 
-The assembler moves loads down to their use and sums up between loads, as far as it may: each load then
-waits for the one before. A barrier behind all parts but the first keeps them together (`rest_of`).
+ptxas sinks loads to their uses and moves additions between the loads, so that each load waits for
+the one before it. A barrier after the loads of all parts but the first keeps them together
+(`rest_of`).
 """
 
 from __future__ import annotations
@@ -47,9 +50,9 @@ from engine.kernels.small_m_inputs import write_codes
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 
-# Arguments: `parts_ptr` to (SPLITS, part_rows, stride), of which the first rows are read; `codes_ptr`,
-# `scales_ptr`, `code_sums_ptr` the inputs of a matmul, written if CODES, else `y_ptr`, floats;
-# `squares_ptr` to (rows, blocks of NORMED columns), float32.
+# Arguments: `parts_ptr` to (SPLITS, part_rows, stride), of which the first rows are read;
+# `codes_ptr`, `scales_ptr`, `code_sums_ptr` the inputs of a matmul, written if CODES, else `y_ptr`,
+# floats; `squares_ptr` to (rows, blocks of NORMED columns), float32.
 # Shapes: B blocks of 256 values, E values of one
 
 
@@ -57,7 +60,7 @@ from engine.kernels.small_m_inputs import write_codes
 def _write(
     x_BE, y_ptr, codes_ptr, scales_ptr, sums_ptr, row, columns, block_B, CODES: tl.constexpr
 ):
-    """Blocks of one row, float32 of (B, 256), that are rounded as far as they have to be."""
+    """Store blocks of one row, float32 of (B, 256), rounded to codes or to the dtype of y."""
     at_BE = (block_B * 256)[:, None] + tl.arange(0, 256)[None, :]
     if CODES:
         blocks = columns // 256
@@ -70,8 +73,10 @@ def _write(
 
 @triton.jit
 def rest_of(parts_ptr, at, there, split_stride, SPLITS: tl.constexpr):
-    """All parts at `at` but the first, which has to be loaded behind a barrier: as sums begin with it,
-    the assembler cannot put one between these loads, which would then wait for one another."""
+    """Load all parts at `at` except the first, which the caller must load after a barrier. Every
+    sum begins with the first part, so ptxas cannot move an addition between these loads, which
+    would serialise them.
+    """
     parts = ()
     for split in tl.static_range(1, SPLITS):
         parts += (tl.load(parts_ptr + split * split_stride + at, mask=there, other=0),)
@@ -80,7 +85,7 @@ def rest_of(parts_ptr, at, there, split_stride, SPLITS: tl.constexpr):
 
 @triton.jit
 def summed(first, rest, SPLITS: tl.constexpr):
-    """In their order, float32."""
+    """Return the sum of the parts in order, float32."""
     sum = first.to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         sum += rest[split - 1].to(tl.float32)
@@ -89,7 +94,7 @@ def summed(first, rest, SPLITS: tl.constexpr):
 
 @triton.jit
 def over_norm(squares_ptr, row, eps, NORMED: tl.constexpr):
-    """One over the RMS norm's divisor of a row whose blocks left their squares; 1 without NORMED."""
+    """Return 1 / RMS of a row from the sums of squares of its blocks, or 1 if NORMED is 0."""
     over = 1.0
     if NORMED > 0:
         BLOCKS: tl.constexpr = NORMED // 256
@@ -114,13 +119,13 @@ def _norm(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,  # 0: nothing is added
     BLOCKS: tl.constexpr,  # of a program: all of a row unless LATE
-    LATE: tl.constexpr,  # leaves the divisor to whoever reads the matmul
+    LATE: tl.constexpr,  # defer the division to the consumer of the matmul
     CODES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = kept_ptr.dtype.element_ty
     if SPLITS == 0:
-        # Of the first layer: what is kept was written by the kernel ahead.
+        # In the first layer the previous kernel wrote the residual itself.
         wait_for_inputs(EARLY)
     row = tl.program_id(1)
     block_B = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)

@@ -1,14 +1,16 @@
-"""Attention of one token of each row: chunks of its keys and values, and their join.
+"""Attention for one token of each row: partial results over chunks of the KV cache, and their
+reduction.
 
-    _attend   a program for each row, head of keys and chunk of CHUNK tokens
-    _join     a program for each row and block of 256 columns, which is what a matmul takes
+    _attend   one program per row, key/value head and chunk of CHUNK tokens
+    _join     one program per row and block of 256 columns, the unit of the next matmul's input
 
-A chunk is one tile, all of it asked for at once, before the queries are there. Each program leaves its
-largest score, sum of exponentials and sums of values; a program whose chunk is beyond the row's position
-ends at once. Chunks are joined in order.
+A chunk is one tile, whose loads are all issued at once, before the queries are available. Each
+program stores its largest score, its sum of exponentials and its weighted sum of values; a program
+whose chunk is beyond the row's position ends at once. Chunks are reduced in order.
 
-The join is a launch of its own: the last program of some heads to arrive, which could do it, has first to
-find out that it is the last, and to wait for what it learns; and then it is alone with what 14 do here.
+The reduction is a separate launch. The last program of a group of heads to finish could do it
+instead, but it would first have to find out that it is the last and wait for that answer, and would
+then do alone what 14 programs do here.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def _turned(
     left_GR, right_GR, norm_left_R, norm_right_R, cos_R, sin_R, eps,
     NORM: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Both halves of some heads, normed, and turned by the angle of their position."""
+    """Return both halves of some heads, normalised and rotated by the angle of their position."""
     if NORM:
         mean_G = tl.sum(left_GR * left_GR + right_GR * right_GR, axis=1) / (2 * left_GR.shape[1])
         over_G1 = tl.rsqrt(mean_G + eps)[:, None]
@@ -49,7 +51,7 @@ def _turned(
 @triton.jit
 def _largest_of(softmax_ptr, at_BH, there_BH, here):
     largest_BH = tl.load(softmax_ptr + 2 * at_BH, mask=there_BH & here, other=float("-inf"))
-    # Of no head, a number that no NaN comes of.
+    # Masked heads get a finite number that produces no NaN.
     return tl.where(there_BH, largest_BH, 0.0)
 
 
@@ -84,8 +86,8 @@ def _join(
     all_BH = tl.zeros([1, PER_BLOCK], tl.float32)
     y_BHW = tl.zeros([1, PER_BLOCK, WIDTH], tl.float32)
     for start in range(0, chunks, AHEAD):
-        # As with parts: what all else begins with, the first chunk's largest score, is loaded last.
-        # A chunk that is not there weighs nothing.
+        # As in `rest_of`: the first chunk's largest score, with which all else begins, is loaded
+        # last. A chunk beyond the last one has weight 0.
         largest, totals, sums = (), (), ()
         for ahead in tl.static_range(AHEAD):
             here = start + ahead < chunks
@@ -117,7 +119,7 @@ def _join(
 
 @triton.jit
 def _tile(keys_ptr, values_ptr, token_T, there_T, SLOT: tl.constexpr, R: tl.constexpr):
-    """Keys, in halves, and values of some tokens of one head."""
+    """Load the keys (as two halves) and values of some tokens of one head."""
     r_R, e_E = tl.arange(0, R), tl.arange(0, 2 * R)
     at_RT = (token_T * SLOT)[None, :] + r_R[:, None]
     left_RT = tl.load(keys_ptr + at_RT, mask=there_T[None, :], other=0)
@@ -167,7 +169,7 @@ def _attend(
     first = tl.program_id(1) * CHUNK
     position = tl.load(position_ptr + row)
     if first <= position:
-        # A matrix unit takes 16 rows at least.
+        # Tensor cores take at least 16 rows.
         G: tl.constexpr = 16
         SLOT: tl.constexpr = SHARED * 2 * R
         g_G, r_R, e_E = tl.arange(0, G), tl.arange(0, R), tl.arange(0, 2 * R)
@@ -181,7 +183,7 @@ def _attend(
         sin_R = tl.load(turn_R + R).to(tl.float32)
         at_GR = ((head * GROUP + g_G) * 2 * R)[:, None] + r_R[None, :]
         there_GR = (g_G < GROUP)[:, None] & (r_R >= 0)[None, :]
-        # The token itself, in the chunk that ends with it.
+        # The new token itself, in the chunk that ends with it.
         own = position < first + CHUNK
         at_1R = (head * 2 * R + r_R)[None, :]
         own_1R = (at_1R >= 0) & own

@@ -1,7 +1,7 @@
-"""The likeliest id of each row of logits, without asking the host: two launches.
+"""The argmax of each row of logits, without synchronising with the host, in two launches.
 
-_largest   of each part of the logits: the largest, the lowest id it has, how many are not finite
-_choose    of a whole row; the token is the next step's input, at the next position
+_largest   per part of the logits: the largest, its lowest id, and the number of non-finite ones
+_choose    reduces the parts of a row; the token is the next step's input, at the next position
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.kernels.registry import compiled_as, launch
 # Shapes: M rows of a step, V ids, P parts of them, E logits of one part
 
 IDS = 4096
-"""Logits that one program looks at."""
+"""Number of logits per program."""
 
 
 @triton.jit
@@ -53,9 +53,9 @@ def _choose(
     bad_ptr,
     token_ptr,  # *i64 (rows), written: what the next step begins with
     position_ptr,  # *i32 (rows), read and written
-    chosen_ptr,  # *i32 (rows), written: the token, or how many logits are not finite, negative
+    chosen_ptr,  # *i32 (rows), written: the token, or minus the number of non-finite logits
     parts,
-    last,  # the last position there is room for
+    last,  # the last position in the cache
     PARTS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -73,14 +73,14 @@ def _choose(
 
 
 class Best(NamedTuple):
-    """What `_largest` found in each part of a row's logits."""
+    """The results of `_largest` for each part of a row's logits."""
 
     values_MP: Tensor
     """float32."""
     ids_MP: Tensor
     """int32."""
     bad_MP: Tensor
-    """int32: how many are NaN or infinite."""
+    """int32: number of NaN or infinite logits."""
 
 
 def empty_best(rows: int, ids: int, device: torch.device) -> Best:
@@ -100,8 +100,11 @@ def choose(
     chosen_M: Tensor,
     last: int,
 ) -> None:
-    """Each row's likeliest id, the lowest of equals, into `token_M` (int64) and `chosen_M` (int32);
-    there, where logits are not finite, how many are, negative. Positions go up by one, to `last`."""
+    """Write each row's argmax, the lowest id on ties, to `token_M` (int64) and `chosen_M` (int32).
+
+    If a row has non-finite logits, `chosen_M` gets minus their number instead. Positions increase
+    by one, up to `last`.
+    """
     rows, ids = logits_MV.shape
     parts = best.values_MP.shape[1]
     read = (logits_MV, *best)

@@ -1,22 +1,22 @@
-"""How the kernels of `decode.py` and `decode_attend.py` are launched: a step of generation as functions.
+"""Launches the kernels of `decode.py` and `decode_attend.py`.
 
     norm, gate           launch one kernel each
     attend               launches two
-    variants             what steps of 7B and 8B models launch, to be compiled ahead of time
+    variants             what decode steps of 7B and 8B models launch, for ahead-of-time compilation
 
-All take the rows of a step, contiguous, in one float dtype. Pointers, rows, slots and factors are
-arguments; widths, strides and numbers of parts are constants: a model has few of them. With `early` they may
-begin before the kernel ahead has ended (`dependent_launch.py`).
+All functions take the rows of a step, contiguous, in one float dtype. Pointers, rows, slots and
+factors are runtime arguments; widths, strides and numbers of parts are constants, of which a model
+has few. With `early`, a kernel may start before the previous one has ended (`dependent_launch.py`).
 
-What a step reads and writes beside weights and caches, all of it on the device:
+A step reads and writes the following beside weights and caches, all on the device:
 
-    Parts       what a matmul gave, in parts to be added
-    Undivided   what is left of an RMS norm for whoever reads a matmul (`decode.py`)
-    Out         where the inputs of the next matmul go: integers, or floats
-    Heads       what attention of one layer has besides queries, keys and values
-    Scratch     what attention leaves of each chunk (`decode_attend.py`)
+    Parts       a matmul's output, as partial sums
+    Undivided   the pending division of an RMS norm, for the consumer of a matmul (`decode.py`)
+    Out         the buffer for the inputs of the next matmul: integers, or floats
+    Heads       the parameters of one layer's attention besides queries, keys and values
+    Scratch     the partial results of attention, per chunk (`decode_attend.py`)
 
-Made before a graph is captured, and kept: a replay is the same work at the same addresses.
+These are allocated before a graph is captured and kept, because a replay needs fixed addresses.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ from engine.quant.blocks import BLOCK_TYPES
 # E width of a head, R half of it, B blocks of 256 columns
 
 CHUNK = 128
-"""Tokens of a row's cache that one program looks at. A sum's order depends on it, so it is one number."""
+"""Tokens of a row's KV cache per program. It is one fixed number, because the order of a sum
+depends on it.
+"""
 CHUNKS_AHEAD = 8
-"""Chunks that a join has in flight at once."""
+"""Number of chunks whose loads the reduction has in flight at once."""
 
 
 class Parts(NamedTuple):
-    """A matmul's results: their sum over P is what it gave."""
+    """A matmul's output as partial sums; the result is their sum over P."""
 
     parts_PMN: Tensor
-    """Of more rows than are run, where a matmul has more."""
+    """Has more rows than the step if the matmul does."""
     first: int = 0
-    """The column that is number 0."""
+    """Offset of the first column."""
 
     @property
     def tensor(self) -> Tensor:
@@ -72,34 +74,36 @@ class Parts(NamedTuple):
 
 
 def parts_of(blocks: int, config: Config) -> int:
-    """How many parts a matmul of rows of `blocks` blocks leaves: of as many blocks each, but for the last."""
+    """Return how many parts a matmul with `blocks` blocks per row leaves. All have the same number
+    of blocks, except the last.
+    """
     each = -(-blocks // config.splits)
     return -(-blocks // each)
 
 
 class Out(NamedTuple):
-    """Rows for a matmul to multiply."""
+    """The buffer for a matmul's input rows."""
 
     floats_MK: Tensor
-    """Of more rows than are written, where a matmul has more."""
+    """Has more rows than are written if the matmul does."""
     codes: Inputs | None
-    """Written instead, for a matmul with blocks."""
+    """Written instead of `floats_MK` if the matmul is block-quantised."""
 
     @property
     def columns(self) -> int:
         return self.floats_MK.shape[1]
 
     def pointers(self) -> tuple[Tensor, ...]:
-        # Without codes, pointers of their types that nobody follows.
+        # Without codes, pointers of the right types that are never dereferenced.
         codes = self.codes or empty_inputs(1, BLOCK, self.floats_MK.device)
         return self.floats_MK, *codes
 
 
 class Undivided(NamedTuple):
-    """What is left to do for whoever reads the matmul of rows in blocks: to divide by the norm."""
+    """The pending division of an RMS norm: the consumer of a block-quantised matmul divides by it."""
 
     squares_MB: Tensor
-    """float32, of each block."""
+    """float32, the sum of squares of each block."""
     columns: int
     eps: float
 
@@ -109,20 +113,20 @@ def empty_squares(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 class Heads(NamedTuple):
-    """What attention of one layer needs besides its queries, keys and values."""
+    """The parameters of one layer's attention besides its queries, keys and values."""
 
     biases: tuple[Tensor, Tensor, Tensor] | None
-    """Of q, k, v, where the matmuls have not added them."""
+    """Biases of q, k, v if the matmuls have not added them."""
     norms: tuple[Tensor, Tensor] | None
-    """Of q and k."""
+    """Norm weights of q and k."""
     eps: float
-    """Of those."""
+    """Epsilon of these norms."""
     turns_S2R: Tensor
     """Cosines and sines of each position."""
 
 
 class Scratch(NamedTuple):
-    """What attention leaves of each chunk, to be joined."""
+    """The partial results of attention for each chunk."""
 
     sums_CMHE: Tensor
     """float32."""
@@ -133,7 +137,7 @@ class Scratch(NamedTuple):
 def empty_scratch(
     rows: int, capacity: int, shared: int, heads: int, width: int, device: torch.device
 ) -> Scratch:
-    """For rows of up to `capacity` tokens."""
+    """Allocate the scratch for rows of up to `capacity` tokens."""
     shape = (triton.cdiv(capacity, CHUNK), rows, heads)
     return Scratch(
         torch.empty(*shape, width, dtype=torch.float32, device=device),
@@ -152,8 +156,9 @@ def norm(
     late: bool,
     early: bool = False,
 ) -> Undivided | None:
-    """kept += parts; out = RMS norm of it. With `late`, for codes, out is not yet divided, and what
-    that takes is returned."""
+    """Compute kept += parts and out = RMS norm of kept. With `late` (only for codes) out is not
+    divided yet, and the pending division is returned.
+    """
     rows, columns = kept_MK.shape
     blocks = 1 if late else triton.next_power_of_2(triton.cdiv(columns, BLOCK))
     source = kept_MK if parts is None else parts.tensor
@@ -163,7 +168,7 @@ def norm(
         grid,
         (source, kept_MK, weight_K, *out.pointers(), squares_MB),
         (0 if parts is None else parts.rows, eps),
-        # One warp for each block: what is taken of a block then takes no shared memory.
+        # One warp per block, so that reductions over a block need no shared memory.
         warps=min(16, blocks),
         COLUMNS=columns,
         SPLITS=0 if parts is None else parts.splits,
@@ -184,7 +189,7 @@ def gate(
     *,
     early: bool = False,
 ) -> None:
-    """out = silu(gate) * up."""
+    """Compute out = silu(gate) * up."""
     squares, normed, eps = _of(undivided, gate)
     _launch(
         _gate,
@@ -215,8 +220,9 @@ def attend(
     *,
     early: bool = False,
 ) -> None:
-    """Puts the keys and values of each row's token into its slot `position_M`, int32, attends to the
-    slots up to it, and writes what that gives."""
+    """Store the keys and values of each row's token in its slot `position_M` (int32), attend to the
+    slots up to it, and write the result to `out`.
+    """
     rows, slots, shared, width = keys_MSKE.shape
     squares, normed, norm_eps = _of(undivided, q)
     anything = q.tensor
@@ -271,7 +277,7 @@ def _launch(
     early: bool,
     **constants: int,
 ) -> None:
-    """Numbers are i32, or fp32 where they are floats."""
+    """Launch a kernel. Numbers are passed as fp32 if they are floats, else as i32."""
     types = (
         *(each.dtype for each in pointers),
         *("fp32" if isinstance(each, float) else "i32" for each in numbers),
@@ -282,16 +288,19 @@ def _launch(
 
 
 def variants(arch: int) -> tuple[Variant, ...]:
-    """What steps of Qwen2.5-7B in bf16 launch on `arch`, of weights in blocks and in floats, those of
-    Qwen3-8B's attention, and what chooses their tokens: the launches themselves, noted for tensors of
-    those shapes that have no memory."""
+    """Return what decode steps of Qwen2.5-7B in bf16 launch on `arch`, with block-quantised and
+    with dense weights, the attention kernels of Qwen3-8B, and the kernels that choose tokens. The
+    launches are recorded from meta tensors of these shapes.
+    """
     early, meta = arch >= EARLY_ARCH, torch.device("meta")
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=meta)
 
     def given(rows: int, columns: int, kind: str = "Q4_K") -> Tensor:
-        """What a matmul with blocks leaves, in the same parts for each number of rows of x."""
+        """Return a block-quantised matmul's output, which has the same parts for every number of
+        rows of x.
+        """
         type_ = BLOCK_TYPES[kind]
         splits = parts_of(columns // type_.block_size, config_for(type_, rows, columns, 1, arch))
         return empty(splits, 1, rows, dtype=torch.float32)
@@ -351,5 +360,7 @@ def variants(arch: int) -> tuple[Variant, ...]:
 
 
 def _of(undivided: Undivided | None, parts: Parts) -> tuple[Tensor, int, float]:
-    """Squares, columns and eps; without, a pointer that nobody follows and 0 columns."""
+    """Return squares, columns and eps; without them, a pointer that is never dereferenced and 0
+    columns.
+    """
     return undivided or (parts.tensor, 0, 0.0)

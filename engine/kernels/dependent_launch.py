@@ -1,17 +1,20 @@
-"""Kernels that begin before the one ahead of them has ended: programmatic dependent launch, capability 9.0.
+"""Starts kernels before the previous one has ended: programmatic dependent launch, compute
+capability 9.0.
 
-A kernel takes 1 to 2 us before it has read anything: it is launched, computes addresses, and waits for its
-first loads. Between two matmuls of one row that takes as long as the work between them. So a kernel
-may be on the device while the one ahead still runs, do all that needs nothing of it, and wait then:
+A kernel spends 1 to 2 us on its launch, on computing addresses and on waiting for its first loads
+before it does any work. Between two matmuls of one row this takes as long as the work itself. So a
+kernel may start while the previous one still runs, do everything that does not depend on it, and
+then wait:
 
-    addresses, weights, what older kernels wrote    before
-    `wait_for_inputs`                               the kernel ahead has ended, and what it wrote can be read
-    everything else, and everything that is written after
+    addresses, weights, data from older kernels     before the wait
+    `wait_for_inputs`                               the previous kernel has ended; its output is readable
+    everything else, and all writes                 after the wait
 
-Only then the next kernel may begin. So when a kernel is there at all, the one before the one ahead of it has
-ended, and all before that: whatever these wrote may be read before the wait.
+The next kernel may start only after this wait. So when a kernel starts, only its direct predecessor
+can still be running; all earlier kernels have ended, and their output may be read before the wait.
 
-If it began at once, its programs would occupy the device, with their registers, for the time of two kernels.
+If the next kernel could start at once, its programs would occupy the device, with their registers,
+for the time of two kernels.
 """
 
 from __future__ import annotations
@@ -25,20 +28,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 EARLY_ARCH = 90
-"""The first compute capability that can."""
+"""The first compute capability that supports it."""
 EARLY_CUDA = (12, 4)
-"""The first CUDA whose graphs can."""
+"""The first CUDA version whose graphs support it."""
 
 
 def can_be_early(arch: int) -> bool:
-    """Whether kernels on compute capability `arch` (90 is 9.0) may begin early here."""
+    """Whether kernels on compute capability `arch` (90 is 9.0) may start early here."""
     version = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     return arch >= EARLY_ARCH and version >= EARLY_CUDA and not knobs.runtime.interpret
 
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """Until the kernel ahead has ended; from then on the next one may begin."""
+    """Wait until the previous kernel has ended, and then allow the next one to start."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()

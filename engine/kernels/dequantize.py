@@ -1,6 +1,7 @@
-"""Values of packed weights, by kernels on a GPU and by plain torch elsewhere, with the same bits.
+"""Dequantises packed weights, with kernels on a GPU and with plain torch elsewhere,
+bit-identically.
 
-Triton is imported at the first use of a GPU, so that a machine without it can run everything.
+Triton is imported only when a GPU is first used, so that everything runs on a machine without it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from engine.quant.planes import (
 
 @cache
 def has_triton() -> bool:
-    """Whether kernels can be compiled here; without it, GPUs too dequantise in plain torch."""
+    """Whether kernels can be compiled here; without Triton, GPUs dequantise in plain torch too."""
     return importlib.util.find_spec("triton") is not None
 
 
 def dequantize_rows(packed: PackedMatrix, out_RC: Tensor, first: int, count: int) -> None:
-    """Writes the values of `count` rows from row `first` into `out_RC`, contiguous, of shape
-    (count, columns), float32, float16 or bfloat16: float32 arithmetic, rounded once."""
+    """Write the values of `count` rows from row `first` into `out_RC`: contiguous, of shape (count,
+    columns), float32, float16 or bfloat16. The arithmetic is float32, rounded once.
+    """
     check_rows(packed, first, count)
     check_out(packed, out_RC, count)
     if out_RC.numel() == 0:
@@ -46,6 +48,7 @@ def dequantize_rows(packed: PackedMatrix, out_RC: Tensor, first: int, count: int
 
 
 def dequantize_gathered(packed: PackedMatrix, rows_I: Tensor, out_IC: Tensor) -> None:
-    """Writes the values of the rows numbered in `rows_I` into `out_IC` of shape (I, columns): an
-    embedding. Takes the packed rows together first, temporaries of twice their size."""
+    """Write the values of the rows numbered in `rows_I` into `out_IC` of shape (I, columns), as an
+    embedding lookup. It gathers the packed rows first, which needs temporaries of twice their size.
+    """
     dequantize_rows(take_rows(packed, rows_I), out_IC, 0, len(rows_I))

@@ -1,6 +1,6 @@
-"""Dequantisation kernels of the types in blocks of 32 values: Q8_0, Q4_0, Q5_0 and Q5_1.
+"""Dequantisation kernels of the types with blocks of 32 values: Q8_0, Q4_0, Q5_0 and Q5_1.
 
-How they work, and their common arguments, are in `dequantize_triton.py`; which bits lie where is in
+`dequantize_triton.py` describes how they work and their common arguments; the bit layouts are in
 `engine/quant/reference.py`.
 """
 
@@ -28,7 +28,7 @@ def _dequantize_q8_0(
     source = first + block.to(tl.int64)
     codes = _words(_as_words(low_ptr) + source * 8 + tl.arange(0, 8)[None, :], there)
     d = tl.load(d_ptr + source, mask=there, other=0).to(tl.float32)
-    # With its top bit turned over, a signed byte is itself plus 128.
+    # With its top bit flipped, a signed byte is itself plus 128.
     value = d * tl.reshape(_floats(codes ^ 0x80808080, 128.0), (BLOCKS, 32))
     out = out_ptr + block.to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
     tl.store(out, value.to(out_ptr.dtype.element_ty), mask=there)
@@ -36,7 +36,7 @@ def _dequantize_q8_0(
 
 @triton.jit
 def _nibbles(low_ptr, source, there):
-    """The low and the high nibbles of blocks of 32 values, each in the bytes of 4 words."""
+    """Return the low and the high nibbles of blocks of 32 values, each in the bytes of 4 words."""
     word = tl.arange(0, 4)[None, :]
     codes = _words(_as_words(low_ptr) + source * 4 + word, there)
     return codes & 0x0F0F0F0F, (codes >> 4) & 0x0F0F0F0F
@@ -44,7 +44,9 @@ def _nibbles(low_ptr, source, there):
 
 @triton.jit
 def _tops(high_ptr, source, there, START: tl.constexpr):
-    """Bits START to START + 16 of a block's word of high bits, as bit 4 of the bytes of 4 words."""
+    """Return bits START to START + 16 of a block's word of high bits, as bit 4 of the bytes of 4
+    words.
+    """
     shift = (tl.arange(0, 4)[None, :] * 4 + START).to(tl.uint32)
     four = (_words(_as_words(high_ptr) + source, there) >> shift) & 15
     # Copies at distances of 7 put bit i at bit 8 i.

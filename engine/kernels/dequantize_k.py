@@ -1,8 +1,9 @@
-"""Dequantisation kernels of the types in blocks of 256 values: Q4_K, Q5_K and Q6_K.
+"""Dequantisation kernels of the types with blocks of 256 values: Q4_K, Q5_K and Q6_K.
 
-How they work is in `dequantize_triton.py`; which bits lie where is in `engine/quant/reference.py`. `first` and
-`count`, i32, are rows here, of `row_blocks` blocks each: a program takes its blocks as they lie in the planes,
-in groups of rows, and writes each to its row.
+`dequantize_triton.py` describes how they work; the bit layouts are in `engine/quant/reference.py`.
+Here `first` and `count`, i32, are numbers of rows of `row_blocks` blocks each. A program takes
+consecutive blocks of the planes, which are interleaved in groups of rows, and writes each block to
+its row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GROUP: tl.constexpr = tl.constexpr(GROUP_ROWS)
 
 @triton.jit
 def _floats(word, ZERO: tl.constexpr):
-    """The four bytes of each word, in a dimension of their own, as float32 and less ZERO."""
+    """Return the four bytes of each word, in a new dimension, as float32 minus ZERO."""
     shift = (tl.arange(0, 4) * 8).to(tl.uint32)
     bits = ((tl.expand_dims(word, -1) >> shift) & 255) | 0x4B000000
     return bits.to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
@@ -27,7 +28,7 @@ def _floats(word, ZERO: tl.constexpr):
 
 @triton.jit
 def _as_words(pointer):
-    """A pointer to bytes, as one to words."""
+    """Cast a pointer to bytes to a pointer to 32-bit words."""
     return pointer.to(tl.pointer_type(tl.uint32), bitcast=True)
 
 
@@ -38,13 +39,15 @@ def _words(pointer, mask):
 
 @triton.jit
 def _half(word, SHIFT: tl.constexpr):
-    """The float16 in bits SHIFT to SHIFT + 16 of a word, as float32."""
+    """Return the float16 in bits SHIFT to SHIFT + 16 of a word, as float32."""
     return ((word >> SHIFT) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _scale_and_min(first, middle, last, chunk, ODD: tl.constexpr):
-    """sc and mn of sub-block 2 chunk + ODD, from the three words of 6-bit scales, as float32."""
+    """Return sc and mn of sub-block 2 chunk + ODD, from the three words of 6-bit scales, as
+    float32.
+    """
     shift = ((chunk & 1) * 16 + ODD * 8).to(tl.uint32)
     a, b, c = first >> shift, middle >> shift, last >> shift
     early = chunk < 2
@@ -55,8 +58,9 @@ def _scale_and_min(first, middle, last, chunk, ODD: tl.constexpr):
 
 @triton.jit
 def _places(first, count, row_blocks, BLOCKS: tl.constexpr):
-    """Of BLOCKS blocks as they lie in the planes: their numbers there and in the result, and whether they are
-    of rows `first` to `first + count`."""
+    """Return, for BLOCKS consecutive blocks of the planes, their index in the planes, their index
+    in the result, and whether they belong to rows `first` to `first + count`.
+    """
     at = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     run = at // GROUP
     row = (first // GROUP + run // row_blocks) * GROUP + at % GROUP - first

@@ -1,19 +1,19 @@
-"""silu(gate) * up, and its rows in 8-bit floats, in one pass: what a feed-forward layer gives to its
-second matmul when that is of 8-bit floats (`engine.models.fp8`).
+"""silu(gate) * up and its quantisation to fp8 by rows, in one pass: the input of a feed-forward
+layer's second matmul when that runs in fp8 (`engine.models.fp8`).
 
-The largest number of a row is known only when all of the row is there, and the row of a 7B model has
-18944 numbers. A kernel that first looks for the largest and then reads again moves the inputs twice.
-Here one program holds a row in its registers: gate and up are read once, the codes are written once,
-which is 5 bytes a number.
+The maximum of a row is known only after the whole row was read, and a row of a 7B model has 18944
+elements. A kernel that first finds the maximum and then reads the row again would read the inputs
+twice. Here one program holds a row in registers: gate and up are read once and the codes are
+written once, which is 5 bytes per element.
 
-A row is taken as two runs whose lengths are powers of two, as Triton wants them, the first the
-largest that fits: 18944 = 16384 + 2560, the second padded to 4096.
+A row is processed as two runs whose lengths are powers of two, as Triton requires, the first being
+the largest that fits: 18944 = 16384 + 2560, with the second padded to 4096.
 
-The arithmetic is fp32: silu(g) u = g u / (1 + e^-g), then as `engine.models.fp8.quantise_rows` has it.
-NaN in a row becomes NaN in its codes, and infinity too: the reductions of a GPU skip NaN, so it is
-kept where codes are made.
+The arithmetic is fp32: silu(g) u = g u / (1 + e^-g), then as in `engine.models.fp8.quantise_rows`.
+A row with NaN or infinity gets NaN codes: reductions on a GPU skip NaN, so it is propagated where
+the codes are computed.
 
-e4m3 is an instruction from compute capability 8.9 on; there is no body for older GPUs.
+e4m3 conversion is an instruction from compute capability 8.9 on; there is no kernel for older GPUs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from engine.kernels.registry import compiled_as, launch
 # Shapes: M rows, F columns of gate and of up
 
 CAPABILITY = 89
-"""The first with 8-bit floats: 8.9."""
+"""The first compute capability with fp8: 8.9."""
 LARGEST_ROW = 32768
-"""Columns that fit in the registers of a program."""
+"""Maximum number of columns that fit in the registers of a program."""
 WIDE = 8192
-"""Columns from which a program has 16 warps and not 8: measured on an H200, 0.90 of a copy's rate for 18944
-columns, with 8 warps 0.81."""
+"""Number of columns above which a program has 16 warps instead of 8. Measured on an H200 for 18944
+columns: 0.90 of a copy's bandwidth, against 0.81 with 8 warps.
+"""
 WIDTHS = (4864, 18944)
-"""Feed-forward widths of Qwen2.5, 0.5B and 7B: what is compiled ahead of time."""
+"""Feed-forward widths of Qwen2.5 0.5B and 7B, which are compiled ahead of time."""
 
 
 @triton.jit
 def _gated(joined_ptr, start, columns, COLUMNS: tl.constexpr):
-    """silu(gate) * up in fp32; 0 beyond the row."""
+    """Return silu(gate) * up in fp32; 0 beyond the row."""
     there = columns < COLUMNS
     gate = tl.load(joined_ptr + start + columns, mask=there, other=0).to(tl.float32)
     up = tl.load(joined_ptr + start + COLUMNS + columns, mask=there, other=0).to(tl.float32)
@@ -90,7 +91,7 @@ def _gated_to_fp8(
 
 @cache
 def variant(columns: int, dtype: torch.dtype, codes: torch.dtype = torch.uint8) -> Variant:
-    """The kernel for rows of `columns` numbers after the gate, from gate and up in `dtype`."""
+    """Return the kernel for rows of `columns` elements after gating, with gate and up in `dtype`."""
     main = 1 << (columns.bit_length() - 1)
     rest = 0 if columns == main else triton.next_power_of_2(columns - main)
     warps = 16 if columns > WIDE else 8
@@ -105,21 +106,24 @@ def variant(columns: int, dtype: torch.dtype, codes: torch.dtype = torch.uint8) 
 
 
 def variants(arch: int) -> tuple[Variant, ...]:
-    """What is compiled ahead of time for compute capability `arch` (90 is 9.0)."""
+    """Return what is compiled ahead of time for compute capability `arch` (90 is 9.0)."""
     if arch < CAPABILITY:
         return ()
     return tuple(variant(columns, torch.bfloat16) for columns in WIDTHS)
 
 
 def takes(columns: int) -> bool:
-    """Whether rows of so many numbers can be done."""
+    """Whether rows of this length are supported."""
     return columns % 16 == 0 and columns <= LARGEST_ROW
 
 
 def gated_to_fp8(joined_MG: Tensor, codes: torch.dtype = torch.uint8) -> tuple[Tensor, Tensor]:
-    """From gate and up side by side, (M, 2 F) contiguous, to codes as bytes (M, F) and scales (M, 1);
-    with `codes=torch.float32`, to the numbers that codes are rounded from (Triton's interpreter rounds
-    to 8 bits wrongly). Raises InternalError for other layouts and for rows that `takes` refuses.
+    """Quantise silu(gate) * up, with gate and up concatenated in (M, 2 F) contiguous, and return
+    codes as bytes (M, F) and scales (M, 1).
+
+    With `codes=torch.float32`, return the values before rounding to codes (Triton's interpreter
+    rounds to fp8 wrongly). Raises InternalError for other layouts and for unsupported row lengths
+    (`takes`).
     """
     rows, columns = joined_MG.shape[0], joined_MG.shape[1] // 2
     if not joined_MG.is_contiguous() or joined_MG.shape[1] % 2 or not takes(columns):

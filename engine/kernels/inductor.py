@@ -1,24 +1,25 @@
-"""What torch.compile compiled, read from torch's own counters. Needs no triton.
+"""Records what torch.compile compiled, from torch's own counters. Needs no triton.
 
     watch = CompileWatch()
     ...                              steps
-    watch.counts()                   graphs, breaks and hits of the cache on disk since then
-    watch.drain()                    a record of each compilation, of one type with our kernels'
+    watch.counts()                   graphs, graph breaks and disk cache hits since then
+    watch.drain()                    a record of each compilation, of the same type as our kernels'
 
-A compilation is one frame of Python, forward and backward apart. What happens on the way to it:
+A compilation is one Python frame, forward and backward counted separately. It passes these stages:
 
     guards fail -> Dynamo traces the frame -> AOTAutograd cache -> FX graph cache -> Inductor compiles
 
-A frame whose guards hold is not counted by torch; so "hits" are those of the two caches on disk,
-which a compilation asks when it is new to the process. After warm-up any compilation is a stall, and
-torch says which guard failed.
+torch does not count a frame whose guards hold. So "hits" are those of the two caches on disk, which
+are consulted when a compilation is new to the process. After warm-up any compilation is a stall,
+and torch reports which guard failed.
 
-torch keeps the last 64 compilations. They are also collected at the end of each, where torch offers
-that, so that none is lost between two calls of `drain`. Nothing of torch's compiler is imported
-here: as long as nobody else did, nothing was compiled.
+torch keeps the last 64 compilations. They are also collected at the end of each compilation, if
+torch has a callback for it, so that none is lost between two calls of `drain`. This module imports
+nothing of torch's compiler: unless something else imported it, nothing was compiled.
 
-torch keeps its counts in a table that answers 0 to any name. A count that it does not keep must not
-pass for 0: where graphs were compiled and none of the cache's counts moved, its hits are None.
+torch keeps its counts in a table that returns 0 for any name. A count that torch does not keep must
+not be mistaken for 0: if graphs were compiled and none of the cache's counts changed, its hits are
+None.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from engine.kernels.compile_record import CompileRecord
 
 
 class CompileCounts(NamedTuple):
-    """Each None where torch does not keep it."""
+    """Counts of torch.compile; each is None if torch does not keep it."""
 
     graphs: int | None
     graph_breaks: int | None
     disk_hits: int | None
-    """Graphs that Inductor's cache on disk had."""
+    """Graphs found in Inductor's cache on disk."""
 
 
 class CompileWatch:
-    """Reads torch's counts; `close` (or leaving a `with`) takes its callback out of torch again."""
+    """Reads torch's counts. `close` (or leaving a `with`) removes its callback from torch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,19 +54,19 @@ class CompileWatch:
         self._collect()
 
     def seal(self) -> None:
-        """Says that warm-up is over."""
+        """Mark the end of warm-up."""
         self._collect()
         self._sealed = True
 
     def drain(self) -> list[CompileRecord]:
-        """The compilations since the last call, in order."""
+        """Return the compilations since the last call, in order."""
         self._collect()
         with self._lock:
             records, self._records = self._records, []
         return records
 
     def counts(self) -> CompileCounts:
-        """What torch counted since this watch was made."""
+        """Return what torch counted since this watch was created."""
         self._collect()
         now = _torch_counts()
         if now is None or self._begun is None:
@@ -88,7 +89,7 @@ class CompileWatch:
         self.close()
 
     def _collect(self, _: object = None) -> None:
-        """Takes over what torch has recorded; also called by torch when a compilation ends."""
+        """Copy what torch has recorded; torch also calls this at the end of each compilation."""
         utils = _utils()
         if utils is None:
             return
@@ -146,12 +147,12 @@ class CompileWatch:
 
 
 def _utils() -> Any:
-    """torch._dynamo.utils, if anybody has loaded it."""
+    """Return torch._dynamo.utils if it was already imported, else None."""
     return sys.modules.get("torch._dynamo.utils")
 
 
 def _torch_counts() -> tuple[int, int, int, int] | None:
-    """Graphs, breaks, and hits and all uses of the FX graph cache, in this process."""
+    """Return graphs, graph breaks, and hits and total uses of the FX graph cache, in this process."""
     utils = _utils()
     if utils is None:
         return 0, 0, 0, 0

@@ -1,9 +1,9 @@
 """Loss and gradient of rows of logits: the fused form of the loss's softmaxes.
 
-    rows = LossRows.empty(...)               what is known of every row when all chunks are done
+    rows = LossRows.empty(...)               results of every row, complete once all chunks are done
     rows.differentiate(z_CV, t_CV, ...)      fills the rows' results, and dz
 
-The kernel, its formulas and how it reads memory once are in `kd_loss_rows.py`.
+`kd_loss_rows.py` has the kernel and its formulas, and explains how it reads memory only once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.kernels.registry import compiled_as, launch
 
 DIVERGENCES = ("forward_kl", "reverse_kl")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What dz may be written in."""
+"""Supported dtypes of dz."""
 
 FAR = 60.0
 
@@ -33,12 +33,12 @@ FAR = 60.0
 @dataclass(frozen=True, slots=True)
 class Tuning:
     segment: int = 8192
-    """Columns of a program."""
+    """Columns per program."""
     deep: int = 4
-    """Vectors of four logits that a thread takes of each side at a time."""
+    """Vectors of four logits that a thread loads from each side at a time."""
     warps: int = 4
     lag: int = 16
-    """Rows between a row's sums and its gradient."""
+    """Number of rows between computing a row's sums and its gradient."""
 
     @property
     def wide(self) -> int:
@@ -58,10 +58,10 @@ def variant(
     dtype: torch.dtype,
     tuning: Tuning = TUNING,
 ) -> Variant:
-    """The kernel for rows of `vocabulary` logits; `dtype` is that of dz."""
+    """Return the kernel for rows of `vocabulary` logits; `dtype` is the dtype of dz."""
     if divergence not in DIVERGENCES:
         raise InternalError(f"loss kernel: expected {' or '.join(DIVERGENCES)}, found {divergence}")
-    # Without a teacher there is no T but 1.
+    # Without a teacher T is always 1.
     power = 1 if not teacher else int(temperature) if temperature in (1, 2, 4) else 0
     segments = triton.cdiv(vocabulary, tuning.segment)
     return compiled_as(
@@ -70,7 +70,7 @@ def variant(
         *(*["i32"] * 7, *["fp32"] * 4),
         warps=tuning.warps,
         stages=1,
-        # q - p is exactly 0 for equal rows only when both are rounded alike.
+        # q - p is exactly 0 for equal rows only if both are rounded alike.
         fp_fusion=False,
         TEACHER=teacher,
         REVERSE=teacher and divergence == "reverse_kl",
@@ -90,7 +90,9 @@ def variants(
     divergence: str = "forward_kl",
     temperature: float = 1.0,
 ) -> tuple[Variant, ...]:
-    """What a run launches for a student of `vocabulary` ids, with matmuls in any of `dtypes`."""
+    """Return what a run launches for a student with this vocabulary size, with matmuls in any of
+    `dtypes`.
+    """
     return tuple(
         variant(
             vocabulary=vocabulary,
@@ -105,15 +107,15 @@ def variants(
 
 @dataclass(slots=True, kw_only=True)
 class LossRows:
-    """Results of every row, and what the programs of a row tell each other by."""
+    """Results of every row, and the state through which the programs of a row synchronise."""
 
     ce_M: Tensor
     divergence_M: Tensor
-    """At temperature T, of the divergence that was asked for; undefined without a teacher."""
+    """The requested divergence, at temperature T; undefined without a teacher."""
     agree_M: Tensor
-    """1.0 where some id is first on both sides."""
+    """1.0 if teacher and student have the same top-1 token (some id is a maximum on both sides)."""
     dz_sums_MS: Tensor
-    """Sums of dz over the segments of each row, before it was rounded to its dtype."""
+    """Sums of dz over the segments of each row, before dz was rounded to its dtype."""
     arrived_M: Tensor
     ticket: Tensor
     tuning: Tuning = TUNING
@@ -146,10 +148,10 @@ class LossRows:
         temperature: float,
         divergence: str,
     ) -> None:
-        """Writes dz and fills the results of rows `first` to `first + C`, each row once.
+        """Write dz and fill the results of rows `first` to `first + C`, each row once.
 
-        All three are views of a `row_buffer`; logits fp32 and not divided by T. dz is not divided by
-        the number of rows; `temperature` is that of the divergence alone.
+        The three matrices are views of a `row_buffer`; logits are fp32 and not divided by T. dz is
+        not divided by the number of rows. `temperature` applies only to the divergence.
         """
         if t_CV is None:
             temperature = 1.0
@@ -189,14 +191,14 @@ class LossRows:
             alpha,
             (1 - alpha) * temperature,
             temperature,
-            # e^60 times a million columns is within range, at T and at 1.
+            # e^60 times a million columns does not overflow, at T and at 1.
             FAR * min(temperature, 1.0),
         )
         self._tickets += programs
 
 
 def row_buffer(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Room for (rows, vocabulary) numbers, each row at an aligned address."""
+    """Allocate (rows, vocabulary) elements, each row at an aligned address."""
     unit = int(UNIT)
     padded = triton.cdiv(vocabulary, unit) * unit
     return torch.empty(rows, padded, dtype=dtype, device=device)[:, :vocabulary]

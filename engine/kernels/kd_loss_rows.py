@@ -1,19 +1,23 @@
-"""The kernel behind `kd_loss.py`: two rows of logits in, one row of gradients and its sums out.
+"""The kernel behind `kd_loss.py`: reads two rows of logits and writes one row of gradients and its
+sums.
 
 A gradient needs the sums of its whole row, and a row of 152k logits does not fit in one
-multiprocessor. So a row takes two rounds of programs, each with a segment of its columns:
+multiprocessor. So each row is processed by two sets of programs, each program with a segment of its
+columns:
 
     sums        z, t of the segment -> maxima and sums of the segment, written into `parts`
     gradients   parts of all segments -> sums of the row;  z, t again, with them -> dz
 
-One launch does all rows, in this order, and the gradients of a row come LAG rows after its sums:
+One launch processes all rows, in this order, and the gradients of a row come LAG rows after its
+sums:
 
     sums of row 0, 1, ... LAG - 1 | gradients of row 0, sums of LAG | gradients of row 1, sums of LAG + 1 | ...
 
-By then the sums of the row are there, as a rule, and the logits still are in the GPU's cache: memory
-gives each of them once, 8 bytes in and 2 out. A program whose row is not ready waits for it. Places
-in the order are taken from a ticket counter, so that whoever is waited for already runs, and sums
-wait for nobody: it always goes on, however few programs fit on the GPU.
+By then the sums of the row are usually complete and its logits are still in the GPU's cache, so
+each logit is read from memory only once: 8 bytes in and 2 out. A program whose row is not ready
+waits for it. The position in this order is taken from a ticket counter, so the programs that are
+waited for already run, and sums wait for nothing: there is no deadlock, however few programs fit on
+the GPU.
 
 With k = log2(e) / T, m_z near the largest z, and sums over columns:
 
@@ -22,16 +26,16 @@ With k = log2(e) / T, m_z near the largest z, and sums over columns:
     reverse   G = sum 2^((z - m_z) k) (t - z)    KL(q || p) = -G / (T S_z) - d
     d = (m_z - m_t) / T + log(S_z / S_t)         the logarithms of both normalisers, subtracted
 
-Sums are made in lanes, each relative to an m of its own, and brought to a common m by 2^((m_lane - m) k):
-those of a segment first, then those of a row. A lane's m is the largest of the first logits it reads. It
-only has to keep exponentials within range, so nothing waits for the true largest; a segment that has
-one far above its lane's m is summed again, with that as m.
+Sums are accumulated in lanes, each relative to its own m, and rescaled to a common m by 2^((m_lane
+- m) k): first within a segment, then within a row. A lane's m is the largest of the first logits it
+reads. It only has to keep exponentials within range, so nothing waits for the true maximum; a
+segment with a logit far above its lane's m is summed again, with that logit as m.
 
 Equal rows give exactly 0, in the divergence and in its gradient: both sides go through the same
 operations, and no multiply-add is fused.
 
-Columns from V to the stride of a row are padding: read and taken for -infinity, and 0 in dz.
-Non-finite logits become NaN in the sums and so reach the loss.
+Columns from V to the stride of a row are padding: they count as -infinity when read, and dz is 0
+there. Non-finite logits become NaN in the sums and so reach the loss.
 """
 
 from __future__ import annotations
@@ -41,17 +45,21 @@ import triton
 import triton.language as tl
 
 FIELDS = tl.constexpr(8)
-"""Of a segment in `parts`: m_z, m_t, S_z, S_1, S_t, G, the largest z and the largest t."""
+"""Number of fields of a segment in `parts`: m_z, m_t, S_z, S_1, S_t, G, the largest z and the
+largest t.
+"""
 UNIT = tl.constexpr(16)
-"""Strides are counted in so many columns, so that the compiler knows rows to be aligned."""
+"""Strides are counted in units of this many columns, so that the compiler knows that rows are
+aligned.
+"""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-1e30)
-"""Below every logit, and not -infinity: a lane may have no column within the vocabulary."""
+"""Below every logit, but not -infinity, because a lane may have no column within the vocabulary."""
 
 
 @triton.jit
 def _power(e, x, POWER: tl.constexpr):
-    """e^x, where e is e^(x / T) and T is POWER; for other T by itself."""
+    """Return e^x, computed from e = e^(x / T) if T is POWER, or directly for other T."""
     if POWER == 1:
         return e
     elif POWER == 2:
@@ -64,7 +72,9 @@ def _power(e, x, POWER: tl.constexpr):
 
 @triton.jit
 def _read(ptr, columns, units, vocabulary, WHOLE: tl.constexpr, KEEP: tl.constexpr):
-    """Logits; columns that are none are -infinity. Not KEEP: nobody will read them again."""
+    """Load logits; columns beyond the vocabulary are -infinity. Without KEEP they are marked for
+    early eviction.
+    """
     policy: tl.constexpr = "" if KEEP else "evict_first"
     if WHOLE:
         return tl.load(ptr + columns, eviction_policy=policy)
@@ -78,7 +88,9 @@ def _sum_segment(
     TEACHER: tl.constexpr, REVERSE: tl.constexpr, POWER: tl.constexpr, WHOLE: tl.constexpr,
     AGAIN: tl.constexpr, SEGMENT: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of a segment by lanes, each relative to an m of its lane; and the lanes' m and largest."""
+    """Return the sums of a segment by lanes, each relative to its lane's m, and the lanes' m and
+    maxima.
+    """
     s_z = tl.zeros([WIDE], tl.float32)
     s_1 = tl.zeros([WIDE], tl.float32)
     s_t = tl.zeros([WIDE], tl.float32)
@@ -116,7 +128,7 @@ def _sum_segment(
 
 @triton.jit
 def _field(parts, name: tl.constexpr, places, segments, other: tl.constexpr):
-    # Written by other multiprocessors: not from this one's cache.
+    # Written by other multiprocessors, so this load bypasses the L1 cache.
     at = parts + name * segments + places
     return tl.load(at, mask=places < segments, other=other, cache_modifier=".cg")
 
@@ -128,7 +140,7 @@ def _write_gradient(
     TEACHER: tl.constexpr, REVERSE: tl.constexpr, POWER: tl.constexpr, WHOLE: tl.constexpr,
     SEGMENT: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Writes dz of a segment, and 1 where a column is first on both sides; its sum."""
+    """Write dz of a segment, and 1 if a column is the maximum on both sides; return the sum of dz."""
     total = tl.zeros([2 * WIDE], tl.float32)
     agreed = tl.zeros([2 * WIDE], tl.int32)
     inside = tl.arange(0, DEEP // 2)[:, None] * (2 * WIDE) + tl.arange(0, 2 * WIDE)[None, :]
@@ -193,9 +205,11 @@ def _kd_rows(
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """`z_ptr`, `t_ptr`, `dz_ptr` and `parts_ptr` begin at the chunk of `rows` rows; the rest at the
-    first of all rows, of which the chunk's first is `first_row`. `weight` is (1 - alpha) T.
-    `far` is how far above its m the largest logit of a segment may lie.
+    """Run one program of the loss kernel.
+
+    `z_ptr`, `t_ptr`, `dz_ptr` and `parts_ptr` point to the chunk of `rows` rows; the others to the
+    first of all rows, of which the chunk's first is `first_row`. `weight` is (1 - alpha) T. `far`
+    is how far above its m the largest logit of a segment may be.
     """
     place = tl.atomic_add(ticket_ptr, 1, sem="relaxed") - tickets_before
     step = place // (2 * segments)
@@ -250,7 +264,7 @@ def _kd_rows(
             else:
                 tl.store(at + 5 * segments, tl.sum(g_L * up_t, axis=0))
             tl.store(at + 7 * segments, tl.max(top_t_L, axis=0))
-        # Every thread has written; then one of them says so.
+        # Signals once, after every thread has written.
         tl.debug_barrier()
         tl.atomic_add(arrived_ptr + row, 1, sem="release")
     else:
@@ -273,7 +287,7 @@ def _kd_rows(
             s_z = tl.sum(_field(parts, 2, places, segments, 0.0) * up_z_S, axis=0)
             s_t = tl.sum(_field(parts, 4, places, segments, 0.0) * up_t_S, axis=0)
             g_S = _field(parts, 5, places, segments, 0.0)
-            # Rounded as it should be: the GPU's own division of a number by itself may not give 1.
+            # Correctly rounded: the GPU's default division of a number by itself may not give 1.
             apart = (m_z - m_t) / temperature + tl.log(tl.div_rn(s_z, s_t))
             if REVERSE:
                 mean = tl.sum(g_S * up_z_S, axis=0) / s_z
@@ -284,7 +298,7 @@ def _kd_rows(
             if segment == 0:
                 tl.store(kl_ptr + row, kl)
         if segment == 0:
-            # A label that is none would be NaN in the loss.
+            # A label outside the vocabulary becomes NaN in the loss.
             known = (label >= 0) & (label < vocabulary)
             z_label = tl.load(z_ptr + label, mask=known, other=float("nan"))
             tl.store(ce_ptr + row, (m_z - z_label) + tl.log(s_1))

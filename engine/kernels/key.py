@@ -1,21 +1,22 @@
-"""What a compiled kernel is a compilation of: everything that is baked into its code, and nothing else.
+"""Keys of compiled kernels: everything that determines the generated code, and nothing else.
 
-A kernel cache lies when two different requests have one key: the second is then served a body whose
-block shape, epsilon or dtype belongs to the first. Here a request is a `Variant`, made by one
-function per kernel from the shapes and dtypes at hand, and its `KernelKey` is derived from it in one
-place. Warm-up, launch and log all use that key, so a kernel that was warmed is the one that is
-launched and the one that is reported.
+A kernel cache returns wrong results if two different requests have the same key: the second then
+gets a kernel whose block shape, epsilon or dtype belongs to the first. Here a request is a
+`Variant`, built by one function per kernel from the shapes and dtypes at hand, and its `KernelKey`
+is derived from it in one place. Warm-up, launch and log all use that key, so the kernel that was
+warmed is the one that is launched and reported.
 
     Variant                     + target, compiler  ->  KernelKey
     function, argument types,                           the same, with the source as its hash: can be
     constants, warps, stages                            compared, printed, stored
 
-Two variants are equal exactly when their keys are. Python's own `==` is too generous for that: it
-takes 1, 1.0 and True for one number and -0.0 for 0.0, and Triton compiles each of them otherwise. So
-constants are compared as they are spelled.
+Two variants are equal exactly if their keys are. Python's own `==` is too loose for that: it treats
+1, 1.0 and True as equal, and -0.0 and 0.0, and Triton compiles each of them differently. So
+constants are compared by their `repr`.
 
-Not in the key, because it is not in the code: sizes and strides passed as arguments. Integers are
-never specialised on their values, and every pointer is aligned to 16 bytes, which a launch checks.
+Not in the key, because not in the code: sizes and strides passed as runtime arguments. Kernels are
+never specialised on the values of integers, and every pointer is aligned to 16 bytes, which each
+launch checks.
 """
 
 from __future__ import annotations
@@ -29,28 +30,28 @@ from typing import Any, TypeAlias
 from engine.errors import InternalError
 
 Constant: TypeAlias = str | int | float | bool
-"""What a `tl.constexpr` argument may be."""
+"""The allowed types of a `tl.constexpr` argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelKey:
     kernel: str
     source: str
-    """Hash of the function's text and of all it calls, as Triton computes it."""
+    """Hash of the text of the function and of everything it calls, as Triton computes it."""
     types: tuple[tuple[str, str], ...]
     """Each runtime argument with its type: `("blocks_ptr", "*u8")`, `("rows", "i32")`."""
     constants: tuple[tuple[str, str], ...]
-    """Each `tl.constexpr` argument with its value as Python spells it: `1`, `1.0`, `True`, `'rows'`."""
+    """Each `tl.constexpr` argument with the `repr` of its value: `1`, `1.0`, `True`, `'rows'`."""
     warps: int
     stages: int
     fp_fusion: bool
-    """Whether `a * b + c` may become one rounded operation."""
+    """Whether `a * b + c` may become one fused multiply-add."""
     early: bool
-    """Whether it may begin before the kernel ahead of it has ended: see `Variant`."""
+    """Whether it may start before the previous kernel has ended; see `Variant`."""
     target: str
     """Instruction set: `sm_90`."""
     compiler: str
-    """Triton and the assembler, and each environment variable that changes their output."""
+    """Versions of Triton and ptxas, and each environment variable that changes their output."""
 
     @property
     def digest(self) -> str:
@@ -60,12 +61,13 @@ class KernelKey:
 
     @property
     def symbol(self) -> str:
-        """The name of the compiled function, so that a body itself says what it is of: profilers
-        show it, and a body found under another key gives itself away."""
+        """The name of the compiled function. It identifies the key in the binary itself: profilers
+        show it, and a kernel stored under a wrong key is detected by it.
+        """
         return f"{self.kernel}_{self.digest}"
 
     def fields(self) -> dict[str, str]:
-        """Every field by its name and as text; constants and types by their own names."""
+        """Return every field by name, as text; constants and types by their own names."""
         named = {name: type_ for name, type_ in self.types} | dict(self.constants)
         rest = {
             item.name: str(getattr(self, item.name))
@@ -75,7 +77,9 @@ class KernelKey:
         return named | rest
 
     def differing(self, other: KernelKey) -> tuple[tuple[str, str, str], ...]:
-        """What differs: (name, value here, value in `other`); `none` where one has no such field."""
+        """Return the differences as (name, value here, value in `other`); `none` if one has no such
+        field.
+        """
         mine, theirs = self.fields(), other.fields()
         return tuple(
             (name, mine.get(name, "none"), theirs.get(name, "none"))
@@ -107,26 +111,30 @@ class Variant:
     """One way of compiling one kernel, for any target."""
 
     function: Any
-    """What `@triton.jit` made."""
+    """The function decorated with `@triton.jit`."""
     types: tuple[str, ...]
-    """Triton's names of the types of the runtime arguments, in order: `*u8`, `*bf16`, `*fp32`,
-    `i32`, `fp32`."""
+    """Triton's type names of the runtime arguments, in order: `*u8`, `*bf16`, `*fp32`, `i32`,
+    `fp32`.
+    """
     constants: tuple[tuple[str, Constant], ...]
     """Every `tl.constexpr` argument, in the order of the signature, after all runtime arguments."""
     warps: int = 4
     stages: int = 3
     fp_fusion: bool = True
     early: bool = False
-    """It then waits, before it reads what the one ahead writes and before it writes (`dependent_launch.py`)."""
+    """Whether it may start before the previous kernel has ended. It then waits before it reads that
+    kernel's output and before it writes (`dependent_launch.py`).
+    """
     name: str = field(init=False, repr=False)
-    """The function's, without underscores before it."""
+    """The function's name, without leading underscores."""
     _identity: tuple[Any, ...] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", str(self.function.__name__).lstrip("_"))
         for name, value in self.constants:
-            # Not isinstance: a numpy number or an enum prints as something else than it compiles to.
+            # Not isinstance: a numpy number or an enum may print differently from what it compiles
+            # to.
             if type(value) not in (str, int, float, bool):
                 raise InternalError(
                     f"kernel {self.name}: constant {name} — expected a str, int, float or bool, "

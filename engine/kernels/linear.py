@@ -1,18 +1,18 @@
-"""y = x W^T + b with W in packed blocks.
+"""y = x W^T + b with block-quantised W.
 
-Many rows: W is dequantised into a scratch of the dtype of x, and the library's matmul does
-the rest. The matmul's work grows with the rows M of x and dequantising does not: on an H200 it adds
-about 250 / M to the matmul's time. Multiplying the codes directly would unpack each of them once for
-every tile of rows instead.
+Many rows: W is dequantised into a scratch buffer of the dtype of x, and the library's matmul does
+the rest. The matmul's work grows with the rows M of x, and dequantisation does not: on an H200 it
+adds a fraction of about 250 / M to the matmul's time. A fused kernel would instead unpack each code
+once for every tile of rows.
 
-Few rows: reading W is the work, and a kernel that multiplies while it unpacks reads a quarter of the
+Few rows: reading W dominates, and a kernel that unpacks while it multiplies reads a quarter of the
 bytes (`small_m.py`).
 
-The scratch is one tensor for all layers, as large as the largest weight or as its limit: a larger
-weight goes through it in ranges of rows, and each range's matmul is written into its columns of y.
-It is never allocated again, so that a captured CUDA graph may hold its address.
+The scratch is one tensor for all layers, as large as the largest weight or its limit. A larger
+weight is processed in ranges of rows, and each range's matmul writes its columns of y. The scratch
+is never reallocated, so a captured CUDA graph may hold its address.
 
-A packed weight is frozen: inputs that want a gradient are refused.
+A packed weight is frozen: inputs that require a gradient are refused.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from engine.quant.planes import PackedMatrix
 
 Kernel: TypeAlias = Literal["auto", "fused", "dequantize"]
 LIMIT_BYTES = 260 << 20
-"""What gate and up of a 7B model take together (259 MiB in bf16). Larger weights lose little in parts
-of this size; parts that fit a GPU's L2 cache lose more in the matmul than they gain."""
+"""The size of gate and up of a 7B model together (259 MiB in bf16). Larger weights lose little when
+they are processed in parts of this size. Parts small enough for a GPU's L2 cache lose more in the
+matmul than they gain.
+"""
 ROWS = 16
 """Ranges of rows begin at multiples of this, where every plane is aligned."""
 
 
 class Scratch:
-    """Where weights are dequantised to, one for each device and dtype.
+    """The buffer that weights are dequantised into, one per device and dtype.
 
-    `reserve` is called for each weight when a model is built; the memory is taken at the first use.
+    `reserve` is called for each weight when a model is built; the memory is allocated at the first
+    use.
     """
 
     def __init__(
@@ -56,11 +59,11 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are, or will be, held."""
+        """Size of the buffer in bytes, allocated or not."""
         return self._values * self.dtype.itemsize
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Makes room for a matrix, or for as many of its rows as the limit allows (16 at least)."""
+        """Reserve space for a matrix, or for as many of its rows as the limit allows (at least 16)."""
         least = min(rows, ROWS) * columns
         values = max(least, min(rows * columns, self._limit))
         if self._arena is not None and values > self._arena.numel():
@@ -71,7 +74,7 @@ class Scratch:
         self._values = max(self._values, values)
 
     def fitting(self, rows: int, columns: int) -> int:
-        """How many rows of a matrix to dequantise at once."""
+        """Return how many rows of a matrix to dequantise at once."""
         fits = self._values // columns
         if fits >= rows:
             return rows
@@ -85,11 +88,11 @@ class Scratch:
         return -(-rows // ranges // ROWS) * ROWS
 
     def take(self, rows: int, columns: int) -> Tensor:
-        """The first rows x columns values, contiguous; overwritten by the next to take them."""
+        """Return the first rows x columns values, contiguous. The next call overwrites them."""
         view_RC = self._taken.get((rows, columns))
         if view_RC is None:
             if self._arena is None:
-                # What is made in inference mode could not be written outside of it.
+                # A tensor created in inference mode could not be written outside of it.
                 with torch.inference_mode(False):
                     self._arena = torch.empty(self._values, dtype=self.dtype, device=self.device)
             with torch.inference_mode(False):
@@ -106,11 +109,11 @@ def packed_linear(
     *,
     kernel: Kernel = "auto",
 ) -> Tensor:
-    """x of shape (..., K) to (..., N), in the dtype of x, which is that of the scratch.
+    """Map x of shape (..., K) to (..., N), in the dtype of x, which must be the scratch's.
 
-    `kernel="auto"` takes the fused kernel for as many rows as it is faster for on this GPU, and
-    dequantises on a CPU and where there is no triton. Raises `InternalError` for `kernel="fused"`
-    where that kernel cannot run, and for an input that wants a gradient.
+    `kernel="auto"` uses the fused kernel for the row counts at which it is faster on this GPU, and
+    dequantises on a CPU and without Triton. Raises `InternalError` for `kernel="fused"` if that
+    kernel cannot run, and for an input that requires a gradient.
     """
     x_MK = _input(x, weight.columns, scratch)
     if _is_fused(x_MK, weight, kernel):
@@ -130,10 +133,11 @@ def packed_linear_many(
     *,
     kernel: Kernel = "auto",
 ) -> tuple[Tensor, ...]:
-    """`packed_linear` of one input with several weights; `bias` is that of all, joined.
+    """Apply `packed_linear` to one input with several weights; `bias` is all their biases,
+    concatenated.
 
-    Where they are dequantised and the scratch holds them together, they are one matmul, and the
-    results are views of it: a GPU goes less often from one kind of work to the other.
+    If they are dequantised and the scratch holds them together, they are one matmul, and the
+    results are views of its output: the GPU then switches less often between the two kinds of work.
     """
     x_MK = _input(x, weights[0].columns, scratch)
     rows = [weight.rows for weight in weights]
@@ -153,7 +157,7 @@ def packed_linear_many(
 
 
 def _input(x: Tensor, columns: int, scratch: Scratch) -> Tensor:
-    """x as a matrix, after the checks."""
+    """Check x and return it as a matrix."""
     if x.requires_grad and torch.is_grad_enabled():
         raise InternalError("packed linear: expected inputs without gradient, found requires_grad")
     if x.shape[-1] != columns or x.dtype != scratch.dtype:

@@ -1,15 +1,17 @@
-"""Warm-up: every kernel that a model with packed weights will launch is known before it runs, and compiled.
+"""Warm-up: determines every kernel that a model with packed weights will launch, and compiles it
+before the run.
 
-A run compiles at its first step what it has not compiled before it, beside everything else that
-happens there; so it is all compiled first, several kernels at a time. What is needed follows from the matrices, the
-dtype of the activations and how many rows they have, by the same functions that choose at a launch.
-So the set holds at least what is launched: tests run forward passes and compare.
+Otherwise a run would compile its kernels one by one in the first step; here they are compiled
+several at a time. What is needed follows from the matrices, the dtype of the activations and their
+numbers of rows, through the same functions that choose a kernel at launch. So the set contains at
+least what is launched, which tests check against real forward passes.
 
-    matrix in blocks      any number of rows          dequantisation: its type and dtype
-                          few rows, one of M          the fused kernels of each such M
-    anything else         is torch's business         nothing
+    block-quantised matrix    any number of rows          the dequantisation kernel of its type and dtype
+                              few rows M                  the fused kernels of each such M
+    anything else             runs in torch               nothing
 
-Most of a compilation is Triton's and the assembler's own code, which lets other Python threads run.
+Most of a compilation runs in Triton's native code and ptxas, which release Python's interpreter
+lock.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ WORKERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What a launch depends on of a packed matrix."""
+    """The properties of a packed matrix that a launch depends on."""
 
     type: BlockType
     rows: int
@@ -41,8 +43,9 @@ class Matrix:
 
 
 def matrices_of(model: nn.Module) -> tuple[Matrix, ...]:
-    """Those of a model's packed layers, each kind once. A layer is packed if its `packed` is a
-    `PackedMatrix`."""
+    """Return the matrices of a model's packed layers, each kind once. A layer is packed if its
+    `packed` is a `PackedMatrix`.
+    """
     found = []
     for module in model.modules():
         packed = getattr(module, "packed", None)
@@ -64,8 +67,10 @@ def prewarm_variants(
     arch: int,
     row_counts: Iterable[int],
 ) -> tuple[Variant, ...]:
-    """What matmuls of inputs of `row_counts` rows, in any of `dtypes`, with these matrices launch on
-    compute capability `arch` (90 is 9.0), and slices and look-ups of them; each variant once."""
+    """Return what matmuls with these matrices launch on compute capability `arch` (90 is 9.0), for
+    inputs of `row_counts` rows in any of `dtypes`, and what slices and lookups of them launch; each
+    variant once.
+    """
     counts, kinds = tuple(row_counts), tuple(dtypes)
     wanted = (
         variant
@@ -80,7 +85,7 @@ def _of(
     matrix: Matrix, dtype: torch.dtype, arch: int, row_counts: tuple[int, ...]
 ) -> Iterator[Variant]:
     yield dequantize_triton.variant(matrix.type, dtype)
-    # Not only up to where they are faster: a setting may ask for the fused kernels by name.
+    # Not only up to the crossover, because a setting may select the fused kernels explicitly.
     few = [m for m in row_counts if small_m.takes(matrix.type, m, torch.device("cuda"))]
     yield from small_m.variants(
         matrix.type, matrix.rows, matrix.columns, dtype, matrix.bias, arch=arch, m=few
@@ -94,16 +99,16 @@ def warm_up(
     workers: int = WORKERS,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
-    """Compiles and loads each variant for the current device; the registry keeps the records.
+    """Compile and load each variant for the current device; the registry keeps the records.
 
-    `progress` is called with how many are done, of how many. The first error is raised, and no
-    further compilation is begun.
+    `progress` is called with the number done and the total. The first error is raised, and no
+    further compilation is started.
     """
     wanted = list(dict.fromkeys(variants))
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def warm(variant: Variant) -> None:
-        # A thread begins on device 0.
+        # A new thread starts on device 0.
         if device is not None:
             torch.cuda.set_device(device)
         registry.warm(variant)

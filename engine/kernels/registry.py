@@ -1,23 +1,23 @@
-"""Compiles kernels once, launches them, and can say of each whether it was there already.
+"""Compiles each kernel once, launches it, and records whether it was already compiled.
 
-    launch(variant, grid, *arguments)     the one way to run a kernel
+    launch(variant, grid, *arguments)     the only way to run a kernel
     warm(variant)                         compiles and loads without running
-    registry.seal()                       warm-up is over: a compilation from now on is a mistake
-    registry.drain()                      what was compiled since, for the run log
+    registry.seal()                       ends warm-up: a later compilation is a mistake
+    registry.drain()                      what was compiled since the last call, for the run log
     registry.summary()                    hits and misses of each kernel
 
-A miss is a variant that this process had not compiled for the device; the record says how long it
+A miss is a variant that this process had not compiled for the device. Its record says how long it
 took, whether Triton's cache on disk had it, and after warm-up how it differs from what was warmed.
-Every other launch is a hit. A body from disk is examined before it is used (`compiler.py`).
+Every other launch is a hit. A kernel from disk is verified before it is used (`compiler.py`).
 
-Launching goes through the compiled body that belongs to the key, not through Triton's own
-just-in-time path: that one specialises on the values of integers and on the alignment of pointers,
-so that a run can compile in its middle because a row count happened to be 1.
+A launch uses the compiled kernel that belongs to the key, not Triton's own just-in-time path: that
+path specialises on the values of integers and the alignment of pointers, so a run could compile in
+the middle because a row count happened to be 1.
 
-Threads may launch, compile and read counts at the same time; two that want one variant compile it
-once, two that want different ones do not wait for each other.
+Threads may launch, compile and read counts concurrently. Two threads that need the same variant
+compile it once; two that need different ones do not wait for each other.
 
-Under `TRITON_INTERPRET=1` kernels run on the CPU in Triton's interpreter; nothing is compiled.
+Under `TRITON_INTERPRET=1` kernels run on the CPU in Triton's interpreter, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _POINTERS = {
     torch.float32: "*fp32",
 }
 _RANGES = {"i32": 1 << 31, "i64": 1 << 63}
-"""An integer argument lies in -range to range - 1."""
+"""An integer argument must be within -range to range - 1."""
 
 
 def pointer_type(dtype: torch.dtype) -> str:
-    """Triton's name of a pointer to numbers of `dtype`."""
+    """Return Triton's name of a pointer to elements of `dtype`."""
     return _POINTERS[dtype]
 
 
@@ -67,15 +67,18 @@ def compiled_as(
     early: bool = False,
     **constants: Constant,
 ) -> Variant:
-    """One way of compiling `function`. `types` are those of its runtime arguments in order: a dtype for a
-    pointer to such numbers, or Triton's own name; `constants` are in the order of the signature."""
+    """Return the variant of `function` with these types and constants.
+
+    `types` are the types of its runtime arguments in order: a dtype for a pointer to such elements,
+    or Triton's own name. `constants` are in the order of the signature.
+    """
     names = (one if isinstance(one, str) else pointer_type(one) for one in types)
     pairs = tuple(constants.items())
     return Variant(function, tuple(names), pairs, warps, stages, fp_fusion, early)
 
 
 def current_arch(device: int) -> int:
-    """Compute capability of a CUDA device: 90 is 9.0."""
+    """Return the compute capability of a CUDA device; 90 is 9.0."""
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
@@ -84,8 +87,8 @@ def current_arch(device: int) -> int:
 class KernelRegistry:
     """The compiled kernels of one process, on all its devices.
 
-    With `arch` (90 is compute capability 9.0) it compiles for that one ahead of time instead of for
-    the current device, and loads and launches nothing: for a machine without a GPU.
+    With `arch` (90 is compute capability 9.0) it compiles for that architecture ahead of time
+    instead of for the current device, and loads and launches nothing: for a machine without a GPU.
     """
 
     def __init__(self, arch: int | None = None) -> None:
@@ -93,7 +96,7 @@ class KernelRegistry:
         self._bodies: dict[tuple[Variant, int], Any] = {}
         self._keys: dict[tuple[Variant, int], KernelKey] = {}
         self._turns: dict[tuple[Variant, int], threading.Lock] = {}
-        # Held for counting and for looking up, never while something compiles.
+        # Held while counting and looking up, never while something compiles.
         self._lock = threading.Lock()
         self._records: list[CompileRecord] = []
         self._warmed: dict[tuple[Variant, int], KernelKey] | None = None
@@ -104,8 +107,9 @@ class KernelRegistry:
 
     @contextmanager
     def noting(self) -> Iterator[list[Variant]]:
-        """Whatever this thread would launch inside is noted instead, in order: what to warm up before
-        the same is done in earnest."""
+        """Record what this thread would launch within the context, in order, instead of launching
+        it. The result is what to warm up before the same code runs for real.
+        """
         noted: list[Variant] = []
         self._noted.variants = noted
         try:
@@ -116,8 +120,9 @@ class KernelRegistry:
     def launch(
         self, variant: Variant, grid: tuple[int, ...], *arguments: Tensor | int | float
     ) -> None:
-        """Runs a kernel on the current stream of the current device. `arguments` are the runtime
-        arguments in order."""
+        """Run a kernel on the current stream of the current device. `arguments` are the runtime
+        arguments in order.
+        """
         noted: list[Variant] | None = getattr(self._noted, "variants", None)
         if noted is not None:
             noted.append(variant)
@@ -136,7 +141,9 @@ class KernelRegistry:
         body[full](*arguments, *constants, stream=stream)
 
     def get_or_compile(self, variant: Variant) -> Any:
-        """The body of `variant`, loaded on the current device; counts a hit or a miss."""
+        """Return the compiled kernel of `variant`, loaded on the current device; counts a hit or a
+        miss.
+        """
         device = self._device()
         body = self._bodies.get((variant, device))
         if body is None:
@@ -146,7 +153,9 @@ class KernelRegistry:
         return body
 
     def warm(self, variant: Variant) -> None:
-        """Compiles and loads `variant` for the current device, unless that was done. No hit."""
+        """Compile and load `variant` for the current device, unless that was already done. Counts
+        no hit.
+        """
         if knobs.runtime.interpret:
             self._interpreted.add(variant)
             return
@@ -155,18 +164,18 @@ class KernelRegistry:
             self._compile(variant, device)
 
     def seal(self) -> None:
-        """Says that warm-up is over."""
+        """Mark the end of warm-up."""
         with self._lock:
             self._warmed = dict(self._keys)
 
     def drain(self) -> list[CompileRecord]:
-        """The misses since the last call, in order."""
+        """Return the misses since the last call, in order."""
         with self._lock:
             records, self._records = self._records, []
         return records
 
     def summary(self) -> tuple[KernelCounts, ...]:
-        """The counts since the process began, by name of the kernel."""
+        """Return the counts since the process started, by kernel name."""
         with self._lock:
             return tuple(
                 KernelCounts(
@@ -181,7 +190,7 @@ class KernelRegistry:
             )
 
     def requested(self) -> frozenset[Variant]:
-        """Every variant that was launched or warmed, compiled or interpreted."""
+        """Return every variant that was launched or warmed, compiled or interpreted."""
         with self._lock:
             return frozenset(self._interpreted) | {variant for variant, _ in self._bodies}
 
@@ -200,7 +209,7 @@ class KernelRegistry:
             begun = time.perf_counter()
             body, disk_hit = compile_for(variant, arch)
             if self._arch is None:
-                # Loads it: that allocates memory on the device, and one thread must do it.
+                # Loads it, which allocates memory on the device; only one thread may do it.
                 body._init_handles()
             seconds = time.perf_counter() - begun
             self._note(place, key_for(variant, arch), seconds, disk_hit)
@@ -240,7 +249,9 @@ class KernelRegistry:
 def _nearest(
     key: KernelKey, device: int, warmed: dict[tuple[Variant, int], KernelKey]
 ) -> tuple[tuple[str, str, str], ...]:
-    """How `key` differs from the warmed one of its kernel that is most like it; empty without one."""
+    """Return how `key` differs from the most similar warmed key of its kernel; empty if there is
+    none.
+    """
     differences = []
     for (_, where), other in warmed.items():
         if other.kernel == key.kernel:
@@ -252,7 +263,7 @@ def _nearest(
 def check_arguments(
     variant: Variant, arguments: tuple[Tensor | int | float, ...], device: int
 ) -> None:
-    """Raises InternalError where an argument is not what the variant was compiled for.
+    """Raise InternalError if an argument is not what the variant was compiled for.
 
     `device` is the index of the CUDA device, -1 for the CPU.
     """
@@ -294,6 +305,6 @@ def check_arguments(
 
 
 REGISTRY = KernelRegistry()
-"""That of this process."""
+"""The registry of this process."""
 
 launch = REGISTRY.launch

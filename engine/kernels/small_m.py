@@ -1,24 +1,24 @@
-"""y = x W^T + b for few rows of x, multiplied while W is unpacked: one pass over the packed bytes.
+"""y = x W^T + b for few rows of x, unpacking W while multiplying: one pass over the packed bytes.
 
 With one row of x the time is that of reading W, and packed W has 3.6 (Q4_K) or 2.4 (Q6_K) times
-fewer bytes than bf16. Two families of kernels, both for any number of rows of W:
+fewer bytes than bf16. There are two families of kernels, both for any number of rows of W:
 
-    codes     1 to 8 rows of x    x as integers, exact sums of a block (`small_m_codes.py`)
-    tiles     9 to 64, and all    weights scaled in float32, rounded once to the type of x
-              in float32          (`small_m_tiles.py`)
+    codes     1 to 8 rows of x    x as integers, exact sums within a block (`small_m_codes.py`)
+    tiles     9 to 64 rows, and   weights scaled in float32 and rounded once to the dtype of x
+              all of float32      (`small_m_tiles.py`)
 
-Sums over the columns of W may be split between programs when W has too few rows to occupy a GPU; the
-parts are then added by a second kernel, in a fixed order. Results are the same bits every time, and
-with `codes` those of a row of x are the same whatever the number of rows.
+Sums over the columns of W may be split between programs if W has too few rows to occupy a GPU
+(split-K); a second kernel then adds the parts in a fixed order. Results are deterministic, and with
+`codes` the bits of a row of x do not depend on the number of rows.
 
-    fused_linear    runs it
-    products        what it multiplies, for whoever has x as integers and adds the parts himself
+    fused_linear    runs the whole operation
+    products        only the matmul, for callers that have x as integers and add the parts themselves
     takes           whether it can run
-    crossover_rows  up to how many rows of x it is faster than dequantising and a matrix product
-    config_for      how it is launched, from `small_m_table.py`
-    variants        all that a matrix can need, for warm-up
+    crossover_rows  up to how many rows of x it is faster than dequantisation and a matmul
+    config_for      the launch configuration, from `small_m_table.py`
+    variants        everything that a matrix can need, for warm-up
 
-Not covered: gradients, types in blocks of 32, more than 64 rows of x.
+Not covered: gradients, types with blocks of 32, more than 64 rows of x.
 """
 
 from __future__ import annotations
@@ -67,25 +67,26 @@ __all__ = [
 _ADD_SIZE = 256
 _TILES: dict[str, Any] = {"Q4_K": _tiles_k45, "Q5_K": _tiles_k45, "Q6_K": _tiles_q6_k}
 _PLANES = {
-    # Without high bits, the low ones are passed again in their place.
+    # Q4_K has no high bits, so the low ones are passed again in their place.
     "Q4_K": (("low", "*u8"), ("low", "*u8"), ("header", "*i32")),
     "Q5_K": (("low", "*u8"), ("high", "*u8"), ("header", "*i32")),
     "Q6_K": (("low", "*u8"), ("high", "*u8"), ("scales", "*i8"), ("d", "*fp16")),
 }
-"""What the kernels of tiles have pointers to."""
+"""The planes that the `tiles` kernels take pointers to."""
 
 
 def takes(type_: BlockType, m: int, device: torch.device) -> bool:
-    """Whether `fused_linear` runs `m` rows times weights of this type on this device."""
+    """Whether `fused_linear` supports `m` rows times weights of this type on this device."""
     return type_.name in _TILES and 1 <= m <= MAX_ROWS and device.type == "cuda"
 
 
 def fused_linear(
     x_MK: Tensor, weight: PackedMatrix, bias_N: Tensor | None, out_MN: Tensor | None = None
 ) -> Tensor:
-    """x W^T + b of shape (M, N) in the dtype of x, float32, float16 or bfloat16, for M from 1 to 64.
+    """Return x W^T + b of shape (M, N) in the dtype of x, float32, float16 or bfloat16, for M from
+    1 to 64.
 
-    `out_MN`, where given, is contiguous, and is returned. The bias may have any of those dtypes.
+    `out_MN`, if given, must be contiguous, and is returned. The bias may have any of these dtypes.
     """
     if out_MN is None:
         out_MN = x_MK.new_empty(len(x_MK), weight.rows)
@@ -131,9 +132,11 @@ def products(
     *,
     early: bool = False,
 ) -> None:
-    """Writes x W^T of 1 to 3 matrices of one width, side by side, into y of shape (splits, M, all
-    rows); the first two of three are of one type. The bias is added where `config` splits no sums.
-    `early`: see `engine.kernels.dependent_launch`.
+    """Write x W^T of 1 to 3 matrices of equal width, concatenated, into y of shape (splits, M, all
+    rows). The first two of three matrices must have the same type.
+
+    The bias is added if `config` does not split sums. For `early` see
+    `engine.kernels.dependent_launch`.
     """
     m = len(x.scales_MB)
     blocks = weights[0].row_blocks
@@ -165,7 +168,7 @@ def products(
 
 
 def _planes_of(weight: PackedMatrix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """low, high, header and d of a matrix, with another in the place of one it lacks."""
+    """Return low, high, header and d of a matrix, with another plane in the place of one it lacks."""
     planes = weight.planes()
     low = planes["low"]
     if weight.type.name == "Q6_K":
@@ -188,7 +191,7 @@ def variants(
     arch: int,
     m: Iterable[int] = range(1, MAX_ROWS + 1),
 ) -> Iterator[Variant]:
-    """What `fused_linear` launches for a matrix and inputs of `m` rows, each variant once."""
+    """Yield what `fused_linear` launches for a matrix and inputs of `m` rows, each variant once."""
     seen = set()
     for count in m:
         config = _config(type_, rows, columns, count, arch, dtype)
@@ -209,8 +212,8 @@ def _config(
     type_: BlockType, rows: int, columns: int, m: int, arch: int, dtype: torch.dtype
 ) -> Config:
     if dtype == torch.float32:
-        # Nothing of x is rounded. Twice the bytes, and products without a matrix unit: small, so that
-        # it fits everywhere.
+        # Nothing of x is rounded. It has twice the bytes and the matmuls run without tensor cores,
+        # so tiles are small, to fit on every GPU.
         config = config_for(type_, rows, columns, max(m, CODES_ROWS + 1), arch)
         return dataclasses.replace(config, rows=16, warps=4, stages=1)
     return config_for(type_, rows, columns, m, arch)
@@ -225,14 +228,15 @@ def product(
     plain: bool = False,
     early: bool = False,
 ) -> Variant:
-    """The kernel of `products`."""
+    """Return the kernel of `products`."""
     planes = ("*u8", "*u8", "*i32", "*u8") * 3
     return compiled_as(
         _products,
         *("*i8", "*fp32", "*i32", *planes, bias or torch.float32, out, *["i32"] * 9),
         warps=config.warps,
         stages=config.stages,
-        # Rounded where it is written, so that no number of rows rounds elsewhere.
+        # Rounding happens only where it is written, so that it does not depend on the number of
+        # rows.
         fp_fusion=False,
         early=early,
         COUNT=len(types),
@@ -257,8 +261,9 @@ def _tile(
     *,
     plain: bool = False,
 ) -> Variant:
-    """The kernel of `tiles`. Where sums are split, `out` is float32 and the bias is added later.
-    `plain` keeps the form without PTX where that is not the only one."""
+    """Return the kernel of `tiles`. If sums are split, `out` is float32 and the bias is added
+    later. `plain` selects the implementation without PTX.
+    """
     planes = (type_name for _, type_name in _PLANES[type_.name])
     high: dict[str, Any] = {"Q4_K": {"HIGH": 0}, "Q5_K": {"HIGH": 16}}.get(type_.name, {})
     return compiled_as(

@@ -1,38 +1,43 @@
-"""Up to 8 rows of x times K-quant blocks in integers: what generating text waits for.
+"""Up to 8 rows of x times K-quant blocks in integer arithmetic: the matmul that dominates text
+generation.
 
-Codes of weights have 4 to 6 bits, and rows of x come as 13-bit integers in two bytes
-(`small_m_inputs.py`), so that a matrix unit for bytes multiplies them, four times as many at once as
-floats, and nothing has to become a float before it does. Of some sub-blocks j of a block:
+Codes of weights have 4 to 6 bits, and rows of x are 13-bit integers in two bytes
+(`small_m_inputs.py`), so int8 tensor cores can multiply them: four times as many at once as floats,
+without converting the codes to floats first. For some sub-blocks j of a block:
 
     s[r] = sum over j of sc[r, j] sum over k in j of q[r, k] x[k]
     t[r] = sum over j of mn[r, j] X[j],  X[j] = sum over k in j of x[k]
     y[r] += scale (d[r] s[r] - dmin[r] t[r])                  Q4_K, Q5_K
     y[r] += scale d[r] s[r], with q - 32 for q                Q6_K
 
-s and t are exact: of a chunk of 64 values, or 16 in two places, the largest that there can be is below 2^31.
-What is rounded is x, to 1/4095 of its block's largest value, and the float32 sums over blocks, of which a row
-has four, for parts of its blocks.
+s and t are exact in int32: each covers 64 values (a chunk of Q4_K and Q5_K, or four runs of 16 in a
+half of a Q6_K block), and the largest possible magnitude is below 2^31. Only two things are
+rounded: x, to multiples of 1/4095 of its block's largest value, and the float32 sums over blocks.
+There are four such sums per row, each for a quarter of every block.
 
-The exact sums do not know how the matrix unit was filled, the float32 operations are the same, and their order
-is that of the blocks of a tile: a row of x gets the same bits whatever the number of rows beside it.
+The exact sums do not depend on how the tensor core's columns are used, the float32 operations are
+the same, and their order is that of the blocks of a tile. So a row of x gets the same bits whatever
+the number of rows.
 
-A block of Q4_K or Q5_K has 8 sub-blocks of 32 values: chunk c of 64 has sub-blocks 2 c in its low nibbles and 2
-c + 1 in its high ones, each with a scale sc and a minimum mn of 6 bits.
+A block of Q4_K or Q5_K has 8 sub-blocks of 32 values: chunk c of 64 values holds sub-block 2 c in
+its low nibbles and 2 c + 1 in its high ones, each with a 6-bit scale sc and a 6-bit minimum mn.
 
-    apart       1 to 4 rows of x    a column of the matrix unit for each row of x, chunk and byte of x, in
+    apart       1 to 4 rows of x    a column of the tensor core for each row of x, chunk and byte of x, in
                                     which the inputs of all other chunks are 0: two matmuls cover a block
     together    8 rows              a column for each row; a matmul for each sub-block and byte
 
-Both keep a float32 sum for each chunk, and add the four in one order at the end: nothing is exchanged
-between threads before that, and they give the same bits.
+Both keep a float32 sum for each chunk, and add the four in the same order at the end. Threads
+exchange nothing before that, and both give the same bits.
 
-A block of Q6_K has 16 scales, of 16 values each. A matmul is of values whose two upper bits lie in the same place.
+A block of Q6_K has 16 scales, of 16 values each. A matmul covers values whose two upper bits are at
+the same position in their byte.
 
-    apart       1 to 4 rows of x    a column of the matrix unit for each row of x, half of a block, 16 values of
-                                    32 and byte of x: four matmuls cover a block
+    apart       1 to 4 rows of x    a column of the tensor core for each row of x, half of a block, 16 values
+                                    of 32 and byte of x: four matmuls cover a block
     together    8 rows              a column for each row of x and 16 values of 32
 
-Both keep a float32 sum for each half and 16 values of 32, and add the four in one order at the end.
+Both keep a float32 sum for each half and 16 values of 32, and add the four in the same order at the
+end.
 """
 
 from __future__ import annotations
@@ -61,7 +66,7 @@ from engine.kernels.small_m_parts import (
 
 @triton.jit
 def _nibbles(low, U: tl.constexpr, PLAIN: tl.constexpr):
-    """Nibble U of each byte."""
+    """Return nibble U of each byte."""
     if PLAIN:
         code = ((low >> (4 * U)) & 15).to(tl.int8)
     else:
@@ -80,7 +85,7 @@ def _nibbles(low, U: tl.constexpr, PLAIN: tl.constexpr):
 
 @triton.jit
 def _five_bits(low, high, U: tl.constexpr, J: tl.constexpr, PLAIN: tl.constexpr):
-    """Nibble U of each byte, and bit J of `high` above it."""
+    """Return nibble U of each byte, with bit J of `high` above it."""
     if PLAIN:
         code = (((low >> (4 * U)) & 15) | (((high >> J) & 1) << 4)).to(tl.int8)
     else:
@@ -100,8 +105,9 @@ def _five_bits(low, high, U: tl.constexpr, J: tl.constexpr, PLAIN: tl.constexpr)
 
 @triton.jit
 def _scales_and_mins(first, second, third, shift, late):
-    """sc and mn of sub-blocks 2 c and 2 c + 1, each pair in two bytes, from the three words of 6-bit
-    scales: `shift` is 16 (c mod 2), `late` is c >= 2."""
+    """Return sc and mn of sub-blocks 2 c and 2 c + 1, each pair in two bytes, from the three words
+    of 6-bit scales: `shift` is 16 (c mod 2), `late` is c >= 2.
+    """
     mask = tl.where(late, 0x0F0F, 0x3F3F)
     top = tl.where(late, 0x3030, 0)
     sc = (tl.where(late, third, first) >> shift) & mask
@@ -113,7 +119,7 @@ def _scales_and_mins(first, second, third, shift, late):
 
 @triton.jit
 def _weights_k45(low_R, high_R, header_R, b, HIGH: tl.constexpr, RUN: tl.constexpr):
-    """A block of each row: its header, its fifth bits and its nibbles, matmul by matmul."""
+    """Load a block of each row: its header, its fifth bits and its nibbles, one item per matmul."""
     k_K = tl.arange(0, RUN)
     header = four_words(header_R + b * (4 * GROUP))
     high = 0
@@ -133,10 +139,10 @@ def _apart_k45(
     y_RC, weights, x_ptr, scale_ptr, sums_ptr, row_blocks, m, b,
     HIGH: tl.constexpr, MP: tl.constexpr, RUN: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """`y_RC` plus a block, with a column for each row of x and chunk."""
+    """Return `y_RC` plus a block, with a column for each row of x and chunk."""
     header, high, lows = weights
     both_R, first_R, second_R, third_R = header
-    # Of a matmul there are two for each of those, one for each byte of x.
+    # A matmul has two columns for each of those, one for each byte of x.
     n_N = tl.arange(0, 8 * MP)
     there_N = n_N // 8 < m
     c_C = tl.arange(0, 4 * MP)
@@ -175,7 +181,7 @@ def _together_k45(
     y, weights, x_ptr, scale_ptr, sums_ptr, row_blocks, m, b,
     HIGH: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """The same with a column for each of 8 rows of x, chunk by chunk: `y` are the sums of each."""
+    """Return `y` plus a block, with a column for each of 8 rows of x; `y` has one item per chunk."""
     header, high, lows = weights
     both_R, first_R, second_R, third_R = header
     m_M = tl.arange(0, 8)
@@ -239,8 +245,9 @@ def codes_k45(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # Codes of one matmul: a whole block's low or high nibbles, or those of a chunk where the chunks
-    # have their fifth bits in different places or the rows of x have the columns.
+    # Codes of one matmul: a whole block's low or high nibbles, or those of a single chunk if the
+    # chunks have their fifth bits at different positions or if the columns are taken by the rows of
+    # x.
     RUN: tl.constexpr = 128 if MP < 8 and not HIGH else 32
     tile, first_row, end_row = rows_of(program, tiles, rows, TILE, ROWS)
     row_R = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)
@@ -274,8 +281,9 @@ def codes_k45(
 
 @triton.jit
 def _four_times_signed(low, high, U: tl.constexpr, G: tl.constexpr, PLAIN: tl.constexpr):
-    """4 (q - 32), q being nibble U of each byte and bits 2 G and 2 G + 1 of `high` above it. As the
-    code is in the upper bits of its byte, its sign costs nothing."""
+    """Return 4 (q - 32), where q is nibble U of each byte with bits 2 G and 2 G + 1 of `high` above
+    it. With the code in the upper bits of its byte, the sign costs no extra operation.
+    """
     if PLAIN:
         code = ((low >> (4 * U)) & 15) | (((high >> (2 * G)) & 3) << 4)
         code = ((code << 2) ^ 128).to(tl.int8, bitcast=True)
@@ -297,7 +305,7 @@ def _four_times_signed(low, high, U: tl.constexpr, G: tl.constexpr, PLAIN: tl.co
 
 @triton.jit
 def _weights_q6_k(low_R, high_R, scales_R, d_ptr, block_R, b, PAIR: tl.constexpr):
-    """A block of each row: d, scales, high bits of each half, low bits of each matmul's."""
+    """Load a block of each row: d, scales, high bits of each half, low bits of each matmul."""
     k_K = tl.arange(0, PAIR)
     low_RK = low_R[:, None] + (64 * (k_K // 32) + k_K % 32)[None, :]
     high_RK = high_R[:, None] + k_K[None, :]
@@ -314,7 +322,7 @@ def _weights_q6_k(low_R, high_R, scales_R, d_ptr, block_R, b, PAIR: tl.constexpr
 
 @triton.jit
 def _scale_q6_k(words_RC, v: tl.constexpr, sixteen_C):
-    """One signed byte of each word: moved to the top, and down again with its sign."""
+    """Return one signed byte of each word: shifted to the top, and back down with its sign."""
     return (words_RC << (24 - 16 * v - 8 * sixteen_C)[None, :]) >> 24
 
 
@@ -322,7 +330,9 @@ def _scale_q6_k(words_RC, v: tl.constexpr, sixteen_C):
 def _apart_q6_k(
     y_RC, weights, x_ptr, scale_ptr, row_blocks, m, b, MP: tl.constexpr, PLAIN: tl.constexpr
 ):
-    """`y_RC` plus a block, with a column for each row of x, half of a block and 16 values of 32."""
+    """Return `y_RC` plus a block, with a column for each row of x, half of a block and 16 values of
+    32.
+    """
     d, scales, highs, lows = weights
     word_R, place_R = d
     n_N = tl.arange(0, 8 * MP)
@@ -348,7 +358,9 @@ def _apart_q6_k(
 
 @triton.jit
 def _together_q6_k(y, weights, x_ptr, scale_ptr, row_blocks, m, b, PLAIN: tl.constexpr):
-    """The same with a column for each of 8 rows of x and 16 values of 32, half by half."""
+    """Return `y` plus a block, with a column for each of 8 rows of x and 16 values of 32; `y` has
+    one item per half.
+    """
     d, scales, highs, lows = weights
     word_R, place_R = d
     n_N = tl.arange(0, 16)
@@ -403,7 +415,7 @@ def codes_q6_k(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # Matmuls are of 32 values of each half of a block, which have their top bits in the same place.
+    # A matmul covers 32 values of each half of a block, whose top bits are at the same position.
     PAIR: tl.constexpr = 64 if MP < 8 else 32
     tile, first_row, end_row = rows_of(program, tiles, rows, TILE, ROWS)
     row_R = tl.minimum(first_row + tl.arange(0, ROWS), end_row - 1).to(tl.int64)
@@ -434,13 +446,14 @@ def codes_q6_k(
     store(y_RM, y_ptr, bias_ptr, first_row, end_row, stride, m, BIAS)
 
 
-# Arguments: `x_ptr`, *i8 (m, row_blocks, 2, 256), `scale_ptr`, *fp32 (m, row_blocks), and `sums_ptr`,
-# *i32 (m, row_blocks, 8), the inputs. One to three matrices stand side by side in y: the first two are
-# of type KIND, the third of type LAST. Of each the planes `low`, *u8, 128 a block, `high`, *u8, 32 or 64,
-# `header`, *i32, 4, which is the scales of Q6_K, and `d`, *u8, 2; what a type lacks is not read, nor is the
-# matrix of a number above COUNT. `bias_ptr` to (rows), read if BIAS; `y_ptr` to (splits, m, all rows).
-# `tiles` are how many each matrix is cut into; program (i, s) does ROWS rows of one, blocks s split_blocks to
-# (s + 1) split_blocks. MP is m, padded to 1, 2, 4 or 8.
+# Arguments: `x_ptr`, *i8 (m, row_blocks, 2, 256), `scale_ptr`, *fp32 (m, row_blocks), and
+# `sums_ptr`, *i32 (m, row_blocks, 8), are the inputs. One to three matrices are concatenated in y:
+# the first two are of type KIND, the third of type LAST. Each has the planes `low`, *u8, 128 per
+# block, `high`, *u8, 32 or 64, `header`, *i32, 4, which holds the scales for Q6_K, and `d`, *u8, 2.
+# Planes that a type lacks and matrices beyond COUNT are not read. `bias_ptr` to (rows), read if
+# BIAS; `y_ptr` to (splits, m, all rows). `tiles` are the numbers of tiles of each matrix; program
+# (i, s) processes ROWS rows of one of them, blocks s split_blocks to (s + 1) split_blocks. MP is m,
+# padded to 1, 2, 4 or 8.
 
 
 @triton.jit

@@ -1,12 +1,12 @@
 """Activations quantised to 13-bit integers, for matmuls with codes (`small_m_codes.py`).
 
-Of each 256 values, the block of a K-quant, the largest becomes 4095:
+In each run of 256 values, the block of a K-quant, the largest becomes 4095:
 
     scale = max |x| / 4095,  x ~ scale n,  n = 128 upper + lower,  |upper| <= 32, -64 <= lower < 64
 
-The error is at most half a `scale`, of normal numbers 2e-4 of their size, of a block in which one value
-outweighs all others 1.2e-3; that of a result in bf16 is 1.7e-3. A block with a value that is NaN or
-infinite has NaN for its scale, and so has all that is made of it.
+The error is at most half a `scale`: relative to typical values it is 2e-4, and 1.2e-3 in a block in
+which one value outweighs all others; rounding a result to bf16 has 1.7e-3. A block with NaN or
+infinity gets NaN as its scale, and so does everything computed from it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Inputs(NamedTuple):
     """Rows of x as integers."""
 
     codes_MB2E: Tensor
-    """int8: the upper bytes of a block's numbers, then the lower ones."""
+    """int8: the upper bytes of a block's integers, then the lower ones."""
     scales_MB: Tensor
     """float32."""
     sums_MB8: Tensor
-    """int32: of each 32 numbers."""
+    """int32: the sum of each 32 integers."""
 
 
 def empty_inputs(m: int, columns: int, device: torch.device) -> Inputs:
@@ -51,13 +51,13 @@ def empty_inputs(m: int, columns: int, device: torch.device) -> Inputs:
 
 @triton.jit
 def write_codes(x_BE, codes_ptr, scales_ptr, sums_ptr, block_B, there_B):
-    """Writes blocks of values, float32 of (B, 256), as integers at the blocks numbered."""
+    """Store blocks of values, float32 of (B, 256), as integers at the given block numbers."""
     B: tl.constexpr = x_BE.shape[0]
-    # 0 times NaN or infinity is NaN, and a maximum does not see a NaN.
+    # 0 times NaN or infinity is NaN; a maximum would ignore a NaN.
     largest_B = tl.max(tl.abs(x_BE), axis=1) + tl.sum(x_BE * 0.0, axis=1)
     some_B = largest_B > 0
     inverse_B = tl.where(some_B, 4095.0 / tl.where(some_B, largest_B, 1.0), 0.0)
-    # So large a number has no place for fractions: adding it rounds to the nearest, even ones first.
+    # Adding 1.5 * 2^23 leaves no fraction bits, so it rounds to the nearest integer, ties to even.
     n_BE = (x_BE * inverse_B[:, None] + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     n_BE = tl.minimum(tl.maximum(n_BE, -4095), 4095)
     upper_BE = (n_BE + 64) >> 7
@@ -91,7 +91,7 @@ def variant(dtype: torch.dtype) -> Variant:
 
 
 def as_integers(x_MK: Tensor) -> Inputs:
-    """Contiguous rows of any float type as integers."""
+    """Return contiguous rows of any float dtype as integers."""
     m, columns = x_MK.shape
     found = empty_inputs(m, columns, x_MK.device)
     launch(variant(x_MK.dtype), (m * (columns // BLOCK),), x_MK, *found)

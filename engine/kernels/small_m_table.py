@@ -1,11 +1,12 @@
-"""How the kernels for few rows are launched, and up to how many rows they are the faster way: data.
+"""Launch configurations of the kernels for few rows, and the row counts up to which they are
+faster.
 
-Measured on one H200 (sm_90), CUDA graphs replayed over copies of the weights that have more bytes
-than the L2 cache holds, bf16 inputs: `small_m_rows` of `engine/bench/small_m.py` times what is chosen
-here. Other GPUs get the same launches, which fit them, and a limit that others have published for
-kernels of this kind (bitsandbytes 0.50); neither was measured here.
+Measured on one H200 (sm_90) with bf16 inputs, by replaying CUDA graphs over copies of the weights
+that together exceed the L2 cache: `small_m_rows` of `engine/bench/small_m.py` times the
+configurations chosen here. Other GPUs get the same configurations, which fit them, and a limit
+published for similar kernels (bitsandbytes 0.50); neither was measured here.
 
-No torch and no triton, so that choices can be explained anywhere.
+This module imports neither torch nor triton, so that choices can be explained anywhere.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from typing import Literal
 from engine.quant.blocks import BlockType
 
 MAX_ROWS = 64
-"""Of x."""
+"""Maximum number of rows of x."""
 CODES_ROWS = 8
-"""Of x, up to which it becomes integers."""
+"""Number of rows of x up to which x is converted to integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
     family: Literal["codes", "tiles"]
     padded: int
-    """Rows of x that there is room for."""
+    """Number of rows of x, padded to a power of two."""
     rows: int
-    """Rows of W of one program."""
+    """Rows of W per program."""
     warps: int
     stages: int
-    """Blocks of a row in flight, counting the one being worked on."""
+    """Blocks of a row in flight, including the one being processed."""
     splits: int = 1
-    """Programs that share the sums of a row of W, at most."""
+    """Maximum number of programs that share the sums of a row of W."""
 
 
-# For padded rows of x: rows of W, warps and stages of a program, for matrices that occupy a GPU of
-# 132 multiprocessors without being split, and for others. Up to 8 rows of x those rows are a part of a
-# tile, so that no sum depends on them.
+# For each padded number of rows of x: rows of W, warps and stages of a program, first for matrices
+# that occupy a GPU of 132 multiprocessors without splitting, then for others. Up to 8 rows of x a
+# program takes a part of a tile, so that no sum depends on its number of rows.
 _Shape = tuple[int, int, int]
 _LAUNCHES: dict[str, dict[int, tuple[_Shape, _Shape]]] = {
     "Q4_K": {
@@ -70,20 +71,25 @@ _LAUNCHES: dict[str, dict[int, tuple[_Shape, _Shape]]] = {
     },
 }
 TILE = 64
-"""Rows of W of a tile of codes, at most. The order of a row's sums is that of its tile."""
+"""Maximum number of rows of W in a tile of `codes`. The summation order of a row is that of its
+tile.
+"""
 TILE_WARPS = 4
 MULTIPROCESSORS = 132
-"""Of the GPU that was measured. On others tiles are as right, and not as even."""
+"""Number on the measured GPU. On others the tiles are still correct, but less evenly distributed.
+"""
 TILES_AT_ONCE = 7
-"""That a multiprocessor has room for."""
+"""Number of tiles that fit on a multiprocessor at once."""
 _FULL_ROWS = 28672
-"""Rows of W, or of W times splits, that occupy the GPU."""
+"""Rows of W, or rows of W times splits, that occupy the GPU."""
 _FEW_WARPS = 528
-"""One for each scheduler of the GPU: below that, splits may be as short as a block."""
+"""One warp for each scheduler of the GPU; with fewer, splits may be as short as a block."""
 
 
 def config_for(type_: BlockType, rows: int, columns: int, m: int, arch: int) -> Config:
-    """How to launch `m` rows of x times a matrix, on compute capability `arch`."""
+    """Return the launch configuration for `m` rows of x times a matrix, on compute capability
+    `arch`.
+    """
     padded = 1 << (m - 1).bit_length()
     blocks = columns // type_.block_size
     shape = _LAUNCHES[type_.name][padded][0 if rows >= _FULL_ROWS else 1]
@@ -104,9 +110,12 @@ def config_for(type_: BlockType, rows: int, columns: int, m: int, arch: int) -> 
 
 
 def tiles_of(rows: Sequence[int], splits: int) -> list[int]:
-    """How many tiles to cut each of some matrices into that are multiplied together: of at most TILE rows and,
-    where sums are not split and a GPU has all at once, so many that each of its multiprocessors has the same
-    number: with 4 on some and 5 on others, half of the GPU waits for the rest."""
+    """Return into how many tiles to cut each of several matrices that are multiplied together.
+
+    Tiles have at most TILE rows. If sums are not split and all tiles run at once, the number is
+    chosen so that every multiprocessor gets the same number of tiles: with 4 on some and 5 on
+    others, half of the GPU would wait for the rest.
+    """
     least = [-(-count // TILE) for count in rows]
     programs = sum(least)
     rounds = -(-programs // MULTIPROCESSORS)
@@ -117,17 +126,18 @@ def tiles_of(rows: Sequence[int], splits: int) -> list[int]:
 
 _PUBLISHED = {80: 64, 86: 64, 89: 64, 100: 8, 103: 8, 120: 64, 121: 64}
 """bitsandbytes' limits for its kernel against dequantisation and a matmul, for the smallest
-matrices, and at most MAX_ROWS."""
+matrices, and at most MAX_ROWS.
+"""
 _UNKNOWN = 16
 
 
 def crossover_rows(type_: BlockType, rows: int, columns: int, arch: int) -> int:
-    """Up to how many rows of x the kernels are faster than dequantising and a matmul: 0 for
-    types they do not take.
+    """Return up to how many rows of x the kernels are faster than dequantisation and a matmul; 0
+    for unsupported types.
 
-    On sm_90 that was so for each matrix of a 7B model and all rows they take: with 64 rows
-    dequantising takes 1.7 times as long for gate and up (Q4_K), 1.3 times for down and 1.7 for the
-    output head (Q6_K), and 1.0 times for a matrix of 3584 x 3584.
+    On sm_90 they were faster for every matrix of a 7B model and all supported row counts: with 64
+    rows dequantisation takes 1.7 times as long for gate and up (Q4_K), 1.3 times for down and 1.7
+    for the output head (Q6_K), and 1.0 times for a matrix of 3584 x 3584.
     """
     if type_.name not in _LAUNCHES:
         return 0

@@ -1,8 +1,8 @@
-"""Few rows of x times Q4_K, Q5_K or Q6_K blocks, unpacked on the way into the matrix unit.
+"""Few rows of x times Q4_K, Q5_K or Q6_K blocks, unpacked on the way into the tensor cores.
 
-A block of Q4_K or Q5_K is 64 words of 16 bits: chunk c of 16 words holds sub-block 2c in its low nibbles and 2c + 1
-in its high ones, the even values in the low byte of a word and the odd ones in the high byte. So
-four matmuls of the same words, each shifted differently, cover a block:
+A block of Q4_K or Q5_K is 64 words of 16 bits: chunk c of 16 words holds sub-block 2c in its low
+nibbles and 2c + 1 in its high ones, the even values in the low byte of a word and the odd ones in
+the high byte. So four matmuls of the same words, each shifted differently, cover a block:
 
     u, v       values of the words, i within the chunk    inputs
     0, 0       2i     of sub-block 2c                     even ones of the chunk's first 32
@@ -10,14 +10,14 @@ four matmuls of the same words, each shifted differently, cover a block:
     1, 0       2i     of sub-block 2c + 1                 even ones of its last 32
     1, 1       2i + 1 of sub-block 2c + 1                 odd ones
 
-The planes of Q6_K have another order. Half h of a block has 32 words of 16 bits, and its
-groups of 32 values g = 0..3 lie in words 16 (g mod 2) to 16 (g mod 2) + 16, low nibbles for g < 2 and
-high ones for the others. Word i of those holds values 2i and 2i + 1; the top two bits of both are
-bits 2g and 2g + 1 of the two bytes of word 16 h + i of the high plane. A scale belongs to 16 values,
-which is 8 words.
+The planes of Q6_K have another order. Half h of a block has 32 words of 16 bits, and its groups of
+32 values g = 0..3 are in words 16 (g mod 2) to 16 (g mod 2) + 16, in the low nibbles for g < 2 and
+in the high ones otherwise. Word i of those holds values 2i and 2i + 1; the top two bits of both are
+bits 2g and 2g + 1 of the two bytes of word 16 h + i of the high plane. A scale belongs to 16
+values, which is 8 words.
 
-Columns of a matmul are rows of x, up to 64, and weights are scaled before it and rounded once to the
-type of x, as in dequantisation. Up to 8 rows there is `small_m_codes.py`, which is faster.
+Columns of a matmul are rows of x, up to 64. Weights are scaled before the matmul and rounded once
+to the dtype of x, as in dequantisation. For up to 8 rows `small_m_codes.py` is faster.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from engine.kernels.small_m_parts import (
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
-# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8,
-# 128 a block, `high_ptr`, *u8, 32, and `header_ptr`, *i32, 4; `bias_ptr` to (rows), read
-# if BIAS; `y_ptr` to (splits, m, rows). Program (i, s) does rows ROWS i to ROWS (i + 1), blocks s
-# split_blocks to (s + 1) split_blocks. HIGH is 0 for Q4_K, for which `high_ptr` is not read, and for
-# Q5_K the bit of a code that is high, 16; MP the power of two that m is padded to.
+# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8, 128 per block, `high_ptr`,
+# *u8, 32, and `header_ptr`, *i32, 4; `bias_ptr` to (rows), read if BIAS; `y_ptr` to (splits, m,
+# rows). Program (i, s) processes rows ROWS i to ROWS (i + 1) and blocks s split_blocks to (s + 1)
+# split_blocks. HIGH is 0 for Q4_K, for which `high_ptr` is not read, and 16 for Q5_K, the value of
+# a code's high bit. MP is m, padded to a power of two.
 # Shapes: R rows of W, K words of a chunk, M rows of x
 
 
@@ -109,7 +109,7 @@ def _tiles_k45(
                 else:
                     sc_R, mn_R = _late(first_R, second_R, third_R, 2 * c + u - 4)
                 scale_R = half(both_R, 0) * sc_R
-                # The offset of the codes goes into the minimum.
+                # The offset of the codes is folded into the minimum.
                 least = (half(both_R, 16) * mn_R + 128.0 * scale_R)[:, None]
                 pair_K = b * 128 + c * 32 + u * 16 + i_K
                 at_KM = x_M[None, :] + pair_K[:, None]
@@ -123,9 +123,8 @@ def _tiles_k45(
     store(y_RM, y_ptr, bias_ptr, first_row, rows, rows, m, BIAS)
 
 
-# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8, 128
-# a block, `high_ptr`, *u8, 64, `scales_ptr`, *i8, 16, and `d_ptr`, *fp16, 1;
-# the rest as above.
+# Arguments: `x_ptr` to (m, row_blocks * 256); the planes `low_ptr`, *u8, 128 per block, `high_ptr`,
+# *u8, 64, `scales_ptr`, *i8, 16, and `d_ptr`, *fp16, 1; the rest as above.
 # Shapes: R rows of W, K words of a group, M rows of x
 
 

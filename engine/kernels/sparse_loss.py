@@ -1,15 +1,15 @@
-"""Gradient of rows of logits against some ids of each row: the fused form of `engine.loss.sparse`.
+"""Gradient of rows of logits against a few ids of each row: the fused form of `engine.loss.sparse`.
 
-Of a row, the K ids that the teacher named are a matter of K numbers, and torch's. What is left is the
-rest of the vocabulary, and that is one program's:
+torch computes the part of the K ids that the teacher gave, which is only K numbers per row. This
+kernel computes the rest of the vocabulary, one program per row:
 
-    first    sums of the rest, with the K ids put to -infinity before
-    then     with the sums of the K ids, which are given:
+    first    sums of the rest, with the K ids set to -infinity beforehand
+    then     with the sums of the K ids, which are arguments:
              dz = alpha e^z / S_1 + weight (1 - p_R / q_R) e^(z/T) / S_T - alpha [v = label]
 
-A row is read twice, by the same program one after the other; the second time some of it is in the cache.
-Sums are made in lanes, each relative to the largest logit that it has seen. Columns from V to the stride
-of a row are padding: read and taken for -infinity, and 0 in dz.
+The program reads its row twice; the second time some of it is in the cache. Sums are accumulated in
+lanes, each relative to the largest logit that it has seen. Columns from V to the stride of a row
+are padding: they count as -infinity when read, and dz is 0 there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from engine.kernels.registry import compiled_as, launch
 # Shapes: M rows of all chunks, C rows of one, V vocabulary
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What dz may be written in."""
+"""Supported dtypes of dz."""
 DEEP, WARPS = 4, 16
 
 
@@ -100,7 +100,7 @@ def _rest_rows(
 
 @cache
 def variant(*, temperature: float, dtype: torch.dtype) -> Variant:
-    """`dtype` is that of dz."""
+    """Return the kernel that writes dz in `dtype`."""
     return compiled_as(
         _rest_rows,
         *("*fp32", dtype, "*i64", "*fp32", "*fp32", *["i32"] * 4, *["fp32"] * 3),
@@ -113,23 +113,25 @@ def variant(*, temperature: float, dtype: torch.dtype) -> Variant:
 
 
 def variants(dtypes: Iterable[torch.dtype] = DTYPES, *, temperature: float) -> tuple[Variant, ...]:
-    """What a run launches, with matmuls in any of `dtypes`."""
+    """Return what a run launches, with matmuls in any of `dtypes`."""
     return tuple(variant(temperature=temperature, dtype=dtype) for dtype in dict.fromkeys(dtypes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSums:
-    """Of every row, the K ids included where nothing else is said."""
+    """Sums of every row, with the K ids included unless stated otherwise."""
 
     largest_C: Tensor
     log_sum_C: Tensor
     """log sum e^(z/T)."""
     log_rest_C: Tensor
-    """The same without the K ids; -infinity where there are no others."""
+    """The same without the K ids; -infinity if there are no other ids."""
     log_sum_one_C: Tensor
     """log sum e^z."""
     dz_C: Tensor
-    """The sum of dz of the rest, before it was rounded, and -alpha of the label wherever that is."""
+    """The sum of dz over the other ids, before rounding, including -alpha at the label wherever it
+    is.
+    """
 
 
 def differentiate_rest(
@@ -142,9 +144,12 @@ def differentiate_rest(
     alpha: float,
     temperature: float,
 ) -> RowSums:
-    """Writes dz of the rest of rows `first` to `first + C`; z and dz are views of a `kd_loss.row_buffer`.
-    `kept_4C` has of the K ids of each row the largest z, the sums of e^((z - largest)/T) and of
-    e^(z - largest), and the teacher's p_R, 0 where there is no tail. Rows without such ids: -1e30, 0, 0, 0.
+    """Write dz of the ids other than the K for rows `first` to `first + C`; z and dz are views of a
+    `kd_loss.row_buffer`.
+
+    `kept_4C` has, for the K ids of each row, the largest z, the sums of e^((z - largest)/T) and of
+    e^(z - largest), and the teacher's p_R, which is 0 without a tail. For rows without such ids it
+    has -1e30, 0, 0, 0.
     """
     rows, vocabulary = z_CV.shape
     wanted = (z_CV.stride(0) // int(UNIT) * int(UNIT), 1)
