@@ -4,7 +4,7 @@ run costs and writes nothing new for: the checks of the first minute; all, askin
 
     python whole_runs.py kills KIT FOLDER SEED COUNT        die at random, go on, and compare the end
     python whole_runs.py fail  KIT FOLDER CODE MODE FIRST STEP   every STEP-th operation fails
-    python whole_runs.py power KIT FOLDER SEED              every state that a power loss may leave
+    python whole_runs.py power KIT FOLDER SEED N            every state that a power loss may leave
 
 In a process with `faults.c` preloaded. Progress goes to stderr; the last line of stdout is JSON with
 what was done and every broken promise.
@@ -257,9 +257,9 @@ class MarkingKeeper(Keeper):
         return saved
 
 
-def power(kit: Kit, folder: Path, seed: int) -> dict[str, Any]:
+def power(kit: Kit, folder: Path, seed: int, resume_every: int) -> dict[str, Any]:
     """Cut the power at every operation of a run, in every way that the model knows, or with a seed in
-    random ways; a state in fifty is resumed to its end."""
+    random ways; one state in `resume_every` is resumed to its end."""
     steps = 2 * EVERY
     reference = Reference(kit, folder / "reference", steps)
     place, journal = folder / "place", folder / "journal"
@@ -285,7 +285,7 @@ def power(kit: Kit, folder: Path, seed: int) -> dict[str, Any]:
     for how, marks, state in crash_states(operations, place, rng):
         make(state, crash)
         found = _after_power_loss(left, marks)
-        if not found and count % 50 == 7 and is_run(left):
+        if not found and count % resume_every == 7 and is_run(left):
             resumed += 1
             code = ended(child(lambda: train(left), folder / "again"))
             found = [f"exit {code}: {(folder / 'again').read_text()[-800:]}"] if code else []
@@ -364,7 +364,7 @@ def main() -> None:
             persistent = rest[1] == "persistent"
             result = fail(kit, place, CODES[rest[0]], persistent, int(rest[2]), int(rest[3]))
         case _:
-            result = power(kit, place, int(rest[0]))
+            result = power(kit, place, int(rest[0]), int(rest[1]))
     print(json.dumps(result))
 
 
