@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import signal
+import subprocess
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,23 @@ def carried_out(kit: Kit, folder: Path, **changes: object) -> tuple[RunFolder, i
     create_run(run, text, {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
     code = trainer_module.run(run, resume=False, allow_fallback=False, keep_alive_fd=None)
     return RunFolder(run), code
+
+
+def resumed_here(run: Path, **allowed: bool) -> subprocess.CompletedProcess[str]:
+    """What `engine distill --resume` of a run that its launcher does not refuse comes to: its trainer goes on
+    in this process, where another would only cost its start.
+    """
+    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with redirect_stderr(io.StringIO()) as err:
+            code = trainer_module.run(
+                run, resume=True, keep_alive_fd=None, **({"allow_fallback": False} | allowed)
+            )
+    finally:
+        # The trainer takes the signals of its process.
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess([str(run)], code, "", err.getvalue())
 
 
 def results_file(path: Path, run: RunFolder, *, right: int, judged: int, problems: int) -> Path:

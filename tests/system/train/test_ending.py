@@ -15,9 +15,10 @@ import pytest
 from engine.cli.progress import exit_code
 from engine.log.folder import RunFolder
 from engine.log.follow import Follower
+from tests.support.finished_runs import resumed_here
 from tests.support.kit import Kit
 from tests.support.run_folders import killed
-from tests.support.running import DEADLINE_S, engine, environment, wait_for, wait_until_ended
+from tests.support.running import DEADLINE_S, engine_here, environment, wait_for, wait_until_ended
 
 WITHIN_S = 2.0
 LEEWAY_S = float(os.environ.get("APR_TEST_LEEWAY_S", "2"))
@@ -114,7 +115,7 @@ def test_a_run_that_was_ended_before_its_first_step_can_be_resumed(
     spec = kit.spec(tmp_path, train__steps=2)
     where = "engine.train.build:Builder.student"
     Held(tmp_path, where, "sleep", "distill", spec, "--out", run, trainer=True).end(signal.SIGTERM)
-    again = engine("distill", "--resume", run)
+    again = resumed_here(run)
     assert again.returncode == 0, again.stderr
 
 
@@ -143,7 +144,7 @@ def test_a_signal_while_a_teacher_is_loaded_ends_prepare(kit: Kit, tmp_path: Pat
     where = "engine.train.prepare:_load_teacher"
     held = Held(tmp_path, where, "lock", "prepare", kit.spec(tmp_path), "--out", store)
     held.end(signal.SIGTERM)
-    done = engine("prepare", kit.spec(tmp_path), "--out", store)
+    done = engine_here("prepare", kit.spec(tmp_path), "--out", store)
     assert done.returncode == 0, done.stderr
 
 

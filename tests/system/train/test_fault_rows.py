@@ -53,6 +53,7 @@ from engine.watch.machine_guard import (
     MemoryGuard,
 )
 from engine.watch.supervisor import _Supervisor
+from tests.support.finished_runs import resumed_here
 from tests.support.flip_pairs import outcome, plan
 from tests.support.host_trees import MACHINE, write_tree
 from tests.support.kit import Kit, tiny_config
@@ -216,7 +217,14 @@ def test_a_gpu_without_room_is_an_allocation_that_failed(
 # Row 9: crashes.
 
 
-@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGSEGV,
+        pytest.param(signal.SIGBUS, marks=pytest.mark.soak),
+        pytest.param(signal.SIGABRT, marks=pytest.mark.soak),
+    ],
+)
 def test_a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr(
     kit: Kit, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -230,7 +238,7 @@ def test_a_crashed_trainer_is_told_by_its_signal_with_its_stack_on_stderr(
     assert ended.view.exit.signal == number.name
     assert launched.returncode == 128 + number and number.name in stderr
     for command in (("runs", tmp_path), ("diagnose", run)):
-        assert f"crashed with {number.name}" in engine(*command).stdout
+        assert f"crashed with {number.name}" in engine_here(*command).stdout
     assert "Fatal Python error" in (run / "stderr.txt").read_text()
 
 
@@ -393,13 +401,13 @@ def test_a_setting_changed_on_resume_is_refused_with_both_values(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = (run / "effective.json").read_bytes()
-    asked = engine("distill", "--resume", run, "--set", "train.lr=0.001")
+    asked = engine_here("distill", "--resume", run, "--set", "train.lr=0.001")
     assert asked.returncode == 65 and "train.lr = 0.001 (was 0.0003)" in asked.stderr
     assert "--allow-change train.lr" in asked.stderr
     monkeypatch.setenv("MANAGED_MEMORY", "1")
-    asked = engine("distill", "--resume", run)
+    asked = engine_here("distill", "--resume", run)
     assert asked.returncode == 65 and "memory.allocator = 'managed' (was 'auto')" in asked.stderr
-    unknown = engine("distill", "--resume", run, "--allow-change", "train.loss_rate")
+    unknown = engine_here("distill", "--resume", run, "--allow-change", "train.loss_rate")
     assert unknown.returncode == 64 and "train.loss_rate" in unknown.stderr
     assert (run / "effective.json").read_bytes() == before
 
@@ -440,7 +448,7 @@ def test_a_teacher_replaced_between_two_sessions_is_refused(
         config = ModelConfig.from_dict(tiny_config(hidden_size=48), "other")
         tokenizer = kit.teacher / "tokenizer.json"
         save_decoder(new_decoder(config, seed=8), teacher, torch.float32, extra_files=[tokenizer])
-        asked = engine("distill", "--resume", run)
+        asked = resumed_here(run)
     finally:
         shutil.rmtree(teacher)
         kept.rename(teacher)

@@ -23,7 +23,7 @@ from engine.log.follow import Follower
 from engine.log.view import RunView
 from engine.log.write import LogWriter
 from engine.train import run as trainer_module
-from tests.support.finished_runs import carried_out, finish
+from tests.support.finished_runs import carried_out, finish, resumed_here
 from tests.support.kit import Kit
 from tests.support.running import (
     DEADLINE_S,
@@ -94,7 +94,7 @@ def interrupted(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Interrupt
     spec = kit.spec(folder, data__corpus=str(corpus), train__steps=100000)
     launched = start("distill", spec, "--out", run)
     wait_for(run, lambda view: view.last_step >= 2)
-    again = engine("distill", "--resume", run)
+    again = engine_here("distill", "--resume", run)
     launched.send_signal(signal.SIGINT)
     launched.communicate(timeout=DEADLINE_S)
     return Interrupted(run, corpus, again, launched.returncode)
@@ -184,7 +184,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_143_and_resume_is_exact(
     assert view.finished is not None
     assert (launched.returncode, view.finished.state) == (143, "stopped")
     assert view.checkpoints[-1].step == view.last_step < 20
-    resumed = engine("distill", "--resume", run)
+    resumed = resumed_here(run)
     assert resumed.returncode == 0, resumed.stderr
     weights = "student.safetensors"
     assert (
@@ -208,7 +208,7 @@ def test_changed_training_text_is_refused_on_resume(
 ) -> None:
     for file in interrupted.corpus.iterdir():
         file.write_text(file.read_text().replace("return", "yield "))
-    refused = engine("distill", "--resume", interrupted.run)
+    refused = resumed_here(interrupted.run)
     assert refused.returncode == 65 and "expected the tokens this run began with" in refused.stderr
 
 
@@ -297,7 +297,7 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_passed_over_only_on_
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
-    refused = engine("distill", "--resume", run)
+    refused = resumed_here(run)
     assert refused.returncode == 65 and "student.safetensors" in refused.stderr
     resumed = engine("distill", "--resume", run, "--allow-fallback")
     assert resumed.returncode == 0, resumed.stderr
