@@ -176,8 +176,9 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     if n == 0:
         raise ValueError("sign flips: expected pairs, found none")
     if n <= EXACT_SIGNS:
-        sums = [0.0]
-        for d in differences:
+        # The first with its own sign: the other half of the signings has the same sums, negated.
+        sums = [differences[0]]
+        for d in differences[1:]:
             sums = [s + d for s in sums] + [s - d for s in sums]
     else:
         coins = random.Random(n)
@@ -188,7 +189,7 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     observed = abs(math.fsum(differences))
     # Sums of the same numbers in another order differ by rounding.
     slack = 1e-12 * (1 + sum(map(abs, differences)))
-    return sum(abs(s) >= observed - slack for s in sums) / len(sums)
+    return sum(map((observed - slack).__le__, map(abs, sums))) / len(sums)
 
 
 def anytime_p(differences: Sequence[float], *, prior_weight: float = PRIOR_WEIGHT) -> float:

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,12 @@ from engine.flips.plan import Plan, make_plan
 from engine.flips.record import read_pairs, read_plan_of
 from engine.flips.statistics import Interval
 from engine.flips.surroundings import device_lock, find_surroundings
+from engine.flips.verdict import FlipVerdict
 from engine.log.folder import find_runs
 from engine.log.follow import Follower
 from engine.log.view import RunView
 from tests.support.kit import Kit
-from tests.support.running import engine, engine_here, environment
+from tests.support.running import engine_here, environment
 
 DEADLINE_S = 240.0
 
@@ -92,26 +94,47 @@ def test_an_arm_killed_from_outside_is_said_and_the_flip_goes_on(kit: Kit, tmp_p
     assert "left out: pair 1: B killed_external" in engine_here("flips", folder).stdout
 
 
-def test_an_arm_that_answers_nothing_is_killed_at_the_limit_and_keeps_its_log(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arms, "STOP_GRACE_S", 0.3)
-    plan = replace(small_plan(kit, tmp_path, "compute.threads=2"), run_limit_s=6.0)
+@dataclass(frozen=True)
+class Hung:
+    folder: Path
+    verdict: FlipVerdict
+    trainer: int
+    """Of arm B, which was stopped when its pid was known."""
+
+
+@pytest.fixture(scope="module")
+def hung(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Hung:
+    """A flip whose arm B answers nothing."""
+    place = tmp_path_factory.mktemp("hung")
+    # Long enough for an arm that works, on a machine that does much else.
+    plan = replace(small_plan(kit, place, "compute.threads=2"), run_limit_s=200.0)
     stopped: list[int] = []
 
-    def freeze(view: RunView) -> None:
-        if view.trainer_pid and not stopped:
+    def freeze_b(_what: str, _number: int, arm: str, view: RunView) -> None:
+        if arm == "B" and view.trainer_pid and not stopped:
             stopped.append(view.trainer_pid)
             os.kill(view.trainer_pid, signal.SIGSTOP)
 
-    outcome = run_arm(
-        plan, b=True, pair=1, folder=tmp_path / "arms" / "01-b", watch=freeze, stop=lambda: False
-    )
-    assert outcome.state == "over the limit" and outcome.value is None
-    assert outcome.reason.startswith("0 steps in 6 s, the last phase was ")
+    def now() -> float:
+        """The limit of B is over as soon as it is stopped."""
+        return time.monotonic() + (plan.run_limit_s if stopped else 0.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(place / "state"))
+        patch.setattr(arms, "STOP_GRACE_S", 0.3)
+        patch.setattr(arms, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+        verdict = run_flip(plan, place / "flip", Watching(on_arm=freeze_b), use_controls="run")
+    return Hung(place / "flip", verdict, stopped[0])
+
+
+def test_an_arm_that_answers_nothing_is_killed_at_the_limit_and_keeps_its_log(hung: Hung) -> None:
+    (pair,) = read_pairs(hung.folder)
+    assert pair.b.state == "over the limit" and pair.b.value is None
+    assert pair.b.reason.startswith("0 steps in 200 s, the last phase was ")
     with pytest.raises(ProcessLookupError):
-        os.kill(stopped[0], 0)
-    view = Follower(find_runs(tmp_path / "arms")[0]).read_all()
+        os.kill(hung.trainer, 0)
+    runs = {run.name: run for run in find_runs(hung.folder / "arms")}
+    view = Follower(runs["01-b"]).read_all()
     assert view.exit is not None and view.exit.signal == "SIGKILL"
 
 
@@ -177,23 +200,11 @@ def test_controls_are_run_after_a_first_pair_and_remembered(kit: Kit, tmp_path: 
     assert str(folder / "controls" / "same") in verdict.controls["AA"]["reason"]
 
 
-def test_a_hang_is_decided_before_any_control_is_run(
-    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arms, "STOP_GRACE_S", 0.3)
-    # Long enough for an arm that works, on a machine that does much else.
-    plan = replace(small_plan(kit, tmp_path, "compute.threads=2"), run_limit_s=20.0)
-    stopped: list[int] = []
-
-    def freeze_b(_what: str, _number: int, arm: str, view: RunView) -> None:
-        if arm == "B" and view.trainer_pid and not stopped:
-            stopped.append(view.trainer_pid)
-            os.kill(view.trainer_pid, signal.SIGSTOP)
-
-    verdict = run_flip(plan, tmp_path / "flip", Watching(on_arm=freeze_b), use_controls="run")
+def test_a_hang_is_decided_before_any_control_is_run(hung: Hung) -> None:
+    verdict = hung.verdict
     assert verdict.verdict == "B_DID_NOT_COMPLETE" and verdict.grade == "screen", verdict.reason
-    assert "B made 0 steps in 20 s, the last phase was " in verdict.reason
-    assert "A made 6 in " in verdict.reason and not (tmp_path / "flip" / "controls").exists()
+    assert "B made 0 steps in 200 s, the last phase was " in verdict.reason
+    assert "A made 6 in " in verdict.reason and not (hung.folder / "controls").exists()
     assert verdict.effect is None and verdict.censored["bound_ln_b_over_a"] > 0
 
 
@@ -237,7 +248,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_with_the_same_plan(
     )
     flip = start_flip(spec, *given, "--out", folder)
     wait_for_pair(flip, folder, first_arm)
-    second = engine("flip", spec, *given, "--out", tmp_path / "other")
+    second = engine_here("flip", spec, *given, "--out", tmp_path / "other")
     assert second.returncode == 65 and f"a flip in {folder}" in second.stderr
     assert "--share" in second.stderr and not (tmp_path / "other").exists()
     flip.send_signal(signal.SIGINT)
@@ -248,7 +259,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_with_the_same_plan(
     assert "the pairs before it are kept" in err and "plan sha256" in err
     registered = read_plan_of(folder)
     (kept,) = read_pairs(folder)
-    done = engine("flip", "--resume", folder, "--json")
+    done = engine_here("flip", "--resume", folder, "--json")
     assert done.returncode == 2, done.stderr
     verdict = json.loads(done.stdout)
     assert verdict["prereg_sha"] == registered.sha256 and not verdict["interrupted"]
@@ -256,13 +267,16 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on_with_the_same_plan(
     again = read_pairs(folder)
     assert again[0] == kept and [p.b_first for p in again] == registered.order()
     assert f"{first_arm}.2" in {run["run"].removeprefix("arms/") for run in verdict["raw_runs"]}
-    ended = engine("flip", "--resume", folder)
+    ended = engine_here("flip", "--resume", folder)
     assert ended.returncode == 65 and "one that ended: INCONCLUSIVE" in ended.stderr
 
 
-def test_a_dry_run_shows_the_plan_and_starts_nothing(kit: Kit, tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_plan_and_starts_nothing(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     spec = kit.spec(tmp_path)
-    done = engine("flip", spec, "--set", "train.rows=8", "--dry-run", "--json", cwd=tmp_path)
+    done = engine_here("flip", spec, "--set", "train.rows=8", "--dry-run", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["changes"] == [{"key": "train.rows", "a": 4, "b": 8}]
     assert "device: the CPU" in done.stderr and not (tmp_path / "flips").exists()
@@ -282,10 +296,16 @@ def test_a_dry_run_shows_the_plan_and_starts_nothing(kit: Kit, tmp_path: Path) -
     ],
 )
 def test_a_command_line_that_cannot_be_carried_out_is_refused(
-    kit: Kit, tmp_path: Path, arguments: tuple[str, ...], code: int, said: str
+    kit: Kit,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    code: int,
+    said: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     spec = str(kit.spec(tmp_path))
-    done = engine("flip", *(spec if a == "SPEC" else a for a in arguments), cwd=tmp_path)
+    done = engine_here("flip", *(spec if a == "SPEC" else a for a in arguments))
     assert done.returncode == code and said in done.stderr, done.stderr
     assert not (tmp_path / "flips").exists()
 
