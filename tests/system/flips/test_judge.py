@@ -164,7 +164,7 @@ def test_an_effect_of_ten_percent_is_decided_in_eight_pairs_and_never_wrongly(ra
     assert sum(s == expected and n <= 8 for s, n in found) >= 380
 
 
-@pytest.mark.parametrize("drift", ["ramp", "walk"])
+@pytest.mark.parametrize("drift", ["ramp", pytest.param("walk", marks=pytest.mark.soak)])
 def test_an_effect_as_large_as_the_margin_is_called_larger_in_at_most_five_percent(
     drift: str,
 ) -> None:
