@@ -1,1 +1,1 @@
-"""Measured comparisons that `engine bench` prints: every arm in one run, beside the roofline."""
+"""Benchmarks for `engine bench`: every arm measured in one run, beside the roofline."""

@@ -1,18 +1,18 @@
-"""Generating text: one token of 1 or 8 sequences, beside the time it takes to read the weights.
+"""Decoding: one token for each of 1 or 8 sequences, beside the time to read the weights.
 
-    arm               weights             a step
-    bf16 decoder      floats              the decoder as written
-    bf16 kernels      floats              `engine.models.decode`, one launch after the other
-    bf16 graph        floats              the same, captured once and replayed
-    Q4_K_M ...        in their blocks     the same three, of packed weights
+    arm               weights              a step
+    bf16 decoder      dense                the eager decoder
+    bf16 kernels      dense                `engine.models.decode`, launched eagerly
+    bf16 graph        dense                the same, as a CUDA graph
+    Q4_K_M ...        quantised blocks     the same three, with packed weights
 
-Weights are random, of a real shape. The bound is reading once whatever a step has to: all matrices as
-they lie in memory, but for the embedding, of which it is a row; the keys and values of every sequence.
-Its rate is that of a copy in the same run. Each arm generates with sequences of `context` tokens, whose
-number grows while it is measured: the bound is that of the middle. `ratio` is the speed relative to the
-decoder with the same weights and sequences. `tokens_per_s` are those of all sequences together.
+Weights are random, of a real shape. The bound is one read of everything that a step needs: all matrices in
+their stored form, only one row of the embedding, and the keys and values of every sequence. Its rate is that
+of a copy in the same run. Each arm decodes sequences of `context` tokens, which grow while it is measured;
+the bound is that of the middle. `ratio` is the speed relative to the decoder with the same weights and
+sequences. `tokens_per_s` sums over all sequences.
 
-On a CPU there is the decoder alone.
+On a CPU only the decoder runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engine.models.packed import PackedEmbedding
 ROW_COUNTS = (1, 8)
 CONTEXT = 512
 STEPS = 8
-"""Of a graph, in one measurement."""
+"""Decoding steps of a graph arm in one measurement."""
 
 
 class _Arm(NamedTuple):
@@ -56,8 +56,10 @@ def bench_decode(
     context: int = CONTEXT,
     rounds: int = 15,
 ) -> Measured:
-    """Every arm, those of the same weights and number of sequences in turns. Beside them
-    `tokens_per_s`, by arm and number of sequences, and `weight_bytes`, what a step reads of the weights.
+    """Measure every arm; arms with the same weights and number of sequences take turns.
+
+    Also returned are `tokens_per_s`, by arm and number of sequences, and `weight_bytes`, the bytes of weights
+    that a step reads.
     """
     found: list[BenchRow] = []
     tokens_per_s: dict[str, float] = {}
@@ -83,7 +85,7 @@ def bench_decode(
                         shape=shape,
                         rows=rows,
                         flop=2.0 * rows * _values(config),
-                        # Keys and values of every token beside the weights.
+                        # Keys and values of every token, beside the weights.
                         bytes=step_bytes[name] + rows * middle * token_bytes,
                         base=base,
                     )
@@ -94,7 +96,7 @@ def bench_decode(
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Of everything that a step reads whole: all but an embedding that is not the head too."""
+    """Bytes of everything that a step reads in full: all but an embedding that is not tied to the head."""
     tied = decoder.head is None
     skipped = {id(decoder.embed)} if not tied else set()
     total, seen = 0, set()
@@ -121,7 +123,7 @@ def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> 
         return arms
 
     def of(graph: bool) -> _Arm:
-        from engine.models.decode_step import DecodeSteps  # which needs triton
+        from engine.models.decode_step import DecodeSteps  # needs triton
 
         steps = DecodeSteps(decoder, rows, capacity, graph=graph)
         for row, prompt in enumerate(prompts.tolist()):
@@ -135,7 +137,7 @@ def _arms(name: str, decoder: Decoder, rows: int, context: int, rounds: int) -> 
 
 
 def _values(config: ModelConfig) -> int:
-    """Weights that a token is multiplied with."""
+    """Number of weights that each token is multiplied with."""
     with torch.device("meta"):
         decoder = Decoder(config)
     linear = [each for each in decoder.modules() if isinstance(each, nn.Linear)]

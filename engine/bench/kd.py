@@ -1,9 +1,9 @@
 """Whole distillation steps, ours beside those of other libraries: `engine bench kd --against ...`.
 
-Every arm is a process of its own (`engine.bench.kd_arm`), one after another on the same device, with
-the same weights, rows, objective, optimizer and number of steps (`engine.bench.kd_shape`; what differs is
-said in the table). A rival that is not installed is `absent`, one that broke or gave no answer in time
-`failed`, each with its reason: a table never has fewer rows than were asked for.
+Every arm runs in its own process (`engine.bench.kd_arm`), one after another on the same device, with the same
+weights, rows, optimizer and number of steps (`engine.bench.kd_shape`); the table names each arm's objective.
+A rival that is not installed is `absent`, and one that broke or timed out is `failed`, each with its reason:
+a table has a row for every requested arm.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
-"""What rivals' processes are given: nobody is to ask a network, or to say more than what broke."""
+"""Environment of the rivals' processes: no network access, and no output except errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KdRow:
-    """One arm, as it is printed and kept."""
+    """The result of one arm, as printed and stored."""
 
     arm: str
     state: str
@@ -44,10 +44,10 @@ class KdRow:
     step_s: float | None = None
     """Median of the measured steps."""
     spread: float | None = None
-    """(largest - smallest) / median of them."""
+    """(largest - smallest) / median of the measured steps."""
     tokens_per_s: float | None = None
     share_of_bound: float | None = None
-    """Of what the run's own arithmetic would take at the rate of the largest matmul measured here."""
+    """Throughput relative to a bound: the run's own FLOPs at the rate of the largest matmul measured here."""
     peak_bytes: int | None = None
     first_loss: float | None = None
     last_loss: float | None = None
@@ -58,7 +58,7 @@ class KdRow:
 
 
 def run_arm(arm: str, device: str, shape: str, *, timeout_s: float) -> dict[str, Any]:
-    """What the arm's process said, or how it failed to."""
+    """Run the arm's process and return its result, or how it failed."""
     command = [sys.executable, "-m", "engine.bench.kd_arm", arm, device, shape]
     try:
         done = subprocess.run(
@@ -83,7 +83,7 @@ def row_of(
     student: ModelConfig,
     flop_per_s: float,
 ) -> KdRow:
-    """An arm's answer with its rates."""
+    """Turn an arm's result into a row with its rates."""
     if found["state"] != "measured":
         return KdRow(arm=found["arm"], state=found["state"], why=found["why"])
     times = found["step_s"]
@@ -104,7 +104,7 @@ def bench_kd(
     measure: Callable[[str], KdRow],
     say: Callable[[str], None],
 ) -> list[KdRow]:
-    """A row for each arm, in order. `arms` has why one cannot run, None for those that can."""
+    """Return a row for each arm, in order. `arms` maps each to the reason why it cannot run, or None."""
     rows = []
     for arm, why in arms.items():
         if why is not None:
@@ -119,7 +119,7 @@ HEADER = ("arm", "tokens/s", "of bound", "ms/step", "+-", "peak", "first loss", 
 
 
 def table(rows: list[KdRow]) -> list[str]:
-    """Aligned lines for people; after them, what was not measured and why."""
+    """Aligned lines for people, followed by the arms that were not measured and why."""
     cells: list[tuple[str, ...]] = [HEADER]
     for row in rows:
         if row.state != "measured":

@@ -1,14 +1,14 @@
-"""One arm of `engine bench kd`, in a process of its own: what it imports, patches, compiles or holds in
-memory touches no other.
+"""One arm of `engine bench kd`, in its own process, so that what it imports, patches, compiles or allocates
+affects no other.
 
     python -m engine.bench.kd_arm ARM DEVICE SHAPE-AS-JSON         one JSON value as its last line
 
-    engine          our trainer, the teacher as dense weights     compiled on a GPU
-    engine packed   the same with the teacher in its blocks
+    engine          our trainer, with a dense teacher              compiled on a GPU
+    engine packed   the same with a block-quantised teacher
     transformers, liger, trl                                      `engine.bench.kd_rivals`
 
-Times are between the ends of steps, with the device waited for. The peak is the allocator's, of
-weights, steps and optimizer; making the models is left out.
+Times are between the ends of steps, with the device synchronised. The peak is the allocator's, over weights,
+steps and optimizer, without the creation of the models.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ OURS = ("engine", "engine packed")
 
 
 def measure(arm: str, device: torch.device, shape: KdShape) -> dict[str, Any]:
-    """Losses and seconds of every step after the warm-up, and the peak in bytes (None on a CPU)."""
+    """Run the arm. Return the seconds of every step after the warm-up, the first and last loss, and the peak
+    in bytes (None on a CPU)."""
     begun = time.perf_counter()
     steps = _ours(arm, device, shape) if arm in OURS else STEPS[arm](shape, device)
     ready_s = time.perf_counter() - begun
-    # A rival with a loop of its own is done by now, and has measured itself.
+    # A rival with a loop of its own is done by now, and has timed itself.
     seconds: list[float] | None = getattr(steps, "seconds", None)
     clock, losses = Clock(device), []
     if seconds is None:
@@ -133,7 +134,7 @@ def _ours(arm: str, device: torch.device, shape: KdShape) -> Iterator[float]:
         packed=packed("student.attention", student.config),
         checkpointing=False,
     )
-    # Not ahead of the host: rivals are waited for after each step too.
+    # The host does not run ahead of the device: rivals are also synchronised after each step.
     return (step.loss for step in trainer.steps())
 
 

@@ -1,13 +1,14 @@
-"""The step of a distillation as other libraries have it, over the work of `KdShape`.
+"""The distillation step of other libraries, on the work of `KdShape`.
 
-    transformers   the loop an engineer would write: Qwen2ForCausalLM twice, whole logits, kl_div
-    liger          the same models, with Liger's chunked loss in the place of logits; beta = 0 is KL
-    trl            GKDTrainer with lmbda = 0, beta = 0: KL at temperature 1 and no cross entropy, which
-                   it has not got; it takes no teacher with more ids, so its teacher's head is cut
+    transformers   the loop an engineer would write: Qwen2ForCausalLM twice, full logits, kl_div
+    liger          the same models, with Liger's chunked loss instead of full logits; beta = 0 is KL
+    trl            GKDTrainer with lmbda = 0, beta = 0: KL at temperature 1, without cross entropy, which it
+                   does not support; it accepts no teacher with a larger vocabulary, so the teacher's head is
+                   cut
 
-All train fp32 weights under bf16 autocast, clip the gradient and step with fused AdamW. Each takes the
-tensors of our own models, so nobody starts from other weights; on a CPU matmuls are in fp32. A
-library is imported by its arm alone, and what is not installed says so.
+All train fp32 weights under bf16 autocast, clip the gradient and step with fused AdamW. Each starts from the
+tensors of our own models, so all start from the same weights; on a CPU matmuls are in fp32. A library is
+imported by its arm alone, and an arm reports what is not installed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NEEDS = {
     "liger": ("transformers", "liger_kernel"),
     "trl": ("transformers", "trl", "datasets", "accelerate"),
 }
-"""Modules that a rival cannot run without."""
+"""Modules that a rival needs."""
 DISTRIBUTIONS = {"liger_kernel": "liger-kernel"}
 OBJECTIVES = {
     "transformers": "CE + T^2 KL",
@@ -51,7 +52,7 @@ OBJECTIVES = {
 
 
 def missing(rival: str) -> str | None:
-    """Why a rival cannot run here; None where it can."""
+    """Say why a rival cannot run here; None when it can."""
     gone = [name for name in NEEDS[rival] if importlib.util.find_spec(name) is None]
     if not gone:
         return None
@@ -60,7 +61,7 @@ def missing(rival: str) -> str | None:
 
 
 def versions(rival: str) -> str:
-    """`liger-kernel 0.8.5, transformers 5.17.0`."""
+    """Versions of a rival's packages: `liger-kernel 0.8.5, transformers 5.17.0`."""
     found = []
     for module in reversed(NEEDS[rival]):
         name = DISTRIBUTIONS.get(module, module)
@@ -70,7 +71,7 @@ def versions(rival: str) -> str:
 
 
 def transformers_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
-    """One step for each number that is asked for: its loss."""
+    """Yield the loss of each step; a step runs when its loss is requested."""
     teacher, student = models(shape, device)
     ids = shape.configs()[1].vocab_size
 
@@ -93,7 +94,7 @@ def transformers_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
 
 
 def liger_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
-    """As `transformers_steps`."""
+    """Like `transformers_steps`."""
     teacher, student = models(shape, device)
     ids = shape.configs()[1].vocab_size
     head_VE = teacher.lm_head.weight[:ids]
@@ -125,7 +126,7 @@ def liger_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
 
 
 def trl_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
-    """As `transformers_steps`, but all steps are done when the first is given."""
+    """Like `transformers_steps`, but all steps are done before the first loss is returned."""
     teacher, student = models(shape, device)
     ids = shape.configs()[1].vocab_size
     teacher.lm_head.weight = nn.Parameter(teacher.lm_head.weight[:ids].clone(), requires_grad=False)
@@ -137,7 +138,7 @@ def trl_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
     rows = [row for at in range(steps) for row in batches.batch_at(at).tokens_BT.tolist()]
     datasets = importlib.import_module("datasets")
     table = datasets.table.InMemoryTable.from_pydict({"input_ids": rows})
-    # Named here, so that nothing has to be hashed.
+    # With a given fingerprint, datasets needs to hash nothing.
     data = datasets.Dataset(table, fingerprint="engine-bench-kd")
     clock = Clock(device)
 
@@ -154,7 +155,7 @@ def trl_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
     def on_step_end(*_args: object, **_more: object) -> None:
         clock.step()
 
-    # A class made here: importing this module needs none of theirs.
+    # The class is created here, so that importing this module imports none of their libraries.
     watch = type("Watch", (transformers.TrainerCallback,), {"on_step_end": on_step_end})
 
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +195,7 @@ def trl_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
 
 
 class _Recorded:
-    """Losses of steps that are over, each with the seconds that it took."""
+    """Losses of finished steps, with the seconds that each took."""
 
     def __init__(self, losses: list[float], seconds: list[float]) -> None:
         self._losses, self.seconds = iter(losses), seconds
@@ -239,7 +240,7 @@ STEPS: dict[str, Callable[[KdShape, torch.device], Iterator[float]]] = {
 
 
 def models(shape: KdShape, device: torch.device) -> tuple[Any, Any]:
-    """Teacher and student as transformers has them, with the tensors of ours."""
+    """Teacher and student as transformers models with the tensors of ours."""
     teacher = _model(dense_teacher(shape, device), device).eval().requires_grad_(False)
     student = _model(fresh_student(shape, device), device).train()
     return teacher, student
@@ -285,7 +286,7 @@ def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def _tokenizer(transformers: Any) -> Any:
-    """Some tokenizer, for a trainer that wants one; rows are ids already."""
+    """Some tokenizer, which the trainer requires; rows are token ids already."""
     path = Path(__file__).parents[1] / "demo" / "teacher" / "tokenizer.json"
     return transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(path), eos_token="<|endoftext|>", pad_token="<|endoftext|>"

@@ -1,11 +1,11 @@
-"""The work that every arm of `engine bench kd` does, and what it starts from: the same weights, the same
-rows, the same objective.
+"""The work that every arm of `engine bench kd` does, and its start: the same weights, the same rows, the same
+objective.
 
-    L = alpha CE + (1 - alpha) T^2 KL(teacher || student)        over the student's ids, mean of all tokens
+    L = alpha CE + (1 - alpha) T^2 KL(teacher || student)        over the student's vocabulary, mean of all tokens
 
-Weights are random, of the shapes and the block types of a Q4_K_M file; rows are random ids, each row one
-document, so that nobody has less to attend to. What such a teacher teaches is noise; what it costs is
-not. Arms that compute this objective have the same loss in their first step, up to rounding.
+Weights are random, with the shapes and block types of a Q4_K_M file. Rows are random tokens, and all of them
+belong to one document, so that every arm attends over full rows. Such a teacher's outputs are noise; their
+cost is real. Arms that compute this objective have the same loss in their first step, up to rounding.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.models.load import load_decoder, new_decoder
 from engine.models.names import hf_names
 
 EXTRA_IDS = 128
-"""Of the teacher beside the student's, as of Qwen2.5-7B and 0.5B."""
+"""Vocabulary entries that the teacher has beyond the student's, as with Qwen2.5-7B and 0.5B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ class KdShape:
         return self.rows * self.seq_len
 
     def configs(self) -> tuple[ModelConfig, ModelConfig]:
-        """Of the teacher and the student, which has `EXTRA_IDS` ids less."""
+        """Configurations of the teacher, and of the student, whose vocabulary is at least `EXTRA_IDS`
+        smaller."""
         teacher, student = config_named(self.teacher), config_named(self.student)
         ids = min(student.vocab_size, teacher.vocab_size - EXTRA_IDS)
         return teacher, replace(student, vocab_size=ids)
@@ -62,7 +63,7 @@ class KdShape:
 
 
 def weights_of(shape: KdShape, device: torch.device) -> RandomWeights:
-    """The teacher as a file would hold it, in blocks."""
+    """The teacher's weights as in a file, in quantised blocks."""
     return RandomWeights(shape.configs()[0], "q4_k_m", device)
 
 
@@ -71,7 +72,7 @@ def dense_teacher(shape: KdShape, device: torch.device) -> Decoder:
 
 
 def fresh_student(shape: KdShape, device: torch.device) -> Decoder:
-    """In fp32: master weights."""
+    """A new student in fp32: master weights."""
     return new_decoder(shape.configs()[1], seed=0).to(device)
 
 
@@ -80,9 +81,9 @@ def products_dtype(device: torch.device) -> torch.dtype:
 
 
 def batches_of(shape: KdShape) -> Batches:
-    """Rows for every step of an arm, none of them twice."""
+    """Rows for every step of an arm; no row is used twice."""
     ids = shape.configs()[1].vocab_size
-    # And one more token, for the last one to predict.
+    # One more token, for the last one to predict.
     count = shape.tokens * (shape.steps + shape.warm_up) + 1
     tokens = np.random.default_rng(0).integers(0, ids, count, dtype=np.uint32)
     # One document for all rows: each label is the next token, across rows too.
@@ -91,7 +92,7 @@ def batches_of(shape: KdShape) -> Batches:
 
 
 def hf_state(decoder: Decoder) -> dict[str, Tensor]:
-    """The decoder's own tensors under the names that transformers has for them."""
+    """The decoder's own tensors under their names in transformers."""
     names = hf_names(decoder.config)
     state = {names[name]: tensor for name, tensor in decoder.state_dict().items() if name in names}
     assert set(state) == set(names.values()), "every tensor has a name there"

@@ -1,6 +1,6 @@
-"""Linear layers from packed weights, against bf16 weights and the library's matmul.
+"""Linear layers with packed weights, against bf16 weights and the library's matmul.
 
-Arms of a stack of decoder layers, every matmul with its own weight and bias:
+The arms run a stack of decoder layers in which every matmul has its own weight and bias:
 
     bf16           F.linear, as a decoder calls it
     bf16 joined    the same with q, k and v as one matmul, and gate and up as one
@@ -8,12 +8,12 @@ Arms of a stack of decoder layers, every matmul with its own weight and bias:
     packed joined  packed_linear_many, joined as above
     dequantise     the dequantising part of `packed` alone
 
-and of dequantising alone, one matrix at a time, for each block type. Weights are random numbers,
-quantised as a file of Q4_K_M has them; the bf16 arms use their dequantised values. A stack has more
-bytes than a GPU's caches hold.
+`dequantise_rows` measures dequantising alone, one matrix at a time, for each block type. Weights are random
+numbers, quantised as in a Q4_K_M file; the bf16 arms use their dequantised values. A stack is larger than a
+GPU's caches.
 
-`ratio` is the speed relative to the faster of the bf16 arms. With few rows the host is slower than
-the GPU, and a stack is replayed as a CUDA graph.
+`ratio` is the speed relative to the faster bf16 arm. With few rows the host is slower than the GPU, so a
+stack is replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from engine.quant.tensor import QuantTensor
 # Shapes: M rows of activations, K columns, N rows of W
 
 GRAPH_ROWS = 512
-"""With fewer rows than these, launches take longer than their work."""
+"""With fewer rows, launches take longer than their work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackShape:
-    """The linear layers of a decoder; defaults are those of Qwen2.5-7B."""
+    """The linear layers of a decoder; the defaults are those of Qwen2.5-7B."""
 
     name: str = "Qwen2.5-7B"
     width: int = 3584
     key_width: int = 512
     inner: int = 18944
     layers: int = 4
-    """Layers with weights of their own; every second has v and down in Q6_K, all else is Q4_K."""
+    """Layers with weights of their own; every second one has v and down in Q6_K, everything else is Q4_K."""
     repeats: int = 7
-    """How often a pass goes through them: 28 layers in all."""
+    """How often a pass goes through these layers: 28 layers in all."""
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of each matrix of a layer."""
@@ -70,7 +70,7 @@ class StackShape:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A matmul of a layer: one matrix, or several with one input."""
+    """A matmul of a layer: one matrix, or several with the same input."""
 
     packed: list[PackedMatrix]
     dense_NK: Tensor
@@ -83,10 +83,10 @@ Layer = dict[str, _Part]
 def stack_rows(
     device: torch.device, shape: StackShape, rows: int, *, rounds: int = 15
 ) -> list[BenchRow]:
-    """Every arm with `rows` rows of activations, in turns; seconds are those of one layer."""
+    """Measure every arm with `rows` rows of activations, in turns; seconds are those of one layer."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layers = [_layer(shape, device, dtype, bool(index % 2 == 0)) for index in range(shape.layers)]
-    # Room for gate and up together.
+    # Capacity for gate and up together.
     scratch = Scratch(device, dtype, limit_bytes=2 * shape.inner * shape.width * dtype.itemsize)
     scratch.reserve(2 * shape.inner, shape.width)
     scratch.reserve(shape.width, shape.inner)
@@ -131,7 +131,7 @@ def stack_rows(
 
 
 def dequantise_rows(device: torch.device, shape: StackShape, *, rounds: int = 15) -> list[BenchRow]:
-    """Dequantising a matrix of the shape of gate and up together, for each block type."""
+    """Measure dequantising a matrix of the shape of gate and up together, for each block type."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     count, columns = 2 * shape.inner, shape.width
     out_NK = torch.empty(count, columns, dtype=dtype, device=device)
@@ -168,7 +168,7 @@ def _layer(shape: StackShape, device: torch.device, dtype: torch.dtype, better: 
 
 
 def _random_packed(type_: str, rows: int, columns: int, device: torch.device) -> PackedMatrix:
-    # Rows repeat, since their content does not matter to the time and quantising takes long.
+    # Rows repeat, because their content does not affect the time and quantising takes long.
     some = min(rows, 512)
     values = torch.randn(some, columns, device=device) * 0.02
     blocks = quantize(values, BLOCK_TYPES[type_]).blocks

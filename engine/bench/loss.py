@@ -1,19 +1,19 @@
-"""The loss head alone: hidden states of student and teacher in, loss and gradients out.
+"""The loss head alone: from the hidden states of student and teacher to the loss and its gradients.
 
     arm            what it does
-    products       the four matmuls that nothing can do without, in bf16, and nothing else
-    fp32 products  the same with fp32 results, as a loss needs them that keeps its digits
+    products       the four matmuls that every form needs, in bf16, and nothing else
+    fp32 products  the same with fp32 results, which a loss needs to keep its precision
     ce, kd         engine.loss.objective with alpha 1 and 0.5: cross entropy, and with a teacher
-                   eager and fused: the two forms of what is between the matmuls
-    kd packed      kd with the teacher's head in blocks (Q6_K), made floats slice by slice
-    plain          whole logits, log_softmax and autograd, as it is usually written
+                   eager and fused: the two implementations of what is between the matmuls
+    kd packed      kd with a block-quantised teacher head (Q6_K), dequantised slice by slice
+    plain          full logits, log_softmax and autograd, as it is usually written
 
-Times are the device's alone, as in a step, where the host is ahead of it. Beside them: how far the gradients
-are from those of float64 on the same tensors, as |g - g64| / |g64| over all numbers, and the most memory
-that a call takes beside its arguments.
+Times are of the device alone, as within a step, where the host runs ahead of it. Also measured are the error
+of the gradients against float64 on the same tensors, |g - g64| / |g64| over all elements, and the peak memory
+of a call beyond its arguments.
 
-Shapes default to a Qwen2.5-7B teacher and a 0.5B student: 8192 tokens, widths 3584 and 896, a
-vocabulary of 151936 with 128 more columns in the teacher.
+Shapes default to a Qwen2.5-7B teacher and a 0.5B student: 8192 tokens, widths 3584 and 896, a vocabulary of
+151936 with 128 more columns in the teacher.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from engine.quant.planes import pack
 
 TEMPERATURE = 2.0
 ORACLE_ROWS = 512
-"""Tokens whose logits are held at a time in float64."""
+"""Tokens whose float64 logits are held at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,11 @@ class LossShape:
 
     @property
     def flop(self) -> float:
-        """Teacher logits, student logits, dH and dW."""
+        """FLOPs of teacher logits, student logits, dH and dW."""
         return 2.0 * self.tokens * self.vocabulary * (self.teacher_width + 3 * self.width)
 
     def bytes(self, element: int) -> float:
-        """Both heads, both hidden states and both gradients once."""
+        """Bytes of both heads, both hidden states and both gradients, once each."""
         heads = self.vocabulary * (self.teacher_width + self.width)
         states = self.tokens * (self.teacher_width + 2 * self.width)
         return float((heads + states) * element + self.vocabulary * self.width * 4)
@@ -91,7 +91,7 @@ class _Loss:
         generator = torch.Generator(device=self.device).manual_seed(0)
         weight = pack(random_blocks(BLOCK_TYPES["Q6_K"], size, generator))
         scratch = Scratch(self.device, self.dtype)
-        # A layer of the teacher, which shares the scratch, has made it as large as it may be.
+        # As large as the teacher's layers, which share the scratch, may have made it.
         reserve(scratch, weight, whole=True)
         return PackedHead(weight, scratch)
 
@@ -122,8 +122,7 @@ class _Loss:
         torch.autograd.backward(loss)
 
     def products(self, out: torch.dtype) -> Callable[[], None]:
-        """The matmuls of the fused form, by its chunks and groups of chunks, into memory that is there
-        already."""
+        """The matmuls of the fused form, by its chunks and groups of chunks, into preallocated memory."""
         shape, h_ND, w_VD = self.shape, self.hidden_ND.detach(), self.head_VD.detach()
         most = default_chunk_rows(self.device, shape.vocabulary, "fused")
         step = -(-shape.tokens // -(-shape.tokens // most))
@@ -176,10 +175,13 @@ class _Loss:
 
 
 def bench_loss(device: torch.device, shape: LossShape, *, rounds: int) -> Measured:
-    """Every arm, in turns. `ratio` is the speed relative to `plain`; that arm is left out where its
-    logits do not fit in memory, and the fused ones where there is no GPU for them. Beside them
-    `gradient_errors`, of the hidden states and the head, by arm; and `extra_bytes`, the most that was
-    allocated during a call beside its arguments, empty on a CPU."""
+    """Measure every arm, in turns.
+
+    `ratio` is the speed relative to `plain`. That arm is left out when its logits do not fit in memory, and
+    the fused arms when there is no GPU for them. Also returned are `gradient_errors`, of the hidden states
+    and the head, by arm, and `extra_bytes`, the peak allocation of a call beyond its arguments, empty on a
+    CPU.
+    """
     work = _Loss(device, shape, TEMPERATURE)
     calls: dict[str, Callable[[], None]] = {
         "ce, eager": lambda: work.ours(1.0, "eager"),
@@ -191,7 +193,7 @@ def bench_loss(device: torch.device, shape: LossShape, *, rounds: int) -> Measur
         if shape.teacher_width % 256 == 0:
             packed = work.packed_head()
             calls["kd packed, fused"] = lambda: work.ours(0.5, "fused", packed)
-    # Six whole logits in fp32 live at once in the plain form.
+    # Six full fp32 logits are alive at once in the plain form.
     if _free_bytes(device) > 8 * 4 * shape.tokens * shape.vocabulary:
         calls["plain"] = work.plain
     errors: dict[str, tuple[float, float]] = {}
@@ -229,7 +231,7 @@ def _runs_fused(device: torch.device) -> bool:
 
 
 def _extra_bytes(call: Callable[[], None], work: _Loss, device: torch.device) -> int | None:
-    """Calls once. The gradients that it leaves are part of what it takes."""
+    """Call once and return its peak allocation, including the gradients that it leaves."""
     work.hidden_ND.grad = work.head_VD.grad = None
     if device.type != "cuda":
         call()

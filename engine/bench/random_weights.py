@@ -1,8 +1,8 @@
-"""Weights of a real shape without a file: random blocks, as a Q4_K_M file would have them.
+"""Weights of a real shape without a file: random blocks in the types of a Q4_K_M file.
 
-Codes and the scales of sub-blocks are random bytes, so that nothing about them is easier than in a
-real file (a GPU multiplies zeros faster); the halves that scale a block are set so that weights have
-the usual deviation of about 0.02. What a model of such weights says is noise; what it costs is not.
+Codes and the scales of sub-blocks are random bytes, so that they are no easier than in a real file (a GPU
+multiplies zeros faster). The fp16 scales of a block are set so that weights have the usual standard deviation
+of about 0.02. The outputs of such a model are noise; their cost is real.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STD = 0.02
 
 
 class RandomWeights(WeightFile):
-    """Weights whose tensors are made on `device` when they are asked for."""
+    """Weights whose tensors are created on `device` when they are read."""
 
     path = Path("random weights")
     format = "gguf"
@@ -57,7 +57,7 @@ class RandomWeights(WeightFile):
     def get(self, name: str) -> Tensor | QuantTensor:
         type_, shape = self.types[name], self.tensors[name].shape
         if len(shape) == 1:
-            # Norms near one, biases near nought.
+            # Norms near one, biases near zero.
             middle = 1.0 if name.endswith("norm.weight") else 0.0
             drawn = torch.randn(shape, generator=self.generator, device=self.device)
             return middle + STD * drawn
@@ -76,7 +76,7 @@ class RandomWeights(WeightFile):
 def random_blocks(
     type_: BlockType, shape: tuple[int, ...], generator: torch.Generator
 ) -> QuantTensor:
-    """Random blocks on the generator's device, with values of deviation `STD`."""
+    """Random blocks on the generator's device, with values of standard deviation `STD`."""
     layout = type_.in_blocks
     blocks = torch.randint(
         0,
@@ -96,7 +96,7 @@ def random_blocks(
 
 
 def _deviation(type_: BlockType, starts: list[int], sample_NB: Tensor) -> float:
-    """Of the values of some blocks whose halves are all 1."""
+    """Standard deviation of the values of some blocks whose fp16 scales are set to 1."""
     one = torch.ones(1, dtype=torch.float16, device=sample_NB.device).view(torch.uint8)
     for start in starts:
         sample_NB[:, start : start + 2] = one

@@ -1,7 +1,7 @@
-"""One measured line of a benchmark, and how a table of them is printed.
+"""One measured line of a benchmark, and the printed table.
 
-A time alone says little: each row has the work it did, so that the rate and its share of what the
-machine can do at most stand beside it, and the ratio to the arm it is compared with.
+A time alone says little. So each row records its work, from which the table derives the rate, the fraction of
+what the machine can reach, and the ratio to the arm it is compared with.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from engine.terminal import aligned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What this machine does at most, measured in the same run."""
+    """The best rates of this machine, measured in the same run."""
 
     copy_bytes_per_s: float
-    """A large device-to-device copy, bytes read plus bytes written."""
+    """Bytes read plus bytes written by a large device-to-device copy."""
     matmul_flop_per_s: float
-    """The best bf16 matmul seen."""
+    """The rate of the large bf16 matmul (fp32 on a CPU)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Timing:
     """(90th percentile - 10th percentile) / median."""
 
     def each(self, count: int) -> Timing:
-        """That of one of `count` equal parts."""
+        """The timing of one of `count` equal parts."""
         return Timing(self.seconds / count, self.spread)
 
 
 Measured = tuple[list["BenchRow"], dict[str, object]]
-"""What a benchmark found: its rows, and what else its JSON value has by name."""
+"""The result of a benchmark: its rows, and the other entries of its JSON value by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class BenchRow:
         bytes: float,
         base: Timing | None = None,
     ) -> BenchRow:
-        """The row of an arm; `base` is that of the one it is compared with."""
+        """Make the row of an arm; `base` is the timing of the arm it is compared with."""
         return BenchRow(
             arm=arm,
             shape=shape,
@@ -80,11 +80,11 @@ class BenchRow:
         )
 
     def bound_s(self, roof: Roofline) -> float:
-        """The roofline's time: the larger of what the bytes and the arithmetic take."""
+        """The roofline's time: the larger of the times that the bytes and the arithmetic need."""
         return max(self.bytes / roof.copy_bytes_per_s, self.flop / roof.matmul_flop_per_s)
 
     def share(self, roof: Roofline) -> float:
-        """Share of the roofline that was reached, 0 to 1."""
+        """Fraction of the roofline that was reached, 0 to 1."""
         return self.bound_s(roof) / self.seconds
 
     def as_dict(self, roof: Roofline) -> dict[str, float | int | str | None]:

@@ -1,14 +1,14 @@
-"""Few rows of activations times packed weights: what generating text and short batches wait for.
+"""Few rows of activations times packed weights, which dominates decoding and short batches.
 
     arm          what it does
     bf16         F.linear with bf16 weights
     dequantise   into a scratch, then F.linear
     fused        engine.kernels.small_m
 
-One matrix at a time. Each arm is a CUDA graph of calls that go round copies of the weights, which
-together are larger than the L2 cache: with one copy it would be the cache that is measured, and
-without a graph the host. `ratio` is the speed relative to `bf16`, `bytes` are those of the weights as
-the arm has them, and of inputs and outputs.
+One matrix is measured at a time. Each arm is a CUDA graph of calls that cycle through copies of the weights,
+which together are larger than the L2 cache: with one copy the cache would be measured, and without a graph
+the host. `ratio` is the speed relative to `bf16`; `bytes` are those of the weights as the arm stores them,
+and of inputs and outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MATRICES = (
     ("down", "Q6_K", 3584, 18944),
     ("lm_head", "Q6_K", 152064, 3584),
 )
-"""Of Qwen2.5-7B as Q4_K_M: name, type, rows and columns."""
+"""The matrices of Qwen2.5-7B in Q4_K_M: name, type, rows and columns."""
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 CACHE_BYTES = 200 << 20
 """Several times the L2 cache of any GPU."""
@@ -52,7 +52,7 @@ def small_m_rows(
     row_counts: Sequence[int] = ROW_COUNTS,
     rounds: int = 15,
 ) -> list[BenchRow]:
-    """Every arm for each matrix and number of rows, arms in turns. Needs a CUDA device."""
+    """Measure every arm for each matrix and number of rows, arms in turns. Needs a CUDA device."""
     if device.type != "cuda":
         raise BadInput.expected("benchmark of few rows", "device", "a CUDA GPU", device.type)
     out = []

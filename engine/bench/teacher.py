@@ -1,19 +1,19 @@
-"""A whole teacher: hidden states of a batch of packed documents, every way that a run may have it.
+"""A whole teacher: hidden states of a batch of packed documents, in every form that a run may use.
 
     arm                    weights                     layers
-    dequantized            dense bf16                  as written
+    dequantized            dense bf16                  eager
     dequantized compiled   the same                    compiled, q|k|v and gate|up joined
-    fp8 compiled           8-bit floats                compiled
-    quantized              in their blocks             as written
+    fp8 compiled           fp8                         compiled
+    quantized              quantised blocks            eager
     quantized compiled     the same                    compiled around the matmuls
 
-All are the same decoder of the same blocks on the same tokens, so the report shows, with the times, how far each
-one's hidden states are from those of dense layers as written. With random weights that distance says
-little of a trained teacher: what fp8 costs one is measured where it is used (`engine.teachers.fp8`).
+All are the same decoder of the same blocks on the same tokens. So the report also shows how far each arm's
+hidden states are from those of eager dense layers. With random weights that distance says little about a
+trained teacher; the error of fp8 is measured where it is used (`engine.teachers.fp8`).
 
-The bound of every arm is the dense arm's: matmuls at the rate of bf16. That of fp8 alone is beside the
-table. Memory is what the allocator holds after loading and at the peak of a forward pass. On a CPU the
-layers are as written, and the matmuls of fp8 are a slow oracle, left out.
+The bound of every arm is that of the dense arm: matmuls at the bf16 rate. The rate of fp8 alone is given
+beside the table. Memory is what the allocator holds after loading and at the peak of a forward pass. On a CPU
+the layers are eager, and fp8 is left out because its matmuls there are a slow oracle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engine.models.packed_size import packed_size
 from engine.teachers.compiled import CompiledForward, compile_layers
 
 DOCUMENTS = 3
-"""In each row."""
+"""Documents in each row."""
 
 SHAPES = {
     "qwen2.5-0.5b": dict(
@@ -82,16 +82,16 @@ def bench_teacher(
     seq_len: int,
     rounds: int = 5,
 ) -> Measured:
-    """Every arm on `rows` x `seq_len` random tokens; `ratio` is the speed relative to dense layers as
-    written. Beside them
+    """Measure every arm on `rows` x `seq_len` random tokens; `ratio` is the speed relative to eager dense
+    layers. Also returned are
 
-        packed_bytes      of the file's tensors in blocks, with what stays in floats as bf16
+        packed_bytes      the file's block-quantised tensors, with the remaining floats as bf16
         resident_bytes    what the allocator holds after loading; None on a CPU
-        peak_bytes        at most during a forward pass, beside what other arms hold; None on a CPU
-        relative_rms      distance of each arm's hidden states from those of dense layers as written, by
-                          their size
-        first_s           of the first forward pass: what compiling takes is in it
-        fp8_flop_per_s    the rate of one large matmul of 8-bit floats in the same run
+        peak_bytes        at the peak of a forward pass, including what other arms hold; None on a CPU
+        relative_rms      distance of each arm's hidden states from those of eager dense layers, relative to
+                          their norm
+        first_s           seconds of the first forward pass, including compilation
+        fp8_flop_per_s    the rate of one large fp8 matmul in the same run
     """
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -123,7 +123,7 @@ def bench_teacher(
             compile_layers(decoder, seq_len)
             remember(documents_BT, documents_BT.cpu().numpy())
             arms[f"{name} compiled"] = _forward(decoder, tokens_BT, documents_BT, True)
-        # As written, fp8 rounds activations in many small kernels: no way that a run would take.
+        # Eager fp8 rounds activations in many small kernels, which no run would use.
         if name != "fp8":
             arms[name] = _forward(decoder, tokens_BT, documents_BT, False)
     wanted_BTE = arms["dequantized"]().float()
@@ -176,7 +176,7 @@ def _forward(
 
 
 def _fp8_rate(device: torch.device) -> float | None:
-    """Of a matmul of two random matrices of 8192 x 8192; None where the GPU has none."""
+    """Rate of a matmul of two random 8192 x 8192 matrices; None when the GPU has no fp8."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return None
     side = 8192

@@ -1,10 +1,9 @@
-"""Timing on the device, arms in turns.
+"""Timing on the device, with arms in turns.
 
-Times are of CUDA events around the work, after a warm-up; arms take turns within one run, so that a
-clock that drifts drifts for all of them. `ahead` has the device wait until the host has launched a call, as
-it has within a step that was launched while the one before was under way: the time is then the device's
-alone. On a CPU the host's clock is read, and only ratios mean
-anything.
+Times are measured with CUDA events around the work, after a warm-up. Arms take turns within one run, so that
+clock drift affects all of them alike. With `ahead` the device waits until the host has launched a call, as
+within a step that was launched while the previous one was running; the time is then the device's alone. On a
+CPU the host's clock is used, and only ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from engine.bench.rows import Roofline, Timing
 
 WAIT_CYCLES = 20_000_000
-"""Of the GPU's clock: about 10 ms, for what a host launches in less."""
+"""Cycles of the GPU's clock: about 10 ms, longer than a host needs for its launches."""
 
 
 def time_arms(
@@ -31,7 +30,7 @@ def time_arms(
     inner: int = 1,
     ahead: bool = False,
 ) -> dict[str, Timing]:
-    """Each arm's time for one call; `inner` calls are timed together, `rounds` times, arms in
+    """Measure each arm's time for one call. `inner` calls are timed together, `rounds` times, with arms in
     turns."""
     for arm in arms.values():
         for _ in range(warm_up):
@@ -62,7 +61,7 @@ def _time(arm: Callable[[], object], device: torch.device, inner: int, ahead: bo
 
 
 def captured(arm: Callable[[], object]) -> Callable[[], object]:
-    """Replays of `arm` as a CUDA graph, which keeps alive what it reads and writes."""
+    """Capture `arm` as a CUDA graph and return its replay, which keeps alive what it reads and writes."""
     arm()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -84,7 +83,7 @@ def _summary(values: list[float]) -> Timing:
 
 
 def measure_roofline(device: torch.device) -> Roofline:
-    """Copy bandwidth and the best bf16 matrix rate of this device, now."""
+    """Measure the copy bandwidth and the matmul rate of this device now (bf16 on a GPU, fp32 on a CPU)."""
     big = device.type == "cuda"
     source = torch.empty((1 << 30) if big else (1 << 26), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

@@ -48,8 +48,8 @@ from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.verdict import Level
 
-# Shapes: B rows, T tokens, N labelled tokens (of the cache: all of a row), K stored tokens of a position, V
-# vocabulary, E width
+# Shapes: B rows, T tokens, N labelled tokens (of the cache: all of a row), K stored tokens of a position,
+# V vocabulary, E width
 
 TEACHER, CACHE = "teacher", "cache"
 ROWS = 8
