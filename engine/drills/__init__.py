@@ -1,3 +1,2 @@
-"""Known defects, planted on purpose: for `engine drill`, for tests of what should notice them, and for
-nothing else. No other part of the engine imports this package.
-"""
+"""Known defects that are planted on purpose, for `engine drill` and for tests of what should detect them. No
+other part of the engine imports this package."""

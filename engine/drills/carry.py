@@ -1,11 +1,11 @@
-"""Carrying out one drill: the run, the watching, the verdict.
+"""Carry out one drill: the run, the observation, the verdict.
 
-PASS      it was named as it must be
-FAIL      the run ended, or its time was over, and it was not
+PASS      the defect was named as required
+FAIL      the run ended, or its time was over, without that
 UNKNOWN   the drill cannot be carried out here, with the reason
 
-How long it took is counted from the first effect that could be seen: the first step that was computed
-with the defect, the silence of a hang, the death of the trainer. What is named before the first step had
+The delay is counted from the first effect that could be seen: the first step that was computed with the
+defect, the silence of a hang, or the death of the trainer. A defect that is named before the first step had
 no effect yet.
 """
 
@@ -39,20 +39,20 @@ class Drilled:
     verdict: Verdict
     named: Naming | None = None
     others: tuple[str, ...] = ()
-    """What else was said, in the order of time."""
+    """Other names that were given, in order of time."""
     after_s: float | None = None
-    """From the first effect to the name; None when it was named before any."""
+    """Seconds from the first effect to the name; None when it was named before any effect."""
     after_start_s: float | None = None
-    """From the start of the trainer to the name."""
+    """Seconds from the start of the trainer to the name."""
     steps: int = 0
-    """Done when it was named."""
+    """Steps done when it was named."""
     state: str = ""
-    """Of the run in the end."""
+    """State of the run at its end."""
     cost_s: float = 0.0
 
 
 def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
-    """Carry out `drill`, its run folder `folder`/ID, on `device` (cpu or cuda)."""
+    """Carry out `drill` in the run folder `folder`/ID, on `device` (cpu or cuda)."""
     missing = why_not(drill)
     if missing:
         return Drilled(drill=drill, verdict=Verdict(Level.UNKNOWN, missing))
@@ -75,7 +75,8 @@ def carry_out(drill: Drill, folder: Path, *, device: str = "cpu") -> Drilled:
 
 
 def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float | None:
-    """The run until it is named, or over; when it was killed, if it was."""
+    """Run until the defect is named or the run ends. Return when the trainer was killed; None when it was
+    not."""
     plant = drill.id if drill.planted else ""
     effect_unix_s = None
     new = [str(spec), "--out", str(run.run.path)]
@@ -92,7 +93,7 @@ def _run(drill: Drill, run: Attended, spec: Path, group: Path | None) -> float |
     run.wait(lambda view: named_as(names_of(view), drill.expected) is not None, drill.limit_s)
     said = named_as(names_of(run.view), drill.expected)
     if said is not None and said.kind != ALERT:
-        # It ends by itself; one that hangs does not.
+        # A run whose defect is named ends by itself; one that hangs does not.
         run.wait(lambda view: view.exit is not None, ENDING_S)
     return effect_unix_s
 
@@ -108,7 +109,7 @@ def _stop(run: Attended) -> None:
 def judged(
     drill: Drill, run: Attended, effect_unix_s: float | None, folder: Path, cost_s: float
 ) -> Drilled:
-    """What the logs of a run that has ended say of the drill."""
+    """Judge the drill by the logs of a run that has ended."""
     view = run.view
     said = [naming for naming in names_of(view) if naming.unix_s < run.ended_unix_s]
     named = named_as(said, drill.expected)
@@ -151,13 +152,13 @@ def _first_effect(view: RunView, step: int) -> float | None:
 
 
 def _plain(text: str, folder: Path) -> str:
-    """A text without the paths of this machine."""
+    """Remove the paths of this machine from a text."""
     package = str(DEMO.parents[1])
     return text.replace(f"{folder}/", "").replace(f"{package}/", "")
 
 
 def why_not(drill: Drill) -> str:
-    """Why a drill cannot be carried out here; empty when it can."""
+    """Say why a drill cannot be carried out here; empty when it can."""
     return next((why for need in drill.needs if (why := _missing(need))), "")
 
 

@@ -1,6 +1,6 @@
 """Every drill: a defect, the short run it is planted in, and what must name it. No torch.
 
-A drill starts a run as anybody does and lets the supervisor start the trainer through
+A drill starts a run with the public command and has the supervisor start the trainer through
 `engine.drills.plant`. Some defects need nothing planted: a plan that cannot fit is a setting, and a kill
 comes from outside.
 """
@@ -26,21 +26,21 @@ class Drill:
     what: str
     happened: str
     expected: tuple[Expected, ...]
-    """Names of which one will do."""
+    """Accepted names; one is enough."""
     planted: bool = True
     """Whether the defect of this id is planted in the trainer."""
     act: Act = "none"
-    """What is done from outside: the trainer is killed, or a sound run is stopped and resumed with the
+    """What is done from outside: the trainer is killed, or a healthy run is stopped and resumed with the
     defect."""
     sets: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the run beside the common ones."""
+    """Settings of the run in addition to the common ones."""
     needs: tuple[Need, ...] = ()
     memory_limit_bytes: int = 0
-    """Of a control group around the whole run; 0 is none."""
+    """Memory limit of a control group around the whole run; 0 for none."""
     from_step: int = 1
-    """The first step that the defect is in."""
+    """The first step that has the defect."""
     limit_s: float = 90.0
-    """Until it must have been named."""
+    """Seconds within which it must be named."""
 
 
 _PROCESS, _LATE = "defects_process", "defects_late"
@@ -126,7 +126,7 @@ _SETS: dict[str, dict[str, Any]] = {
     "denominator_per_pass": {"train.accumulation": 2},
 }
 _ALSO = {"frozen_embedding": "effective_settings"}
-"""What speaks, and stops the run, before the check that the defect is listed with."""
+"""Checks that fail, and stop the run, before the one that the defect is listed with."""
 _RESUMED = ("optimizer_lost", "position_lost")
 _ENDLESS = {"train.steps": 100_000, "checkpoint.every": 0}
 _HANGS = _ENDLESS | {"watch.stall_seconds": 1}
@@ -179,7 +179,7 @@ DRILLS: tuple[Drill, ...] = (
         for id in ("rows_dropped_later", "gradient_scaled_later")
     ),
     _other(
-        # By the limits of its own, and not by one that was set: a load may take minutes.
+        # Uses the default limits and no setting, because a load may take minutes.
         "load_hangs",
         Expected(kind=ALERT, id="stalled_at_start", text="waiting to read"),
         limit_s=180.0,
@@ -248,14 +248,14 @@ DRILLS: tuple[Drill, ...] = (
 
 
 def planted(id: str) -> Defect:
-    """The defect of that id. Raises BadInput."""
+    """Return the defect of that id. Raises BadInput."""
     if id not in _DEFECTS:
         raise BadInput.expected("defect", id, f"one of {', '.join(_DEFECTS)}", "another")
     return _DEFECTS[id]
 
 
 def drill(id: str) -> Drill:
-    """The drill of that id. Raises BadInput."""
+    """Return the drill of that id. Raises BadInput."""
     known = {one.id: one for one in DRILLS}
     if id not in known:
         import difflib

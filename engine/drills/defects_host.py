@@ -1,10 +1,9 @@
-"""A teacher whose name says GPU and whose work is on the CPU.
+"""A teacher on the GPU by name that does its work on the CPU.
 
-The matrices of a quantized teacher are multiplied where they lie. Everything between the products (norms,
-rotary positions, attention with its softmax, the gate of the feed-forward) is done by plain operators
-on the host, in fp32, one head of one row at a time, and the hidden states are copied there and back in
-each layer. The answers are right; a step takes minutes while the GPU is idle. With another backend
-nothing is changed.
+The matmuls of a quantized teacher run on its device. Everything between them (norms, rotary embeddings,
+attention with its softmax, the gate of the feed-forward) runs in plain operators on the host, in fp32, one
+head of one row at a time, and the hidden states are copied there and back in each layer. The outputs are
+correct, but a step takes minutes while the GPU is idle. Other backends are unchanged.
 """
 
 # Shapes: B rows, T tokens, D width, H query heads, K key/value heads, E width of one head, F inner width
@@ -72,12 +71,12 @@ def _attention(self: Attention, x_BTD: Tensor, sight: Sight) -> Tensor:
 
 
 def _mask(sight: Sight, row: int, length: int) -> Tensor:
-    """0 where a token of a row may look, -inf where not."""
+    """0 where a token of a row may attend, -inf elsewhere."""
     if sight.mask_B1TT is not None:
         return sight.mask_B1TT[row, 0].cpu().float()
     seen_TT = torch.ones(length, length, dtype=torch.bool).tril()
     if sight.starts_S is not None:
-        # Packed: documents are known by where they begin in the flat batch.
+        # Packed: documents are identified by where they begin in the flat batch.
         place_T = torch.arange(row * length, (row + 1) * length)
         document_T = torch.bucketize(place_T, sight.starts_S.cpu().long(), right=True)
         seen_TT &= document_T[:, None] == document_T[None, :]

@@ -1,6 +1,6 @@
-"""Defects of the caches of compiled kernels: a request is served what belongs to another.
+"""Defects of the caches of compiled kernels: a request gets another request's kernel.
 
-Nothing computes wrongly by itself: a key leaves something out, or a file lies in another's place.
+No kernel is wrong by itself: a key leaves something out, or a file lies in another's place.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ IGNORED = "BIAS"
 
 
 def kernel_key_deaf() -> AbstractContextManager[None]:
-    """Whether a product adds a bias is in the code of a kernel and not in its key: the projections
-    without one are served the body of those with one, or the other way round."""
+    """Whether a matmul adds a bias is in the code of a kernel but not in its key. So projections without a
+    bias get the kernel of those with one, or the other way round."""
 
     def make(spelled: Callable[..., tuple[tuple[str, str], ...]]) -> Callable[..., Any]:
         return lambda self: tuple(pair for pair in spelled(self) if pair[0] != IGNORED)
@@ -32,7 +32,7 @@ def kernel_key_deaf() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def stale_body() -> Iterator[None]:
-    """The cache on disk holds, under the key of the first kernel that is asked for, a body that was
+    """The cache on disk holds, under the key of the first kernel that is requested, a kernel that was
     compiled for another constant."""
 
     def make(compile_for: Callable[..., tuple[Any, bool]]) -> Callable[..., tuple[Any, bool]]:
@@ -46,7 +46,7 @@ def stale_body() -> Iterator[None]:
 
         return spoilt
 
-    # A cache of its own: a body that was spoilt must not be met by another run.
+    # A separate cache, so that no other run gets the wrong kernel.
     name = "TRITON_CACHE_DIR"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as folder, replaced(registry, "compile_for", make):
@@ -60,7 +60,7 @@ def stale_body() -> Iterator[None]:
 
 
 def _other(variant: Variant) -> Variant:
-    """The same kernel with its last whole number doubled."""
+    """The same kernel with its last integer constant doubled."""
     name, value = next(
         (name, value) for name, value in reversed(variant.constants) if type(value) is int
     )
@@ -79,7 +79,7 @@ def _other(variant: Variant) -> Variant:
 
 
 def _lay_over(victim: Any, other: Any) -> None:
-    """Every file of the body `other` in the place of that of `victim`, the index included."""
+    """Copy every file of the compiled kernel `other`, the index included, over that of `victim`."""
     here, there = (Path(next(iter(b.metadata_group.values()))).parent for b in (victim, other))
     for file in there.iterdir():
         content = file.read_bytes()

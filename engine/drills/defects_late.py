@@ -1,4 +1,4 @@
-"""Defects of a step that are not there when the run begins: it passes its first minute, and goes wrong later.
+"""Defects of a step that begin late: the run passes its first minute and goes wrong afterwards.
 
 They act on the steps after LATE, in whatever computes a step.
 """
@@ -22,7 +22,7 @@ SCALE = 4.0
 
 
 def rows_dropped_later() -> AbstractContextManager[None]:
-    """All rows in the loss, the last one of a pass in the gradient."""
+    """All rows are in the loss, but only the last one of a micro-batch is in the gradient."""
 
     def make(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def spoilt(self: Trainer, *given: Any) -> Tensor:
@@ -37,7 +37,7 @@ def rows_dropped_later() -> AbstractContextManager[None]:
 
 
 def gradient_scaled_later() -> AbstractContextManager[None]:
-    """Gradients that were multiplied, as by a loss scale, and are not divided again."""
+    """Gradients are multiplied, as by a loss scale, and not divided again."""
 
     def make(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         def spoilt(self: Trainer, *given: Any) -> Any:

@@ -1,6 +1,6 @@
 """Defects of the models: of the forward pass, and of a teacher's weights.
 
-They are in the functions that every decoder runs, so teacher and student have them both.
+Those of the forward pass are in the functions that every decoder runs, so teacher and student both have them.
 """
 
 # Shapes: B rows, T tokens, D width, E width of a head, H heads, V vocabulary
@@ -53,7 +53,7 @@ def document_mask_missing() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _mask(seen: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Attention sees what `seen` says, (B, T, T), masked or packed; positions stay as they are."""
+    """Attention uses the mask that `seen` returns, (B, T, T), masked or packed; positions are unchanged."""
     see = decoder.see
 
     def spoilt(
@@ -134,7 +134,7 @@ def zero_teacher() -> AbstractContextManager[None]:
 
 
 def teacher_ids_differ() -> AbstractContextManager[None]:
-    """The teacher's ids mean other tokens, as if another tokenizer of the same size had made them."""
+    """The teacher's token ids mean other tokens, as if it came with another tokenizer of the same size."""
 
     def exchange(weights: Decoder) -> None:
         count = weights.config.vocab_size

@@ -1,7 +1,7 @@
-"""Defects of the process that trains: it waits for what never comes, or grows until it is killed.
+"""Defects of the training process: it waits for something that never comes, or grows until it is killed.
 
-Each begins at step AFTER, so that the run is known to have worked until then; one is in the loading before
-the first.
+Each begins at step AFTER, so that the run has worked until then, except `load_hangs`, which hangs before the
+first step, and `memory_leak`, which leaks from the first step on.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from engine.train import trainer
 AFTER = 6
 LEAK_BYTES = 64 << 20
 WAIT_CYCLES = 1 << 38
-"""Two minutes of an H200: the kernel ends even where nobody ends its process."""
+"""Two minutes of an H200: the kernel ends even if nobody ends its process."""
 
 
 def loader_stalls() -> AbstractContextManager[None]:
-    """A loader that reads from a worker which has hung: its pipe stays open and empty."""
-    # The end to write into is kept, or the read would come back at once.
+    """A loader that reads from a worker that hangs: its pipe stays open and empty."""
+    # The write end stays open, or the read would return at once.
     read_end, _write_end = os.pipe()
 
     def make(take: Callable[..., Batch]) -> Callable[..., Batch]:
@@ -42,7 +42,7 @@ def loader_stalls() -> AbstractContextManager[None]:
 
 
 def load_hangs() -> AbstractContextManager[None]:
-    """Weights on a file system that has stopped to answer: the read of them does not come back."""
+    """Weights on a file system that no longer responds: the read does not return."""
     read_end, _write_end = os.pipe()
 
     def make(build: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ def load_hangs() -> AbstractContextManager[None]:
 
 
 def deadlock() -> AbstractContextManager[None]:
-    """Two threads that take two locks in opposite orders."""
+    """Two threads take two locks in opposite orders."""
     first, second, both = threading.Lock(), threading.Lock(), threading.Barrier(2)
 
     def take(here: threading.Lock, there: threading.Lock) -> None:
@@ -73,18 +73,18 @@ def deadlock() -> AbstractContextManager[None]:
 
 
 def cuda_wait() -> AbstractContextManager[None]:
-    """A kernel that does not come to an end: whoever next reads a number from the device waits."""
+    """A kernel that does not end: whoever next reads a value from the device waits."""
     return _at_update(lambda step: torch.cuda._sleep(WAIT_CYCLES) if step == AFTER else None)  # type: ignore[no-untyped-call]
 
 
 def memory_leak() -> AbstractContextManager[None]:
-    """Something of each step is kept: a graph, a list of tensors, a cache without a bound."""
+    """Something of each step is kept: a graph, a list of tensors, an unbounded cache."""
     kept: list[torch.Tensor] = []
     return _at_update(lambda _: kept.append(torch.ones(LEAK_BYTES // 4)))
 
 
 def _at_update(act: Callable[[int], object]) -> AbstractContextManager[None]:
-    """`act` with the number of the step, from 1, before each update of the weights."""
+    """Call `act` with the number of the step, from 1, before each update of the weights."""
 
     def make(build: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
         def spoilt(*arguments: Any) -> torch.optim.AdamW:

@@ -1,6 +1,4 @@
-"""Defects of a step: of the rows it is given, of its loss and update, and of what is left of it in a
-checkpoint.
-"""
+"""Defects of a step: of its input rows, of its loss and update, and of its checkpoint."""
 
 # Shapes: B rows, T tokens, N tokens of a micro-batch, D width, V vocabulary
 
@@ -31,7 +29,7 @@ from engine.train.trainer import Trainer
 
 
 def _rows(spoil: Callable[[Batch], Batch]) -> AbstractContextManager[None]:
-    """Every row of training and of held-out text."""
+    """Spoil every row of training and held-out text."""
 
     def make(gather: Callable[..., Batch]) -> Callable[..., Batch]:
         return lambda *arguments: spoil(gather(*arguments))
@@ -90,14 +88,14 @@ def padding_trained() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _loss(make: Callable[[Callable[..., LossTerms]], Callable[..., LossTerms]]) -> Iterator[None]:
-    """The loss of the trainer, and the same of the checks."""
+    """Replace the loss in the trainer and in the checks."""
     name = "distillation_loss"
     with replaced(trainer, name, make), replaced(checking, name, make):
         yield
 
 
 def t_squared_missing() -> AbstractContextManager[None]:
-    """T^2 in the logged number and not in the gradient."""
+    """T^2 is in the logged loss and not in the gradient."""
 
     def make(loss: Callable[..., LossTerms]) -> Callable[..., LossTerms]:
         def spoilt(*tensors: Any, alpha: float, temperature: float, **others: Any) -> LossTerms:
@@ -115,7 +113,7 @@ def t_squared_missing() -> AbstractContextManager[None]:
 
 
 def denominator_per_pass() -> AbstractContextManager[None]:
-    """Each pass of an accumulated step divides its gradient by its own labels."""
+    """Each micro-batch of an accumulated step divides its gradient by its own number of labels."""
 
     def make(loss: Callable[..., LossTerms]) -> Callable[..., LossTerms]:
         def spoilt(*tensors: Any, denominator: float, **others: Any) -> LossTerms:
@@ -145,7 +143,7 @@ def nan_masked() -> AbstractContextManager[None]:
 
 
 def last_row_only() -> AbstractContextManager[None]:
-    """All rows in the loss, the last one in the gradient."""
+    """All rows are in the loss, only the last one in the gradient."""
 
     def make(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def spoilt(self: Decoder, *given: Any) -> Tensor:
@@ -158,7 +156,7 @@ def last_row_only() -> AbstractContextManager[None]:
 
 
 def last_position_only() -> AbstractContextManager[None]:
-    """All positions in the loss, the last one of each row in the gradient."""
+    """All positions are in the loss, only the last one of each row in the gradient."""
 
     def make(hidden: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def spoilt(self: Decoder, *given: Any) -> Tensor:
@@ -171,7 +169,7 @@ def last_position_only() -> AbstractContextManager[None]:
 
 
 def rate_lost() -> AbstractContextManager[None]:
-    """The recorded learning rate is set on the optimizer and never used: it trains at its default."""
+    """The recorded learning rate is set on the optimizer and never used: every update uses 1e-3."""
 
     def make(build: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
         def spoilt(*arguments: Any) -> torch.optim.AdamW:
@@ -196,7 +194,7 @@ def rate_lost() -> AbstractContextManager[None]:
 
 
 def frozen_embedding() -> AbstractContextManager[None]:
-    """The embedding has a gradient and no optimizer."""
+    """The embedding has a gradient, but the optimizer does not hold it."""
 
     def make(build: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
         def spoilt(student: Decoder, *others: Any) -> torch.optim.AdamW:

@@ -1,16 +1,16 @@
 """Defects of a training run, each as it really happened.
 
-A defect is planted by replacing one function of the engine for as long as a `with` lasts; everything
-else is the real run. What was built inside stays spoilt where the defect is in the object.
+A defect is planted by replacing one function of the engine within a `with` block; everything else is the real
+run. An object that was built inside keeps the defect if the defect is in the object.
 
     with defect("rotary_neighbours").plant():
         ...build and train...
 
-`named_by` is the check that must name it; another may notice it too. The list loads without torch: what
-plants a defect is the function of its id in another module.
+`named_by` is the check that must name the defect; another may detect it too. The list loads without torch:
+the function that plants a defect has its id as name and is in another module.
 
-Two defects need a run that is made for them: `identical_teacher` needs a student of the teacher's
-shape, and the two of a resume act when a run is resumed.
+Three defects need a special run: `identical_teacher` needs a student of the teacher's shape, and
+`optimizer_lost` and `position_lost` act when a run is resumed.
 """
 
 from __future__ import annotations
@@ -197,5 +197,5 @@ DEFECTS: tuple[Defect, ...] = (
 
 
 def defect(id_: str) -> Defect:
-    """The defect of that id; KeyError when there is none."""
+    """Return the defect of that id. Raises KeyError when there is none."""
     return {one.id: one for one in DEFECTS}[id_]

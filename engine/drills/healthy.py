@@ -1,8 +1,8 @@
-"""Runs that nothing is wrong with, each with another seed: a check or an alert that speaks of one is a
-false alarm, and a workbench that cries wolf is not believed when it counts.
+"""Healthy runs, each with another seed: a check or an alert on one is a false alarm. A workbench with false
+alarms is not believed when it counts.
 
-The run is that of the drills, longer, so that rules which need a window of steps can judge. Afterwards every
-rule is asked about every moment of it again (`engine.watch.replay`).
+The run is that of the drills, but longer, so that rules that need a window of steps can judge. Afterwards
+every rule is evaluated again at every moment of it (`engine.watch.replay`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Healthy:
     seed: int
     verdict: Verdict
     spoke: tuple[str, ...]
-    """What was said although nothing was wrong."""
+    """Everything that was reported although nothing was wrong."""
     passed: int
-    """Checks that passed."""
+    """Number of checks that passed."""
     unknown: tuple[str, ...]
-    """Checks that could not answer."""
+    """Checks that gave no verdict."""
     judged: int
-    """Alert rules that judged at some moment."""
+    """Number of alert rules that judged at some moment."""
     cost_s: float
 
 
 def healthy_run(seed: int, folder: Path, *, device: str) -> Healthy:
-    """An undisturbed run in `folder`/healthy-SEED."""
+    """Run without a defect in `folder`/healthy-SEED, and judge the alarms."""
     begun_s = time.monotonic()
     name = f"healthy-{seed}"
     sets = {"train.seed": seed, "train.steps": STEPS, "eval.every": 20, "checkpoint.every": 30}

@@ -1,6 +1,5 @@
-"""What named a defect in a run: every check that failed, alert, refusal and attributed end, with its
-time; and whether one of them is the name that a defect should have been given. Pure functions of a
-RunView; no torch.
+"""The names that a run's log gives to a defect: every failed check, alert, refusal and attributed end, with
+its time; and whether one of them is accepted for the defect. Pure functions of a RunView; no torch.
 
 A run that a defect ended without a name is a failure of the workbench, however loudly it ended.
 """
@@ -16,20 +15,20 @@ from engine.log.view import RunView
 
 CHECK, ALERT, REFUSAL, EXIT = "check", "alert", "refusal", "exit"
 QUIET_EXITS = frozenset({"COMPLETED", "TERMINATED", "INTERRUPTED", "FAILED", "BAD_INPUT"})
-"""Ends that were asked for, or that the run has explained itself."""
+"""Exit states that were requested, or that the run's own log explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """One thing that the workbench said."""
+    """One name that the workbench gave."""
 
     kind: str
     id: str
-    """Of the check or alert; the state of an exit; what was refused."""
+    """The id of the check or alert, the state of an exit, or what was refused."""
     text: str
     unix_s: float
     since_unix_s: float | None = None
-    """Of an alert: when what it speaks of began."""
+    """For an alert: when the reported condition began."""
     flip: str = ""
     certainty: str = ""
 
@@ -40,14 +39,14 @@ class Naming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A name that would do."""
+    """An accepted name."""
 
     kind: str
     id: str
     text: str = ""
-    """What it must say beside its name."""
+    """Text that it must contain beside its name."""
     flip: str = ""
-    """The flip it must suggest."""
+    """The flip that it must suggest."""
 
     @property
     def name(self) -> str:
@@ -62,7 +61,7 @@ class Expected:
 
 
 def names_of(view: RunView) -> list[Naming]:
-    """Everything that was said in the newest session, in the order of time."""
+    """Everything that was named in the newest session, in order of time."""
     begun = view.session_unix_s or view.trainer_started_unix_s or 0.0
     return [
         naming
@@ -103,5 +102,5 @@ def _names(event: object, unix_s: float) -> Iterator[Naming]:
 
 
 def named_as(said: Sequence[Naming], expected: Sequence[Expected]) -> Naming | None:
-    """The first thing said that is a name that would do."""
+    """Return the first name that is accepted."""
     return next((n for n in said if any(e.is_met_by(n) for e in expected)), None)

@@ -1,8 +1,8 @@
 """`python -m engine.drills.plant DEFECT -- ARGUMENTS`: the trainer of a run, with a defect planted.
 
-Everything but the one function that the defect replaces is the trainer that any run has: its arguments
-are those of `python -m engine.distill`. A supervisor starts it where APR_WORKBENCH_TRAINER says so, and
-writes that into the log of the run.
+Apart from the function that the defect replaces, this is the ordinary trainer: its arguments are those of
+`python -m engine.distill`. A supervisor starts it when APR_WORKBENCH_TRAINER names it, and records that in
+the log of the run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a planted defect is, and how a function of the engine is replaced for as long as one lasts."""
+"""The record of a planted defect, and the replacement of an engine function while a context lasts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Defect:
     """The module of this package whose function `id` plants it; loaded when it is planted."""
     what: str
     happened: str
-    """Where it was met."""
+    """Where the defect was met."""
     named_by: str
     """The id of the check, alert or exit state that must name it."""
 
     def plant(self) -> AbstractContextManager[None]:
-        """The defect, for as long as the context lasts."""
+        """Plant the defect for as long as the context lasts."""
         planting = getattr(importlib.import_module(f"engine.drills.{self.module}"), self.id)
         return cast(AbstractContextManager[None], planting())
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner.name` is `make(what it was)` while this lasts."""
+    """Replace `owner.name` by `make(its old value)` for as long as the context lasts."""
     before = getattr(owner, name)
     setattr(owner, name, make(before))
     try:

@@ -1,6 +1,5 @@
-"""The short run that a drill is carried out in: the demo's models on some of the standard library's text,
-started and ended with the public command.
-"""
+"""The short run of a drill: the demo's models on some text of the standard library, started with the public
+command."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ MODELS = {
     "TEACHER": DEMO / "teacher" / "config.json",
     "QUANTIZED": DEMO / "teacher.gguf",
 }
-"""Words of a setting that stand for a file of the demo."""
+"""Values of a setting that stand for a file of the demo."""
 COMMON: Mapping[str, Any] = {
     "teacher.path": str(DEMO / "teacher"),
     "student.config": str(DEMO / "student.json"),
@@ -55,7 +54,7 @@ END_DEADLINE_S = 30.0
 
 
 def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
-    """A spec of the common settings with `sets` over them."""
+    """Write a spec of the common settings, overridden by `sets`."""
     sections: dict[str, list[str]] = {}
     for key, value in {**COMMON, **sets}.items():
         section, name = key.split(".")
@@ -70,14 +69,14 @@ def write_spec(path: Path, sets: Mapping[str, Any]) -> Path:
 def start(
     arguments: list[str], run: RunFolder, *, plant: str = "", group: Path | None = None
 ) -> None:
-    """`engine distill ARGUMENTS --detach`, with the defect `plant` and inside the control group
-    `group`. Raises InternalError when the command refuses."""
+    """Run `engine distill ARGUMENTS --detach`, with the defect `plant` and inside the control group `group`.
+    Raises InternalError when the command refuses."""
     environment = {name: value for name, value in os.environ.items() if name != TRAINER}
     if plant:
         environment[TRAINER] = f"engine.drills.plant {plant} --"
     command = [sys.executable, "-m", "engine", "distill", *arguments, "--detach"]
     if group is not None:
-        # The shell moves itself, so that whatever it starts is born inside.
+        # The shell moves itself, so that whatever it starts is created inside the group.
         enter = 'echo $$ > "$0" && exec "$@"'
         command = ["sh", "-c", enter, str(group / "cgroup.procs"), *command]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -96,7 +95,7 @@ class Attended:
     died_unix_s: float | None = None
     """When its trainer was first seen to be gone."""
     ended_unix_s: float = math.inf
-    """When we killed what was left of it: what is said after that is said of us."""
+    """When we killed what was left of it; later names are about us and not about the defect."""
 
     def __post_init__(self) -> None:
         self.follower = Follower(self.run)
@@ -106,10 +105,10 @@ class Attended:
         return self.follower.view
 
     def wait(self, seen: Callable[[RunView], bool], limit_s: float) -> bool:
-        """Until the view shows what is waited for (True), or the run or the time has ended."""
+        """Wait until the view fulfils `seen` (True), or until the run or the time has ended (False)."""
         deadline_s = time.monotonic() + limit_s
         while True:
-            # Whether it has ended is asked first: what it wrote before is then in what is read.
+            # Check for the end before reading, so that the read includes everything written before it.
             over = self.has_ended()
             with contextlib.suppress(RunLogError):
                 self.follower.poll()
@@ -140,7 +139,7 @@ class Attended:
             self.died_unix_s = time.time()
 
     def kill(self) -> float:
-        """SIGKILL to the trainer; the wall time of it."""
+        """Send SIGKILL to the trainer and return the wall time of it."""
         pid = self.view.trainer_pid
         assert pid is not None, "a trainer was seen"
         at_unix_s = time.time()
@@ -152,7 +151,7 @@ class Attended:
         self.wait(lambda _: False, 0.0)
         pid = self.view.trainer_pid
         if pid is not None and self.view.exit is None and self.run.liveness().supervisor:
-            # The supervisor has not taken the exit status, so the pid is still the trainer's.
+            # The supervisor has not reaped the trainer, so the pid still belongs to the trainer.
             self.ended_unix_s = time.time()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -161,8 +160,8 @@ class Attended:
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path | None]:
-    """A control group of this process's own with a limit of memory; None where 0 is asked for. Raises
-    OSError where none can be made."""
+    """Create a control group with a memory limit below this process's own; yield None when the limit is 0.
+    Raises OSError when none can be created."""
     if not limit_bytes:
         yield None
         return
@@ -180,7 +179,7 @@ def memory_group(limit_bytes: int) -> Iterator[Path | None]:
 
 
 def _remove(group: Path) -> None:
-    """A group can be removed once the kernel has taken the last process out of it."""
+    """Remove a group, which is possible once the kernel has removed the last process from it."""
     deadline_s = time.monotonic() + END_DEADLINE_S
     while True:
         try:
@@ -193,7 +192,7 @@ def _remove(group: Path) -> None:
 
 
 def why_no_memory_group() -> str:
-    """Why no control group with a limit can be made here; empty where one can."""
+    """Say why no control group with a memory limit can be created here; empty when one can."""
     try:
         with memory_group(1 << 30):
             return ""

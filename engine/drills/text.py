@@ -1,4 +1,4 @@
-"""Drills and healthy runs as people and programs read them."""
+"""Drills and healthy runs as text for people and as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVIDENCE_LETTERS = 200
 
 
 def when(drilled: Drilled) -> str:
-    """How soon it was named."""
+    """How soon the defect was named."""
     if drilled.named is None:
         return "-"
     if drilled.after_s is None:
@@ -26,9 +26,8 @@ def when(drilled: Drilled) -> str:
 
 
 def table(results: Sequence[Drilled]) -> list[str]:
-    """One line for each drill under a head, aligned; why those that did not pass did not; the verdicts
-    counted at the end.
-    """
+    """One line for each drill under a heading, aligned; then why some did not pass; the counts of the
+    verdicts last."""
     why = [
         f"{one.verdict.level.name} {one.drill.id}: {_short(one.verdict.reason)}"
         for one in results
@@ -51,7 +50,7 @@ def _row(drilled: Drilled) -> tuple[str, ...]:
 
 
 def count_of(levels: Sequence[str]) -> str:
-    """`31 PASS, 1 UNKNOWN`"""
+    """Count the verdicts: `31 PASS, 1 UNKNOWN`."""
     return ", ".join(
         f"{levels.count(name)} {name}" for name in ("PASS", "FAIL", "UNKNOWN") if name in levels
     )
@@ -99,7 +98,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def healthy_lines(runs: Sequence[Healthy]) -> list[str]:
-    """What spoke of healthy runs, and how much was asked."""
+    """The alarms on healthy runs, and how many checks and rules judged."""
     spoke = [f"{run.verdict.level.name:7}  seed {run.seed}: {run.verdict.reason}" for run in runs]
     checks = sorted({run.passed for run in runs})
     rules = sorted({run.judged for run in runs})
