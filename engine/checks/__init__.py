@@ -1,59 +1,62 @@
-"""First-minute checks: a run proves that it is what it says it is, before it costs a day.
+"""First-minute checks: a run proves that it is what it claims to be before it costs a day.
 
-Each of them would have stopped a run that really happened. A check answers with a Verdict and its
-numbers, costs little, and changes nothing: weights, gradients, optimizer, random numbers and the
-position in the data are bit for bit what they would be without it.
+Each check would have stopped a run that really happened. A check returns a Verdict and its numbers, costs
+little, and changes nothing: weights, gradients, optimizer, random number generators and the position in
+the data are bit for bit what they would be without it.
 
-    before the models are asked
-      vocabulary_by_bytes        an id that is one token to the teacher and another to the student
+    before the models run
+      vocabulary_by_bytes        a token id that means one token to the teacher and another to the student
       labels_are_next_tokens     labels unshifted, shifted twice, or across a document's end
-      batch_not_degenerate       one token repeated, the same row in every place, a loader that is stuck
-      padding_not_trained        padding with labels, which teaches to answer with padding
+      batch_not_degenerate       one token repeated, the same row everywhere, a loader that is stuck
+      padding_not_trained        padding with labels, which teaches the student to produce padding
       split_disjoint             held-out text that is trained on
-      effective_settings         rows, length, steps or AdamW's settings that are not the spec's
-      resume_continues           a resume without the optimizer's state, or at another place in the data
+      effective_settings         rows, length, steps or AdamW settings that differ from the spec's
+      resume_continues           a resume without the optimizer's state, or at another position in the data
     at the start
       weights_alive              zero, constant or non-finite matrices; a teacher that was never trained
-      causal_mask                a token that sees the ones after it
-      documents_isolated         a token that sees another document of its row
+      causal_mask                a token that attends to later ones
+      documents_isolated         a token that attends to another document of its row
       positions_matter           rotary positions that have no effect
-      forward_is_the_model       a forward pass that computes another model: neighbouring rotary pairs, no bias
+      forward_is_the_model       a forward pass that computes another model: interleaved rotary pairs, no bias
                                  in q, k, v, another norm eps, a broken kernel
       teacher_knows_text         a teacher whose cross entropy is no better than guessing: random weights, wrong
                                  tokenizer, wrong forward pass
-      eval_baseline              an evaluation that praises a model that knows nothing
-      shift_proof                teacher's logits and labels that are off by one
+      eval_baseline              an evaluation that gives a good score to a model that knows nothing
+      shift_proof                teacher logits and labels that are off by one
       teacher_fp8_within_noise_floor
-                                 a teacher whose answers 8-bit floats move further than 4-bit weights would
+                                 a teacher whose outputs fp8 changes more than 4-bit weights would
       teacher_not_student        the same model on both sides
-      nan_not_masked             NaN logits that come out as a finite loss
+      nan_not_masked             NaN logits that give a finite loss
       ignored_rows_have_no_part  a row without a label that changes the loss or gets a gradient
-      loss_invariants            a KL that is negative, or not zero for a model and itself, or that moves with a
-                                 constant added to all logits
+      loss_invariants            a KL that is negative, or not zero for a model and itself, or that changes with
+                                 a constant added to all logits
       loss_gradient              a gradient that is not the logged loss's: T^2 missing, a wrong denominator
-      gradient_above_rounding    a loss head that rounds away what it should teach, near a teacher that is met
+      gradient_above_rounding    a loss head whose rounding hides the gradient when the student is close to the
+                                 teacher
       rows_in_update             rows in the loss that are not in the update: the last row only, a denominator for
                                  each pass of an accumulated step
     in the first steps
-      tensors_moved              a frozen embedding, a tensor the optimizer does not hold, a teacher that learns
+      tensors_moved              a frozen embedding, a tensor that the optimizer does not hold, a teacher that
+                                 changes
       effective_learning_rate    a learning rate that never reached the optimizer
-      memory_as_planned          a memory plan that is not what is measured
+      memory_as_planned          a memory plan that differs from the measurement
       no_late_compile            a step that waited for a compiler
     at the first checkpoint
-      checkpoint_reloads         a checkpoint of 200 bytes, of other weights, of the ones the run began with, or
-                                 without the moments and the place in the data that the next step needs
+      checkpoint_reloads         a checkpoint of 200 bytes, of other weights, of the initial ones, or without the
+                                 moments and the data position that the next step needs
       student_shift              a student that learnt to copy its input, or to skip a token
 
 What they are, what a failure means and what to do is in `catalogue.py`, which needs no torch.
 
     check.py, catalogue.py     the types, the catalogue       no torch
     context.py                 what a check may look at
-    runner.py                  when each is asked, and that nothing is changed by it
+    runner.py                  when each check runs, and the guarantee that it changes nothing
     data.py settings.py vocabulary.py weights.py forward.py (against reference.py) teacher.py
     objective.py gradients.py updates.py checkpoint.py resources.py      the checks
+    logits.py                  cross entropies that several of them use
 
-Not covered: whether config.json is right. A norm eps or a rotary base that is wrong in the file is
-the model that the file describes; only the teacher's cross entropy, or a parity test with the
-publisher's own code, shows it. Nor is a small loss of quality: a teacher that is a little worse than
-it should be passes.
+Not covered: whether config.json is right. A wrong norm eps or rotary base in the file defines the model
+that the file describes; only the teacher's cross entropy, or a parity test with the publisher's own code,
+shows it. Nor is a small loss of quality covered: a teacher that is slightly worse than it should be
+passes.
 """

@@ -1,5 +1,5 @@
-"""Every check in words: what it asks, what a failure means, what to do. No torch, so that
-`checks.skip` is validated before a run exists and `engine checks --list` is instant.
+"""Every check in words: its question, what a failure means, what to do. No torch, so that `checks.skip`
+is validated before a run exists and `engine checks --list` is instant.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ ABOUT = {about.id: about for about in CATALOGUE}
 
 
 def skipped_ids(text: str) -> frozenset[str]:
-    """The ids in a `checks.skip` setting. Raises SpecError for one that is no check's."""
+    """Return the ids in a `checks.skip` setting. Raises SpecError for one that names no check."""
     ids = [part.strip() for part in text.split(",") if part.strip()]
     problems = []
     for name in ids:

@@ -1,7 +1,7 @@
-"""What a check is, and what it answers. No torch.
+"""The types of a check and its results. No torch.
 
-A check's answer is a Verdict with the numbers it was read from. It is UNKNOWN, never PASS, when the
-check was skipped, could not be made, or found nothing to judge.
+A check returns a Verdict with the numbers behind it. The verdict is UNKNOWN, never PASS, when the check
+was skipped, could not run, or found nothing to judge.
 """
 
 from __future__ import annotations
@@ -13,36 +13,35 @@ from engine.verdict import Level, Verdict
 
 
 class When(Enum):
-    """When a check is asked."""
+    """When a check runs."""
 
     BEFORE = "before"
-    """Before a model is asked: settings and data."""
+    """Before a model runs: settings and data."""
     AT_START = "at_start"
     """Before the first step of a session."""
     FIRST_STEPS = "first_steps"
-    """After one of the first steps, as soon as it can tell."""
+    """After one of the first steps, as soon as there is a result."""
     AT_CHECKPOINT = "at_checkpoint"
-    """When the first checkpoint of a session is there."""
+    """After the first checkpoint of a session."""
     ALWAYS = "always"
-    """After the first steps, and again whenever it no longer holds."""
+    """After the first steps, and again whenever the result changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """A check in words."""
+    """The description of a check."""
 
     id: str
     question: str
     means: str
     """What a failure means."""
     remedy: str
-    """What to do about one."""
+    """What to do about a failure."""
     when: When
     stops: bool
-    """Whether a failure makes the run worthless: it is stopped then, unless checks.on_fail is
-    report."""
+    """Whether a failure makes the run worthless; the run is then stopped, unless checks.on_fail is report."""
     again: bool = False
-    """Whether it is asked again while the run trains (`engine.checks.runner`)."""
+    """Whether the check also runs again during training (`engine.checks.runner`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Answer:
 
 
 class Numbers(dict[str, float]):
-    """What a check has measured so far, by name; the answers it gives hold them."""
+    """The numbers that a check has measured so far, by name; they are included in its answer."""
 
     def passed(self, reason: str, **more: float) -> Answer:
         return self._answer(Level.PASS, reason, more)
@@ -82,14 +81,14 @@ def failed(reason: str, **numbers: float) -> Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One answer of one check, as it is logged."""
+    """One result of one check, as it is logged."""
 
     about: About
     verdict: Verdict
     numbers: dict[str, float]
     cost_s: float
     step: int
-    """Optimizer steps done when it was asked."""
+    """Number of optimizer steps done when the check ran."""
 
     @property
     def id(self) -> str:

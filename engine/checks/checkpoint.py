@@ -1,13 +1,15 @@
-"""The check that a checkpoint is one: read back by another way than it was written, and run.
+"""The check that a checkpoint is usable: it is read back by code other than the writer's, and run.
 
-    weights      every tensor, and the logits of held-out rows with the reloaded ones, bit for bit
-    moments      AdamW's, every one of them, bit for bit: without them a resumed run is another run
-    step, row    where the resumed run goes on
+    weights      every tensor, and the logits of held-out rows with the reloaded tensors, bit for bit
+    moments      every AdamW moment, bit for bit: without them a resumed run is a different run
+    step, row    where a resumed run would continue
 
-The next step depends on nothing else that is not drawn anew, so the run that goes on from these bytes
-takes it as this one does. Moments of a student that is sharded over several GPUs are not compared.
+Apart from these, the next step depends only on values that are computed anew. So a run resumed from these
+bytes takes the same step as this run. Moments of a student that is sharded over several GPUs are not
+compared.
 
-A run of 25 hours left a file of 200 bytes. Nobody had opened it before the run was over.
+This check exists because a run of 25 hours left a file of 200 bytes, which nobody opened before the run
+was over.
 """
 
 # Shapes: B rows, T tokens
@@ -54,7 +56,7 @@ class CheckpointReloads:
                 f"{format_bytes(least)}"
             )
         copy = empty_decoder(student.config, device=context.device)
-        # Attention over packed documents and over a mask round differently.
+        # Packed and masked attention round differently.
         copy.packed = student.packed
         try:
             differing = _read_into(copy, path, live)
@@ -91,7 +93,7 @@ class CheckpointReloads:
     def _would_go_on_elsewhere(
         self, context: Context, path: Path, live: Mapping[str, Tensor], numbers: dict[str, float]
     ) -> str:
-        """What a run that is resumed from `path` would have otherwise; empty when nothing."""
+        """Describe how a run resumed from `path` would differ; empty when it would not."""
         train = context.spec.train
         rows_of_a_step = train.rows * train.accumulation * context.spec.compute.gpus
         rows = self.begun_row + (context.step - self.begun_step) * rows_of_a_step
@@ -107,7 +109,7 @@ class CheckpointReloads:
             return f"it would go on at row {row} of the data, expected {rows}"
         held = context.optimizer.state
         if not all(parameter in held for parameter in live.values()):
-            return ""  # sharded: what the optimizer holds are parts
+            return ""  # the student is sharded, so the optimizer holds only parts
         try:
             differing = _differing_moments(path, {name: held[p] for name, p in live.items()})
         except EngineError as error:
@@ -119,8 +121,7 @@ class CheckpointReloads:
 
 
 def _read_into(copy: Decoder, path: Path, live: Mapping[str, Tensor]) -> list[str]:
-    """Fills `copy` from the checkpoint; the names of tensors that are missing or differ in a bit from
-    the live ones."""
+    """Fill `copy` from the checkpoint; return the names of tensors that are missing or not bit-identical."""
     differing = []
     in_parts = "student/"
     with _stored(
@@ -141,7 +142,7 @@ def _read_into(copy: Decoder, path: Path, live: Mapping[str, Tensor]) -> list[st
 
 
 def _differing_moments(path: Path, held: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Names of moments that the checkpoint lacks or has otherwise."""
+    """Return the names of moments that are missing from the checkpoint or differ."""
     differing = []
     with _stored(
         path, "optimizer.safetensors", lambda name: not name.startswith("student/")
@@ -158,8 +159,9 @@ def _differing_moments(path: Path, held: Mapping[str, Mapping[str, Tensor]]) -> 
 def _stored(
     path: Path, file: str, kept: Callable[[str], bool], prefix: str = ""
 ) -> Iterator[Callable[[str], Tensor | None]]:
-    """Gives the tensors of a checkpoint's `file` by name, None for one that is not there; of a checkpoint
-    in parts, those `kept`, whose names begin with `prefix` there.
+    """Yield a function that returns a tensor of a checkpoint's `file` by name, or None.
+
+    For a sharded checkpoint, only the names accepted by `kept` are read; they begin with `prefix` there.
     """
     if not (path / file).exists():
         parts = read_parts(path, kept)

@@ -1,7 +1,7 @@
 """What a check may look at: the built objects of a run, and the functions that it trains with.
 
-The loss, the step and the schedule live above this package and come in as functions: what is proved
-is what trains, not a copy of it.
+The loss, the step and the schedule are in layers above this package and are passed in as functions, so
+the checks test the code that trains and not a copy of it.
 """
 
 # Shapes: B rows, T tokens, N tokens of a micro-batch, D student width, E teacher width, V vocabulary
@@ -27,7 +27,7 @@ from engine.teachers.protocol import Teacher
 
 
 class Objective(Protocol):
-    """The loss of the run, with its alpha and temperature in it."""
+    """The loss of the run, with its alpha and temperature applied."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class Objective(Protocol):
 
 
 class StepNumbers(Protocol):
-    """What a check reads of a finished step."""
+    """The fields of a finished step that checks read."""
 
     @property
     def step(self) -> int: ...
@@ -63,7 +63,7 @@ MOST_MICRO_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Peak bytes on the device; `measured` is None with the reason in `source`."""
+    """Peak bytes on the device; when `measured_bytes` is None, `source` has the reason."""
 
     predicted_bytes: float
     measured_bytes: float | None
@@ -72,50 +72,52 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """A run that is about to train, or does. Checks change nothing in it that they do not put
-    back."""
+    """A run that is about to train, or is training. Checks restore whatever they change in it."""
 
     spec: RunSpec
     device: torch.device
     step: int
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     position: int
-    """Rows of the training walk that were taken."""
+    """Number of training rows taken."""
 
     student: Decoder
     optimizer: torch.optim.Optimizer
     teacher: Teacher | None
-    """None when there is none in the objective."""
+    """None when the objective uses none."""
     teacher_decoder: Decoder | None
-    """What computes inside it, for its weights."""
+    """The decoder inside the teacher, for access to its weights."""
 
     batches: Batches
     train_stream: TokenStream
     heldout_stream: TokenStream
     heldout: Sequence[Batch]
     tokenizers: Mapping[str, Tokenizer | None]
-    """By whose they are, None where one is not known."""
+    """Tokenizers by their owner; None for an unknown one."""
 
     objective: Objective
     gradients: Callable[[Sequence[Batch]], float]
-    """One optimizer step over these micro-batches but for its update: the loss it would log, and its
-    gradients, before clipping, in the student's `.grad`."""
+    """Runs one optimizer step over these micro-batches without its update. Returns the loss it would log,
+    and leaves its gradients, before clipping, in the student's `.grad`.
+    """
     evaluate: Callable[[Callable[[Tensor, Tensor], Tensor], Head, Sequence[Batch]], float]
-    """The held-out loss of hidden states and a head on some batches."""
+    """Returns the held-out loss of hidden states and a head on some batches."""
     learning_rate: Callable[[int], float]
-    """What the spec says the rate of a step, counted from 0, is."""
+    """Returns the spec's learning rate for a step, counted from 0."""
     autocast: Callable[[], contextlib.AbstractContextManager[object]]
-    """The student's arithmetic."""
+    """The autocast context of the student's training steps."""
     whole_rows: bool = False
-    """Whether the teacher knows whole rows alone: of a row that is cut, nothing is stored."""
+    """Whether the teacher only has outputs for full rows: for a shortened row, nothing is stored."""
     memory: Callable[[], Memory | None]
-    """None where nothing was planned."""
+    """Returns None when no memory was planned."""
     late_compiles: Callable[[], Sequence[str]]
-    """Kernels that a step had to wait for, in words."""
+    """Returns descriptions of the kernels whose compilation a step had to wait for."""
 
     def micro_batches(self) -> list[Batch]:
-        """The first micro-batches of the next step, as the trainer will take them: a few show what
-        many would, and a step may accumulate any number."""
+        """Return the first micro-batches of the next step, as the trainer will take them.
+
+        Their number is limited: a few show what many would, and a step may accumulate any number.
+        """
         rows = self.spec.train.rows
         return [
             self.batches.take(self.position + index * rows, rows)

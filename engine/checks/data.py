@@ -1,6 +1,6 @@
-"""Checks of rows and splits. No model is asked: numpy on the rows that the next steps will train on.
+"""Checks of rows and splits. No model runs: numpy on the rows that the next steps will train on.
 
-LOOKED_AT steps are taken from where training stands, as the trainer will take them.
+The rows of LOOKED_AT steps are taken from the current position, as the trainer will take them.
 """
 
 # Shapes: B rows, T tokens of a row
@@ -18,33 +18,35 @@ from engine.data.batches import IGNORED, Batch
 from engine.data.tokens import TokenStream
 
 LOOKED_AT = 4
-"""Steps whose rows are looked at."""
+"""Number of steps whose rows are checked."""
 
 SMALLEST_DISTINCT = 8
 SMALLEST_ENTROPY = 1.0
-"""Nats. Python source in 300 ids has some 4.5, in 150k ids some 7; one token repeated has 0."""
+"""Nats. Python source has some 4.5 with a vocabulary of 300, and some 7 with 150k; one repeated token has 0."""
 
 PADDING_RUN = 8
-"""Equal tokens at the end of a row that look like padding and not like text."""
+"""Number of equal tokens at the end of a row that look like padding and not like text."""
 PADDING_SHARE = 0.02
-"""Of the labels: rows of text do end in a run of spaces or dashes now and then."""
+"""Allowed share of the labels: rows of text do end in a run of spaces or dashes now and then."""
 
 WINDOW = 64
-"""Tokens that are the same in two documents only when one was copied; boilerplate, such as a
-licence, is found too."""
+"""Number of tokens that two documents share only if one was copied; this also finds boilerplate, such as
+a licence.
+"""
 SHARED_SHARE = 0.5
-"""Of held-out windows that may be found in the training text before it counts as leaked. Source code
-repeats itself: of Python's library, split by file, a quarter is found, tables of character codes above
-all. Leaked text is found whole."""
+"""Share of held-out windows that must be found in the training text to count as a leak. Source code
+repeats itself: of Python's library, split by file, a quarter is found, mostly in tables of character
+codes. Leaked text is found completely.
+"""
 MOST_TOKENS = 1 << 26
-"""Of the training text that is searched for held-out windows: about two seconds."""
+"""Tokens of the training text that are searched for held-out windows: about two seconds."""
 MOST_WINDOWS = 1 << 16
 MOST_ROWS = 512
-"""Of the next steps that are looked at, however many of them are one step."""
+"""Largest number of rows that are checked, however many make up one step."""
 
 
 def next_rows(context: Context) -> Batch:
-    """The rows of the next steps as one batch."""
+    """Return the rows of the next steps as one batch."""
     train = context.spec.train
     rows = LOOKED_AT * train.rows * train.accumulation
     return context.batches.take(context.position, min(rows, max(MOST_ROWS, train.rows)))
@@ -85,7 +87,7 @@ def batch_not_degenerate(context: Context) -> Answer:
     share = counts / counts.sum()
     entropy = float(-(share * np.log(share)).sum())
     repeated = len(tokens_BT) - len(np.unique(tokens_BT, axis=0))
-    # A short corpus comes round again within these steps: those repetitions are in order.
+    # A short corpus repeats within these steps: such repetitions are expected.
     expected = len(batch.row_ids) - len(np.unique(batch.row_ids))
     numbers = Numbers(
         distinct=len(counts), entropy=entropy, rows=len(tokens_BT), repeated=repeated - expected
@@ -105,10 +107,10 @@ def batch_not_degenerate(context: Context) -> Answer:
 
 
 def padding_not_trained(context: Context) -> Answer:
-    """Padding is a run of one token to the end of a row; what matters is whether it has labels."""
+    """Fail if padding has labels. Padding is a run of one token up to the end of a row."""
     batch = next_rows(context)
     same_BT = batch.tokens_BT == batch.tokens_BT[:, -1:]
-    # Places from the end of each row that hold its last token, without a gap.
+    # Number of positions at the end of each row that hold its last token without a gap.
     run_B = np.where(same_BT.all(1), same_BT.shape[1], np.argmin(same_BT[:, ::-1], axis=1))
     place_T = np.arange(same_BT.shape[1])[::-1]
     padding_BT = (place_T < run_B[:, None]) & (run_B[:, None] >= PADDING_RUN)
@@ -130,7 +132,7 @@ def split_disjoint(context: Context) -> Answer:
     held_lengths = _lengths(held)
     train_lengths = _lengths(train)
     wanted = _digests(held, held_lengths, np.ones(len(held_lengths), dtype=bool))
-    # Only documents as long as a held-out one can be copies of it.
+    # Only documents with the length of a held-out one can be copies of it.
     candidates = np.isin(train_lengths, held_lengths)
     copies = len(wanted & _digests(train, train_lengths, candidates))
     looked_at = min(len(train), MOST_TOKENS)
@@ -155,19 +157,19 @@ def split_disjoint(context: Context) -> Answer:
 
 
 def _lengths(stream: TokenStream) -> NDArray[np.int64]:
-    """Tokens of each document, in order."""
+    """Return the number of tokens of each document, in order."""
     return np.bincount(stream.documents).astype(np.int64)
 
 
 def _digests(
     stream: TokenStream, lengths: NDArray[np.int64], wanted: NDArray[np.bool_]
 ) -> set[bytes]:
-    """A digest of the tokens of each document that is wanted."""
+    """Return a digest of the tokens of each wanted document."""
     ends = np.cumsum(lengths)
     found = set()
     for index in np.flatnonzero(wanted):
         tokens = stream.tokens[ends[index] - lengths[index] : ends[index]]
-        # An empty document is its end-of-text token alone, and no leak.
+        # An empty document consists only of its end-of-text token and is no leak.
         if len(tokens) > 1:
             found.add(hashlib.sha256(np.ascontiguousarray(tokens, dtype="<u4").data).digest())
     return found
@@ -176,12 +178,11 @@ def _digests(
 def shared_windows(
     train: NDArray[np.generic], held: NDArray[np.generic], window: int = WINDOW
 ) -> tuple[int, int]:
-    """How many of the windows of `held`, one at every quarter of a window, are anywhere in `train`,
-    and how many windows there are.
+    """Return how many windows of `held` occur anywhere in `train`, and the number of windows.
 
-    By a hash of each window that rolls: with r(t) a random 64-bit number of token t and an odd base
-    b, h(i) = b^-i * sum_{j < window} r(t_{i+j}) b^{i+j}, everything modulo 2^64. A false match has a
-    chance of about (windows * places) / 2^64.
+    Windows start at every quarter of a window. They are compared by a rolling hash: with r(t) a random
+    64-bit number for token t and an odd base b, h(i) = b^-i * sum_{j < window} r(t_{i+j}) b^{i+j},
+    everything modulo 2^64. The probability of a false match is about (windows * positions) / 2^64.
     """
     starts = np.arange(0, len(held) - window + 1, max(window // 4, 1))
     if len(starts) > MOST_WINDOWS:
@@ -204,8 +205,8 @@ _INVERSE = pow(_BASE, -1, 1 << 64)
 
 
 def _rolling(tokens: NDArray[np.generic], window: int) -> NDArray[np.uint64]:
-    """The hash of each window of `tokens`."""
-    # splitmix64: neighbouring ids become unrelated numbers.
+    """Return the hash of each window of `tokens`."""
+    # splitmix64: neighbouring token ids become unrelated numbers.
     mixed = tokens.astype(np.uint64) + np.uint64(_BASE)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

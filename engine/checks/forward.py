@@ -1,8 +1,8 @@
-"""Checks of the forward pass: what a token may see, and whether it is the model that config.json
+"""Checks of the forward pass: what a token may attend to, and whether it is the model that config.json
 describes.
 
-The student is asked in its fp32 master weights, outside of autocast: what is looked for is a wrong
-formula, and rounding would only hide it. A teacher is asked as it teaches.
+The student runs with its fp32 master weights and without autocast: these checks look for a wrong formula,
+which rounding would only hide. The teacher runs as it does in training.
 """
 
 # Shapes: B rows, T tokens, N tokens, V vocabulary, D width
@@ -26,15 +26,17 @@ from engine.models.packed import head_of
 
 ROWS, LENGTH = 2, 24
 LEAK = 1e-4
-"""Of the change where a token was changed. Masked tokens have a weight of exactly 0, and the same
-shapes give the same sums, so a sound model has no leak at all."""
+"""Largest allowed change of tokens that must not change, relative to the change of those that may. Masked
+tokens have a weight of exactly 0, and equal shapes give equal sums, so a correct model has no leak at
+all.
+"""
 
-# One rounding of each arithmetic, and the change of attention that counts as none.
+# One rounding in each dtype, and the largest change of attention that counts as none.
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float64: 2.0**-53}
 NO_CHANGE = {torch.float32: 1e-6, torch.bfloat16: 2e-3, torch.float64: 1e-12}
 TF32_ROUNDING = 2.0**-11
 FP8_ROUNDING = 2.0**-4
-"""Of e4m3, for weights that were rounded already: the reference has the same."""
+"""One rounding of e4m3 activations; the weights are already rounded, and the reference uses the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def sides(context: Context) -> Iterator[Side]:
 
 
 def _probe(context: Context) -> tuple[Tensor, Tensor]:
-    """Some rows of held-out text, (B, T), and two documents in each, one of 1/3 and one of 2/3."""
+    """Return some rows of held-out text, (B, T), each split into two documents of 1/3 and 2/3."""
     batch = context.heldout[0]
     tokens_BT = torch.from_numpy(batch.tokens_BT[:ROWS, :LENGTH]).to(context.device)
     documents_BT = torch.zeros_like(tokens_BT)
@@ -73,7 +75,7 @@ def _probe(context: Context) -> tuple[Tensor, Tensor]:
 
 
 def _other(tokens: Tensor, vocabulary: int) -> Tensor:
-    """Another id in each place, away from the special ones at the ends."""
+    """Return a different token for each position, away from the special tokens at the ends of the vocabulary."""
     return (tokens + vocabulary // 2) % vocabulary
 
 
@@ -85,8 +87,11 @@ def _leaks(
     own_BT: Tensor,
     documents_BT: Tensor,
 ) -> Iterator[tuple[str, float]]:
-    """Whose tokens beyond `own_BT`, which may change, do change, and by how much of what those do; infinite
-    where nothing changes."""
+    """Yield the models in which tokens outside `own_BT` change, and by how much.
+
+    Only tokens in `own_BT` may change. The leak is relative to their change, and infinite if they do not
+    change.
+    """
     for side in sides(context):
         before_BTD = side.hidden(tokens_BT, documents_BT)
         moved_BT = (side.hidden(changed_BT, documents_BT) - before_BTD).float().norm(dim=2)
@@ -133,9 +138,11 @@ def documents_isolated(context: Context) -> Answer:
 
 @torch.no_grad()
 def positions_matter(context: Context) -> Answer:
-    """The last of four tokens attends to the first two in their order and exchanged. The first
-    layer's attention alone is looked at: after it, even a model without positions knows an order,
-    from what its tokens could see."""
+    """Check that exchanging the first two of four tokens changes the attention output of the last one.
+
+    Only the first layer's attention is compared: after it, even a model without positions has some
+    information about the order, from what each token could attend to.
+    """
     row_T = torch.from_numpy(context.heldout[0].tokens_BT[:1].ravel()).to(context.device)
     distinct = torch.unique(row_T)
     count = len(distinct) // 4
@@ -185,13 +192,14 @@ def forward_is_the_model(context: Context) -> Answer:
         hidden_ND = side.hidden(tokens_BT, documents_BT).flatten(0, 1)
         logits_NV = logits_of(hidden_ND, side.head, config.vocab_size).float()
         wanted_NV = reference_logits(side.decoder, tokens_BT, documents_BT).flatten(0, 1)
-        # A constant added to all logits of a token is no difference.
+        # A constant added to all logits of a token makes no difference.
         logits_NV -= logits_NV.mean(dim=1, keepdim=True)
         wanted_NV -= wanted_NV.mean(dim=1, keepdim=True)
         error_N = (logits_NV - wanted_NV).norm(dim=1) / wanted_NV.norm(dim=1)
         error = float((logits_NV - wanted_NV).norm() / wanted_NV.norm())
         agreement = float((logits_NV.argmax(1) == wanted_NV.argmax(1)).float().mean())
-        # Each layer adds two rounded branches to the residual, and roundings add up like a walk.
+        # Each layer adds two rounded branches to the residual, and rounding errors add up like a random
+        # walk.
         allowed = max(2e-4, 4 * side.rounding * math.sqrt(2 * config.num_hidden_layers))
         numbers |= {
             f"{side.whose}_error": error,
@@ -220,10 +228,9 @@ def forward_is_the_model(context: Context) -> Answer:
 
 
 def _worst_eps(decoder: Decoder) -> float:
-    """The eps that a norm of the decoder behaves as if it had: of all norms, the one furthest from
-    the config's.
+    """Return the effective eps of the decoder's norms: the one furthest from the config's.
 
-    A row whose mean square is eps makes it half of the sum under the root: y = w / sqrt(2).
+    In a row whose mean square is eps, eps is half of the sum under the root, so y = w / sqrt(2).
     """
     wanted = decoder.config.rms_norm_eps
     worst = wanted

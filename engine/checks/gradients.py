@@ -1,27 +1,27 @@
-"""Checks of the step: the gradient that the trainer leaves in the student, against the loss that it
-logs.
+"""Checks of the step: the gradient that the trainer leaves in the student, against the loss that it logs.
 
-The step is asked whole, by `Context.gradients`: batches in, the logged loss and the gradients out.
-Two micro-batches of different size stand for an accumulated step.
+`Context.gradients` runs the whole step: batches in, the logged loss and the gradients out. Two
+micro-batches of different sizes represent an accumulated step.
 
     rows        L(all) = sum_r n_r/n L(r)   and   g(all) = sum_r n_r/n g(r),   n_r the labels of row r
     loss        D(h) = (L(x + h u) - L(x - h u)) / 2h = |g| + O(h^2)  for u = g / |g|
 
-Gradients are compared along random directions, so that none need be kept. The finite difference
-moves at most MOVED weights, those with the densest gradient, and puts them back bit for bit.
+Gradients are compared along random directions, so that none need be kept. The finite difference moves at
+most MOVED weights, those with the densest gradient, and restores them bit for bit.
 
-A loss that curves sharply, as it does at a high rate some steps into training, has a D(h) that is far off
-|g| although the gradient is right. So D is asked at smaller steps until it agrees, and of two steps, h and
-r h, the term in h^2 is taken out (Richardson):
+If the loss curves sharply, as it does at a high learning rate some steps into training, D(h) is far from
+|g| although the gradient is right. So D is evaluated at smaller and smaller steps until it agrees, and
+from two steps, h and r h, the term in h^2 is eliminated (Richardson extrapolation):
 
     R = D(rh) + (D(rh) - D(h)) r^2 / (1 - r^2)
 
-R and |g| are compared to within 2 |D(rh) - D(h)|, the rounding of the loss, and that of the gradient: one that is
-n of its length beside the exact one claims a slope that is n^2 too large, and two gradients from either
-side differ by n sqrt(2). The bound is wide: where D has begun to converge, R is far nearer. The gradient is
-called wrong only where two pairs of steps, one after the other, leave no room for it. Where they do, and it
-agrees with no R that is known to a quarter, nothing is known: a run that is sound must not be stopped by
-its curvature, or by its rounding, which `gradient_above_rounding` is about.
+R and |g| are compared with a tolerance that is the sum of three terms: 2 |D(rh) - D(h)|; the rounding of
+the loss; and the rounding of the gradient. For the last: a gradient whose error is n times its length
+claims a slope that is n^2 too large, and two gradients from either side differ by n sqrt(2). The
+tolerance is wide: once D has begun to converge, R is far more accurate. The gradient is called wrong only
+when two consecutive pairs of steps exclude it. When they do not, and it agrees with no R that is known to
+within a quarter, the result is unknown: a correct run must not be stopped because of its curvature, or
+because of rounding, which `gradient_above_rounding` checks.
 """
 
 # Shapes: B rows, T tokens, D student width
@@ -44,29 +44,32 @@ from engine.verdict import Level
 
 ROWS = 3
 LENGTH = {True: 64, False: 256}
-"""Tokens of a row that are looked at, by whether products are fp32: more, where each is less exact."""
+"""Tokens of a row that are used, by whether matmuls are fp32; more in bf16, where each is less exact."""
 DIRECTIONS = 2
 MOVED = 1 << 24
-"""Weights that the finite difference moves."""
+"""Largest number of weights that the finite difference moves."""
 
 SAME_ROWS = {True: 1e-3, False: 5e-2}
-"""By whether products are fp32: how far the sum over rows may be from the step, of its size. Rows
-asked alone have other shapes, so their products are rounded otherwise; one row that is missing is a
-third."""
+"""By whether matmuls are fp32: the allowed relative distance between the sum over rows and the step. Rows
+that are run one at a time have other shapes, so their matmuls round differently; a
+missing row changes the sum by a third.
+"""
 SAME_LOSS = {True: 2e-2, False: 0.25}
-"""Of |g|. With bf16 products a loss is known to some 1e-3, and the difference is 2e-2 of it; T^2
-missing changes |g| by a half at least where the KL has any weight."""
+"""Relative to |g|. With bf16 matmuls a loss is known to some 1e-3, and the difference is 2e-2 of it; a
+missing T^2 changes |g| by at least a half wherever the KL has any weight.
+"""
 LOSS_STEP = {True: 5e-3, False: 1e-2}
-"""Of the loss, by which each side of the finite difference should change it."""
+"""Relative change of the loss that each side of the finite difference aims at."""
 SMALLER = {True: 0.25, False: 0.5}
-"""Each step of the finite difference, of the one before it."""
+"""Ratio of each finite-difference step to the previous one."""
 STEPS = {True: 4, False: 3}
-"""How many are asked where the first disagrees; at smaller ones rounding is all there is."""
+"""Largest number of steps that are tried; below them there is only rounding."""
 LOSS_ROUNDING = {True: 5e-7, False: 3e-4}
-"""Of 1 + loss, in nats: how far a loss may be from the exact one of its weights. Five times the largest
-that was seen in 500 askings."""
+"""Relative to 1 + loss, in nats: the largest rounding error of a loss. Five times the maximum over 500
+measurements.
+"""
 KNOWN = 0.25
-"""Of |g|: the widest bound at which agreement is one."""
+"""Relative to |g|: the widest tolerance at which an agreement counts."""
 
 
 def _is_fp32(context: Context) -> bool:
@@ -75,7 +78,7 @@ def _is_fp32(context: Context) -> bool:
 
 
 def _split(context: Context) -> list[Batch]:
-    """One row and two more, as two micro-batches with unequal numbers of labels."""
+    """Return one row, and two more, as two micro-batches with different numbers of labels."""
     batch = context.batches.take(context.position, ROWS)
     length = None if context.whole_rows else LENGTH[_is_fp32(context)]
     labels_BT = batch.labels_BT[:, :length].copy()
@@ -92,7 +95,7 @@ def _split(context: Context) -> list[Batch]:
 
 
 def _projections(context: Context) -> list[float]:
-    """The gradients in `.grad` along DIRECTIONS random directions, the same at every call."""
+    """Project the gradients in `.grad` on DIRECTIONS random directions, the same at every call."""
     found = []
     for direction in range(DIRECTIONS):
         total = 0.0
@@ -109,7 +112,7 @@ def _projections(context: Context) -> list[float]:
 
 @contextmanager
 def _hidden_gradients(context: Context) -> Iterator[list[Tensor]]:
-    """Collects the gradient of the last hidden states, (B, T, D), of each forward pass."""
+    """Collect the gradient of the last hidden states, (B, T, D), of each forward pass."""
     collected: list[Tensor] = []
 
     def keep(_module: object, _inputs: object, output: Tensor) -> None:
@@ -171,9 +174,9 @@ def rows_in_update(context: Context) -> Answer:
 
 
 def _count(hidden: Sequence[Tensor], parts: Sequence[Batch]) -> tuple[int, int]:
-    """Labelled tokens without a gradient, and tokens without a label that have one."""
+    """Count labelled tokens without a gradient, and tokens without a label that have one."""
     idle = leaking = 0
-    # backward follows each forward, in order
+    # each forward pass is followed by its backward pass, in order
     for gradient_BTD, part in zip(hidden, parts, strict=True):
         moved_BT = np.asarray((gradient_BTD.float().abs().sum(2) > 0).cpu())
         labelled_BT = part.labels_BT != IGNORED
@@ -183,7 +186,7 @@ def _count(hidden: Sequence[Tensor], parts: Sequence[Batch]) -> tuple[int, int]:
 
 
 def loss_gradient(context: Context) -> Answer:
-    """First the loss function by itself, then the whole step."""
+    """Check the loss function by itself, then the whole step."""
     function = function_gradient(context)
     if function.verdict.level is not Level.PASS:
         return function
@@ -193,7 +196,8 @@ def loss_gradient(context: Context) -> Answer:
     norm = math.sqrt(sum(float(g.double().square().sum()) for _, g in moved))
     numbers = Numbers(**function.numbers, step_loss=loss, step_norm=norm)
     if not math.isfinite(loss) or not norm > 0:
-        # The trainer's loss makes its gradient on the way and gives NaN for one that is changed after it.
+        # The trainer's loss computes its gradient in the forward pass; it gives NaN for a loss that is
+        # scaled afterwards.
         changed = math.isfinite(loss) and math.isnan(norm)
         why = ": the loss is divided or multiplied after the loss function" if changed else ""
         return numbers.failed(f"the step's loss is {loss} and its gradient {norm:g}{why}")
@@ -208,7 +212,7 @@ def _against_differences(
     norm: float,
     numbers: Numbers,
 ) -> Answer:
-    """The norm that the gradient claims, against differences of the loss over smaller and smaller steps."""
+    """Compare the norm of the gradient with differences of the loss over smaller and smaller steps."""
     fp32 = _is_fp32(context)
     ratio, allowed = SMALLER[fp32], SAME_LOSS[fp32]
     step = LOSS_STEP[fp32] * loss / norm
@@ -224,7 +228,7 @@ def _against_differences(
         numbers |= dict(
             step_measured=measured, step_error=error, step_bound=bound, step_share=ratio**number
         )
-        # The first is asked of every sound run, and agrees in nearly all: it needs no other beside it.
+        # Every sound run takes the first step, and nearly all agree there, so it needs no second one.
         if error <= allowed and bound <= KNOWN:
             return numbers.passed(
                 f"the gradient is the logged loss's: {measured:.4g} measured, {norm:.4g} claimed"
@@ -249,8 +253,11 @@ def _slope(
     step: float,
     norm: float,
 ) -> tuple[float, float]:
-    """The slope of the loss along the unit vector of the gradients `moved`, which are `norm` long, from
-    `step` to either side; and the square of how far the gradients there are apart, of 2 norm^2."""
+    """Return the slope of the loss along the gradients `moved`, and their squared relative error.
+
+    The gradients have the norm `norm` together, and the slope is measured from `step` to either side. The
+    second value is the squared distance of the gradients at both ends, divided by 2 norm^2.
+    """
     ends: list[float] = []
     there: list[list[Tensor]] = []
     with _put_back([parameter for parameter, _ in moved]) as originals:
@@ -267,7 +274,7 @@ def _slope(
 
 
 def _densest(context: Context) -> list[tuple[Tensor, Tensor]]:
-    """Tensors and copies of their gradients, densest gradient first, MOVED numbers at most."""
+    """Return tensors and copies of their gradients, densest gradient first, with at most MOVED elements."""
     having = [(p, p.grad) for p in context.student.parameters() if p.grad is not None]
     having.sort(key=lambda pair: -float(pair[1].norm()) / math.sqrt(pair[1].numel()))
     found: list[tuple[Tensor, Tensor]] = []
@@ -291,14 +298,14 @@ def _put_back(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def nan_not_masked(context: Context) -> Answer:
-    """A NaN in the last hidden states of either model, through the whole step."""
+    """Put a NaN into the last hidden states of each model, and run the whole step."""
     first = _split(context)[:1]
     loss = context.gradients(first)
     numbers = Numbers(loss=loss)
     labelled = np.flatnonzero(first[0].labels_BT[0] != IGNORED)
     if not math.isfinite(loss) or not len(labelled):
         return numbers.unknown(f"the loss is {loss} of {len(labelled)} labels without a NaN put in")
-    # A token that ends its document has no label, and its hidden states no part in the loss.
+    # A token that ends its document has no label, and its hidden states do not enter the loss.
     spoilt_token = int(labelled[0])
     models = {"student": context.student}
     if context.teacher is not None and context.teacher_decoder is not None:

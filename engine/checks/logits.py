@@ -1,6 +1,6 @@
-"""Logits of a few tokens, and what is read from them: cross entropies and KL at offsets.
+"""Logits of a few tokens, and values computed from them: cross entropies, also at shifted labels.
 
-Logits are made CHUNK tokens at a time: at 152k ids a chunk is 150 MiB in fp32.
+Logits are computed CHUNK tokens at a time: with a vocabulary of 152k a chunk has 150 MiB in fp32.
 """
 
 # Shapes: B rows, T tokens, N tokens, V vocabulary, D width
@@ -22,10 +22,10 @@ from engine.models.packed import head_of
 
 CHUNK = 256
 TOKENS = 512
-"""Tokens that models are judged on: the standard error of a mean of 2 nats is then some 0.1."""
+"""Tokens on which models are evaluated: the standard error of a mean of 2 nats is then some 0.1."""
 
 COUNTED = 1 << 25
-"""Of the training text, for frequencies."""
+"""Largest number of training tokens that are counted for frequencies."""
 
 OFFSETS = (-1, 0, 1)
 
@@ -33,7 +33,7 @@ Hidden = Callable[[Tensor, Tensor], Tensor]
 
 
 def few_rows(batch: Batch, tokens: int = TOKENS) -> Batch:
-    """The first rows of a batch that make up about `tokens` tokens, one row at least."""
+    """Return the first rows of a batch that make up about `tokens` tokens; at least one row."""
     return next(batch.split(max(1, tokens // batch.tokens_BT.shape[1])))
 
 
@@ -50,7 +50,7 @@ def student_head(context: Context) -> Head:
 
 
 def hidden_of(hidden: Hidden, batch: Batch, device: torch.device) -> Tensor:
-    """Hidden states (B, T, D) of a batch."""
+    """Return the hidden states (B, T, D) of a batch."""
     tokens_BT, documents_BT, _ = batch.to_torch(device)
     return hidden(tokens_BT, documents_BT)
 
@@ -59,7 +59,7 @@ def hidden_of(hidden: Hidden, batch: Batch, device: torch.device) -> Tensor:
 def cross_entropies(
     hidden_ND: Tensor, head: Head, columns: int, targets: Sequence[Tensor]
 ) -> list[float]:
-    """The mean cross entropy, in nats, of each list of N targets; a negative target is left out."""
+    """Return the mean cross entropy, in nats, for each list of N targets; negative targets are ignored."""
     totals = torch.zeros(len(targets), dtype=torch.float64, device=hidden_ND.device)
     for first in range(0, len(hidden_ND), CHUNK):
         logits_NV = logits_of(hidden_ND[first : first + CHUNK], head, columns)
@@ -76,8 +76,9 @@ def cross_entropies(
 
 
 def token_frequencies(train: TokenStream, targets_N: Tensor, columns: int) -> float:
-    """The cross entropy, in nats, of guessing each target by how often it is in the training text,
-    with one more of each id: what can be had without a model.
+    """Return the cross entropy, in nats, of predicting each target from token frequencies alone.
+
+    The frequencies are those of the training text, with one added to every count.
     """
     counts_V = torch.zeros(columns, dtype=torch.float64)
     for first in range(0, min(len(train), COUNTED), 1 << 22):
@@ -90,8 +91,9 @@ def token_frequencies(train: TokenStream, targets_N: Tensor, columns: int) -> fl
 
 
 def shifted_labels(batch: Batch) -> list[Tensor]:
-    """For each of OFFSETS the labels that stand so many places further, (N,); only places where all
-    three have one of the same document.
+    """Return the labels shifted by each of OFFSETS positions, (N,) each.
+
+    A position is kept only if all three shifts give a label of the same document.
     """
     labels_BT = torch.from_numpy(batch.labels_BT)
     documents_BT = torch.from_numpy(batch.documents_BT)

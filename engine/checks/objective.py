@@ -1,17 +1,16 @@
-"""Checks of the loss function itself, on real hidden states: what must leave it unchanged, what must
-not, and whether its gradient is its own.
+"""Checks of the loss function by itself, on real hidden states: its invariants, and its gradient.
 
-The function is the run's, with its alpha and temperature. It is asked in float64 where the models
-are small, and with the student in fp32 otherwise: in float64 the heads of a 7B run would take six
-gigabytes.
+The function is the run's, with its alpha and temperature. It is evaluated in float64 if the models are
+small, and otherwise with the student in fp32: in float64 the heads of a 7B run would take six gigabytes.
 
 Finite differences: with d a direction and h a step,
 
     (L(x + h d) - L(x - h d)) / 2h  =  <dL/dx, d> + O(h^2)
 
-for a random d, because a direction made of the gradient itself would not see the rows it forgot.
-d is as long as x, row by row, so h is relative. The two sides are held against |g| |d| / sqrt(n), which
-is what <g, d> is for a random d in n dimensions: a <g, d> that happens to be small proves nothing.
+The direction d is random, because one made from the gradient itself would not show the rows that the
+gradient omits. Each row of d is as long as that of x, so h is relative. The difference of the two sides
+is compared with |g| |d| / sqrt(n), the typical size of <g, d> for a random d in n dimensions: a <g, d>
+that happens to be small proves nothing.
 """
 
 # Shapes: N tokens, D student width, E teacher width, V vocabulary
@@ -34,22 +33,24 @@ from engine.models.head import DenseHead, Head
 
 TOKENS = 64
 WIDE_NUMBERS = 1 << 24
-"""Numbers in both heads up to which float64 is affordable."""
+"""Largest number of elements in both heads together for which float64 is used."""
 
 STEP = {torch.float64: 1e-4, torch.float32: 2e-2}
 GRADIENT_TOLERANCE = {torch.float64: 1e-4, torch.float32: 5e-2}
-"""Of the typical <g, d>. In fp32 a loss of 10 nats is known to 1e-6, so a difference over 2h to 3e-5,
-where <g, d> is some 5e-2 over 64 tokens; the rest is the curve of the loss over h."""
+"""Relative to the typical <g, d>. In fp32 a loss of 10 nats is known to 1e-6, so a difference over 2h to
+3e-5, where <g, d> is some 5e-2 over 64 tokens; the rest is the curvature of the loss over h.
+"""
 ROUNDED = 0.1
-"""Of the gradient, at most, that rounding may be: a bf16 head that sums in fp32 has 2e-3, one that rounds
-its logits to bf16 a tenth of the gradient at a KL of 0.01 and all of it at 1e-4."""
+"""Largest share of the gradient that may be rounding: a bf16 head that accumulates in fp32 has 2e-3, one
+that rounds its logits to bf16 has a tenth of the gradient at a KL of 0.01 and all of it at 1e-4.
+"""
 SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""Nats, relative to 1 + loss, for what must not change it."""
+"""Nats, relative to 1 + loss: the allowed change where the loss must not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens of the next step with their hidden states; a quarter of them without a label."""
+    """Tokens of the next step with their hidden states; a quarter of them have no label."""
 
     hidden_ND: Tensor
     head_VD: Tensor
@@ -57,7 +58,7 @@ class Sample:
     teacher_head: Head | None
     labels_N: Tensor
     teacher_dtype: torch.dtype | None
-    """Of the teacher's hidden states as the loss gets them."""
+    """dtype of the teacher's hidden states as the loss gets them."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +79,7 @@ def take_sample(context: Context) -> Sample:
     teacher_hidden_NE = teacher_head = teacher_dtype = None
     if teacher is not None:
         teacher_hidden_NE = hidden_of(teacher.hidden, batch, context.device).flatten(0, 1)
-        # Out of inference mode, so that it may take part in anything.
+        # Cloned, so that it is no longer an inference-mode tensor.
         teacher_hidden_NE = teacher_hidden_NE[:TOKENS].clone()
         teacher_head, teacher_dtype = teacher.head(), teacher_hidden_NE.dtype
         numbers += teacher_head.vocab_size * teacher_head.width
@@ -150,7 +151,7 @@ def loss_invariants(context: Context) -> Answer:
     loss, ce = float(terms.loss), float(terms.ce)
     numbers = Numbers(loss=loss, ce=ce)
     close = SAME[sample.dtype] * (1 + abs(loss))
-    # h . c is the same number for all ids, and of the size of a logit.
+    # h . c is the same number for all tokens of the vocabulary, and of the size of a logit.
     mean_D = sample.hidden_ND.mean(0)
     shift_D = 5 * mean_D / mean_D.square().sum().clamp(min=1e-6).sqrt()
     shifted = value(context, replace(sample, head_VD=sample.head_VD + shift_D))
@@ -188,7 +189,7 @@ def loss_invariants(context: Context) -> Answer:
 
 
 def function_gradient(context: Context) -> Answer:
-    """Random directions of hidden states and head, through the loss function alone."""
+    """Check the gradients for hidden states and head along random directions, through the loss function alone."""
     sample = take_sample(context)
     if not sample.labelled:
         return unknown("the next rows have no label")
@@ -219,7 +220,7 @@ def function_gradient(context: Context) -> Answer:
             ends.append(value(context, changed))
         measured = (ends[0] - ends[1]) / (2 * step)
         claimed = float((gradient * direction).sum(dtype=torch.float64))
-        # |g| |d| / sqrt(n), row by row: rows differ in both.
+        # |g| |d| / sqrt(n), row by row, because rows differ in both.
         rows = (gradient.norm(dim=1) * direction.norm(dim=1)).double()
         typical = float(rows.norm()) / math.sqrt(leaf.shape[1])
         error = abs(measured - claimed) / max(typical, abs(measured), 1e-300)
@@ -237,8 +238,9 @@ def function_gradient(context: Context) -> Answer:
 
 
 def gradient_above_rounding(context: Context) -> Answer:
-    """The gradient of the hidden states in the run's arithmetic, against the exact one of the same
-    numbers: how much of it is rounding, with the KL that it belongs to beside.
+    """Measure how much of the gradient of the hidden states is rounding, beside the KL.
+
+    The gradient in the run's precision is compared with the exact one of the same values.
     """
     sample = take_sample(context)
     if not sample.labelled:
@@ -265,7 +267,7 @@ def gradient_above_rounding(context: Context) -> Answer:
     text = f"{share:.1e} of the gradient of the hidden states is rounding in {arithmetic}"
     if terms.kd is not None:
         text += f", at T^2 KL {kd:.3g} nats"
-    # Written so that NaN fails.
+    # This form makes NaN fail.
     if not share <= ROUNDED:
         return numbers.failed(text)
     return numbers.passed(text)

@@ -1,15 +1,16 @@
-"""A plain forward pass of Qwen2, Qwen3 and Llama, written for reading: the oracle of
+"""A plain forward pass of Qwen2, Qwen3 and Llama, written for readability: the oracle of
 `forward_is_the_model`.
 
-It shares no line with `engine.models.decoder`: each document attends by itself, so that nothing has
-to be masked but the future; rotary positions are a product of complex numbers; heads are copied; the
-softmax is spelt out; everything is fp32. Slow, and only for some dozens of tokens. Each matrix is
-made fp32 for its one product, so beside the model it needs one of them.
+It shares no code with `engine.models.decoder`: each document attends by itself, so that only the future
+is masked; rotary positions are products of complex numbers; key/value heads are repeated; softmax is
+written out; everything is fp32. It is slow, and only meant for some dozens of tokens. Each matrix is
+converted to fp32 for its one matmul, so only one such copy exists at a time.
 
     a pair (x[i], x[i + E/2]) of a head is the complex number z = x[i] + i x[i + E/2], and position p
-    turns it by its angle:  z e^{i p theta^(-2i/E)}
+    rotates it by its angle:  z e^{i p theta^(-2i/E)}
 
-Covered: the three families, grouped heads, biases, norms of q and k, Llama's stretched rotations.
+Covered: the three families, grouped-query attention, biases, norms of q and k, Llama's scaled rotary
+frequencies.
 """
 
 # Shapes: B rows, N all tokens, T tokens of a row or of a document, D model width, H query heads,
@@ -31,8 +32,10 @@ HEAD_ROWS = 8192
 
 @torch.no_grad()
 def reference_logits(decoder: Decoder, tokens_BT: Tensor, documents_BT: Tensor) -> Tensor:
-    """Logits (B, T, V) in fp32. A document's tokens must stand side by side, and no two rows share
-    one."""
+    """Return the logits (B, T, V) in fp32.
+
+    The tokens of a document must be contiguous, and no two rows may share a document.
+    """
     config = decoder.config
     lengths = [
         length
@@ -69,7 +72,7 @@ def _norm(decoder: Decoder, name: str, x: Tensor) -> Tensor:
 
 
 def _attention(decoder: Decoder, at: str, x_ND: Tensor, turns: list[Tensor]) -> Tensor:
-    """Of documents that stand one after the other; `turns` has one table (T, R) for each."""
+    """Attention over documents that follow each other; `turns` has one table (T, R) for each."""
     config = decoder.config
 
     def project(name: str) -> Tensor:
@@ -93,13 +96,13 @@ def _attention(decoder: Decoder, at: str, x_ND: Tensor, turns: list[Tensor]) -> 
 
 
 def _answers(config: ModelConfig, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-    """What each token of one document takes from those before it and itself, heads side by side."""
+    """Return the attention output of each token of one document, heads concatenated."""
     heads = []
     for head in range(config.num_attention_heads):
         shared = head * config.num_key_value_heads // config.num_attention_heads
         scores_TT = q_THE[:, head] @ k_TKE[:, shared].T / math.sqrt(config.head_dim)
         seen_TT = torch.ones_like(scores_TT, dtype=torch.bool).tril()
-        # Before the largest is looked for: that of a later token may be larger by any amount.
+        # Masked before the maximum is taken: that of a later token may be larger by any amount.
         scores_TT = scores_TT.masked_fill(~seen_TT, -math.inf)
         weights_TT = torch.exp(scores_TT - scores_TT.amax(dim=1, keepdim=True))
         weights_TT = weights_TT / weights_TT.sum(dim=1, keepdim=True)
@@ -114,7 +117,7 @@ def _turned(x_THE: Tensor, turns_TR: Tensor) -> Tensor:
 
 
 def _turns(config: ModelConfig, length: int, device: torch.device) -> Tensor:
-    """e^{i p f} of each position and pair."""
+    """Return e^{i p f} for each position and pair."""
     frequencies = []
     for pair in range(config.head_dim // 2):
         f = config.rope_theta ** (-2 * pair / config.head_dim)
@@ -126,7 +129,9 @@ def _turns(config: ModelConfig, length: int, device: torch.device) -> Tensor:
 
 
 def _stretched(frequency: float, config: ModelConfig) -> float:
-    """Llama 3.1: slow rotations are slowed further, fast ones kept, those between mixed."""
+    """Scale a rotary frequency as Llama 3.1 does: low ones are divided, high ones kept, those between
+    interpolated.
+    """
     scaling = config.rope_scaling
     if scaling is None:
         return frequency

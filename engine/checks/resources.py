@@ -1,4 +1,4 @@
-"""Checks of what the run needed: memory against its plan, and compilers after warm-up."""
+"""Checks of resources: memory against its plan, and compilations after warm-up."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from engine.checks.context import Context, StepNumbers
 from engine.units import format_bytes
 
 SETTLED = 3
-"""Steps after which the peak of a step has been reached, and every kernel of a step has run."""
+"""Steps after which the peak of a step has been reached and every kernel of a step has run."""
 MOST_MEASURED, LEAST_MEASURED = 1.10, 0.5
-"""Of the plan: above it the plan lets a run through that does not fit, below it refuses one that
-does. Caching and fragments are some percent."""
+"""Measured memory relative to the plan. Above the first, the plan accepts runs that do not fit; below the
+second, it refuses runs that do. Caching and fragmentation are some percent.
+"""
 SLACK_BYTES = 256 << 20
-"""What a library takes for itself, which matters for small runs alone."""
+"""Memory that libraries allocate for themselves, which matters only for small runs."""
 
 
 class MemoryAsPlanned:
@@ -44,7 +45,7 @@ class NoLateCompile:
     def __init__(self, context: Context) -> None:
         self.begun = context.step
         self.said = -1
-        """How many there were when it last answered."""
+        """Number of late compilations at the last result."""
 
     def after(self, context: Context, step: StepNumbers) -> Answer | None:
         if step.step < self.begun + SETTLED:

@@ -1,29 +1,29 @@
-"""When each check is asked, and that the run is not changed by it.
+"""Run each check at its time, and guarantee that the run is not changed by it.
 
     checks = Checks(spec)
     for result in checks.before_training(context): ...     before the first step of a session
-    for result in checks.after_step(step): ...             after each step: what waits for one, and, now and then,
-                                                           what can be asked again (`Again`)
-    for result in checks.at_checkpoint(path, step): ...    after each save; the first is looked at
+    for result in checks.after_step(step): ...             after each step: checks that wait for a step, and
+                                                           now and then repeated ones (`Again`)
+    for result in checks.at_checkpoint(path, step): ...    after each save; the first one is checked
     checks.ends_run(result)                                whether to stop
 
-A check that was skipped, or that broke, is UNKNOWN with the reason: one that raises must not end a
-run that it only looks at, and must not count as passed.
+A check that was skipped, or that raised, is UNKNOWN with the reason: an exception in a check must not end
+the run, and must not count as passed.
 
-Invariant: weights, gradients, the optimizer, the modes of the models and the random numbers are the
-same before and after; data is read at positions and never advanced. `undisturbed` puts back what a
+Invariant: weights, gradients, the optimizer, the modes of the models and the random number generators are
+the same before and after; data is read at positions and never advanced. `undisturbed` restores what a
 check uses, and tests compare runs with and without checks bit by bit.
 
-A defect need not be there from the first step, so some checks are asked again while the run trains:
+A defect may appear later than the first step, so some checks run again during training:
 
     checks.every = N    after every N-th step
-    checks.every = 0    on a CPU as soon as the time that went by makes their cost at most SHARE of it; never on a
-                        GPU, where asking stops the device and leaves nothing launched ahead
+    checks.every = 0    on a CPU, as soon as the elapsed time makes their cost at most SHARE of it; never on a
+                        GPU, where they would drain the queue of launched work
     checks.every = -1   never
 
-It is decided one step ahead and then holds, because a step that is launched early would be looked at in the
-weights of another. Never with several GPUs: what a check asks of a student that is shared out would be a
-collective, and ranks need not ask after the same step.
+The decision is made one step ahead and then holds, because otherwise a step launched early could change
+the weights before the checks see them. They never run again with several GPUs: with a sharded student
+they would be collectives, and the ranks may not decide on the same step.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from engine.verdict import Level
 
 
 class Watch(Protocol):
-    """A check that is asked after each step until it answers; None asks again."""
+    """A check that runs after each step until it returns an answer; None means not yet."""
 
     def after(self, context: Context, step: StepNumbers) -> Answer | None: ...
 
@@ -129,16 +129,16 @@ REREADS: dict[str, Callable[[Context], Reread]] = {
 
 
 SHARE = 0.005
-"""Of the time since the first step, at most, that asking again takes where nobody says how often."""
+"""Largest share of the time since the first step for repeated checks when checks.every is 0."""
 
 
 class Again:
-    """After which step to ask."""
+    """Decides after which steps checks are repeated."""
 
     def __init__(
         self, spec: RunSpec, device: str, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`device` is a type of torch's; `clock` is in seconds."""
+        """`device` is a torch device type; `clock` returns seconds."""
         alone = spec.compute.gpus == 1
         self._every = spec.checks.every if alone else -1
         if self._every == 0 and device != "cpu":
@@ -148,20 +148,20 @@ class Again:
         self._spent_s = 0.0
         self._next_s = 0.0
         self.after: int | None = None
-        """The step after which they are asked; None while that is not decided."""
+        """The step after which checks are repeated; None while that is undecided."""
 
     def expects(self, cost_s: float) -> None:
-        """What asking all of them takes, by the last time they were asked."""
+        """Set the expected cost of running all of them, from the last time they ran."""
         self._next_s = cost_s
 
     def spent(self, cost_s: float) -> None:
-        """They were asked, and that took so long."""
+        """Record that they ran, and for how long."""
         self.after = None
         self._spent_s += cost_s
         self._next_s = cost_s
 
     def decide(self, done: int) -> None:
-        """After step `done`: whether to ask after the next."""
+        """Decide, after step `done`, whether to repeat the checks after the next one."""
         now_s = self._clock()
         if self._begun_s is None:
             self._begun_s = now_s
@@ -175,7 +175,7 @@ class Again:
 
 
 class Checks:
-    """The checks of one session. Raises SpecError for a `checks.skip` that names none."""
+    """The checks of one session. Raises SpecError for a `checks.skip` that names no check."""
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec, self._run_spec = spec.checks, spec
@@ -184,11 +184,11 @@ class Checks:
         self._watches: dict[str, Watch] = {}
         self._rereads: dict[str, Reread] = {}
         self._answered: list[str] = []
-        """What can be asked again, and could tell."""
+        """The repeatable checks that gave a result before training."""
         self._again: Again | None = None
 
     def before_training(self, context: Context) -> Iterator[Result]:
-        """Everything that can be asked before the session's first step, cheapest first."""
+        """Run every check that needs no step, in the order of the catalogue; prepare the others."""
         self._context = context
         self._again = Again(self._run_spec, context.device.type)
         cost_s = 0.0
@@ -207,15 +207,16 @@ class Checks:
         self._again.expects(cost_s)
 
     def look_at(self, context: Context) -> None:
-        """Go on with other objects of the same run: its student was sharded over several GPUs. What
-        the checks after each step compare with is taken anew.
+        """Continue with other objects of the same run, whose student was sharded over several GPUs.
+
+        The checks after each step take their baseline again.
         """
         self._context = context
         with undisturbed(context):
             self._watches = {name: WATCHES[name](context) for name in self._watches}
 
     def after_step(self, step: StepNumbers) -> Iterator[Result]:
-        """What can be told now that `step` is done. Free where nothing waits and nothing is asked again."""
+        """Run the checks that are due now that `step` is done; free when none is."""
         for name in list(self._watches):
             watch, about = self._watches[name], ABOUT[name]
             for result in self._ask(about, step.step, partial(_after, watch, step)):
@@ -229,7 +230,7 @@ class Checks:
         self._again.decide(step.step)
 
     def _ask_again(self, step: StepNumbers) -> Iterator[Result]:
-        """The rows of the next step, in the weights that `step` left."""
+        """Run the repeatable checks on the rows of the next step, with the weights that `step` left."""
         assert self._context is not None and self._again is not None, "before_training comes first"
         context = dataclasses.replace(self._context, step=step.step, position=step.position)
         cost_s = 0.0
@@ -241,7 +242,7 @@ class Checks:
 
     @property
     def looks_at_weights(self) -> bool:
-        """Whether a check waits to see what the next step leaves in the weights."""
+        """Whether a check needs the weights as the next step leaves them."""
         if self._again is not None and self._again.after is not None:
             return True
         return any(ABOUT[name].when is not When.ALWAYS for name in self._watches)
@@ -249,8 +250,9 @@ class Checks:
     def at_checkpoint(
         self, path: Path, step: int, student: Decoder | None = None
     ) -> Iterator[Result]:
-        """What the first checkpoint of a session shows, once it is safe in `path`. `student` is the
-        whole of one that is sharded.
+        """Check the first checkpoint of a session, once it is safe in `path`.
+
+        `student` is the full student, gathered if it is sharded.
         """
         assert self._context is not None, "before_training comes first"
         context = dataclasses.replace(
@@ -261,11 +263,11 @@ class Checks:
             yield from self._ask(ABOUT[name], step, partial(_at_checkpoint, reread, path), context)
 
     def ends_run(self, result: Result) -> bool:
-        """Whether this failure makes the run worthless and the spec wants it stopped."""
+        """Return whether this failure makes the run worthless and the spec says to stop."""
         return result.failed and result.about.stops and self.spec.on_fail == "stop"
 
     def _prepare(self, about: About, context: Context) -> Iterator[Result]:
-        """Let a later check look at the run as it begins."""
+        """Let a later check record the initial state of the run."""
 
         def prepare(context: Context) -> None:
             if about.id in WATCHES:
@@ -286,7 +288,7 @@ class Checks:
         assert context is not None, "before_training comes first"
         begun = time.perf_counter()
         try:
-            # One that is asked after every step looks at no model.
+            # A check that runs after every step looks at no model.
             always = about.when is When.ALWAYS
             with contextlib.nullcontext() if always else undisturbed(context):
                 answer = question(context)
@@ -316,7 +318,7 @@ def _result(about: About, answer: Answer, cost_s: float, step: int) -> Result:
 
 @contextlib.contextmanager
 def undisturbed(context: Context) -> Iterator[None]:
-    """Puts back random numbers, gradients, and the modes of the models."""
+    """Restore random number generators, gradients, and the modes of the models."""
     models = [model for model in (context.student, context.teacher_decoder) if model is not None]
     modes = {module: module.training for model in models for module in model.modules()}
     parameters = list(context.student.parameters())

@@ -1,7 +1,7 @@
-"""Checks that what was asked for is what is there: read back from loader and optimizer.
+"""Checks that the run has the settings of its spec: read back from the loader and the optimizer.
 
-A spec that is echoed into a log proves nothing. A run whose manifest said a batch of 4 and a
-learning rate of 1.5e-5 trained on 32 rows at 1e-3.
+A spec echoed into a log proves nothing. A run whose manifest said a batch of 4 and a learning rate of
+1.5e-5 trained on 32 rows at 1e-3.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def resume_continues(context: Context) -> Answer:
             "AdamW starts cold",
             cold=len(cold),
         )
-    # A skipped update counts as a step of the run and not of AdamW.
+    # A skipped update counts as a step of the run but not of AdamW.
     updates = {int(state[p]["step"]) for p in trained}
     numbers |= dict(updates_min=min(updates), updates_max=max(updates))
     if max(updates) > context.step or min(updates) == 0:

@@ -1,7 +1,8 @@
-"""Checks of what the models know: the teacher, the evaluation, and where labels stand.
+"""Checks of what the models know: the teacher, the evaluation, and the alignment of labels.
 
-The yardstick is the cross entropy of token frequencies, counted on the training text, on the same
-tokens: lower than ln V, and within reach of a table. What is not better knows nothing of this text.
+The yardstick is the cross entropy of token frequencies, counted on the training text, on the same tokens.
+It is lower than ln V, and a lookup table reaches it. A model that is not better knows nothing of this
+text.
 """
 
 # Shapes: B rows, T tokens, N tokens, V vocabulary, D student width
@@ -32,10 +33,11 @@ from engine.teachers.fp8 import NOISE_FLOOR_KL, rounding_of
 from engine.teachers.identity import same_values
 
 SMALLEST_KL = 1e-5
-"""Nats at the start. Two roundings of one model differ by more, which is why values are compared
-too; the same values in the same arithmetic give 1e-7."""
+"""Nats at the start. Two roundings of one model differ by more, which is why values are compared too; the
+same values in the same precision give 1e-7.
+"""
 CLEAR = 0.1
-"""Nats by which one offset must beat another to say so."""
+"""Nats by which one offset must beat another for a verdict."""
 NO_TEACHER = "there is no teacher in the objective"
 
 
@@ -70,7 +72,7 @@ def teacher_knows_text(context: Context) -> Answer:
 
 
 def eval_baseline(context: Context) -> Answer:
-    """The evaluation of hidden states that are noise, with the student's own head."""
+    """Evaluate random hidden states with the student's own head."""
     batch = few_rows(context.heldout[0])
     width, columns = context.student.config.hidden_size, context.student.config.vocab_size
 
@@ -84,14 +86,14 @@ def eval_baseline(context: Context) -> Answer:
     ln_v = math.log(columns)
     numbers = Numbers(noise=loss, frequencies=frequencies, ln_vocabulary=ln_v)
     text = f"noise is evaluated at {loss:.2f} nats; token frequencies have {frequencies:.2f}"
-    # Frequencies of another text may be worse than guessing.
+    # Frequencies of a different text may be worse than guessing.
     if not loss >= min(frequencies, ln_v - CLEAR):
         return numbers.failed(text)
     return numbers.passed(text)
 
 
 def shift_proof(context: Context) -> Answer:
-    """The teacher knows which token comes next, so its logits say where the labels stand."""
+    """Find the offset at which the teacher's logits fit the labels best; it must be 0."""
     teacher = context.teacher
     if teacher is None:
         return unknown(NO_TEACHER)
@@ -123,7 +125,7 @@ def _at_offsets(what: str, values: list[float]) -> Numbers:
 
 
 class StudentShift:
-    """The same of the student, once it has learnt: the offset at which it has improved."""
+    """The same for the student, once it has learnt: the offset at which it has improved."""
 
     def __init__(self, context: Context) -> None:
         self.begun = self._measure(context)
@@ -133,8 +135,8 @@ class StudentShift:
         batch = few_rows(context.heldout[0])
         tokens_BT = torch.from_numpy(batch.tokens_BT)
         documents_BT = torch.from_numpy(batch.documents_BT)
-        # The tokens themselves, not the labels, which may be what is wrong: targets one, two and no
-        # places further, where the next two tokens are of the same document.
+        # The tokens themselves, because the labels may be what is wrong: the current token, the next and
+        # the one after it, where all are of the same document.
         length = tokens_BT.shape[1] - 2
         same_BT = (documents_BT[:, :-2] == documents_BT[:, 2:]).flatten()
         targets = [
@@ -183,7 +185,7 @@ def teacher_not_student(context: Context) -> Answer:
         student_head(context),
         columns,
     )
-    # Of a teacher whose outputs are stored there are no values; the KL tells as much.
+    # A teacher read from stored outputs has no values; the KL tells as much.
     digest = same_values(decoder, context.student) if decoder is not None else None
     numbers = Numbers(kl=kl, agreement=agreement, same_values=float(digest is not None))
     if digest is not None or kl < SMALLEST_KL:
@@ -200,7 +202,7 @@ def teacher_not_student(context: Context) -> Answer:
 
 
 def teacher_fp8_within_noise_floor(context: Context) -> Answer:
-    """What was measured while the teacher was loaded, beside what 4-bit weights cost."""
+    """Compare the rounding error measured when the teacher was loaded with that of 4-bit weights."""
     if context.spec.teacher.precision != "fp8":
         return passed("no product of the teacher is in 8-bit floats")
     rounding = None if context.teacher is None else rounding_of(context.teacher)

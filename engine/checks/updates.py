@@ -1,12 +1,12 @@
-"""Checks of what an update changed, on a sample of every tensor that is taken before it.
+"""Checks of what an update changed, on a sample of every tensor that is taken before the update.
 
 AdamW moves a weight by
 
-    delta = -lr (m / (sqrt(v) + eps) + decay w),   m, v the moments without their bias
+    delta = -lr (m / (sqrt(v) + eps) + decay w),   m, v the bias-corrected moments
 
-so, with the moments read from the optimizer, the rate that was really used can be read from the
-weights. A weight does not move when lr is below its last bit: fp32 near 1 has steps of 1.2e-7, so that
-is waited for, and never called frozen.
+so the rate that was really used follows from the weights and the moments in the optimizer. A weight does
+not change when its update is too small for its last bit: fp32 numbers near 1 are 1.2e-7 apart. The checks
+wait for a visible change in this case, and never call such a tensor frozen.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.runtime.ranks import own_part, own_rows
 SAMPLED = 1024
 LISTED = 3
 PATIENCE = 10
-"""Steps after which what is not known stays so."""
+"""Steps after which an undecided result stays unknown."""
 RATE_TOLERANCE = 0.02
 
 
 class Sample:
-    """Places of a tensor, of this rank's part where it is sharded, and the values they had."""
+    """Positions in a tensor (in this rank's part of a sharded one), and their initial values."""
 
     def __init__(self, tensor: Tensor, rows: Tensor | None = None) -> None:
         count = own_part(tensor).numel()
@@ -51,7 +51,7 @@ class Sample:
 
 
 def _samples(context: Context) -> dict[str, Sample]:
-    """A sample of each tensor of the student; of the embedding, rows that the next step meets."""
+    """Return a sample of each tensor of the student; for the embedding, of rows that the next step uses."""
     tokens = torch.from_numpy(np.unique(context.micro_batches()[0].tokens_BT)[:64])
     found = {}
     for name, parameter in context.student.named_parameters():
@@ -61,8 +61,9 @@ def _samples(context: Context) -> dict[str, Sample]:
 
 
 def _tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """What this rank holds: of layers that are shared out, its parts. Gathering them would be a
-    collective, and ranks need not all ask after the same step.
+    """Return the tensors that this rank holds; for sharded layers, its parts.
+
+    Gathering them would be a collective, and the ranks may not all run this check after the same step.
     """
     found = dict(decoder.named_parameters()) | dict(decoder.named_buffers())
     if decoder.shards is None:
@@ -163,7 +164,7 @@ class EffectiveLearningRate:
         )
 
     def _used(self, context: Context) -> float | None:
-        """The rate at which the weights moved; None where it is too small to be seen."""
+        """Return the rate at which the weights moved; None when the change is too small to be seen."""
         decay = {
             id(p): group["weight_decay"]
             for group in context.optimizer.param_groups
@@ -190,12 +191,12 @@ class EffectiveLearningRate:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The distance between neighbouring fp32 numbers at each value."""
+    """Return the distance between neighbouring fp32 numbers at each value."""
     return values.double().abs().clamp(min=2.0**-126) * 2.0**-23
 
 
 def _last_bit(values: Tensor) -> float:
-    """Of the smallest value: where one can move, the tensor can."""
+    """Return the distance at the smallest value: if that one can move, the tensor can."""
     return float(_bits(values).min()) if values.numel() else math.inf
 
 

@@ -1,6 +1,6 @@
-"""Whether an id is the same token to everybody; the comparison is `engine.teachers.vocabulary`'s.
+"""Check that a token id means the same token everywhere; `engine.teachers.vocabulary` compares.
 
-Equal widths prove nothing: two tokenizers of one size may share no id.
+Equal vocabulary sizes prove nothing: two tokenizers of one size may share no token.
 """
 
 from __future__ import annotations

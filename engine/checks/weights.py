@@ -1,4 +1,4 @@
-"""The tensors of a decoder as numbers, whatever they are kept in, and the check that they are alive."""
+"""Read the tensors of a decoder in any storage format, and check that they are not dead."""
 
 # Shapes: D, E widths; R sampled rows
 
@@ -21,20 +21,21 @@ LISTED = 3
 
 
 def names(decoder: Decoder) -> list[str]:
-    """Our names of the decoder's tensors; a tied head is its embedding and is not listed."""
+    """Return our names of the decoder's tensors; a tied head is its embedding and is not listed."""
     return list(hf_names(decoder.config))
 
 
 def held(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
-    """The tensor `name`, dense or in blocks; the head of a tied decoder is its embedding. Of a decoder
-    in parts, valid until another layer's is asked for.
+    """Return the tensor `name`, dense or block-quantised; the head of a tied decoder is its embedding.
+
+    In a decoder with sharded layers it is valid until a tensor of another layer is requested.
     """
     decoder.reach(name)
     return stored_tensor(decoder, name)
 
 
 def rows_of(stored: Tensor | PackedMatrix, first: int, count: int) -> Tensor:
-    """Some rows in fp32. Blocks go through the oracle, never through a kernel."""
+    """Return some rows in fp32. Quantised blocks are dequantised by the oracle, never by a kernel."""
     if isinstance(stored, Tensor):
         return stored.detach()[first : first + count].float()
     out = torch.empty(count, stored.columns, dtype=torch.float32, device=stored.device)
@@ -43,13 +44,13 @@ def rows_of(stored: Tensor | PackedMatrix, first: int, count: int) -> Tensor:
 
 
 def whole(decoder: Decoder, name: str) -> Tensor:
-    """A tensor in fp32."""
+    """Return a tensor in fp32."""
     stored = held(decoder, name)
     return rows_of(stored, 0, stored.shape[0])
 
 
 def sampled(decoder: Decoder, name: str) -> Tensor:
-    """At most SAMPLED_ROWS rows of a tensor, spread over it, in fp32."""
+    """Return at most SAMPLED_ROWS rows of a tensor, spread over it, in fp32."""
     stored = held(decoder, name)
     count = stored.shape[0]
     if count <= SAMPLED_ROWS or len(stored.shape) == 1:
