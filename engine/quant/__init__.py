@@ -1,2 +1,3 @@
-"""Weights in blocks: byte layouts, dequantisation and quantisation. Reads no file and knows no
-model."""
+"""Block-quantised weights: byte layouts, dequantisation and quantisation. This package reads no
+files and does not depend on any model.
+"""

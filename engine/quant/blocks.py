@@ -1,17 +1,17 @@
-"""The block types of a weight file, as one table: adding one is a row here, and a parity test.
+"""The block types of weight files, as one table. To add a type, add a row here and a parity test.
 
-A row of a quantized matrix is a sequence of whole blocks; a block holds `block_size` neighbouring
-values of the row and is decoded without looking at any other. A row of the table is all there is to
-a type; everything else reads it:
+A row of a quantised matrix is a sequence of whole blocks. A block holds `block_size` adjacent
+values of the row and is decoded independently of all others. The table defines everything about a
+type; all other code reads it:
 
     its number in a GGUF file, whether an .apr has it, its sizes    readers, writers, `engine.export`
-    what lies at which byte (`Layout`)                              `reference.py`: bytes to values
+    the byte layout (`Layout`)                                      `reference.py`: bytes to values
                                                                     `planes.py`: order on a device
     candidate ranges, largest value                                 `quantize.py`: values to bytes
-    the type that stands in for it where rows are short             `fallback`
-    how far a model in it is from the one it was made from          the gate, `engine publish --verify`
+    the type that replaces it if rows are too short                 `fallback`
+    expected error of a model quantised with it                     the gate, `engine publish --verify`
 
-What a value is, for the code q of its place:
+The value of a code q:
 
     name   id  values  bytes  bits/weight  a value is
     F32     0     1      4      32          itself
@@ -25,7 +25,7 @@ What a value is, for the code q of its place:
     Q6_K   14   256    210       6.5625     d sc (q - 32)       sc: int8 for each 16 values
     BF16   30     1      2      16          itself
 
-And where its parts are:
+The bytes of its parts:
 
     type   d        second   scales          low bits           high bits
     Q4_0     0..1                              2..17   16 x 4
@@ -36,13 +36,14 @@ And where its parts are:
     Q5_K     0..1     dmin 2..3   4..15        48..175 32 x 4     16..47   32 x 1
     Q6_K   208..209            192..207 int8    0..127 64 x 4    128..191  32 x 2
 
-d, m and dmin are little-endian halves. `R x W` is a run of R bytes in which each byte holds 8 / W
-values of W bits: the run's first R values are the lowest W bits of its R bytes, its next R values
-are the next W bits, and so on. So `32 x 4` is 32 low nibbles, then the same bytes' 32 high ones,
+d, m and dmin are little-endian fp16. `R x W` is a run of R bytes in which each byte holds 8 / W
+values of W bits: the first R values are the lowest W bits of the R bytes, the next R values are the
+next W bits, and so on. So `32 x 4` is 32 low nibbles, then the 32 high nibbles of the same bytes,
 and `1 x 1` is the bits of a little-endian integer in order. A code is its low bits plus its high
 bits shifted left by 4.
 
-Numbers only, without torch, so that a file can be listed and its sizes checked without it.
+The module holds only numbers and does not import torch, so that a file can be listed and its sizes
+checked without torch.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from engine.errors import WeightsError
 
 
 class QuantError(WeightsError, ValueError):
-    """Values that cannot be put into blocks, or bytes that are no blocks of their type."""
+    """Values cannot be quantised to a block type, or bytes are not valid blocks of their type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bits:
-    """A part of a block: `count` bytes in runs of `run`, `width` bits for each value."""
+    """A bit field of a block: `count` bytes in runs of `run`, `width` bits per value."""
 
     start: int
     count: int
@@ -69,73 +70,76 @@ class Bits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the parts of a block are."""
+    """The position of each part of a block."""
 
     d: int
     second: int | None = None
-    """Byte of dmin (types of 256) or m (Q5_1)."""
+    """Byte offset of dmin (types of 256) or m (Q5_1)."""
     scales: tuple[int, int] | None = None
-    """First byte and number of bytes of the scales of sub-blocks."""
+    """Byte offset and length of the scales of sub-blocks."""
     sub_block: int = 32
-    """Values that share a scale."""
+    """Number of values that share a scale."""
     low: Bits
     high: Bits | None = None
     zero: int = 0
     """The code of the value 0, in types without a minimum."""
     levels: int
-    """Codes run from 0 to this one; Q8_0's from -128 to it."""
+    """Codes run from 0 to this one; those of Q8_0 from -128."""
     steps: tuple[float, float]
-    """The candidate ranges when values are quantized: how many steps more than its levels the range
-    of the values is divided into, from the fewest to the most. Fewer steps are wider and cut nothing
-    off; found by measuring."""
+    """The fewest and the most extra steps of the candidate ranges in quantisation: the range of the
+    values is divided into this many steps more than there are levels. Fewer steps are wider and
+    clip nothing. The numbers were found by measurement.
+    """
 
 
 class Floor(NamedTuple):
-    """How far the answers of a quantized model are from those of the model it was made from.
+    """How far the output of a quantised model is from that of its original.
 
-    The figures are those of llama.cpp for 7B and 8B models on Wikitext-2 (tools/perplexity/README.md);
-    of several models the smallest KL: Q4_K_M has 0.0127 for Llama-2-7B and 0.0313 for Llama-3-8B. They
-    are no property of the format: small models have more noise than large ones, and the text matters
-    too. So they are a limit to hold a model to, with its own number beside.
+    The figures are those of llama.cpp for 7B and 8B models on Wikitext-2
+    (tools/perplexity/README.md); of several models the smallest KL: Q4_K_M has 0.0127 for
+    Llama-2-7B and 0.0313 for Llama-3-8B. They are not properties of the format: small models have
+    more error than large ones, and the text matters too. So they serve as a limit for a model,
+    reported beside the model's own number.
     """
 
     kl: float
-    """Nats: mean over tokens of sum_v p_v (ln p_v - ln q_v), p in 16 bits, q in blocks."""
+    """In nats: mean over tokens of sum_v p_v (ln p_v - ln q_v), p in 16 bits, q quantised."""
     agreement: float
-    """Share of tokens where both rank the same id first."""
+    """Fraction of tokens on which both have the same top-1 token."""
 
 
 HALF_MAX = 65504.0
-"""The largest half."""
+"""The largest fp16 number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType:
-    """One row of the table; types are equal when their name, number and sizes are."""
+    """One row of the table. Types are equal if their name, number and sizes are."""
 
     name: str
     ggml_id: int
-    """In a GGUF file; an .apr that has the type has the same."""
+    """Type id in a GGUF file; an .apr that has the type uses the same id."""
     block_size: int = 1
-    """Values in a block; 1 for the float types."""
+    """Number of values in a block; 1 for the float types."""
     block_bytes: int
     file_type: int = field(compare=False, repr=False)
-    """What llama.cpp calls a GGUF file that has most of its weights in this type."""
+    """llama.cpp's file type for a GGUF file that has most of its weights in this type."""
     in_apr: bool = field(default=False, compare=False, repr=False)
     largest: float = field(compare=False, repr=False)
-    """The largest size of a value that fits whatever its sign, with every scale at its largest."""
+    """The largest magnitude that can be stored whatever its sign, with every scale at its maximum.
+    """
     layout: Layout | None = field(default=None, compare=False, repr=False)
     """None for the float types."""
     float_dtype: str | None = field(default=None, compare=False, repr=False)
     """torch's name of a float type."""
     shorter: str | None = field(default=None, compare=False, repr=False)
-    """What a quantizer of whole files writes where rows are no multiple of 256 values."""
+    """The type that llama.cpp's quantiser uses instead if rows are not a multiple of 256 values."""
     mixture: tuple[str, Floor] | None = field(default=None, compare=False, repr=False)
-    """The name that `engine convert --quant` has for a file of mostly this type, and its noise."""
+    """The name of a mostly-this-type file in `engine convert --quant`, and its error."""
 
     @property
     def in_blocks(self) -> Layout:
-        """The layout of a type that is no float."""
+        """The layout of a type that is not a float type."""
         assert self.layout is not None
         return self.layout
 
@@ -144,7 +148,7 @@ class BlockType:
         return 8 * self.block_bytes / self.block_size
 
 
-# `largest` of F32 and BF16, and the table, hold torch's numbers without torch.
+# torch's constants, copied because this module does not import torch.
 _FLOAT32_MAX = 3.4028234663852886e38
 _BFLOAT16_MAX = 3.3895313892515355e38
 
@@ -301,7 +305,7 @@ _ROWS = (
 BLOCK_TYPES: dict[str, BlockType] = {row.name: row for row in _ROWS}
 LAYOUTS: dict[str, Layout] = {row.name: row.layout for row in _ROWS if row.layout is not None}
 NOISE_FLOORS: dict[str, Floor] = dict(row.mixture for row in _ROWS if row.mixture is not None)
-"""By the name that `engine convert --quant` has for it."""
+"""By the name in `engine convert --quant`."""
 
 
 GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
@@ -324,20 +328,23 @@ GGML_NAMES = {row.ggml_id: row.name for row in _ROWS} | {
     39: "MXFP4",
     40: "NVFP4",
 }
-"""The ids of GGUF files; of the types that exist and are not read too, so that a message can name them."""
+"""The type ids of GGUF files, including types that cannot be read, so that an error message can
+name them.
+"""
 
 GROUP_ROWS = 16
-"""Of a K-quant, that lie together on a device (`engine.quant.planes`)."""
+"""Rows of a K-quant that are stored together on a device (`engine.quant.planes`)."""
 
 
 def group_rows(type_: BlockType) -> int:
-    """Rows that lie together on a device, in a group that is filled up."""
+    """Return how many rows are stored together on a device, in a padded group."""
     return GROUP_ROWS if type_.block_size == 256 else 1
 
 
 def row_bytes(type_: BlockType, values: int) -> int:
-    """Bytes of a row of `values` values; `QuantError`, naming the fallback, where blocks do not
-    fill the row."""
+    """Return the size of a row of `values` values in bytes. Raises `QuantError`, naming the
+    fallback type, if blocks do not fill the row.
+    """
     if values < 0 or values % type_.block_size:
         raise QuantError.expected(
             f"{type_.name} row",
@@ -350,9 +357,12 @@ def row_bytes(type_: BlockType, values: int) -> int:
 
 
 def fallback(type_: BlockType, values: int) -> BlockType:
-    """The type to use for rows of `values` values where `type_` is wanted: itself if its blocks
-    fill the row, else the type with blocks of 32 that has at least as many bits (Q4_K: Q5_0,
-    Q5_K: Q5_1, Q6_K: Q8_0), else F16. The same choice as llama.cpp's."""
+    """Return the type to use for rows of `values` values when `type_` is requested.
+
+    It is `type_` itself if its blocks fill the row, else the type with blocks of 32 that has at
+    least as many bits (Q4_K: Q5_0, Q5_K: Q5_1, Q6_K: Q8_0), else F16. llama.cpp makes the same
+    choice.
+    """
     for name in (type_.name, type_.shorter):
         if name is not None and values % BLOCK_TYPES[name].block_size == 0:
             return BLOCK_TYPES[name]

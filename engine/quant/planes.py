@@ -1,10 +1,10 @@
-"""A quantized matrix in the order in which a GPU reads it fast: same bytes, same bits, other places.
+"""Quantised matrices in the order that a GPU reads fastest: the same bytes, rearranged.
 
-Threads of a GPU load 16 bytes at once, from addresses that are multiples of 16, and those of a warp
-load fastest what lies side by side. So blocks are taken apart into planes: all rows' low bits, then
-all rows' high bits, and so on. The fields keep their bytes and the order of their bits.
+GPU threads load 16 bytes at a time, from addresses that are multiples of 16, and a warp loads
+adjacent addresses fastest. So blocks are split into planes: the low bits of all rows, then the high
+bits of all rows, and so on. The fields keep their bytes and bit order.
 
-    type   planes, each with the bytes of one block
+    type   planes, each with its bytes per block
     Q4_K   low 128              header 16
     Q5_K   low 128   high 32    header 16
     Q6_K   low 128   high 64    scales 16   d 2
@@ -13,24 +13,26 @@ all rows' high bits, and so on. The fields keep their bytes and the order of the
     Q5_0   low 16    high 4                 d 2
     Q5_1   low 16    high 4                 d 2   second 2
 
-The header is d, dmin and the 6-bit scales. Memory moves in pieces of 32 bytes: beside the low bits,
-where blocks have it, half of a piece is fetched with each side of it.
+The header is d, dmin and the 6-bit scales. Memory is fetched in sectors of 32 bytes: if the header
+stayed beside the low bits, as in the blocks, reading either would also fetch half a sector of the
+other.
 
-Of a K-quant 16 rows lie together, a group: the first blocks of all of them, then the second, and so on.
+In a K-quant, groups of 16 rows are interleaved: the first blocks of all 16 rows, then the second
+blocks, and so on.
 
     plane   [groups, blocks of a row, rows of a group, bytes of a block]
 
-Kernels for few rows of activations go along rows, with many rows side by side. What they read at
-a time is then 2 KB in one piece instead of 16 of 128 bytes, which memory gives a tenth faster, and whole
-pieces of 32 bytes of headers. Groups of 8 to 64 were equally fast. Blocks of 32 values are in groups
-of one row: there are no such kernels for them.
+Kernels for few rows of activations traverse many rows in parallel. With groups they read 2 KB
+contiguously at a time instead of 16 pieces of 128 bytes, which is a tenth faster, and whole sectors
+of headers. Groups of 8 to 64 rows were equally fast. Types with blocks of 32 values have groups of
+one row, because there are no such kernels for them.
 
-A plane starts at a multiple of 16 bytes, and its last group is as long as the others: the whole is
-longer than the blocks by less than 16 bytes a plane and 16 rows. `unpack(pack(w))` gives w's bytes back,
-hence a packed model can be written to a file again.
+A plane starts at a multiple of 16 bytes, and its last group is padded: the total exceeds the blocks
+by less than 16 bytes per plane plus 16 rows. `unpack(pack(w))` returns w's bytes, so a packed model
+can be written to a file again.
 
-Float types have no planes; what is stored as floats stays an ordinary tensor. Nothing here needs
-triton: this is also the dequantisation on machines that have none.
+Float types have no planes; weights stored as floats stay ordinary tensors. This module does not
+need triton: it is also the dequantisation on machines without it.
 """
 
 from __future__ import annotations
@@ -56,13 +58,13 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Bytes `start` to `start + count` of each block, which make one plane."""
+    """Bytes `start` to `start + count` of each block, which form one plane."""
 
     name: str
     start: int
     count: int
     dtype: torch.dtype = torch.uint8
-    """What a kernel reads the plane as."""
+    """The dtype that kernels read the plane as."""
 
 
 @cache
@@ -76,7 +78,7 @@ def _fields(type_: BlockType) -> tuple[Field, ...]:
     codes = torch.int8 if layout.low.width == 8 else torch.uint8
     found = [Field("low", layout.low.start, layout.low.count, codes)]
     if layout.high is not None:
-        # In blocks of 32 values the high bits are one integer of 32 bits.
+        # In blocks of 32 values the high bits are one 32-bit integer.
         high = torch.int32 if layout.high.count == 4 else torch.uint8
         found.append(Field("high", layout.high.start, layout.high.count, high))
     if layout.scales is not None:
@@ -88,7 +90,7 @@ def _fields(type_: BlockType) -> tuple[Field, ...]:
 
 
 def fields(type_: BlockType) -> tuple[Field, ...]:
-    """The planes of a type, in order; `QuantError` for a float type."""
+    """Return the planes of a type, in order. Raises `QuantError` for a float type."""
     if type_.layout is None:
         known = ", ".join(LAYOUTS)
         raise QuantError.expected("packed matrix", "block type", f"one of {known}", type_.name)
@@ -97,16 +99,16 @@ def fields(type_: BlockType) -> tuple[Field, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """A matrix of `rows` x `columns` values, of which `data` holds the planes.
+    """A matrix of `rows` x `columns` values whose planes are in `data`.
 
-    Raises `QuantError` where the number of bytes is not that of the planes.
+    Raises `QuantError` if the number of bytes does not match the planes.
     """
 
     type: BlockType
     rows: int
     columns: int
     data: Tensor = field(repr=False)
-    """uint8, one dimension, contiguous; starts at a multiple of 16 bytes."""
+    """uint8, one-dimensional, contiguous; starts at a multiple of 16 bytes."""
     _planes: Mapping[str, Tensor] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -133,17 +135,20 @@ class PackedMatrix:
 
     @property
     def row_blocks(self) -> int:
-        """Blocks in a row."""
+        """Number of blocks in a row."""
         return self.columns // self.type.block_size
 
     @property
     def group_rows(self) -> int:
-        """Rows that lie together."""
+        """Number of rows that are stored together."""
         return group_rows(self.type)
 
     def planes(self) -> Mapping[str, Tensor]:
-        """The planes by name: contiguous views of shape (S, N, G, E), in the dtypes that kernels read."""
-        # Views are made once: a GPU needs little longer for a small matrix than Python for them.
+        """Return the planes by name: contiguous views of shape (S, N, G, E), in the dtypes that
+        kernels read.
+        """
+        # The views are cached: creating them in Python takes nearly as long as a small matrix on a
+        # GPU.
         if self._planes is None:
             object.__setattr__(self, "_planes", self._views())
         assert self._planes is not None
@@ -160,7 +165,7 @@ class PackedMatrix:
         return MappingProxyType(found)
 
     def to(self, device: torch.device | str) -> PackedMatrix:
-        """The same bytes on `device`."""
+        """Return a copy with the same bytes on `device`."""
         return PackedMatrix(self.type, self.rows, self.columns, self.data.to(device))
 
 
@@ -169,7 +174,7 @@ def _groups(type_: BlockType, rows: int) -> int:
 
 
 def packed_bytes(type_: BlockType, rows: int, columns: int) -> int:
-    """Bytes of a packed matrix; `QuantError` where blocks do not fill a row."""
+    """Return the size of a packed matrix in bytes. Raises `QuantError` if blocks do not fill a row."""
     row_bytes(type_, columns)  # refuses a row that blocks do not fill
     padded = _groups(type_, rows) * group_rows(type_)
     blocks = padded * (columns // type_.block_size)
@@ -177,8 +182,9 @@ def packed_bytes(type_: BlockType, rows: int, columns: int) -> int:
 
 
 def pack(weight: QuantTensor) -> PackedMatrix:
-    """The planes of a matrix in blocks, on the same device, in memory of their own and without
-    another temporary."""
+    """Return a block-quantised matrix as planes on the same device, in new memory and without
+    another temporary.
+    """
     if len(weight.shape) != 2:
         raise QuantError.expected(
             f"packed {weight.type.name} matrix", "shape", "rows x columns", str(weight.shape)
@@ -195,7 +201,7 @@ def pack(weight: QuantTensor) -> PackedMatrix:
 
 
 def unpack(packed: PackedMatrix, first: int = 0, count: int | None = None) -> QuantTensor:
-    """Rows `first` to `first + count` (all, unless given) as blocks again, in new memory."""
+    """Return rows `first` to `first + count` (default: all) as blocks again, in new memory."""
     count = packed.rows - first if count is None else count
     check_rows(packed, first, count)
     group = packed.group_rows
@@ -212,8 +218,9 @@ def unpack(packed: PackedMatrix, first: int = 0, count: int | None = None) -> Qu
 
 
 def take_rows(packed: PackedMatrix, rows: Tensor) -> PackedMatrix:
-    """The matrix of the rows numbered in `rows`, integers of shape (R,), in that order; still
-    packed. What an embedding looks up."""
+    """Return the rows numbered in `rows` (integers of shape (R,)), in that order, as a packed
+    matrix. This is an embedding lookup.
+    """
     count = packed_bytes(packed.type, len(rows), packed.columns)
     data = torch.empty(count, dtype=torch.uint8, device=packed.device)
     taken = PackedMatrix(packed.type, len(rows), packed.columns, data)
@@ -224,13 +231,13 @@ def take_rows(packed: PackedMatrix, rows: Tensor) -> PackedMatrix:
 
 
 def _rows(packed: PackedMatrix, part: Field) -> Tensor:
-    """A plane's bytes with the rows of a group in front: a view of shape (S, G, N, B)."""
+    """Return a plane's bytes with the rows of a group first: a view of shape (S, G, N, B)."""
     plane_SNGB = packed.planes()[part.name].view(torch.uint8)
     return plane_SNGB.transpose(1, 2)
 
 
 def _put(packed: PackedMatrix, part: Field, rows_RNB: Tensor) -> None:
-    """Writes a field of every row."""
+    """Write a field of every row."""
     to_SGNB, group = _rows(packed, part), packed.group_rows
     full = packed.rows // group
     to_SGNB[:full] = rows_RNB[: full * group].view(full, group, *rows_RNB.shape[1:])
@@ -241,8 +248,9 @@ def _put(packed: PackedMatrix, part: Field, rows_RNB: Tensor) -> None:
 def dequantize_rows_reference(
     packed: PackedMatrix, out_RC: Tensor, first: int = 0, count: int | None = None
 ) -> None:
-    """Writes the values of rows `first` to `first + count` into `out_RC` of shape (count, columns):
-    the arithmetic of `engine.quant.reference`, on any device, in its chunks."""
+    """Write the values of rows `first` to `first + count` into `out_RC` of shape (count, columns),
+    with the arithmetic and the chunking of `engine.quant.reference`, on any device.
+    """
     count = packed.rows - first if count is None else count
     check_rows(packed, first, count)
     check_out(packed, out_RC, count)
@@ -254,7 +262,7 @@ def dequantize_rows_reference(
 
 
 def check_rows(packed: PackedMatrix, first: int, count: int) -> None:
-    """`QuantError` unless rows `first` to `first + count` are there."""
+    """Raise `QuantError` unless rows `first` to `first + count` exist."""
     if first < 0 or count < 0 or first + count > packed.rows:
         raise QuantError.expected(
             f"packed {packed.type.name} matrix",
@@ -265,7 +273,7 @@ def check_rows(packed: PackedMatrix, first: int, count: int) -> None:
 
 
 def check_out(packed: PackedMatrix, out_RC: Tensor, count: int) -> None:
-    """`QuantError` unless `count` rows of values fit `out_RC` exactly."""
+    """Raise `QuantError` unless `count` rows of values fit `out_RC` exactly."""
     if tuple(out_RC.shape) != (count, packed.columns) or out_RC.device != packed.device:
         raise QuantError.expected(
             f"values of a packed {packed.type.name} matrix",

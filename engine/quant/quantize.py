@@ -1,52 +1,53 @@
 """Quantisation: floats to blocks.
 
-Two searches make a block: `fit_affine` and `fit_symmetric` find the scale of each group of values,
-`share_affine` and `share_symmetric` the integers and the half that stand for the scales of a block of
-256. `quantize` cuts tensors up and packs what comes back.
+A block is made by two searches: `fit_affine` and `fit_symmetric` find the scale of each group of
+values; `share_affine` and `share_symmetric` find the integers and the fp16 factor that represent
+the scales of a block of 256. `quantize` splits tensors into blocks and packs the results.
 
-`effort` buys a smaller error with time:
+A higher `effort` takes longer and gives a smaller error:
 
     0   one candidate. For Q4_0, Q5_0, Q5_1 and Q8_0 the plain range: byte for byte what the `gguf`
         package and llama.cpp write without an importance matrix
     1   nine candidates and two refinements (the default): an error below that of llama.cpp's
-        quantizers without an importance matrix, by 0.7 % (Q4_K) to 11 % (Q5_1, Q8_0)
-    2   more of both: up to another 0.5 % off, at half the speed
+        quantisers without an importance matrix, by 0.7 % (Q4_K) to 11 % (Q5_1, Q8_0)
+    2   more of both: up to another 0.5 % less error, at half the speed
 
-A block's bytes depend on its own values alone: they are the same on every device, and however a
-tensor is cut up to bound memory.
+A block's bytes depend only on its own values: they are the same on every device, and however a
+tensor is chunked to bound memory.
 
-**The scale of a few values that share one.** K values x with weights w are to be written as integers
-q with one scale s, and a minimum m in some types, so that
+**The scale of a group of values.** K values x with weights w are stored as integers q with one
+scale s, and in some types a minimum m, so as to minimise
 
-    E = sum w (s q + m - x)^2,     w = |x| + 2 mean|x|,
+    E = sum w (s q + m - x)^2,     w = |x| + 2 mean|x|.
 
-is least. The weights let large values, which move an output most, count a few times as much as
-small ones. With q given, s and m are a linear least-squares problem of five sums; with s and m
-given, the best q is the nearest integer. Neither gives the joint optimum, so each of a few
-candidate ranges (the whole range of x, and ones a little narrower and wider) is rounded, solved and
-scored, and from the best one the two steps alternate. E never grows on the way.
+The weights let large values, which influence an output most, count a few times as much as small
+ones. For given q, the best s and m solve a linear least-squares problem of five sums; for given s
+and m, the best q is the nearest integer. Neither step alone gives the joint optimum. So each of a
+few candidate ranges (the whole range of x, and slightly narrower and wider ones) is rounded, solved
+and scored, and the two steps then alternate from the best one. E never increases.
 
-Scores leave out the constant part of E, sum w x^2. x is shifted by its minimum first, so that in
-float32 the sums do not cancel.
+Scores omit the constant part of E, sum w x^2. x is first shifted by its minimum, so that the
+float32 sums do not cancel.
 
-Values lie in the first dimension, (K, G): each sum then adds whole rows, which is what vector units
-and GPUs are quick at. Every operation is rounded once and in a fixed order, so that a processor and
-a GPU choose the same candidate. A group that no candidate fits (all zero, or too small for float32)
-keeps the scale of its range: comparisons with NaN are false.
+Values are in the first dimension, (K, G): each sum then adds whole rows, which is fast on vector
+units and GPUs. Every operation is rounded once and in a fixed order, so that a CPU and a GPU choose
+the same candidate. A group that no candidate fits (all zero, or too small for float32) keeps the
+scale of its range: comparisons with NaN are false.
 
-**The second level of a block of 256**: scales of sub-blocks as small integers times one half.
+**The second level of a block of 256**: the scales of sub-blocks are small integers times one fp16
+number.
 
     Q4_K, Q5_K   s_j = d sc_j, m_j = -dmin mn_j    sc, mn in 0..63, 8 sub-blocks of 32
     Q6_K         s_j = d sc_j                      sc in -128..127, 16 sub-blocks of 16
 
-Rounding s_j to a multiple of d moves it by up to d / 2, and the best q, m_j and d are other ones
-then. So the parts are chosen in turn, each best for the current others: the codes q; for each
-sub-block the better of the two integers beside its best scale, with the best minimum for it; then d
-and dmin, which are a least-squares problem over the whole block. A round that does not lower the
-error of a block leaves that block as it was. d and dmin are rounded to half before anything is
-divided by them.
+Rounding s_j to a multiple of d moves it by up to d / 2, which changes the best q, m_j and d. So the
+parts are optimised in turn, each given the current others: the codes q; for each sub-block the
+better of the two integers next to its best scale, with the best minimum for it; then d and dmin,
+which are a least-squares problem over the whole block. A round that does not lower the error of a
+block leaves that block unchanged. d and dmin are rounded to fp16 before anything is divided by
+them.
 
-Blocks lie in the last dimension: what a block has one of applies to all its parts as it is.
+Blocks are in the last dimension, so that per-block values broadcast over all parts of the block.
 """
 
 from __future__ import annotations
@@ -64,16 +65,18 @@ from engine.quant.tensor import QuantTensor
 # a group or sub-block, G groups
 
 CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Values worked on at once; each needs some 45 bytes beside input and output."""
+"""Number of values processed at once; each needs about 45 bytes beside input and output."""
 
 
 def quantize(
     tensor: Tensor, type_: BlockType, *, effort: int = 1, name: str = "tensor"
 ) -> QuantTensor:
-    """`tensor`, floats of shape (..., row length), in blocks of `type_` on the same device.
+    """Quantise `tensor`, floats of shape (..., row length), to blocks of `type_` on the same
+    device.
 
     Raises `QuantError`, a ValueError, for NaN, infinity, a value too large for the type, and for
-    rows that blocks do not fill, with the type that would (`fallback`). `name` is for its message.
+    rows that blocks do not fill, naming the type that would (`fallback`). `name` appears in its
+    message.
     """
     shape = tuple(tensor.shape)
     where = f"{name} of shape {shape}"
@@ -148,7 +151,9 @@ def _quantize_blocks(x_NE: Tensor, type_: BlockType, level: int) -> Parts:
 
 
 def _single(x_KN: Tensor, w_KN: Tensor, layout: Layout, extra: list[float], polish: int) -> Parts:
-    """Blocks of 32 with one scale: codes are the nearest ones for d and m as stored, in half."""
+    """Quantise blocks of 32 with one scale: codes are the nearest ones for d and m as stored in
+    fp16.
+    """
     m_N = None
     if layout.second is not None:
         scale_N, low_N = fit_affine(x_KN, w_KN, layout.levels, extra, polish, low_below_zero=False)
@@ -162,7 +167,9 @@ def _single(x_KN: Tensor, w_KN: Tensor, layout: Layout, extra: list[float], poli
 
 
 def _plain(x_NE: Tensor, layout: Layout) -> Parts:
-    """Blocks of 32 whose scale is their range; operations in the order that fixes each byte."""
+    """Quantise blocks of 32 with the scale of their range; the order of operations determines each
+    byte.
+    """
     m_N = None
     if layout.second is not None:
         m_N, high_N = torch.aminmax(x_NE, dim=1)
@@ -177,13 +184,13 @@ def _plain(x_NE: Tensor, layout: Layout) -> Parts:
         d_N = exact_quotient(x_NE.abs().amax(1), layout.levels)
         q_NE = x_NE * _inverse(d_N)[:, None]
         whole_NE = q_NE.trunc()
-        # Halves away from zero, exactly: adding 0.5 first would round 0.49999997 up.
+        # Exact halves are rounded away from zero; adding 0.5 first would round 0.49999997 up.
         q_NE = whole_NE + ((q_NE - whole_NE) * 2).trunc_()
     return _parts(d_N, m_N, q_NE, layout)
 
 
 def _inverse(d_N: Tensor) -> Tensor:
-    # Finite also for a subnormal d, whose inverse is none: 0 times it has to stay 0.
+    # Clamped to be finite: the inverse of a subnormal d is infinite, and 0 times it must stay 0.
     largest = torch.finfo(torch.float32).max
     return ratio(torch.ones_like(d_N), d_N).clamp_(-largest, largest)
 
@@ -208,7 +215,9 @@ class Effort:
     """Alternations between the scales of sub-blocks and the block's own (types of 256)."""
 
     def extra_steps(self, fewest: float, most: float) -> list[float]:
-        """The candidates, evenly from `fewest` to `most`; a single one is the range itself."""
+        """Return the candidates, evenly spaced from `fewest` to `most`; a single one is the range
+        itself.
+        """
         if self.candidates == 1:
             return [0.0]
         step = (most - fewest) / (self.candidates - 1)
@@ -223,16 +232,17 @@ EFFORTS = (
 
 
 def weights(x_KG: Tensor) -> Tensor:
-    """How much an error of each value counts: |x| + 2 mean|x|."""
+    """Return how much an error of each value counts: |x| + 2 mean|x|."""
     size_KG = x_KG.abs()
-    # The mean and not the root mean square: torch's square roots differ between devices.
+    # The mean instead of the root mean square, because torch's square roots differ between devices.
     return size_KG + total(size_KG) * (2 / len(x_KG))
 
 
 def total(x: Tensor) -> Tensor:
-    """The sum over the first dimension, a power of two, by adding its halves again and again.
+    """Return the sum over the first dimension, whose length is a power of two, by repeatedly adding
+    its halves.
 
-    Every device adds in this one order, which `sum` does not promise.
+    Every device adds in this order, which `sum` does not promise.
     """
     half = len(x) // 2
     x = x[:half] + x[half:]
@@ -243,7 +253,8 @@ def total(x: Tensor) -> Tensor:
 
 
 def exact_quotient(x: Tensor, count: int) -> Tensor:
-    # By a tensor: on a GPU, a number as divisor becomes a product with its rounded inverse.
+    # Division by a tensor: on a GPU, torch replaces division by a scalar with multiplication by its
+    # rounded inverse.
     return x / torch.full((), float(count), device=x.device)
 
 
@@ -256,7 +267,7 @@ def fit_affine(
     *,
     low_below_zero: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(s, m) for x = s q + m with q in 0..levels, s >= 0; m <= 0 if `low_below_zero`."""
+    """Return (s, m) for x = s q + m with q in 0..levels and s >= 0; m <= 0 if `low_below_zero`."""
     low_G, high_G = torch.aminmax(x_KG, dim=0)
     if low_below_zero:
         low_G.clamp_(max=0)
@@ -275,7 +286,8 @@ def fit_affine(
         wq_KG = q_KG * w_KG
         q_G, q2_G, qy_G = total(wq_KG), total(wq_KG * q_KG), total(wq_KG * y_KG)
         determinant_G = w_G * q2_G - q_G * q_G
-        # Nearly equal codes say nothing about the minimum: it then stays where it was.
+        # If the codes are nearly equal they do not determine the minimum, which is then not
+        # shifted.
         solved = determinant_G > 1e-5 * w_G * q2_G
         m_G = torch.where(solved, (q2_G * y_G - q_G * qy_G) / determinant_G, 0.0)
         if low_below_zero:
@@ -292,9 +304,10 @@ def fit_affine(
 def fit_symmetric(
     x_KG: Tensor, w_KG: Tensor, levels: int, extra: list[float], polish: int
 ) -> Tensor:
-    """s, of either sign, for x = s q with q in -levels..levels-1.
+    """Return s, of either sign, for x = s q with q in -levels..levels-1.
 
-    The value of largest size becomes -levels, which has no counterpart: its sign is that of -s.
+    The value of largest magnitude becomes -levels, which has no positive counterpart: its sign is
+    that of -s.
     """
     extreme_G = extreme(x_KG)
     scale_G = exact_quotient(extreme_G, -levels)
@@ -305,7 +318,7 @@ def fit_symmetric(
         wq_KG = q_KG * w_KG
         q2_G, qx_G = total(wq_KG * q_KG), total(wq_KG * x_KG)
         s_G = qx_G / q2_G
-        new_G = s_G * qx_G  # what the fit takes off sum w x^2
+        new_G = s_G * qx_G  # the reduction of sum w x^2 by the fit
         better = new_G > score_G
         score_G = torch.where(better, new_G, score_G)
         scale_G = torch.where(better, s_G, scale_G)
@@ -313,14 +326,15 @@ def fit_symmetric(
 
 
 def extreme(x_KG: Tensor) -> Tensor:
-    """The first value of largest size, with its sign."""
+    """Return the first value of largest magnitude, with its sign."""
     return x_KG.gather(0, x_KG.abs().argmax(0, keepdim=True))[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shared:
-    """Blocks as chosen so far. d and dmin are halves, scales, minima and codes integers, all kept
-    as float32."""
+    """Blocks as optimised so far. d and dmin are fp16 values; scales, minima and codes are
+    integers; all are kept as float32.
+    """
 
     d_N: Tensor
     dmin_N: Tensor | None
@@ -331,19 +345,19 @@ class Shared:
 
 
 def round_to_half(x: Tensor) -> Tensor:
-    """The nearest half; never -0, which would make zeros of -0."""
+    """Round to the nearest fp16 number; never -0, which would turn zeros into -0."""
     return x.clamp(-HALF_MAX, HALF_MAX).half().float() + 0.0
 
 
 def ratio(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 where b is 0."""
+    """Return a / b, and 0 where b is 0."""
     return torch.where(b != 0, a / b, 0.0)
 
 
 def share_affine(
     x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, low_SN: Tensor, levels: int, rounds: int
 ) -> Shared:
-    """Blocks of Q4_K or Q5_K for sub-blocks whose best fit is x = scale q + low, low <= 0."""
+    """Return blocks of Q4_K or Q5_K for sub-blocks whose best fit is x = scale q + low, low <= 0."""
 
     def encoded(d_N: Tensor, dmin_N: Tensor, scale_SN: Tensor, min_SN: Tensor) -> Shared:
         step_SN, drop_SN = d_N * scale_SN, dmin_N * min_SN
@@ -398,7 +412,7 @@ def share_affine(
 def share_symmetric(
     x_KSN: Tensor, w_KSN: Tensor, scale_SN: Tensor, levels: int, rounds: int
 ) -> Shared:
-    """Blocks of Q6_K for sub-blocks whose best fit is x = scale q, q in -levels..levels-1."""
+    """Return blocks of Q6_K for sub-blocks whose best fit is x = scale q, q in -levels..levels-1."""
 
     def encoded(d_N: Tensor, scale_SN: Tensor) -> Shared:
         step_SN = d_N * scale_SN
@@ -416,7 +430,7 @@ def share_symmetric(
     def eight_bits(x_SN: Tensor) -> Tensor:
         return x_SN.round().clamp_(-128, 127)
 
-    # The scale of largest size becomes -128: its sign is free, and 127 is less.
+    # The scale of largest magnitude becomes -128: its sign is free, and 127 would be a coarser fit.
     d_N = _unit(extreme(scale_SN), -128)
     best = encoded(d_N, eight_bits(ratio(scale_SN, d_N)))
     for _ in range(rounds):
@@ -429,17 +443,18 @@ def share_symmetric(
 
 
 def _unit(largest_N: Tensor, count: int) -> Tensor:
-    """largest / count as a half; below 6e-5, where halves are coarse, of no smaller size, so that
-    `largest` is not cut off."""
+    """Return largest / count in fp16. Below 6e-5, where fp16 is coarse, its magnitude is rounded
+    up, so that `largest` is not clipped.
+    """
     unit_N = exact_quotient(largest_N, count).clamp(-HALF_MAX, HALF_MAX).half()
     short_N = (unit_N.float() * count).abs() < largest_N.abs() * (1 - 2**-10)
-    # The next half of larger size has the next bit pattern, whatever the sign.
+    # The next larger magnitude in fp16 has the next bit pattern, whatever the sign.
     next_N = (unit_N.view(torch.int16) + 1).view(torch.float16)
     return torch.where(short_N & (unit_N.abs() < HALF_MAX), next_N, unit_N).float() + 0.0
 
 
 def _better(old: Shared, new: Shared) -> Shared:
-    """Block by block, the one of less error."""
+    """Return, block by block, the one with less error."""
     less_N = new.error_N < old.error_N
 
     def pick(name: str) -> Tensor | None:

@@ -1,16 +1,16 @@
-"""Blocks taken apart and dequantised in plain torch: the slow, exact way that every faster one is
-compared with.
+"""Unpacks and dequantises blocks in plain torch: the slow, exact reference that every faster
+implementation is compared with.
 
-`unpack` reads a block by its row of `engine.quant.blocks`. The 12 scale bytes S of Q4_K and Q5_K hold
-eight 6-bit scales sc and eight 6-bit minima mn:
+`unpack` reads a block as its row of `engine.quant.blocks` describes. The 12 scale bytes S of Q4_K
+and Q5_K hold eight 6-bit scales sc and eight 6-bit minima mn:
 
-    S[0..3]    mmmm.. : low 6 bits sc[0..3], top 2 bits the top of sc[4..7]
+    S[0..3]           : low 6 bits sc[0..3], top 2 bits the top of sc[4..7]
     S[4..7]           : low 6 bits mn[0..3], top 2 bits the top of mn[4..7]
     S[8..11]          : low nibble the rest of sc[4..7], high nibble the rest of mn[4..7]
 
 `pack(unpack(b)) == b` for every block: no bit is unused.
 
-The arithmetic is float32, in the order that fixes the last bit:
+The arithmetic is float32, in the order that determines the last bit:
 
     Q4_K, Q5_K   (d * sc) * q - (dmin * mn)      each product and the difference rounded once
     Q6_K         (d * sc) * (q - 32)
@@ -18,10 +18,10 @@ The arithmetic is float32, in the order that fixes the last bit:
     Q4_0, Q5_0   d * (q - 8),  d * (q - 16)
     Q8_0         d * q
 
-A fused multiply-add would round once instead of twice and change that bit, so products and sums are
-separate operations here. Any other dtype is the float32 result rounded once to it.
+A fused multiply-add would round once instead of twice and change that bit, so multiplications and
+additions are separate operations here. Any other dtype is the float32 result rounded once.
 
-NaN and infinity are values like others: a block whose d is NaN dequantises to NaN.
+NaN and infinity are not treated specially: a block whose d is NaN dequantises to NaN.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ FLOATS: dict[str, torch.dtype] = {
 }
 
 CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Values worked on at once: what a processor's cache holds, and enough to keep a GPU busy. It
-bounds the memory beside input and output to some 12 bytes for each of these values."""
+"""Number of values processed at once: what fits in a CPU's cache, and enough to keep a GPU busy.
+Memory beside input and output is limited to about 12 bytes for each of these values.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
-    """N blocks taken apart; what a type does not have is None."""
+    """N unpacked blocks; fields that a type does not have are None."""
 
     d_N: Tensor
     """float16"""
@@ -63,7 +64,7 @@ class Parts:
 
 # contract: block-formats-v1
 def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
-    """Takes apart blocks of a type that is no float; uint8 of shape (N, block_bytes)."""
+    """Unpack blocks of a type that is not a float type; uint8 of shape (N, block_bytes)."""
     layout = type_.in_blocks
     code_NE = _read(blocks_NB, layout.low)
     if layout.high is not None:
@@ -87,7 +88,7 @@ def unpack(blocks_NB: Tensor, type_: BlockType) -> Parts:
 
 # contract: block-formats-v1
 def pack(parts: Parts, type_: BlockType) -> Tensor:
-    """The blocks that `unpack` takes apart: uint8 of shape (N, block_bytes)."""
+    """Pack parts into blocks, the inverse of `unpack`: uint8 of shape (N, block_bytes)."""
     layout = type_.in_blocks
     code_NE = parts.code_NE.view(torch.uint8)
     blocks_NB = torch.empty(
@@ -113,7 +114,7 @@ def pack(parts: Parts, type_: BlockType) -> Tensor:
 
 
 def _half(blocks_NB: Tensor, start: int) -> Tensor:
-    # A copy: halves may be viewed only where the first byte is even.
+    # A copy, because a view as fp16 requires an even byte offset.
     return (
         blocks_NB[:, start : start + 2]
         .clone(memory_format=torch.contiguous_format)
@@ -136,13 +137,13 @@ def _read(blocks_NB: Tensor, bits: Bits) -> Tensor:
 
 def _write(blocks_NB: Tensor, bits: Bits, values_NE: Tensor) -> None:
     runs = values_NE.reshape(len(values_NE), -1, 8 // bits.width, bits.run)
-    # The fields of a byte do not overlap, so that their sum is their union.
+    # The fields of a byte do not overlap, so their sum equals their bitwise or.
     joined = (runs << _shifts(bits, blocks_NB.device)).sum(2, dtype=torch.uint8)
     blocks_NB[:, bits.start : bits.start + bits.count] = joined.flatten(1)
 
 
 def _six_bits(bytes_NB: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and 8 minima in the 12 bytes of Q4_K and Q5_K."""
+    """Return the 8 scales and 8 minima in the 12 bytes of Q4_K and Q5_K."""
     first, middle, last = torch.split(bytes_NB, 4, dim=1)
     scale_NS = torch.cat([first & 63, (last & 15) | (first >> 6 << 4)], dim=1)
     min_NS = torch.cat([middle & 63, (last >> 4) | (middle >> 6 << 4)], dim=1)
@@ -158,7 +159,7 @@ def _twelve_bytes(scale_NS: Tensor, min_NS: Tensor) -> Tensor:
 
 
 def chunk_rows(values: int, device: torch.device, sizes: dict[str, int] = CHUNK_VALUES) -> int:
-    """How many rows of `values` values to work on at once; at least one."""
+    """Return how many rows of `values` values to process at once; at least one."""
     return max(1, sizes.get(device.type, sizes["cuda"]) // max(1, values))
 
 
@@ -166,10 +167,10 @@ def chunk_rows(values: int, device: torch.device, sizes: dict[str, int] = CHUNK_
 def dequantize(
     blocks_u8: Tensor, type_: BlockType, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The values in `blocks_u8`, uint8 of shape (..., row bytes), as `dtype` of shape (..., row
-    length); a new tensor on the same device, also for the float types.
+    """Return the values in `blocks_u8`, uint8 of shape (..., row bytes), as `dtype` of shape (...,
+    row length). The result is a new tensor on the same device, also for the float types.
 
-    Raises `QuantError` where rows are not whole blocks.
+    Raises `QuantError` if rows are not whole blocks.
     """
     if blocks_u8.dtype != torch.uint8 or blocks_u8.ndim == 0:
         found = f"{blocks_u8.dtype} of shape {tuple(blocks_u8.shape)}"
@@ -191,7 +192,7 @@ def dequantize(
     for first in range(0, len(rows_RC), step):
         part_RC = rows_RC[first : first + step]
         if type_.name in FLOATS:
-            # A copy starts at an address that any dtype may be read from.
+            # A copy, because its address is aligned for any dtype.
             part_RL = part_RC.clone(memory_format=torch.contiguous_format).view(FLOATS[type_.name])
         else:
             blocks_NB = part_RC.reshape(-1, type_.block_bytes)

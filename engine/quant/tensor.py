@@ -1,4 +1,4 @@
-"""A tensor kept in the blocks it was stored in, with the shape that it represents."""
+"""A tensor kept in its stored quantised blocks, with the shape of its values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from engine.quant.reference import dequantize
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantTensor:
-    """`blocks` are the bytes of each row, `shape` is that of the values: blocks of shape (rows, row
-    bytes) for a matrix of shape (rows, row length), with the same leading dimensions in both.
+    """A block-quantised tensor. `blocks` has the bytes of each row, and `shape` is the shape of the
+    values: a matrix of shape (rows, row length) has blocks of shape (rows, row bytes). Leading
+    dimensions are the same in both.
 
-    Raises `QuantError`, with the numbers, where the two do not fit each other.
+    Raises `QuantError`, with the numbers, if the two do not match.
     """
 
     blocks: Tensor = field(repr=False)
@@ -45,9 +46,9 @@ class QuantTensor:
         return self.blocks.device
 
     def to(self, device: torch.device | str) -> QuantTensor:
-        """The same blocks on `device`; nothing is dequantised."""
+        """Return the same blocks on `device`; nothing is dequantised."""
         return QuantTensor(blocks=self.blocks.to(device), type=self.type, shape=self.shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values, as `dtype` of `shape`: float32 arithmetic, rounded once to `dtype`."""
+        """Return the values as `dtype` of `shape`: float32 arithmetic, rounded once to `dtype`."""
         return dequantize(self.blocks, self.type, dtype=dtype)
