@@ -1,24 +1,22 @@
-"""Fixed-length rows of a token stream, and the order in which training meets them.
+"""Fixed-length rows of a token stream, and the order in which training takes them.
 
-Packing. Row r is tokens[r*T : (r+1)*T], whatever documents that covers; a tail shorter than T is
-not used. Position t of a row predicts the next token of the stream, which for the last position is
-the first token after the row, when there is one. A token has a label only if that next token is of
-the same document: the end-of-text token predicts nothing, so no label crosses from one document to
-another.
+Packing. Row r is tokens[r*T : (r+1)*T], whatever documents that covers; a tail shorter than T is not
+used. Position t of a row predicts the next token of the stream; for the last position that is the first
+token after the row, if there is one. A token has a label only if that next token belongs to the same
+document: the end-of-text token predicts nothing, so no label crosses from one document to another.
 
     tokens      a  b EOT | c  d  e | EOT ...      T = 3
     documents   0  0  0  | 1  1  1 |  1
     labels      b EOT -  | d  e EOT|             - is IGNORED, -100
 
-Order. One epoch is every row once, in a permutation that depends on (seed, epoch) alone: a stable
-sort of the first `rows` words of the Philox stream with that key. The words are fixed by the Philox
-specification, so the order is the same on every machine and numpy version, which
-`Generator.permutation` does not promise.
+Order. One epoch is every row once, in a permutation that depends only on (seed, epoch): a stable sort of
+the first `rows` words of the Philox stream with that key. The Philox specification fixes these words, so
+the order is the same on every machine and numpy version, which `Generator.permutation` does not promise.
 
-Training is a walk along epoch 0, epoch 1, ... joined together, and `position`, the number of rows
-taken so far, says all there is to say about where it stands. A batch that reaches the end of an
-epoch goes on into the next one. A walk resumed at a position meets exactly what an unbroken one
-meets there, even with another batch size.
+Training walks through epoch 0, epoch 1, ... in sequence, and `position`, the number of rows taken so far,
+is its complete state. A batch that reaches the end of an epoch continues into the next one. A walk
+resumed at a position yields exactly the rows that an uninterrupted one yields there, even with another
+batch size.
 """
 
 # Shapes: B rows of a batch, T tokens of a row
@@ -56,19 +54,19 @@ class TorchBatch(NamedTuple):
 class Batch:
     tokens_BT: Int64Array
     documents_BT: Int64Array
-    """Which document each token is of: tokens of different ones must not attend to each other."""
+    """Index of each token's document; tokens of different documents must not attend to each other."""
     labels_BT: Int64Array
     """The token to predict, or `IGNORED`."""
     row_ids: Int64Array
-    """Which rows of the stream these are, shape (B,)."""
+    """Indices of these rows in the stream, shape (B,)."""
 
     @property
     def labelled(self) -> int:
-        """How many positions have a label."""
+        """Number of positions that have a label."""
         return int(np.count_nonzero(self.labels_BT != IGNORED))
 
     def split(self, rows: int) -> Iterator[Batch]:
-        """The batch in parts of at most `rows` rows, in order."""
+        """Yield the batch in parts of at most `rows` rows, in order."""
         for start in range(0, len(self.row_ids), rows):
             part = slice(start, start + rows)
             yield Batch(
@@ -79,7 +77,7 @@ class Batch:
             )
 
     def to_torch(self, device: torch.device | str) -> TorchBatch:
-        """The arrays as tensors.
+        """Return the arrays as tensors.
 
         On the CPU they share the memory of this batch. A copy to CUDA does not wait for the device.
         """
@@ -97,7 +95,7 @@ class Batch:
 class Batches:
     """The rows of a stream in training order: a pure function of (stream, seq_len, seed, position).
 
-    CorpusError when the stream is shorter than one row.
+    Raises CorpusError when the stream is shorter than one row.
     """
 
     def __init__(
@@ -109,16 +107,16 @@ class Batches:
         self._stream = stream
         self._seq_len = seq_len
         self._seed = seed
-        # The last permutation asked for, with its epoch: one assignment, so a reader on another
-        # thread sees both or neither.
+        # The permutation used last, with its epoch: one assignment, so a reader on another thread sees
+        # both or neither.
         self._latest: tuple[int, Int64Array] | None = None
 
     def batch_at(self, index: int) -> Batch:
-        """Batch `index` of a walk from the start, at position `index * rows_per_batch`."""
+        """Return batch `index` of a walk from the start, at position `index * rows_per_batch`."""
         return self.take(index * self.rows_per_batch, self.rows_per_batch)
 
     def take(self, position: int, rows: int) -> Batch:
-        """The `rows` rows that a walk meets after it has taken `position` rows."""
+        """Return the next `rows` rows of a walk that has taken `position` rows."""
         return gather_rows(self._stream, self._seq_len, self.row_ids_at(position, rows))
 
     def row_ids_at(self, position: int, rows: int) -> Int64Array:
@@ -140,13 +138,16 @@ class Batches:
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> Int64Array:
-    """The permutation of `rows` rows in one epoch."""
+    """Return the permutation of `rows` rows in one epoch."""
     words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(rows)
     return np.argsort(words, kind="stable").astype(np.int64)
 
 
 def count_rows(stream: TokenStream, seq_len: int, what: str) -> int:
-    """How many whole rows the stream has. CorpusError when none; `what` names the split in it."""
+    """Return the number of full rows in the stream.
+
+    Raises CorpusError when there is none; `what` names the split in the message.
+    """
     assert seq_len >= 1
     rows = len(stream) // seq_len
     if rows == 0:
@@ -161,9 +162,10 @@ def count_rows(stream: TokenStream, seq_len: int, what: str) -> int:
 
 
 def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
-    """`count` rows spread evenly over the stream, in order, the same at every call.
+    """Return `count` rows spread evenly over the stream, in order; the same at every call.
 
-    All rows when there are fewer than `count`. CorpusError when the stream is shorter than one row.
+    Returns all rows when there are fewer than `count`. Raises CorpusError when the stream is shorter than
+    one row.
     """
     assert count >= 1
     rows = count_rows(stream, seq_len, "held-out")
@@ -172,10 +174,10 @@ def heldout_rows(stream: TokenStream, seq_len: int, count: int) -> Batch:
 
 
 def gather_rows(stream: TokenStream, seq_len: int, row_ids: Int64Array) -> Batch:
-    """The rows named, with their labels."""
+    """Return the given rows with their labels."""
     places_BT = row_ids[:, None] * seq_len + np.arange(seq_len, dtype=np.int64)
-    # The last token of the stream has no next one. Clipped to itself it would look like a token of
-    # the same document.
+    # The last token of the stream has no next one. Clipping gives the token itself, which would look like
+    # a next token of the same document.
     next_BT = np.minimum(places_BT + 1, len(stream) - 1)
     documents_BT = stream.documents[places_BT]
     predicts_BT = (stream.documents[next_BT] == documents_BT) & (next_BT != places_BT)

@@ -1,22 +1,21 @@
-"""A corpus: documents to train on, and other documents to measure on.
+"""A corpus: documents to train on, and other documents for evaluation.
 
 The split is by document and a function of the document's name alone:
 
     held out  <=>  first 8 bytes of sha256(name), as a fraction of 2^64,  <  heldout_fraction
 
-so adding, removing or editing one document moves no other, and a file of the standard library falls
-on the same side on every machine and Python version. `heldout_fraction` is therefore a share of
-documents that is met on average, not a share of bytes.
+so adding, removing or editing one document moves no other, and a file of the standard library is on the
+same side on every machine and Python version. `heldout_fraction` is therefore the expected share of
+documents, not a share of bytes.
 
-Both splits are ordered by that same hash. `max_bytes` walks that order and takes each document that
-still fits, so the subset depends on nothing but the documents.
+Both splits are ordered by that same hash. `max_bytes` walks that order and takes each document that still
+fits, so the subset depends only on the documents.
 
-Invariants of a `Corpus`: neither split is empty; no text of one equals a text of the other (an
-exact copy is dropped from train); each `sha256` covers the names and the bytes in order, with their
-lengths, so it changes when anything trained on does.
+Invariants of a `Corpus`: neither split is empty; no text of one equals a text of the other (an exact copy
+is dropped from train); each `sha256` covers the names and the bytes in order, with their lengths, so it
+changes when anything in the split does.
 
-What is not covered: near-duplicates (the same file with another licence line) are kept on both
-sides.
+Not covered: near-duplicates (the same file with another licence line) are kept on both sides.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from engine.data.sources import Piece, Skipped, list_pieces, shown
 from engine.errors import CorpusError
 
 CHECK_BYTES = 1 << 20
-"""How much text `check_corpus` reads."""
+"""`check_corpus` stops once it has read this much text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class Split:
 
     documents: tuple[Document, ...]
     size_bytes: int
-    """Of the texts, in UTF-8."""
+    """Size of the texts in UTF-8."""
     sha256: str
 
     @property
@@ -59,7 +58,7 @@ class Corpus:
     train: Split
     heldout: Split
     skipped: tuple[Skipped, ...]
-    """What is in neither split, with the reason; copies dropped from train are among them."""
+    """What is in neither split, with the reason; this includes the copies dropped from train."""
     duplicates: int
     """Documents dropped from train because their text is held out."""
     beyond_max_bytes: int
@@ -73,10 +72,10 @@ def open_corpus(
     include_tests: bool = False,
     max_bytes: int | None = None,
 ) -> Corpus:
-    """Read `source` (see `engine.data.sources`) and split it. CorpusError when it cannot be used.
+    """Read `source` (see `engine.data.sources`) and split it. Raises CorpusError when it cannot be used.
 
-    `max_bytes` bounds the bytes of train, and `max_bytes * heldout_fraction` those of held-out,
-    which keeps at least one document (then the smallest). Files that do not fit are not read.
+    `max_bytes` bounds the bytes of train, and `max_bytes * heldout_fraction` those of held-out, which
+    keeps at least one document (then the smallest). Files that do not fit are not read.
     """
     _check_settings(heldout_fraction, max_bytes)
     listed: list[Skipped] = []
@@ -97,7 +96,7 @@ def open_corpus(
     heldout_bytes = None if max_bytes is None else int(max_bytes * heldout_fraction)
     heldout = reading.take(heldout_pieces, heldout_bytes)
     if not heldout:
-        # Held-out text is what makes a loss mean something: one document is kept even past its
+        # Without held-out text a run cannot be judged, so one document is kept even if it exceeds its
         # share of the budget.
         by_size = sorted(heldout_pieces, key=lambda piece: piece.size_bytes)
         heldout = next(([document] for piece in by_size if (document := reading.read(piece))), [])
@@ -120,9 +119,10 @@ def open_corpus(
 
 
 def check_corpus(source: str, *, include_tests: bool = False) -> None:
-    """Raise the CorpusError that `open_corpus` would meet in the first MiB of text.
+    """Raise the CorpusError that `open_corpus` would raise within the first MiB of text.
 
-    It reads no more than that and does not split, so it does not say whether anything is held out.
+    It stops at the document that reaches this size, and does not split, so it cannot tell whether
+    anything is held out.
     """
     skipped: list[Skipped] = []
     read_bytes = 0
@@ -140,7 +140,7 @@ def check_corpus(source: str, *, include_tests: bool = False) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _Reading:
-    """What became of the pieces read so far."""
+    """Reads pieces, and records which were skipped or were duplicates."""
 
     skipped: dict[str, Skipped] = field(default_factory=dict)
     duplicates: int = 0
@@ -152,7 +152,7 @@ class _Reading:
         *,
         held_out_texts: Collection[bytes] = (),
     ) -> list[Document]:
-        """In order, each document that still fits and is not a copy of held-out text."""
+        """Return, in order, each document that still fits and is not a copy of held-out text."""
         taken: list[Document] = []
         left_bytes = math.inf if max_bytes is None else max_bytes
         for piece in pieces:
@@ -190,7 +190,7 @@ def _check_settings(heldout_fraction: float, max_bytes: int | None) -> None:
 
 
 def _position(name: str) -> int:
-    """Where a name falls in [0, 2^64)."""
+    """Return the position of a name in [0, 2^64)."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
 
 

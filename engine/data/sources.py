@@ -1,4 +1,4 @@
-"""Where documents come from: a source is listed as `Piece`s, each read only when it is wanted.
+"""Sources of documents: a source is listed as `Piece`s, each of which is read only when needed.
 
     source            a piece is                          its name
     python-stdlib     a *.py file of the interpreter      path in the library: json/decoder.py
@@ -6,18 +6,19 @@
     a .jsonl file     the "text" of one line              text-<16 hex digits of its sha256>
     any other file    a passage of at least 4 KiB         <file name>#<ordinal>
 
-Names decide which split a document is in, so they never hold an absolute path, and a line of a
-.jsonl file is named for its text: inserting a line renames no other, and equal texts are on one
-side. A passage ends at the first blank line past 4 KiB, or at the first line end past 8 KiB; the
-passages of a file joined together are the file.
+Names decide which split a document is in, so they never contain an absolute path, and a line of a .jsonl
+file is named after its text: inserting a line renames no other, and equal texts are in one split. A
+passage ends at the first blank line past 4 KiB, or at the first line end past 8 KiB; the passages of a
+file, concatenated, are the file.
 
-Listing reads no file of a folder, and holds one line at a time of a file, so a source may be larger
-than memory.
+Listing reads no file of a folder, and holds one line of a file at a time, so a source may be larger than
+memory.
 
-What is left out on purpose, and said so in a `Skipped`: empty files and texts, links to folders
-(they can loop), hidden files and folders (.git, .venv), and, in the standard library only, files
-that are not UTF-8 and the two that are made for one machine: `_sysconfigdata*` by the build of the
-interpreter, `sitecustomize.py` by a distribution. Anything else that cannot be read is a
+The following are left out on purpose, and each is reported as a `Skipped`: empty files and texts, links
+to folders (they can loop), hidden files and folders (.git, .venv), and, in the standard library only,
+files that are not UTF-8 and the two kinds that are made for one machine: `_sysconfigdata*` by the build
+of the interpreter, `sitecustomize.py` by a distribution. Files of other kinds, caches, and the library's
+tests and installed packages are left out without a report. Anything else that cannot be read is a
 CorpusError.
 """
 
@@ -56,7 +57,7 @@ _SPECIAL_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """One thing a source holds that is not in the corpus."""
+    """Something in a source that is left out of the corpus."""
 
     name: str
     reason: str
@@ -69,23 +70,23 @@ class Piece:
     name: str
     path: Path
     size_bytes: int
-    """Of the text, in UTF-8."""
+    """Size of the text in UTF-8."""
     start_byte: int = 0
     end_byte: int | None = None
     """Where the piece ends in its file; None for a whole file."""
     line: int | None = None
-    """Line number, from 1, of a JSON line; None where the bytes are the text."""
+    """Line number, from 1, of a JSON line; None when the bytes are the text."""
     may_skip: bool = False
-    """True when bytes that are not UTF-8 are to be skipped rather than refused."""
+    """Whether bytes that are not UTF-8 are skipped instead of refused."""
 
     def read(self) -> str | Skipped:
-        """The text, strict UTF-8. CorpusError when it cannot be read."""
+        """Return the text, decoded as strict UTF-8. Raises CorpusError when it cannot be read."""
         most = limits.CORPUS_DOCUMENT.most
         size = most + 1 if self.end_byte is None else self.end_byte - self.start_byte
         with open_regular(self.path, "corpus", error=CorpusError) as file:
             try:
                 file.seek(self.start_byte)
-                # A file of zeros without an end has a size before it has content.
+                # A huge sparse file is refused by its size, before anything is read.
                 if self.end_byte is None and os.fstat(file.fileno()).st_size > most:
                     _refuse_size(self.path, limits.CORPUS_DOCUMENT)
                 raw = file.read(size)
@@ -104,10 +105,10 @@ class Piece:
 
 
 def list_pieces(source: str, *, include_tests: bool = False) -> Iterator[Piece | Skipped]:
-    """Every document of `source`. CorpusError at the first problem met.
+    """Yield every document of `source`. Raises CorpusError at the first problem.
 
-    The order is that of the file system's walk and carries no meaning. `include_tests` concerns
-    `python-stdlib` alone.
+    The order is that of the file system's walk and carries no meaning. `include_tests` applies only to
+    `python-stdlib`.
     """
     size = 0
     for count, item in enumerate(_listed(source, include_tests=include_tests), start=1):
@@ -122,7 +123,7 @@ def _listed(source: str, *, include_tests: bool) -> Iterator[Piece | Skipped]:
     if source == STDLIB:
         yield from _library(Path(sysconfig.get_path("stdlib")), include_tests)
         return
-    # Path("") is the current folder, which nobody means by an empty setting.
+    # Path("") is the current folder, which an empty setting never means.
     if not source:
         raise _unusable("''", f"a folder, a file or {STDLIB}", "an empty name")
     path = Path(source)
@@ -141,7 +142,7 @@ def _unusable(where: str, expected: str, found: str, *, hint: str | None = None)
 
 
 def shown(path: Path | str) -> str:
-    """A path on one line, whatever characters it holds."""
+    """Return a path as one printable line, whatever characters it contains."""
     text = str(path)
     return text if text.isprintable() else ascii(text)
 
@@ -224,7 +225,7 @@ def _json_lines(path: Path) -> Iterator[Piece | Skipped]:
 
 
 def _text_of_line(raw: bytes, path: Path, line: int, start_byte: int) -> str:
-    """The "text" of one JSON line; `start_byte` is where the line begins in the file."""
+    """Return the "text" of one JSON line; `start_byte` is where the line begins in the file."""
     where = f"{shown(path)} line {line:,}"
     source = _decoded(raw.rstrip(b"\r\n"), where, start_byte)
     wanted = 'a JSON object with a string "text"'
@@ -261,7 +262,7 @@ def _passages(path: Path) -> Iterator[Piece | Skipped]:
     raw_lines: list[bytes] = []
 
     def passage() -> Piece:
-        # Decoded here so that a bad byte is met while listing, with its place in the file.
+        # Decoded here so that a bad byte is reported while listing, with its position in the file.
         _decoded(b"".join(raw_lines), shown(path), start)
         name = f"{_utf8_name(path.name, path)}#{ordinal:06d}"
         return Piece(name=name, path=path, size_bytes=size, start_byte=start, end_byte=start + size)

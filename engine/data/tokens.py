@@ -1,11 +1,11 @@
-"""A split as one line of tokens: every document's ids, each followed by the end-of-text token.
+"""A split as one stream of tokens: every document's tokens, each followed by the end-of-text token.
 
     tokens     h e l l o EOT w o r l d EOT
     documents  0 0 0 0 0  0  1 1 1 1 1  1
 
-The end-of-text token belongs to the document it ends, and every document ends with one, so a
-document of n ids takes n + 1 places. Boundaries are kept beside the tokens, never found again by
-looking for end-of-text, which a text may hold itself.
+The end-of-text token belongs to the document it ends, and every document ends with one, so a document of
+n tokens takes n + 1 positions. Boundaries are stored beside the tokens and never recovered by searching
+for end-of-text, which may also occur inside a text.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ from engine.formats.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenStream:
-    """Tokens in order, and the document each belongs to. Both arrays are read-only and of one
-    length.
-    """
+    """Tokens in order, and the document of each. Both arrays are read-only and have the same length."""
 
     tokens: NDArray[np.uint16] | NDArray[np.uint32]
-    """16 bits where every id of the tokenizer fits them."""
+    """16 bits if every token id of the tokenizer fits."""
     documents: NDArray[np.int32]
     """Index into the documents given to `tokenize`; never decreases."""
     sha256: str
-    """Of tokens and documents as little-endian 32-bit integers: equal for equal streams, whatever
+    """Hash of tokens and documents as little-endian 32-bit integers: equal for equal streams, whatever
     the width in memory.
     """
 
@@ -46,9 +44,9 @@ def tokenize(
     tokenizer: Tokenizer,
     progress: Callable[[int, int], None] | None = None,
 ) -> TokenStream:
-    """The documents as one stream, in their order. `progress(done, total)` counts characters.
+    """Return the documents as one stream, in their order. `progress(done, total)` counts characters.
 
-    TokenizerError when the tokenizer has no end-of-text token.
+    Raises TokenizerError when the tokenizer has no end-of-text token.
     """
     end_of_text_id = tokenizer.end_of_text_id
     encoded = tokenizer.encode_documents([document.text for document in documents], progress)
@@ -63,7 +61,7 @@ def tokenize(
 
 
 def make_stream(tokens: NDArray[Any], documents: NDArray[np.int32]) -> TokenStream:
-    """A stream of arrays that are there already; they become read-only."""
+    """Make a stream of existing arrays, which become read-only."""
     assert tokens.ndim == 1 and tokens.shape == documents.shape
     digest = hashlib.sha256()
     for values in (tokens, documents):
