@@ -112,7 +112,7 @@ def liger_steps(shape: KdShape, device: torch.device) -> Iterator[float]:
             teacher_NE = teacher.model(input_ids=tokens_BT).last_hidden_state.flatten(0, 1)
         with autocast(device):
             hidden_ND = student.model(input_ids=tokens_BT).last_hidden_state.flatten(0, 1)
-            # Two dimensions: with three it takes all tokens for one chunk.
+            # Flatten to two dimensions: with three Liger takes all tokens for one chunk.
             answer: Tensor = fused(
                 hidden_ND.to(products_dtype(device)),
                 student.lm_head.weight,

@@ -43,7 +43,7 @@ MATRICES = (
 """The matrices of Qwen2.5-7B in Q4_K_M: name, type, rows and columns."""
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 CACHE_BYTES = 200 << 20
-"""Several times the L2 cache of any GPU."""
+"""Several times the size of any GPU's L2 cache."""
 
 
 def small_m_rows(

@@ -71,7 +71,7 @@ def unsatisfiable(claims: dict[str, Any], *, limit_s: float, agrees: int) -> Pro
 
 
 def main(reference: str) -> int:
-    # Harnesses and the tests' helpers are modules of the project.
+    # Harnesses and the tests' helpers are modules of the project, which the current folder holds.
     sys.path.insert(0, str(Path.cwd()))
     module, _, name = reference.partition(":")
     try:

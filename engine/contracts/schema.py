@@ -302,7 +302,7 @@ def almost_a_block(key: str) -> tuple[str, str] | None:
 
 
 def _spellings(key: str) -> set[str]:
-    """A word without case and separators, and its singulars."""
+    """Return a word without case and separators, and its singulars."""
     squashed = "".join(c for c in key.lower() if c.isascii() and c.isalnum())
     singulars = {squashed.removesuffix(end) for end in ("es", "s") if squashed.endswith(end)}
     return {squashed, *singulars} - {""}

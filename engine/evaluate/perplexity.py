@@ -69,7 +69,7 @@ class Perplexity:
     documents: tuple[DocumentLoss, ...]
     skipped: tuple[Skipped, ...]
     length: int
-    """Tokens of a row: the longer the context, the better the prediction."""
+    """Tokens per row: the longer the context, the better the prediction."""
     loss: Figure
     against: Figure | None
     difference: Figure | None

@@ -151,7 +151,8 @@ class CommandRun(Record, frozen=True, kw_only=True, tag_field="type", tag="comma
     stderr_sha256: Sha
     expect_exit: int | None = None
     expect_text: str = ""
-    """Text that a reproduction must print, fixed before it ran; empty when nothing is reproduced."""
+    """Text that the output must contain. It and `expect_exit` were given before the command ran; without either
+    the command reproduces nothing."""
     as_expected: bool | None = None
     """Whether the output met the expectation; None when there was no expectation."""
     started: StartedRun | UnsetType = UNSET
@@ -293,11 +294,11 @@ class Finding(Record, frozen=True, kw_only=True):
 
     @property
     def files(self) -> list[str]:
-        """The files of its bundle beside finding.json, by name."""
+        """The names of its bundle's files, except finding.json."""
         return [*self.derived, *(a.path for a in self.artifacts if a.kept)]
 
     def whys_of(self, id_: str) -> tuple[Node, ...]:
-        """The nodes that answer why `id_`, withdrawn ones too."""
+        """The nodes that explain `id_`, including withdrawn ones."""
         return tuple(node for node in self.nodes if id_ in node.why_of)
 
     def active_whys_of(self, id_: str) -> tuple[Node, ...]:
@@ -310,7 +311,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 Read = Callable[[str], bytes | None]
-"""The bytes of an artifact by its hash; None for one that was not copied."""
+"""Returns the bytes of an artifact by its hash; None for one that was not copied."""
 
 # finding.json as bytes
 
@@ -322,12 +323,12 @@ def now_utc(unix_s: float | None = None) -> str:
 
 
 def unix_of(utc: str) -> float:
-    """Seconds since 1970 of a time as findings have it."""
+    """Convert a UTC time of a finding to seconds since 1970."""
     return float(calendar.timegm(time.strptime(utc, "%Y-%m-%dT%H:%M:%SZ")))
 
 
 def to_bytes(finding: Finding) -> bytes:
-    """The one form in which a finding is written."""
+    """Serialise a finding in its canonical form."""
     return canonical(msgspec.to_builtins(finding))
 
 
@@ -341,8 +342,8 @@ def canonical(value: Any) -> bytes:
 
 
 def sealed(finding: Finding) -> Finding:
-    """The finding as it will be read again, with the seal that its content has. Raises BadInput for a
-    value that the schema does not allow."""
+    """Return the finding as it will be read back, with the seal of its content. Raises BadInput for a value
+    that the schema does not allow."""
     try:
         checked = msgspec.convert(msgspec.to_builtins(finding), Finding)
     except msgspec.ValidationError as error:
@@ -354,7 +355,7 @@ def sealed(finding: Finding) -> Finding:
 
 
 def load(raw: bytes, where: object) -> Finding:
-    """The finding in `raw`. Raises BadInput for one that is not exactly as the tool writes it."""
+    """Decode the finding in `raw`. Raises BadInput unless it is exactly as the tool writes it."""
     try:
         finding = msgspec.json.decode(raw, type=Finding)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -370,7 +371,7 @@ def load(raw: bytes, where: object) -> Finding:
 
 
 def check_form(finding: Finding, where: object) -> None:
-    """What the schema cannot say. Raises BadInput."""
+    """Check what the schema cannot express. Raises BadInput."""
 
     def refuse(expected: str, found: str) -> BadInput:
         return BadInput.expected("finding", where, expected, found)
@@ -387,7 +388,7 @@ def check_form(finding: Finding, where: object) -> None:
         raise refuse("README.md and plots alone to be made from it", odd[0])
     seen: set[str] = set()
     for node in finding.nodes:
-        # A node names only nodes before it, so there is no circle.
+        # A node refers only to earlier nodes, so there is no cycle.
         if unknown := [id_ for id_ in node.why_of if id_ not in seen]:
             raise refuse(f"{node.id} to be a why of nodes before it", ", ".join(unknown))
         seen.add(node.id)
@@ -408,5 +409,5 @@ def check_form(finding: Finding, where: object) -> None:
 
 
 def schema() -> bytes:
-    """The JSON schema, as it is published in finding.schema.json."""
+    """The JSON schema, as published in finding.schema.json."""
     return canonical(msgspec.json.schema(Finding))

@@ -348,7 +348,7 @@ def _command_opened(locator: CommandRun, piece: Piece) -> list[str]:
     return lines
 
 
-# What a person says
+# A person's statement
 
 
 def _statement_differences(locator: Statement, piece: Piece) -> Iterator[str]:

@@ -44,7 +44,7 @@ Point = tuple[float, float | None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     raw: bytes
-    """Without its newline."""
+    """The line without its newline."""
     unix_s: float
     event: AnyEvent
 

@@ -166,7 +166,7 @@ def effective_status(
     return node.status, ""
 
 
-# What evidence is good for
+# What evidence can prove
 
 
 def silence(evidence: Evidence) -> str:

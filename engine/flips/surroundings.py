@@ -2,8 +2,8 @@
 and the resources that the flip needs.
 
 Two experiments at once disturb each other's measurements. The lock is held on a file in the user's state
-folder for as long as the process lives, so a killed experiment leaves no lock behind. Not covered: other
-users, and work that is no experiment; the GPU readings in the runs' own logs show that.
+folder until the experiment ends, and the kernel releases it when the process dies. Not covered: other users,
+and work that is no experiment; the GPU readings in the runs' own logs show that.
 
 The resources are shown before a flip starts. If the source is a run, the numbers come from it: its median
 step, its start-up time, its predicted peak. If it is a spec, no times are known before the first pair, and
