@@ -37,7 +37,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 from fp32 ones by 2 % and bf16 gradients by 3 %, compiled or not.
 """
 SMALL = 1e-2
-"""Tensors below this share of the whole gradient's norm have their distance measured against that share."""
+"""A tensor whose norm is below this share of the whole gradient's has its distance measured against that
+share."""
 
 
 _Answers: TypeAlias = tuple[Tensor, list[Tensor]]

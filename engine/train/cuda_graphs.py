@@ -1,8 +1,8 @@
 """The student's layers, forward and backward, as two CUDA graphs.
 
-A forward pass of a small student is some 1,700 kernels of about ten microseconds each. Launched eagerly,
-each starts about a microsecond after the previous one has ended, and the host is busy throughout. A graph
-replays the same kernels with the same arguments in one call.
+A pass of a small student, forward and backward, is some 1,700 kernels of ten microseconds each. Launched
+eagerly, each starts about a microsecond after the previous one has ended, and the host is busy throughout.
+A graph replays the same kernels with the same arguments in one call.
 
 A captured graph uses fixed addresses:
 
