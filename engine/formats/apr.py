@@ -1,17 +1,17 @@
-"""Weights in an .apr file (APR v2), opened, checked and read.
+"""Opens, checks and reads weights in an .apr file (APR v2).
 
-Opening reads header, metadata and index, and no data.
-`get` reads one tensor into memory of its own. Before the first one is handed out the footer's CRC is compared
-with the whole file, so that a damaged file is refused and not half-used. A file without a footer has a
-warning instead.
+Opening reads header, metadata and index, but no data. `get` reads one tensor into its own memory.
+Before the first tensor is returned, the footer's CRC is compared with the whole file, so that a
+damaged file is refused instead of being partly used. A file without a footer gets a warning
+instead.
 
-What `get` answers, by the dtype in the index:
+The result of `get`, by the dtype in the index:
 
     F32 F16 BF16 F64 I32 I64 I8 U8   a tensor
-    Q4_K Q6_K                        a QuantTensor: the blocks are GGUF's, byte for byte. Where rows
-                                     are no multiple of 256 the last block of each is filled up;
-                                     such a tensor comes dequantized, as float32 of its own shape
-    APR_Q4 APR_Q8                    the format's own: dequantized, as float32
+    Q4_K Q6_K                        a QuantTensor: the blocks are GGUF's, byte for byte. If rows are
+                                     not a multiple of 256, the last block of each is padded; such a
+                                     tensor is dequantised, to float32 of its own shape
+    APR_Q4 APR_Q8                    types of this format only: dequantised, to float32
 
     APR_Q4: 32 values in 18 bytes: d as f16, then 16 bytes q; value 2i is d (low nibble of q[i]
             - 8), value 2i + 1 is d (high nibble - 8). Q4_0 has the same parts, but low nibbles are
@@ -19,9 +19,9 @@ What `get` answers, by the dtype in the index:
     APR_Q8: d as f32, then one i8 for each value: d q
 
 Tensors under `__training__.` are optimizer state: checked like the others, and left out of
-`tensors`. A file that was replaced or written to since it was opened is refused by the next `get`.
+`tensors`. A file that was replaced or modified after it was opened is refused by the next `get`.
 
-**The layout**, checked before anything trusts it:
+**The layout**, which is checked before anything relies on it:
 
     header, 64 bytes | metadata, JSON | tensor index | tensor data | CRC-32 of all before it
 
@@ -32,8 +32,8 @@ Tensors under `__training__.` are optimizer state: checked like the others, and 
     byte 12   u64  byte where metadata starts, 64
     byte 20   u32  bytes of metadata, without padding
 
-All little-endian. Sections and tensors start at multiples of 64 bytes, with zeros between. The
-footer's CRC is left out by some writers.
+Everything is little-endian. Sections and tensors start at multiples of 64 bytes, with zeros
+between. Some writers omit the footer's CRC.
 
     AP01  shorter than a header       AP06  dtype 8 or 9: two meanings    AP11  flag not supported
     AP02  another kind of file        AP07  shape and size disagree       AP12  it is safetensors
@@ -41,25 +41,24 @@ footer's CRC is left out by some writers.
     AP04  a CRC is wrong              AP09  metadata
     AP05  unknown dtype               AP10  index out of order
 
-AP09 is the metadata's (`engine.formats.apr_metadata`).
+AP09 comes from the metadata (`engine.formats.apr_metadata`).
 
-**The index**: names, dtypes, shapes and places, checked entry by entry.
+**The index** holds names, dtypes, shapes and positions, and is checked entry by entry.
 
     u16 bytes of name | name | u8 dtype | u8 dims | u64 each dim | u64 offset | u64 size
 
-Entries are sorted by the bytes of their names, and no two are equal. Offsets count from the start
-of the data and are multiples of 64; sizes are exact. Shapes are row-major, (out, in), as torch has
-them.
+Entries are sorted by the bytes of their names, which are unique. Offsets count from the start of
+the data and are multiples of 64; sizes are exact. Shapes are row-major, (out, in), as in torch.
 
-The dtypes are GGML's ids where both have the type, and others where they do not: 3, 6 and 7 are
-F64, I8 and U8 here and Q4_1, Q5_0 and Q5_1 there. 8 and 9 were once the format's own Q4 and Q8 and
-are Q8_0 and Q8_1 of GGML: such a file is refused until its user says which, and the sizes agree.
+The dtype ids are GGML's if both formats have the type. Other ids differ: 3, 6 and 7 are F64, I8 and
+U8 here and Q4_1, Q5_0 and Q5_1 in GGML. 8 and 9 were once this format's own Q4 and Q8 and are Q8_0
+and Q8_1 in GGML: such a file is refused until its user says which is meant, and the sizes agree.
 
 Sizes, for n values in rows of m:
 
     F32, F16, ...   n times the width
-    Q4_K, Q6_K      rows x ceil(m / 256) x 144 or 210: a row is filled up to whole blocks
-    APR_Q4          ceil(n / 32) x 18: blocks run on from row to row
+    Q4_K, Q6_K      rows x ceil(m / 256) x 144 or 210: each row is padded to whole blocks
+    APR_Q4          ceil(n / 32) x 18: blocks continue across rows
     APR_Q8          4 + n: one scale for the whole tensor; 0 for no values
 """
 
@@ -128,14 +127,14 @@ _TAIL = struct.Struct("<QQ")
 _ENTRY_LIMIT_BYTES = _HEAD.size + NAME_LIMIT_BYTES + _MIDDLE.size + 8 * DIMS_LIMIT + _TAIL.size
 
 PLAIN = ("F32", "F16", "BF16", "F64", "I32", "I64", "I8", "U8")
-"""Dtypes of which a value is a value."""
+"""Dtypes stored as plain values, without blocks."""
 DTYPE_IDS = {
     **{name: kind.ggml_id for name, kind in BLOCK_TYPES.items() if kind.in_apr},
     **{"F64": 3, "I32": 4, "I64": 5, "I8": 6, "U8": 7, "APR_Q4": 128, "APR_Q8": 129},
 }
 AMBIGUOUS = {8: ("APR_Q4", "Q8_0"), 9: ("APR_Q8", "Q8_1")}
-"""Legacy ids: the format's own meaning, and GGML's."""
-# Values and bytes of a block, for types whose blocks run along a row.
+"""Legacy ids: this format's own meaning, and GGML's."""
+# Values and bytes of a block, for types whose blocks do not cross rows.
 ROW_BLOCKS = {
     **{
         name: (kind.block_size, kind.block_bytes)
@@ -157,8 +156,8 @@ _READ_BYTES = 1 << 22
 class AprFile(WeightFile):
     """One .apr file.
 
-    `dtypes` settles the two dtype numbers that have two meanings (AP06): {8: "APR_Q4"} or
-    {8: "Q8_0"}, {9: "APR_Q8"}.
+    `dtypes` resolves the two dtype ids that have two meanings (AP06): {8: "APR_Q4"} or {8: "Q8_0"},
+    {9: "APR_Q8"}.
     """
 
     format = "apr"
@@ -196,7 +195,7 @@ class AprFile(WeightFile):
         self._verified = False
 
     def get(self, name: str) -> Tensor | QuantTensor:
-        """The tensor on the CPU; in memory of its own. `WeightsError`."""
+        """Return the tensor on the CPU, in its own memory. Raises `WeightsError`."""
         import torch
 
         info = self.tensors.get(name)
@@ -215,15 +214,19 @@ class AprFile(WeightFile):
         return values_E[: math.prod(info.shape)].view(info.shape)
 
     def config_dict(self) -> dict[str, Any]:
-        """What a Hugging Face `config.json` of this model says. Raises `WeightsError` AP09."""
+        """Return the content of a Hugging Face `config.json` of this model. Raises `WeightsError`
+        AP09.
+        """
         return read_config(self.path, self.metadata, self.tensors)
 
     def tokenizer_json(self) -> bytes | None:
-        """The `tokenizer.json` in the metadata; None, with the reason in `warnings`."""
+        """Return the `tokenizer.json` in the metadata; None, with the reason in `warnings`, if
+        there is none.
+        """
         return extract(self.metadata, self.path)
 
     def verify(self) -> None:
-        """Compares the footer's CRC, where there is one, with the whole file (AP04)."""
+        """Compare the footer's CRC, if there is one, with the whole file (AP04)."""
         if self._data_end == self._file_bytes:
             return
         import torch
@@ -270,7 +273,7 @@ class AprFile(WeightFile):
 
 
 def _blocks(flat: Tensor, info: TensorInfo) -> Tensor | QuantTensor:
-    """A tensor in blocks; dequantized where the last block of a row is filled up."""
+    """Return a block-quantised tensor; dequantised if the last block of a row is padded."""
     from engine.quant.tensor import QuantTensor
 
     kind = BLOCK_TYPES[info.dtype]
@@ -288,7 +291,7 @@ def _blocks(flat: Tensor, info: TensorInfo) -> Tensor | QuantTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AprHeader:
-    """A header whose sections lie inside the file in order."""
+    """A checked header: its sections are inside the file and in order."""
 
     flags: int
     tensor_count: int
@@ -301,17 +304,17 @@ class AprHeader:
 
 
 def align(count: int) -> int:
-    """`count` rounded up to the next multiple of 64."""
+    """Return `count` rounded up to the next multiple of 64."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def header_crc(raw: bytes) -> int:
-    """The CRC-32 of a header, which leaves out its own four bytes."""
+    """Return the CRC-32 of a header, without its own four bytes."""
     return zlib.crc32(raw[44:64], zlib.crc32(raw[:40]))
 
 
 def check_header(path: Path, start: bytes, file_bytes: int) -> AprHeader:
-    """The checked header of a file that begins with `start`. Raises `WeightsError`."""
+    """Return the checked header of a file that begins with `start`. Raises `WeightsError`."""
     kind = kind_of(start)
     if kind is Kind.SAFETENSORS:
         found = f"a safetensors file named {path.name}"
@@ -352,10 +355,10 @@ def check_header(path: Path, start: bytes, file_bytes: int) -> AprHeader:
 def check_extent(
     path: Path, header: AprHeader, tensors: Mapping[str, TensorInfo]
 ) -> tuple[int, int]:
-    """The byte after the padded data, where the footer is or the file ends; and the number of bytes
-    before it that belong to no tensor.
+    """Return the end of the padded data, where the footer is or the file ends, and the number of
+    bytes before it that belong to no tensor.
 
-    Raises `WeightsError` for overlapping tensors, a cut file and bytes after the footer.
+    Raises `WeightsError` for overlapping tensors, a truncated file and bytes after the footer.
     """
     end, before, unclaimed = header.data_start, "the index", 0
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
@@ -395,7 +398,7 @@ def _header_oddities(path: Path, minor: int, flags: int, reserved: bytes) -> Ite
 
 
 def _check_sections(path: Path, header: AprHeader) -> None:
-    """Header, metadata, index and data follow each other inside the file, each aligned."""
+    """Check that header, metadata, index and data follow each other inside the file, each aligned."""
     end = header.file_bytes
     if header.metadata_bytes > METADATA_LIMIT_BYTES:
         expected = f"at most {METADATA_LIMIT_BYTES:,} bytes of metadata"
@@ -420,9 +423,9 @@ def _check_sections(path: Path, header: AprHeader) -> None:
 def read_index(
     path: Path, header: AprHeader, raw: bytes, dtypes: Mapping[int, str]
 ) -> dict[str, TensorInfo]:
-    """The tensors in the bytes of an index, checked against the file's size.
+    """Return the tensors in the bytes of an index, checked against the file's size.
 
-    `dtypes` says what the ambiguous ids mean: {8: "APR_Q4"} or {8: "Q8_0"}. Raises `WeightsError`.
+    `dtypes` resolves the ambiguous ids: {8: "APR_Q4"} or {8: "Q8_0"}. Raises `WeightsError`.
     """
     tensors: dict[str, TensorInfo] = {}
     cursor = _Cursor(path=path, raw=raw, first_byte=header.index_start)
@@ -473,20 +476,22 @@ def read_index(
 
 
 def index_limit_bytes(header: AprHeader) -> int:
-    """How much to read for the index: its section, but no more than its entries can fill."""
+    """Return how much to read for the index: its section, but no more than its entries can fill."""
     return min(
         header.data_start - header.index_start, header.tensor_count * _ENTRY_LIMIT_BYTES + 64
     )
 
 
 def index_entry(name: bytes, dtype: str, shape: tuple[int, ...], offset: int, size: int) -> bytes:
-    """One tensor as the index holds it; the reverse of `read_index`."""
+    """Return the index entry of one tensor; the reverse of `read_index`."""
     head = _HEAD.pack(len(name)) + name + _MIDDLE.pack(DTYPE_IDS[dtype], len(shape))
     return head + struct.pack(f"<{len(shape)}Q", *shape) + _TAIL.pack(offset, size)
 
 
 def size_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor. Blocks run along a row and fill it up; those of APR_Q4 run through all."""
+    """Return the size of a tensor in bytes. Blocks do not cross rows, which are padded to whole
+    blocks; only those of APR_Q4 do.
+    """
     count = math.prod(shape)
     if dtype in PLAIN:
         return count * DTYPES[dtype][0] // 8
@@ -507,11 +512,11 @@ class _Cursor:
 
     @property
     def byte(self) -> int:
-        """Where in the file it stands."""
+        """The current position in the file."""
         return self.first_byte + self.at
 
     def take(self, form: struct.Struct, where: str) -> tuple[Any, ...]:
-        """The next fields, if all of their bytes are there."""
+        """Return the next fields, if all of their bytes exist."""
         if form.size > len(self.raw) - self.at:
             end = self.first_byte + len(self.raw)
             refuse(
@@ -528,7 +533,9 @@ def _quoted(raw: bytes) -> str:
 def _dtype(
     where: str, number: int, shape: tuple[int, ...], size: int, dtypes: Mapping[int, str]
 ) -> str:
-    """The name of a dtype's number. An ambiguous one needs the user's word and the right size."""
+    """Return the name of a dtype id. An ambiguous one requires the user's choice and the right
+    size.
+    """
     if number in _NAMES:
         return _NAMES[number]
     if number not in AMBIGUOUS:

@@ -1,6 +1,7 @@
-"""The metadata of an .apr file: JSON, one spelling for each thing, and the model's configuration.
+"""The metadata of an .apr file: JSON with canonical keys, and the model's configuration and
+tokenizer.
 
-Writers spell the same number in several ways. Each alias is folded into its canonical key:
+Writers use several names for the same number. Each alias is mapped to its canonical key:
 
     canonical                  aliases                                    config.json
     hidden_size                hidden_dim d_model n_embd                  as canonical
@@ -12,28 +13,28 @@ Writers spell the same number in several ways. Each alias is folded into its can
     max_position_embeddings    max_seq_len context_length n_ctx           as canonical
     rms_norm_eps               layer_norm_eps norm_eps                    as canonical
 
-A canonical key that is null gives way to its alias; where both have a value the canonical one
-counts and a warning names both. Training checkpoints have keys twice: the last value counts, with a
-warning. Keys nobody knows are kept. `model_type`, `total_size`, `param_count` and the three of
-provenance (`license`, `data_source`, `data_license`, null where unknown) are always written.
+If a canonical key is null, its alias is used; if both have a value, the canonical one is used and a
+warning names both. Training checkpoints have duplicate keys: the last value is used, with a
+warning. Unknown keys are kept. `model_type`, `total_size`, `param_count` and the three provenance
+keys (`license`, `data_source`, `data_license`, null if unknown) are always written.
 
-A canonical set of keys cannot say all that a config.json does, so files written here hold the whole
-of it under `hf_config`, and a file in which the two disagree is refused (AP09).
+The canonical keys cannot express a whole config.json, so files written here contain all of it under
+`hf_config`, and a file in which the two disagree is refused (AP09).
 
-**The tokenizer.** Other readers of the format know tables, and rebuild a byte-level BPE from them:
+**The tokenizer.** Other readers of the format use tables, from which they rebuild a byte-level BPE:
 
     tokenizer.vocabulary    the text of each id          tokenizer.merges      "left right", by rank
-    tokenizer.token_type    a number for each id         tokenizer.pre_type    how text is cut first
+    tokenizer.token_type    a number for each id         tokenizer.pre_type    the pre-tokenizer
     tokenizer.bos_token_id, tokenizer.eos_token_id       tokenizer.vocab_size
 
-Tables lose what they have no column for (a normalizer, added tokens that strip spaces), so a file
-written here has them for others and the `tokenizer.json` itself, byte for byte, under one more key:
-deflated, because its text would come close to the 16 MiB that metadata may have. A file of another
-writer gives a `tokenizer.json` made from its tables when they say everything that ids depend on:
-which tokens are special, and how text is cut. If not it gives none, and says why: ids that are
-nearly right are worse than none.
+Tables lose what they have no column for (a normalizer, added tokens that strip spaces). So a file
+written here has the tables for other readers and the `tokenizer.json` itself, byte for byte, under
+one more key. It is deflated, because its text would come close to the metadata limit of 16 MiB. For
+a file of another writer a `tokenizer.json` is built from its tables, if they contain everything
+that ids depend on: which tokens are special, and the pre-tokenizer. Otherwise there is none, with a
+warning that gives the reason: nearly correct ids are worse than none.
 
-No torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ from engine.models.families import FAMILIES, HEAD
 METADATA_LIMIT_BYTES = limits.APR_METADATA.most
 HF_CONFIG = "hf_config"
 ROPE_HALVES = 2
-"""`rope_type` of a reader that turns x[i] with x[i + half], as Hugging Face's models do."""
+"""`rope_type` of a reader that rotates x[i] with x[i + half], as Hugging Face's models do."""
 
 ALIASES = {
     "hidden_size": ("hidden_dim", "d_model", "n_embd"),
@@ -72,7 +73,7 @@ ALIASES = {
     "max_position_embeddings": ("max_seq_len", "context_length", "n_ctx"),
     "rms_norm_eps": ("layer_norm_eps", "norm_eps"),
 }
-# Canonical key -> that of a config.json.
+# Canonical key -> key of a config.json.
 _CONFIG_KEYS = {
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -100,12 +101,12 @@ _LIMIT_BYTES = limits.TOKENIZER_FILE.most
 def refuse(
     code: str, where: object, expected: str, found: str, hint: str | None = None
 ) -> NoReturn:
-    """Raises the `WeightsError` for an .apr file."""
+    """Raise the `WeightsError` for an .apr file."""
     raise WeightsError.expected(f"{code} apr", where, expected, found, hint=hint)
 
 
 def read_metadata(path: Path, raw: bytes, first_byte: int) -> tuple[dict[str, Any], list[str]]:
-    """The metadata with its aliases folded, and warnings. Raises `WeightsError` AP09."""
+    """Return the metadata with canonical keys, and warnings. Raises `WeightsError` AP09."""
     twice: list[str] = []
     found = parse_object(raw, "apr metadata", path, first_byte=first_byte, code="AP09", twice=twice)
     odd = [f"{path}: metadata key {json.dumps(key)} twice, the last counts" for key in twice]
@@ -128,10 +129,10 @@ def read_metadata(path: Path, raw: bytes, first_byte: int) -> tuple[dict[str, An
 def read_config(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
-    """What a Hugging Face `config.json` of the model says. Raises `WeightsError` AP09.
+    """Return the content of a Hugging Face `config.json` of the model. Raises `WeightsError` AP09.
 
-    Made from the canonical keys when the file was not written here; whether the head is tied is
-    then what the tensors say.
+    It is built from the canonical keys if the file has no `hf_config`; whether the head is tied is
+    then read from `tied_embeddings`, or else from the tensors.
     """
     said = {
         hf: _as_decimal(value)
@@ -161,10 +162,10 @@ def build_metadata(
     parameters: int,
     quantization: Mapping[str, Any] | None,
 ) -> bytes:
-    """The metadata of a new file as JSON. Raises `WeightsError`.
+    """Return the metadata of a new file as JSON. Raises `WeightsError`.
 
-    What is computed here is not taken from `extra`: the canonical keys with their aliases, the
-    configuration, sizes, and the tokenizer where one is given.
+    Values that are computed here are not taken from `extra`: the canonical keys with their aliases,
+    the configuration, sizes, and the tokenizer if one is given.
     """
     computed: dict[str, Any] = {
         "model_type": config.get("model_type"),
@@ -199,7 +200,7 @@ def build_metadata(
     try:
         raw = json.dumps(found, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
-        # NaN, a lone surrogate, a value that JSON has no form for.
+        # NaN, a lone surrogate, or a value that JSON cannot represent.
         raise WeightsError.expected("apr metadata", "to write", "JSON", str(error)) from error
     if len(raw) > METADATA_LIMIT_BYTES:
         expected = f"at most {METADATA_LIMIT_BYTES:,} bytes"
@@ -234,8 +235,9 @@ def _config_of(
 
 
 def _as_decimal(value: Any) -> Any:
-    """A real that is an fp32 number exactly, as the decimal that was meant: 1e-6 and not
-    9.999999974752427e-07."""
+    """Return a float that is exactly an fp32 number as its shortest decimal: 1e-6 and not
+    9.999999974752427e-07.
+    """
     if type(value) is not float or not 0 < abs(value) < LARGEST_REAL:
         return value
     return (
@@ -256,16 +258,17 @@ def _first(found: object) -> object:
 
 
 def _same(one: object, other: object) -> bool:
-    """Equal, or equal as the fp32 numbers that other writers store."""
+    """Whether two values are equal, or equal as the fp32 numbers that other writers store."""
     if isinstance(one, int | float) and isinstance(other, int | float):
         return math.isclose(one, other, rel_tol=1e-6)
     return one == other
 
 
 def embed(tokenizer_json: bytes) -> dict[str, Any]:
-    """The metadata keys for a `tokenizer.json`: its bytes, and tables if it is a byte-level BPE.
+    """Return the metadata keys for a `tokenizer.json`: its bytes, and tables if it is a byte-level
+    BPE.
 
-    Raises `TokenizerError` for bytes that are no such file.
+    Raises `TokenizerError` if the bytes are not such a file.
     """
     try:
         record = json.loads(tokenizer_json.decode())
@@ -300,7 +303,9 @@ def embed(tokenizer_json: bytes) -> dict[str, Any]:
 
 
 def unsupported(metadata: Mapping[str, Any], path: Path) -> list[str]:
-    """Why the metadata gives no `tokenizer.json`, as one warning; nothing when it does."""
+    """Return a warning that says why the metadata gives no `tokenizer.json`; an empty list if it
+    does.
+    """
     missing = [key for key in (MERGES, TOKEN_TYPES) if key not in metadata]
     pre = _pre_type(metadata)
     if EXACT in metadata:
@@ -317,9 +322,9 @@ def unsupported(metadata: Mapping[str, Any], path: Path) -> list[str]:
 
 
 def extract(metadata: Mapping[str, Any], path: Path) -> bytes | None:
-    """The `tokenizer.json` that the metadata holds; None where `unsupported` says why.
+    """Return the `tokenizer.json` in the metadata; None in the cases that `unsupported` reports.
 
-    Raises `WeightsError` AP09 where it is damaged.
+    Raises `WeightsError` AP09 if it is damaged.
     """
     if EXACT in metadata:
         return _exact(metadata[EXACT], path)
@@ -346,14 +351,16 @@ def extract(metadata: Mapping[str, Any], path: Path) -> bytes | None:
 
 
 def _pre_type(metadata: Mapping[str, Any]) -> Any:
-    """How text is cut, by its name; from the architecture where the file does not say."""
+    """Return the name of the pre-tokenizer; from the architecture if the file has none."""
     said = metadata.get(PRE_TYPE)
     family = FAMILIES.get(str(metadata.get("architecture")))
     return family.pre_tokenizer if said is None and family is not None else said
 
 
 def _are_ids(texts: Mapping[Any, object]) -> bool:
-    """Integers from 0 with few gaps, so that a list by id is no larger than what it is made of."""
+    """Whether the keys are integers from 0 with few gaps, so that a list by id stays in proportion
+    to its input.
+    """
     return all(type(i) is int and 0 <= i < 2 * len(texts) + 1024 for i in texts)
 
 
@@ -364,7 +371,9 @@ def _kind(texts: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], i: i
 
 
 def _splits(pre_tokenizer: object) -> tuple[str, ...]:
-    """The expressions of a pre-tokenizer that cuts and then spells bytes, as all rows here do."""
+    """Return the regular expressions of a pre-tokenizer that splits text and then encodes bytes, as
+    all rows here do.
+    """
     parts = pre_tokenizer.get("pretokenizers") if isinstance(pre_tokenizer, dict) else None
     patterns = [
         part.get("pattern")
@@ -389,7 +398,7 @@ def _exact(packed: object, path: Path) -> bytes:
 
 
 def _tokens(metadata: Mapping[str, Any], path: Path) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Token -> id, and the tokens that are looked for in text before it is cut."""
+    """Return token -> id, and the added tokens, which are matched in text before it is split."""
     texts, kinds = metadata[VOCABULARY], metadata[TOKEN_TYPES]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         refuse("AP09", path, f"{VOCABULARY} to be a list of texts", f"{texts!r:.40}")

@@ -1,5 +1,5 @@
-"""Writes an .apr file (`engine.formats.apr` draws the layout) in one pass over its tensors, whole or not
-at all. Tensors keep the order they come in, the index is sorted by name.
+"""Writes an .apr file (layout: `engine.formats.apr`) in one pass over its tensors, completely or
+not at all. Tensors keep the order they come in; the index is sorted by name.
 
     a tensor of F32 F16 BF16 F64 I32 I64 I8 U8     its values, row-major
     a QuantTensor of Q4_K or Q6_K                  its blocks, byte for byte
@@ -55,12 +55,12 @@ def write_apr(
     tokenizer_json: bytes | None,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Writes a new file, and returns with it on the disk.
+    """Write a new file, and return when it is safe on disk.
 
-    `config` is a Hugging Face config.json; `metadata` holds further top-level keys (`name`,
-    `license`, `data_source`, `data_license`, ...; `rope_type` is 2 unless it is there), of which
-    those that the file computes are not taken. An existing file is refused and stays as it is.
-    Raises `WeightsError`, `TokenizerError`, `DiskFull`.
+    `config` is a Hugging Face config.json. `metadata` holds further top-level keys (`name`,
+    `license`, `data_source`, `data_license`, ...; `rope_type` is 2 by default); keys that the file
+    computes are ignored. An existing file is refused and stays unchanged. Raises `WeightsError`,
+    `TokenizerError`, `DiskFull`.
     """
     path = Path(path)
     tokenizer = {} if tokenizer_json is None else embed(tokenizer_json)
@@ -102,7 +102,7 @@ def _add_tensors(data: TensorData, tensors: Iterable[tuple[str, Tensor | QuantTe
 
 
 def _raw(where: str, tensor: Tensor | QuantTensor) -> tuple[str, memoryview]:
-    """The dtype's name in the index, and the bytes in host memory."""
+    """Return the dtype's name in the index, and the bytes in host memory."""
     from engine.quant.tensor import QuantTensor
 
     if isinstance(tensor, QuantTensor):
@@ -120,7 +120,7 @@ def _raw(where: str, tensor: Tensor | QuantTensor) -> tuple[str, memoryview]:
 
 
 def _quantization(written: Mapping[str, Placed]) -> dict[str, Any] | None:
-    """What the metadata says of the blocks that most of the quantized bytes are in."""
+    """Return the metadata about quantisation, from the block type with the most bytes."""
     blocks: Counter[str] = Counter()
     for one in written.values():
         if one.dtype in _BLOCKS:
@@ -137,7 +137,7 @@ def _quantization(written: Mapping[str, Placed]) -> dict[str, Any] | None:
 
 
 def _head(metadata: bytes, written: Mapping[str, Placed], has_tokenizer: bool) -> bytes:
-    """Everything before the data: header, metadata and index, each padded to 64."""
+    """Return everything before the data: header, metadata and index, each padded to 64 bytes."""
     index = b"".join(
         index_entry(name.encode(), one.dtype, one.shape, one.offset, one.bytes)
         for name, one in sorted(written.items(), key=lambda item: item[0].encode())

@@ -1,14 +1,14 @@
-"""Weights in GGUF: one file, or the parts of a split one, opened, checked and read.
+"""Opens, checks and reads weights in GGUF: one file, or all parts of a split one.
 
-A split model is `name-00001-of-00003.gguf` and its siblings; any part may be named, and
-all are opened. Each part says which it is (`split.no`, from 0) and how many there are, and holds
-tensors of its own; configuration and tokenizer are in the first. A part that is missing, or is not
-the part that its name says, is refused by name (GG19).
+A split model is `name-00001-of-00003.gguf` and its siblings; any part may be given, and all are
+opened. Each part states its number (`split.no`, from 0) and the number of parts, and has its own
+tensors; configuration and tokenizer are in the first. A part that is missing, or whose number does
+not match its name, is refused by name (GG19).
 
-`get` answers float types as torch tensors, block types as `QuantTensor`, in memory of their own. A file that is
-cut short, replaced or written to after its header was read is refused (GG16).
+`get` returns float types as torch tensors and block types as `QuantTensor`, in their own memory. A
+file that is truncated, replaced or modified after its header was read is refused (GG16).
 
-**The header** is read and checked before anything trusts it:
+**The header** is read and checked before anything relies on it:
 
     byte 0      4 bytes   "GGUF"
     byte 4      u32       version, 2 or 3 (3 allows big-endian files, which are refused here)
@@ -19,12 +19,12 @@ cut short, replaced or written to after its header was read is refused (GG16).
     then        data      from the next multiple of `general.alignment` (32 when absent); offsets
                           count from here, and each is a multiple of the alignment
 
-All little-endian. A string is a u64 length and UTF-8 without a NUL; an array is a u32 element type,
-a u64 count and the elements. ne[0] is the contiguous dimension, so a shape in torch order is `ne`
-reversed.
+Everything is little-endian. A string is a u64 length and UTF-8 without a terminating NUL; an array
+is a u32 element type, a u64 count and the elements. ne[0] is the contiguous dimension, so a shape
+in torch order is `ne` reversed.
 
-Every length is compared with the bytes that are left, as `length <= size - at`, before a step is
-taken or anything is allocated. What can be wrong has a code:
+Every length is compared with the bytes that are left, as `length <= size - at`, before the position
+advances or anything is allocated. Each possible error has a code:
 
     GG01 not a GGUF file        GG07 string longer than file    GG13 dimension of zero
     GG02 header cut short       GG08 array: length, type        GG14 tensor name
@@ -35,9 +35,9 @@ taken or anything is allocated. What can be wrong has a code:
     GG19 parts of a split file
 
 A file with 152 thousand tokens opens in a fraction of a second because arrays stay bytes until they
-are asked for. Not covered: values of tensors.
+are used. Not covered: values of tensors.
 
-A tensor in the header, and whether its data is in the file:
+An entry of the tensor table:
 
     name      u64 length, UTF-8; 1 to 63 bytes
     n_dims    u32, 1 to 4
@@ -45,9 +45,10 @@ A tensor in the header, and whether its data is in the file:
     type      u32, the id of a block type
     offset    u64, from the start of the data, a multiple of the alignment
 
-Sizes are computed with Python's integers, which cannot overflow, and refused where those of another
-reader would: above 2^63 - 1. A tensor lies in the file if `offset <= room` and `bytes <= room -
-offset`; the sum `offset + bytes` is never formed from unchecked numbers.
+Sizes are computed with Python's integers, which cannot overflow, and refused above 2^63 - 1, where
+another reader's would. A tensor is inside the file if `offset <= room` and `bytes <= room -
+offset`, where `room` is the size of the data; the sum `offset + bytes` is never formed from
+unchecked numbers.
 """
 
 from __future__ import annotations
@@ -92,29 +93,32 @@ if TYPE_CHECKING:
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 SMALLEST_ALIGNMENT = 8
-"""Smaller powers of two are not allowed by the specification; with it, floats lie aligned."""
+"""The specification does not allow smaller powers of two; with this one, floats are aligned."""
 MAX_TENSORS = 65_536
 MAX_PAIRS = 65_536
 
 _HEADER_BYTES = 24
-# The smallest pair: a key of one byte and a value of one byte. The smallest tensor: one of each.
+# The smallest pair has a key of one byte and a value of one byte; the smallest tensor has a name of
+# one byte and one dimension.
 _PAIR_BYTES = 8 + 1 + 4 + 1
 _TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 MAX_DIMS = 4
 MAX_NAME_BYTES = 63
 LARGEST = 2**63 - 1
-"""Of counts and sizes: what a signed 64-bit integer of torch or of the system can hold."""
+"""Limit of counts and sizes: the largest signed 64-bit integer, as torch and the system use."""
 
 PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class GgufFile(WeightFile):
-    """A model with the names of llama.cpp (`blk.0.attn_q.weight`). Made by `open_gguf`."""
+    """A model with llama.cpp's tensor names (`blk.0.attn_q.weight`). Created by `open_gguf`."""
 
     format = "gguf"
     convention = "gguf"
     metadata: GgufMetadata
-    """Every key/value pair of the (first) file; the chat template is under `tokenizer.chat_template`."""
+    """Every key/value pair of the (first) file; the chat template is under
+    `tokenizer.chat_template`.
+    """
 
     def __init__(self, path: Path, headers: list[GgufHeader]) -> None:
         self.path = path
@@ -133,7 +137,7 @@ class GgufFile(WeightFile):
         }
 
     def get(self, name: str) -> torch.Tensor | QuantTensor:
-        """The tensor on the CPU, in memory of its own: writes never reach the file."""
+        """Return the tensor on the CPU, in its own memory: writes never reach the file."""
         import torch
 
         from engine.quant.tensor import QuantTensor
@@ -153,21 +157,22 @@ class GgufFile(WeightFile):
         return QuantTensor(blocks=blocks, type=kind, shape=info.shape)
 
     def config_dict(self) -> dict[str, Any]:
-        """What a Hugging Face `config.json` of this model says. GG17 for another architecture.
+        """Return the content of a Hugging Face `config.json` of this model. Raises GG17 for another
+        architecture.
 
-        The scaled rotary positions of Llama 3.1 are not in it: they are the tensor
-        `rope_freqs.weight`.
+        It does not contain the RoPE scaling of Llama 3.1, which is the tensor `rope_freqs.weight`.
         """
         return read_config(self.metadata, self.tensors)
 
     def tokenizer_json(self) -> bytes | None:
-        """A `tokenizer.json` that gives the ids of this file; None, with the reason in `warnings`,
-        for a kind of tokenizer that is not supported."""
+        """Return a `tokenizer.json` that gives the ids of this file; None, with the reason in
+        `warnings`, if the kind of tokenizer is not supported.
+        """
         return build_tokenizer_json(self.metadata)
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """Opens a GGUF file, or any part of a split one, and checks every header. `WeightsError`."""
+    """Open a GGUF file, or any part of a split one, and check every header. Raises `WeightsError`."""
     path = Path(path)
     header = read_gguf_header(path)
     count = _split_number(header, "split.count", 1)
@@ -177,7 +182,7 @@ def open_gguf(path: str | Path) -> GgufFile:
 
 
 def _open_parts(path: Path, opened: GgufHeader, count: int) -> list[GgufHeader]:
-    """The headers of all parts, in order."""
+    """Return the headers of all parts, in order."""
     match = PART.fullmatch(path.name)
     if match is None or int(match["count"]) != count:
         expected = f"a name that ends in -00001-of-{count:05}.gguf, part {count} being the last"
@@ -206,7 +211,7 @@ def _open_parts(path: Path, opened: GgufHeader, count: int) -> list[GgufHeader]:
 
 def _split_number(header: GgufHeader, key: str, absent: int | None) -> int:
     found = header.metadata.get(key, absent)
-    # Names have five digits for it.
+    # File names have five digits for it.
     if type(found) is not int or not 0 <= found <= 99_999:
         refuse(
             "GG19",
@@ -230,7 +235,7 @@ def _merged(headers: list[GgufHeader]) -> dict[str, TensorInfo]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """A checked header: the data of every tensor lies within the file, and no two overlap."""
+    """A checked header: the data of every tensor is inside the file, and no two overlap."""
 
     path: Path
     version: int
@@ -240,13 +245,13 @@ class GgufHeader:
     data_start: int
     file_bytes: int
     identity: tuple[int, ...] = ()
-    """Of the file that was read, as `engine.formats.weights` compares it."""
+    """Identity of the file that was read, as `engine.formats.weights` compares it."""
     unclaimed_bytes: int
-    """Bytes of the data section that no tensor holds and alignment does not explain."""
+    """Bytes of the data section that belong to no tensor and are not alignment padding."""
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
-    """Reads and checks the header of one file; no tensor data is read. Raises `WeightsError`."""
+    """Read and check the header of one file; no tensor data is read. Raises `WeightsError`."""
     path = Path(path)
     with open_regular(path, "gguf") as file:
         identity = identity_of(file.fileno())
@@ -265,7 +270,7 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
 
 
 def parse_header(data: bytes | mmap.mmap, path: Path) -> GgufHeader:
-    """The header of a file with the content `data`; nothing of `data` is kept."""
+    """Return the header of a file with the content `data`, without keeping a reference to `data`."""
     size = len(data)
     if data[:4] != b"GGUF":
         refuse("GG01", f"{path} @0", "the magic GGUF", f"{data[:4]!r}")
@@ -346,7 +351,9 @@ def _alignment(metadata: GgufMetadata) -> int:
 
 
 def read_tensor(cursor: Cursor) -> tuple[int, TensorInfo]:
-    """Where one entry of the tensor table is, and the tensor, `start` still being its offset."""
+    """Return the position of an entry of the tensor table, and the tensor, with `start` still
+    relative to the data.
+    """
     at, path = cursor.at, cursor.path
     length = cursor.u64("GG14", "the length of a tensor's name")
     if not 1 <= length <= MAX_NAME_BYTES:
@@ -372,7 +379,7 @@ def read_tensor(cursor: Cursor) -> tuple[int, TensorInfo]:
         expected = f"rows of a multiple of {kind.block_size} for {kind.name}"
         refuse("GG15", where, expected, f"rows of {ne[0]:,}")
     data_bytes = math.prod(ne[1:]) * row_bytes(kind, ne[0])
-    # So that rounding it up to the alignment cannot leave 63 bits either.
+    # So that rounding it up to the alignment cannot exceed 63 bits either.
     if data_bytes > LARGEST - 2**32:
         refuse("GG15", where, "fewer than 2^63 bytes", f"{ne} of {kind.name}: {data_bytes:.3g}")
     return at, TensorInfo(
@@ -386,7 +393,7 @@ def read_tensor(cursor: Cursor) -> tuple[int, TensorInfo]:
 
 
 def placed(info: TensorInfo, data_start: int, alignment: int, size: int) -> TensorInfo:
-    """The tensor with its offset as a position in the file."""
+    """Return the tensor with its offset converted to a position in the file."""
     where = f"{info.file}, tensor {quoted(info.name)}"
     if info.start % alignment:
         refuse("GG16", where, f"an offset that is a multiple of {alignment}", f"{info.start:,}")
@@ -401,7 +408,9 @@ def placed(info: TensorInfo, data_start: int, alignment: int, size: int) -> Tens
 def unclaimed_bytes(
     path: Path, tensors: dict[str, TensorInfo], data_start: int, alignment: int, size: int
 ) -> int:
-    """Refuses a byte in two tensors; answers how many, padding apart, are in none."""
+    """Refuse overlapping tensors, and return the number of bytes, apart from padding, that belong
+    to none.
+    """
     end, before, unclaimed = data_start, "the header", 0
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
         if info.start < end:

@@ -1,4 +1,4 @@
-"""The configuration of a model, between GGUF metadata and a Hugging Face `config.json`.
+"""Converts a model's configuration between GGUF metadata and a Hugging Face `config.json`.
 
     GGUF, after `<architecture>.`          config.json
     block_count                            num_hidden_layers
@@ -13,18 +13,18 @@
     rope.scaling.*                         rope_parameters          (linear, yarn)
     tokenizer.ggml.{bos,eos,padding}_token_id   bos_token_id, eos_token_id, pad_token_id
 
-Not in the metadata: whether the head is tied (there is no `output.weight`) and how many tokens
-there are (the rows of `token_embd.weight`). Llama 3.1's scaled rotary positions are a tensor,
-`rope_freqs.weight`; whoever loads the model turns it into numbers.
+Not in the metadata: whether the head is tied (then there is no `output.weight`) and the vocabulary
+size (the rows of `token_embd.weight`). Llama 3.1's RoPE scaling is a tensor, `rope_freqs.weight`;
+the model loader converts it to numbers.
 
-GGUF stores reals as fp32. 1e-6 comes back as 9.99999997e-07; `read_config` answers with the
-shortest decimal that is the same fp32 number, so a configuration survives the way there and back.
+GGUF stores reals as fp32, so 1e-6 is read as 9.99999997e-07. `read_config` returns the shortest
+decimal that is the same fp32 number, so a configuration survives the round trip.
 
-An architecture is a row of `engine.models.families`. Another one is refused by name (GG17), and so is
-a mixture of experts under the name `llama`.
+An architecture is a row of `engine.models.families`. Others are refused by name (GG17), and so is a
+mixture of experts under the name `llama`.
 
-**The vocabulary**: whether the arrays of tokens fit each other and the embedding. Only types and counts are
-looked at, which takes no time; texts are read by `engine.formats.gguf_tokenizer`.
+**The vocabulary** check compares the token arrays with each other and with the embedding. It looks
+only at types and counts, which takes no time; `engine.formats.gguf_tokenizer` reads the texts.
 
     tokenizer.ggml.tokens         STRING    one text for each row of `token_embd.weight`
     tokenizer.ggml.token_type     INT32     one for each token: see `TokenType`
@@ -32,7 +32,7 @@ looked at, which takes no time; texts are read by `engine.formats.gguf_tokenizer
     tokenizer.ggml.merges         STRING    "left right", in order of rank
     tokenizer.ggml.*_token_id     UINT32    the id of a token with a role
 
-No torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ TOKEN_TYPES = "tokenizer.ggml.token_type"
 SCORES = "tokenizer.ggml.scores"
 MERGES = "tokenizer.ggml.merges"
 ENDS = ("eos", "eot", "eom")
-"""Roles of tokens that end a text; the first is the one a model is asked to stop at."""
+"""Roles of tokens that end a text; the first is the model's default stop token."""
 
 _ELEMENTS = {
     TOKENS: ValueType.STRING,
@@ -87,14 +87,16 @@ class TokenType(IntEnum):
     CONTROL = 3
     """Special: `<|im_start|>`."""
     USER_DEFINED = 4
-    """Found in text before it is split, but not special."""
+    """Matched in text before it is split, but not special."""
     UNUSED = 5
-    """Fills a row of the embedding that no token has: `[PAD151937]`."""
+    """Fills a row of the embedding that belongs to no token: `[PAD151937]`."""
     BYTE = 6
 
 
 def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """What a Hugging Face `config.json` of this model says. Raises `WeightsError` GG17, GG18."""
+    """Return the content of a Hugging Face `config.json` of this model. Raises `WeightsError` GG17,
+    GG18.
+    """
     family = _family(metadata)
     reader = _Reader(metadata, family.name)
     config: dict[str, Any] = {
@@ -129,9 +131,9 @@ def read_config(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> di
 
 
 def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufValue]:
-    """The metadata that says what a `config.json` says; `where` names it in errors.
+    """Return the metadata for a `config.json`; `where` names it in errors.
 
-    Each number is checked for its kind, and none against the others: they are those of a model
+    Each number is checked for its type, but not against the others, because they come from a model
     that runs.
     """
     arch = config.get("model_type")
@@ -184,21 +186,21 @@ def config_metadata(config: Mapping[str, Any], where: object) -> dict[str, GgufV
 
 
 def shortest_decimal(real: float) -> float:
-    """The number of fewest digits that is stored as the same fp32 number."""
+    """Return the number with the fewest digits that is stored as the same fp32 number."""
     stored = struct.pack("<f", real)
     shorter = (float(f"{real:.{digits}g}") for digits in range(1, 9))
     return next((one for one in shorter if struct.pack("<f", one) == stored), real)
 
 
 def uint32(number: Any, key: str, where: object) -> GgufValue:
-    """A count or an id to write, as the type that other readers insist on."""
+    """Return a count or an id to write, in the type that other readers require."""
     if type(number) is not int or not 0 <= number < 2**32:
         _refuse_config(where, f"{key} from 0 to 2^32 - 1", number)
     return GgufValue(ValueType.UINT32, number)
 
 
 class _Reader:
-    """Values of one architecture, each checked for its kind. Raises `WeightsError` GG17."""
+    """Reads values of one architecture, each checked for its type. Raises `WeightsError` GG17."""
 
     def __init__(self, metadata: GgufMetadata, arch: str) -> None:
         self.metadata = metadata
@@ -208,7 +210,7 @@ class _Reader:
         return self.metadata.get(f"{self.arch}.{key}")
 
     def count(self, key: str, absent: int | None = None) -> int:
-        """An integer from 1; one for each layer is taken when all are the same."""
+        """Return a positive integer; a list with one value per layer is accepted if all are equal."""
         found = self.get(key)
         if isinstance(found, list) and len(set(found)) == 1:
             found = found[0]
@@ -246,7 +248,7 @@ def _family(metadata: GgufMetadata) -> Family:
 
 
 def _rope_scaling(reader: _Reader, head_dim: int) -> dict[str, Any]:
-    """What `rope_parameters` says beside the base."""
+    """Return the fields of `rope_parameters` other than the base."""
     kind = reader.get("rope.scaling.type")
     found: dict[str, Any] = {"rope_type": "default"}
     if kind in ("linear", "yarn"):
@@ -265,7 +267,9 @@ def _rope_scaling(reader: _Reader, head_dim: int) -> dict[str, Any]:
 
 
 def _vocab_size(reader: _Reader, tensors: Mapping[str, TensorInfo]) -> int:
-    """Rows of the embedding; what the metadata says only where there is none."""
+    """Return the number of rows of the embedding; the metadata is used only if there is no
+    embedding.
+    """
     if EMBEDDING.gguf in tensors:
         return tensors[EMBEDDING.gguf].shape[0]
     tokens = reader.metadata.entry(TOKENS)
@@ -282,7 +286,7 @@ def _refuse_config(where: object, expected: str, found: object) -> NoReturn:
 
 
 def check_vocabulary(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """Refuses tokenizer arrays of a wrong type or length (GG08, GG18); answers warnings."""
+    """Refuse tokenizer arrays of a wrong type or length (GG08, GG18); return warnings."""
     for key, element in _ELEMENTS.items():
         entry = metadata.entry(key)
         if entry is not None and entry.element is not element:
@@ -318,7 +322,7 @@ def check_vocabulary(metadata: GgufMetadata, tensors: Mapping[str, TensorInfo]) 
 
 
 def token_id(metadata: GgufMetadata, name: str) -> int | None:
-    """The id of a token with a role: bos, eos, padding. None when it has no token."""
+    """Return the id of a token with a role: bos, eos, padding. None if there is no such token."""
     found = metadata.get(f"tokenizer.ggml.{name}_token_id")
     tokens = metadata.entry(TOKENS)
     fits = _is_token(found, tokens.count if tokens is not None else 2**31)

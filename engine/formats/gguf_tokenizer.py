@@ -1,8 +1,10 @@
-"""A byte-level BPE tokenizer, between GGUF metadata and a `tokenizer.json`.
+"""Converts a byte-level BPE tokenizer between GGUF metadata and a `tokenizer.json`.
 
-Both hold the tokens and the merges. How text is cut before bytes are merged is a list of regular
-expressions in a `tokenizer.json` and a name in GGUF, `tokenizer.ggml.pre`; the names known here are
-the rows of `engine.formats.tokenizer.PRE_TOKENIZERS`. Each expression cuts the parts that the one before it made.
+Both contain the tokens and the merges. The pre-tokenizer, which splits text before bytes are
+merged, is a list of regular expressions in a `tokenizer.json` and a name in GGUF,
+`tokenizer.ggml.pre`. The names known here are the rows of
+`engine.formats.tokenizer.PRE_TOKENIZERS`. Each expression splits the parts that the one before it
+made.
 
     tokenizer.json                               GGUF
     model.vocab, added_tokens[].content          tokenizer.ggml.tokens
@@ -12,20 +14,21 @@ the rows of `engine.formats.tokenizer.PRE_TOKENIZERS`. Each expression cuts the 
     post_processor                               tokenizer.ggml.add_bos_token, add_eos_token
     normalizer                                   nothing
 
-GGUF has no place for a normalizer. Qwen2's own tokenizer has NFC, so that is what `qwen2` means; a
+GGUF has no field for a normalizer. Qwen2's own tokenizer has NFC, so `qwen2` implies it. A
 tokenizer that differs from its row is written with the key `NORMALIZER_KEY`, which other readers
-pass over, as they pass over NFC.
+ignore, as they ignore NFC.
 
-A row of the embedding that no token has is filled with `[PAD<id>]`, of type UNUSED. It is left out
-of the `tokenizer.json`, where it was not either. Every other token stands in `model.vocab`, the
-added ones too: the library would number them anew otherwise.
+A row of the embedding without a token gets `[PAD<id>]`, of type UNUSED. It is left out of the
+`tokenizer.json`, which did not contain it either. Every other token is in `model.vocab`, including
+added tokens: otherwise the library would renumber them.
 
-A file with another kind of tokenizer gives none, and a warning: ids that are nearly right are worse
-than none.
+For a file with another kind of tokenizer there is no `tokenizer.json`, but a warning: nearly
+correct ids are worse than none.
 
-Written (`tokenizer_metadata`), what GGUF has no way to say is refused with a `TokenizerError`, since the
-file would give other ids: a way of cutting text that has no name, a normalizer but NFC, an added token
-that takes the white space beside it, a template that adds more than a first and a last token.
+When a tokenizer is written (`tokenizer_metadata`), everything that GGUF cannot express is refused
+with a `TokenizerError`, because the file would give other ids: a pre-tokenizer without a name, a
+normalizer other than NFC, an added token that strips white space, a template that adds more than a
+first and a last token.
 """
 
 from __future__ import annotations
@@ -46,12 +49,14 @@ MODEL_KEY = "tokenizer.ggml.model"
 PRE_KEY = "tokenizer.ggml.pre"
 ADD_KEY = "tokenizer.ggml.add_{}_token"
 NORMALIZER_KEY = "apr_workbench.tokenizer.normalizer"
-"""`none` or `NFC`; only where it is not that of the row of `PRE_TOKENIZERS`."""
+"""`none` or `NFC`; written only if it differs from the row of `PRE_TOKENIZERS`."""
 _KINDS = frozenset(TokenType)
 
 
 def unsupported_tokenizer(metadata: GgufMetadata) -> list[str]:
-    """Why there is no `tokenizer.json` for this file, as one warning; nothing when there is one."""
+    """Return a warning that says why this file has no `tokenizer.json`; an empty list if it has
+    one.
+    """
     model, pre = metadata.get(MODEL_KEY), metadata.get(PRE_KEY, "default")
     if model is None and TOKENS not in metadata:
         reason = "the file brings no tokenizer"
@@ -69,8 +74,10 @@ def unsupported_tokenizer(metadata: GgufMetadata) -> list[str]:
 
 
 def build_tokenizer_json(metadata: GgufMetadata) -> bytes | None:
-    """A `tokenizer.json` that gives the ids of this file, None where `unsupported_tokenizer` says
-    why. Raises `WeightsError` GG08 for tokens or merges that contradict each other."""
+    """Return a `tokenizer.json` that gives the ids of this file; None in the cases that
+    `unsupported_tokenizer` reports. Raises `WeightsError` GG08 for tokens or merges that contradict
+    each other.
+    """
     if unsupported_tokenizer(metadata):
         return None
     pre = PRE_TOKENIZERS[metadata.get(PRE_KEY, "default")]
@@ -107,7 +114,7 @@ def build_tokenizer_json(metadata: GgufMetadata) -> bytes | None:
 
 
 def _read_tokens(metadata: GgufMetadata) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Token -> id, and the tokens that are looked for in text before it is cut."""
+    """Return token -> id, and the added tokens, which are matched in text before it is split."""
     vocab: dict[str, int] = {}
     added: list[dict[str, Any]] = []
     kinds: list[int] = metadata[TOKEN_TYPES]
@@ -133,7 +140,7 @@ def _read_tokens(metadata: GgufMetadata) -> tuple[dict[str, int], list[dict[str,
 def _read_merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[list[str]]:
     merges = []
     for number, text in enumerate(metadata[MERGES]):
-        # The left side may begin with a space in files of other writers, so never split there.
+        # In files of other writers the left side may begin with a space, so never split there.
         cut = text.find(" ", 1)
         left, right = text[:cut], text[cut + 1 :]
         if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
@@ -144,13 +151,17 @@ def _read_merges(metadata: GgufMetadata, vocab: Mapping[str, int]) -> list[list[
 
 
 def added_token(text: str, number: int, *, special: bool) -> dict[str, Any]:
-    """A token that is looked for in text before it is cut, as a tokenizer.json has it."""
+    """Return an added token, which is matched in text before it is split, in the form of a
+    tokenizer.json.
+    """
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **flags, "special": special}
 
 
 def pre_tokenizer(splits: tuple[str, ...], *, trim_offsets: bool) -> dict[str, Any]:
-    """Cuts text by each expression in turn, and then spells bytes, as a tokenizer.json has it."""
+    """Return a pre-tokenizer in the form of a tokenizer.json: it splits text by each expression in
+    turn, and then encodes bytes.
+    """
     cuts: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
         for split in splits
@@ -165,7 +176,7 @@ def pre_tokenizer(splits: tuple[str, ...], *, trim_offsets: bool) -> dict[str, A
 
 
 def _post_processor(metadata: GgufMetadata, pre: PreTokenizer) -> dict[str, Any] | None:
-    """Adds the first and last token where the file asks for it."""
+    """Return a post-processor that adds the first and last token if the file requests it."""
     first = token_id(metadata, "bos") if _flag(metadata, "bos", pre.add_bos) else None
     last = token_id(metadata, "eos") if _flag(metadata, "eos", False) else None
     if first is None and last is None:
@@ -200,7 +211,7 @@ def _flag(metadata: GgufMetadata, name: str, absent: bool) -> bool:
 
 
 def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufValue]:
-    """The metadata of the tokenizer in `raw`, filled up to the `rows` of the embedding.
+    """Return the metadata of the tokenizer in `raw`, padded to the `rows` of the embedding.
 
     `where` names it in errors. Raises `TokenizerError`.
     """
@@ -242,7 +253,7 @@ def tokenizer_metadata(raw: bytes, rows: int, where: object) -> dict[str, GgufVa
 
 
 def _parsed(raw: bytes, where: object) -> dict[str, Any]:
-    """The tokenizer as the library writes it, which has one spelling for everything."""
+    """Return the tokenizer as the library serialises it, in which everything has one spelling."""
     try:
         inner, _ = make_inner(raw, Path(str(where)), hashlib.sha256(raw).hexdigest())
     except TokenizerError as error:
@@ -262,14 +273,14 @@ def _parsed(raw: bytes, where: object) -> dict[str, Any]:
             )
     for token in json.loads(raw).get("added_tokens", ()):
         if (given := inner.token_to_id(token["content"])) != token["id"]:
-            # It renumbers an added token whose id is taken or leaves a gap, and says nothing.
+            # The library silently renumbers an added token whose id is taken or leaves a gap.
             expected = f"{token['content']!r} at id {token['id']:,}, as the file says"
             _refuse_tokenizer(where, expected, f"id {given} given by the tokenizers library")
     return record
 
 
 def _pre_tokenizer_name(record: dict[str, Any], where: object) -> tuple[str, str]:
-    """The name in GGUF of the way that text is cut, and the normalizer."""
+    """Return the GGUF name of the pre-tokenizer, and the normalizer."""
     splits = _splits(record["pre_tokenizer"], where)
     named = [name for name, pre in PRE_TOKENIZERS.items() if pre.splits == splits]
     if not named:
@@ -289,7 +300,7 @@ def _pre_tokenizer_name(record: dict[str, Any], where: object) -> tuple[str, str
 
 
 def _splits(cutter: dict[str, Any] | None, where: object) -> tuple[str, ...]:
-    """The regular expressions that cut text, before it is spelt in bytes."""
+    """Return the regular expressions that split text before it is encoded as bytes."""
     steps = [cutter] if cutter is not None else []
     if cutter is not None and cutter["type"] == "Sequence":
         steps = cutter["pretokenizers"]
@@ -323,9 +334,9 @@ def _token_type(added: dict[str, Any] | None, where: object) -> TokenType:
 
 
 def _added_around(post: dict[str, Any] | None, where: object) -> tuple[str | None, str | None]:
-    """The tokens that are put before and after each text."""
+    """Return the tokens that are put before and after each text."""
     steps = [] if post is None else post.get("processors", [post])
-    # ByteLevel moves offsets and no ids.
+    # ByteLevel changes offsets but not ids.
     steps = [step for step in steps if step["type"] != "ByteLevel"]
     if not steps:
         return None, None

@@ -1,16 +1,16 @@
-"""Key/value pairs of a GGUF file: found and measured when a file is opened, decoded when asked for; and
-values as they are written.
+"""Key/value pairs of a GGUF file: located and measured when a file is opened, decoded when they are
+used; and encoded for writing.
 
     key      u64 length, UTF-8; 1 to 65,535 bytes
     type     u32, a `ValueType`
     value    a scalar | string: u64 length, UTF-8 | array: u32 element type, u64 count, elements
 
-A tokenizer is two arrays of 150 thousand strings. Opening walks over their lengths only, and
-`decode` makes the texts; numbers are unpacked as one block. Bad UTF-8 within an array is therefore
-met when the array is decoded, every other fault when the file is opened.
+A tokenizer is two arrays of 150 thousand strings. Opening a file only reads their lengths, and
+`decode` creates the strings; numbers are unpacked as one block. So invalid UTF-8 within an array is
+found when the array is decoded, and every other fault when the file is opened.
 
-Other readers insist on types: a count is UINT32, a list of ids INT32, a real FLOAT32. Those are
-chosen where they hold the value exactly, and the next wider one where they do not. No torch.
+Other readers require certain types: a count is UINT32, a list of ids INT32, a real FLOAT32. Those
+are used if they hold the value exactly, else the next wider one. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ NUMBER_FORMATS: dict[ValueType, str] = {
     ValueType.INT64: "q",
     ValueType.FLOAT64: "d",
 }
-"""How `struct` reads each type of fixed width; all little-endian."""
+"""The `struct` format of each fixed-width type; all little-endian."""
 
 MAX_KEY_BYTES = 65_535
 MAX_STRINGS = 1 << 22
-"""In one array; the largest vocabularies have 2^18 tokens and twice as many merges."""
+"""Limit for one array; the largest vocabularies have 2^18 tokens and twice as many merges."""
 
 LARGEST_REAL = 1e38
-"""Rounded up in any digit, a smaller number is still an fp32 number."""
+"""A smaller number is still in the fp32 range when it is rounded up in any digit."""
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -73,13 +73,13 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """Where the value of a key is, and what it is."""
+    """The position and type of a key's value."""
 
     type: ValueType
     element: ValueType | None
-    """Of an array."""
+    """Element type of an array; None for other values."""
     count: int
-    """Of the elements of an array; 1 otherwise."""
+    """Number of elements of an array; 1 for other values."""
     key_at: int
     start: int
     """First byte of the text, the number or the first element."""
@@ -87,7 +87,7 @@ class Entry:
 
 
 class GgufValue(NamedTuple):
-    """A value to write, with the type that other readers of GGUF insist on."""
+    """A value to write, with the type that other readers of GGUF require."""
 
     type: ValueType
     value: Any
@@ -104,7 +104,7 @@ class Cursor:
     path: Path
 
     def take(self, count: int, code: str, what: str) -> int:
-        """Steps over `count` bytes and answers where they start."""
+        """Advance by `count` bytes and return where they start."""
         if count > self.size - self.at:
             raise self.error(
                 code,
@@ -144,17 +144,17 @@ class Cursor:
 def refuse(
     code: str, where: object, expected: str, found: str, hint: str | None = None
 ) -> NoReturn:
-    """Raises the `WeightsError` for a GGUF file; `where` has a byte (`@16`) or a tensor's name."""
+    """Raise the `WeightsError` for a GGUF file; `where` has a byte (`@16`) or a tensor's name."""
     raise WeightsError.expected(f"{code} gguf", where, expected, found, hint=hint)
 
 
 def quoted(text: str) -> str:
-    """A name as one short line of ASCII, whatever is in it."""
+    """Return a name as one short line of ASCII, whatever characters it has."""
     return json.dumps(text if len(text) <= 80 else text[:77] + "...")
 
 
 def read_entry(cursor: Cursor) -> tuple[str, Entry]:
-    """Steps over one key and its value. Raises `WeightsError` GG06 to GG10."""
+    """Advance past one key and its value. Raises `WeightsError` GG06 to GG10."""
     key_at = cursor.at
     length = cursor.u64("GG06", "the length of a key")
     if not 1 <= length <= MAX_KEY_BYTES:
@@ -183,7 +183,7 @@ def read_entry(cursor: Cursor) -> tuple[str, Entry]:
 
 
 def decode(data: bytes, entry: Entry, path: Path, key: str) -> Any:
-    """The value: an int, float, bool or str, or a list of one of them."""
+    """Return the value: an int, float, bool or str, or a list of one of them."""
     kind = entry.type if entry.element is None else entry.element
     if kind is not ValueType.STRING:
         values = struct.unpack_from(f"<{entry.count}{NUMBER_FORMATS[kind]}", data, entry.start)
@@ -241,7 +241,7 @@ def _skip_elements(cursor: Cursor, key: str, element: ValueType, count: int) -> 
         raise cursor.error(
             "GG08", start, f"at most {MAX_STRINGS:,} texts in {quoted(key)}", f"{count:,}"
         )
-    # The one loop over every token and merge: no calls but these.
+    # The one loop over every token and merge, so it makes no other calls.
     data, size, at, unpack = cursor.data, cursor.size, start, _U64.unpack_from
     for index in range(count):
         length = unpack(data, at)[0] if size - at >= 8 else size
@@ -266,7 +266,7 @@ def _check_bools(cursor: Cursor, key: str, start: int) -> None:
 
 
 class GgufMetadata(Mapping[str, Any]):
-    """The key/value pairs of a file; a value is decoded each time it is asked for."""
+    """The key/value pairs of a file; a value is decoded at each access."""
 
     def __init__(self, path: Path, head: bytes, entries: dict[str, Entry]) -> None:
         self.path = path
@@ -286,12 +286,12 @@ class GgufMetadata(Mapping[str, Any]):
         return key in self._entries
 
     def entry(self, key: str) -> Entry | None:
-        """Type and length of a value, without decoding it."""
+        """Return type and length of a value, without decoding it."""
         return self._entries.get(key)
 
 
 def encode_value(value: GgufValue) -> bytes:
-    """A value as it stands in a file, after its type."""
+    """Return a type and its value as bytes of a file."""
     head = struct.pack("<I", value.type)
     if value.type is ValueType.STRING:
         return head + encode_string(value.value)
@@ -305,7 +305,9 @@ def encode_value(value: GgufValue) -> bytes:
 
 
 def typed(value: object, key: str, where: object) -> GgufValue:
-    """A value in the smallest usual type that holds it; a list is of one kind. `WeightsError`."""
+    """Return a value in the smallest usual type that holds it; a list must have one type. Raises
+    `WeightsError`.
+    """
     if isinstance(value, list | tuple):
         kinds = {type(one) for one in value}
         if kinds <= {int} and (element := _integer_type(value, ValueType.INT32)):
@@ -343,7 +345,7 @@ def _integer_type(values: Sequence[int], usual: ValueType) -> ValueType | None:
 
 
 def _real_type(value: float) -> ValueType:
-    """FLOAT32, which readers expect, where nothing is lost by it."""
+    """Return FLOAT32, which readers expect, if it loses nothing; else FLOAT64."""
     if not math.isfinite(value):
         return ValueType.FLOAT32
     fits = abs(value) < LARGEST_REAL and struct.unpack("<f", struct.pack("<f", value))[0] == value
@@ -351,7 +353,7 @@ def _real_type(value: float) -> ValueType:
 
 
 def encode_text(text: str, key: str, where: object) -> bytes:
-    """UTF-8; `key` names the text in the `WeightsError` for a lone surrogate."""
+    """Return the text as UTF-8; `key` names it in the `WeightsError` for a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -359,7 +361,7 @@ def encode_text(text: str, key: str, where: object) -> bytes:
 
 
 def encode_string(text: str) -> bytes:
-    """A text as it stands in a file, after its length."""
+    """Return a text as bytes of a file: its length and its UTF-8."""
     raw = text.encode()
     return struct.pack("<Q", len(raw)) + raw
 

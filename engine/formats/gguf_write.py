@@ -1,4 +1,4 @@
-"""Writing a GGUF file of version 3 (`engine.formats.gguf` says what is where), whole or not at all.
+"""Writes a GGUF file of version 3 (layout: `engine.formats.gguf`), completely or not at all.
 
 Metadata comes from a config.json and a tokenizer.json; tensors keep their order and their types.
 """
@@ -52,11 +52,11 @@ def write_gguf(
     tokenizer_json: bytes | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a new file and returns with it on the disk.
+    """Write a new file, and return when it is safe on disk.
 
-    `config` is a Hugging Face config.json, `tensors` have GGUF names and are written in their order
+    `config` is a Hugging Face config.json. `tensors` have GGUF names and are written in their order
     and type (float32, float16, bfloat16 or blocks). `metadata` adds keys (`general.name`,
-    `tokenizer.chat_template`, ...) and may replace `general.file_type`, by default the type of most
+    `tokenizer.chat_template`, ...) and may set `general.file_type`, by default the type of most
     weights. An existing file is refused. Raises `WeightsError`, `TokenizerError`, `DiskFull`.
     """
     path = Path(path)
@@ -77,7 +77,7 @@ def _metadata(
     extra: Mapping[str, Any],
     path: Path,
 ) -> dict[str, GgufValue]:
-    """All pairs but the type of the file, which the tensors decide."""
+    """Return all key/value pairs except the file type, which depends on the tensors."""
     of_config = config_metadata(config, path)
     values = {
         "general.architecture": GgufValue(ValueType.STRING, config["model_type"]),
@@ -87,7 +87,8 @@ def _metadata(
     if tokenizer_json is not None:
         for key, value in tokenizer_metadata(tokenizer_json, config["vocab_size"], path).items():
             if values.setdefault(key, value) != value:
-                # bos or eos: GGUF has one id for the model's and for the one put around a text.
+                # bos or eos: GGUF has one id both for the model's token and for the one put around
+                # a text.
                 expected = f"{value.value}, as in the tokenizer's template"
                 refuse_key(path, key, expected, str(values[key].value))
     for key, value in extra.items():
@@ -119,7 +120,7 @@ def _add_tensors(
 
 
 def _raw(name: str, tensor: torch.Tensor | QuantTensor, path: Path) -> tuple[str, memoryview]:
-    """The type of a tensor, and its bytes."""
+    """Return the type of a tensor, and its bytes."""
     from engine.quant.tensor import QuantTensor
 
     if isinstance(tensor, QuantTensor):
@@ -131,7 +132,7 @@ def _raw(name: str, tensor: torch.Tensor | QuantTensor, path: Path) -> tuple[str
 
 
 def _check_model(config: Mapping[str, Any], written: Mapping[str, Placed], path: Path) -> None:
-    """What a reader concludes from the tensors is what the configuration says."""
+    """Check that the tensors imply the same configuration to a reader as `config`."""
     embedding = written.get(EMBEDDING.gguf)
     if embedding is None:
         return
@@ -148,7 +149,7 @@ def _check_model(config: Mapping[str, Any], written: Mapping[str, Placed], path:
 
 
 def _header(values: Mapping[str, GgufValue], written: Mapping[str, Placed]) -> bytes:
-    """Everything before the data, padded to where that starts."""
+    """Return everything before the data, padded to where the data starts."""
     parts = [struct.pack("<4sIQQ", b"GGUF", VERSION, len(written), len(values))]
     parts += [encode_string(key) + encode_value(value) for key, value in values.items()]
     for name, one in written.items():
@@ -160,7 +161,7 @@ def _header(values: Mapping[str, GgufValue], written: Mapping[str, Placed]) -> b
 
 
 def _file_type(written: Mapping[str, Placed]) -> int:
-    """The type of most weights in matrices."""
+    """Return the file type of the type that most weights in matrices have."""
     values: Counter[str] = Counter()
     for one in written.values():
         if len(one.shape) > 1:

@@ -1,4 +1,4 @@
-"""What a file is, told by its first bytes and never by its name.
+"""Identifies a file by its first bytes, never by its name.
 
     GGUF            "GGUF"
     .apr            "APR\\0"; "APRN" and "APR1" are the first version, which no loader here reads
@@ -7,11 +7,11 @@
     pickle          PROTO (0x80) and a version from 2 to 5, or the text opcodes of version 0
     zip             "PK\\3\\4", as torch.save writes around a pickle
     JSON            "{": the index of a sharded model, or a config given by mistake
-    Git-LFS, HTML   what a download leaves behind that did not fetch the file itself
+    Git-LFS, HTML   left behind by a download that did not fetch the file itself
 
-A safetensors header is looked for first: its length is a number, and a number may spell anything
-(0x0280, 0x7b). A file that is no weight file is refused by what it is, with what to do about it. A
-pickle is a program: it is recognised and refused, never opened.
+A safetensors header is looked for first: its length is a number, whose bytes may match any other
+magic (0x0280, 0x7b). A file that is not a weight file is refused with its kind and a hint. A pickle
+is a program: it is recognised and refused, never opened.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from engine import limits
 from engine.errors import WeightsError
 
 START_BYTES = 1024
-"""How much of a file's beginning `kind_of` wants to see."""
+"""Number of bytes from the start of a file that `kind_of` needs."""
 
 HEADER_LIMIT_BYTES = limits.WEIGHTS_HEADER.most
-"""Of a safetensors header: the same limit as the library's."""
+"""Limit of a safetensors header, the same as the library's."""
 
 _JSON_SPACE = b" \t\r\n"
 _OLD_GGML = (b"lmgg", b"fmgg", b"tjgg")
@@ -65,7 +65,7 @@ _HINTS = {
 
 
 def kind_of(start: bytes) -> Kind:
-    """The kind of a file that begins with `start`, of `START_BYTES` or the whole file."""
+    """Return the kind of a file that begins with `start`: `START_BYTES` bytes or the whole file."""
     if not start:
         return Kind.EMPTY
     if is_safetensors(start):
@@ -105,7 +105,7 @@ def is_safetensors(start: bytes) -> bool:
 def other_kind(
     what: str, where: object, expected: str, kind: Kind, start: bytes, code: str
 ) -> WeightsError:
-    """The error for a file that is another kind than expected, with what to do about it."""
+    """Return the error for a file of another kind than expected, with a hint."""
     found = kind.value
     if kind is Kind.GIT_LFS:
         size = re.search(rb"^size (\d{1,18})$", start, re.MULTILINE)

@@ -1,13 +1,13 @@
-"""Opens a model's weights, whatever format they are in and whatever their names are.
+"""Opens a model's weights in any format, whatever their file names are.
 
-A file is what its first bytes say (`engine.formats.kinds`). A folder holds one model: safetensors
-as Hugging Face lays it out, or exactly one .gguf or .apr file (or the parts of one split .gguf).
-Beside a config.json the folder is its safetensors, as for everybody else who reads such a folder; a
-.gguf or .apr there is named by itself. Any other folder with more than one candidate is refused with
-their names: which of them was meant is not guessed.
+The first bytes of a file determine its format (`engine.formats.kinds`). A folder holds one model:
+safetensors as Hugging Face lays it out, or exactly one .gguf or .apr file (or the parts of one
+split .gguf). If it has a config.json, its safetensors are opened, as all other readers of such a
+folder do; a .gguf or .apr file there must be given by name. Any other folder with more than one
+candidate is refused with their names, because choosing one would be a guess.
 
 Pickles (.pt, .bin, .pth, the .metadata of a distributed checkpoint) are refused (PK01). Loading one
-runs whatever program it holds, and nothing that is opened here is ever executed.
+runs whatever program it contains, and nothing that is opened here is ever executed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def open_weights(
     sha256: Mapping[str, str] | None = None,
     apr_dtypes: Mapping[int, str] | None = None,
 ) -> WeightFile:
-    """The weights in a file, or in a folder that holds one model. Raises `WeightsError`.
+    """Open the weights in a file, or in a folder that holds one model. Raises `WeightsError`.
 
-    `sha256` maps names of files beside the weights to digests; every file with tensors must be in
-    it, and each that is named is read and compared (ST16). `apr_dtypes` goes to `AprFile`.
+    `sha256` maps names of files beside the weights to digests. Every file with tensors must be in
+    it, and every file in it is read and compared (ST16). `apr_dtypes` is passed to `AprFile`.
     """
     path = Path(path)
     try:
@@ -62,14 +62,16 @@ def open_weights(
         if sha256 is not None:
             _check_digests(weights, sha256)
     except OSError as error:
-        # A disk that fails while it is read; what cannot be opened was refused by name.
+        # A disk error while reading; files that cannot be opened were already refused by name.
         refuse(path, "a readable file", error.strerror or str(error))
     return weights
 
 
 @contextmanager
 def opened(source: str | Path | WeightFile) -> Iterator[WeightFile]:
-    """The weights in a file or folder, closed again afterwards; those that are open already stay open."""
+    """Open the weights in a file or folder and close them afterwards; weights that are already open
+    stay open.
+    """
     if isinstance(source, str | Path):
         with open_weights(source) as weights:
             yield weights
@@ -94,7 +96,7 @@ def _open_file(path: Path, apr_dtypes: Mapping[int, str] | None) -> WeightFile:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The one weight file or index of a folder."""
+    """Return the only weight file or index of a folder."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:

@@ -1,10 +1,10 @@
-"""Weights in safetensors files: one file, or a model folder, opened, checked, read and written.
+"""Opens, checks, reads and writes weights in safetensors files: one file, or a model folder.
 
 A model is one file, or a folder with `model.safetensors`, or a folder with
-`model.safetensors.index.json` that says which shard holds which tensor. Which of the three is never
-guessed: a folder with both is refused. Every header is checked before any data is touched. Opening a
-model costs no memory: a tensor is read when it is asked for. The files say nothing of the model but its
-tensors: configuration and tokenizer are in the `config.json` and `tokenizer.json` beside them.
+`model.safetensors.index.json`, which lists the shard of each tensor. The choice is never guessed: a
+folder with both is refused. Every header is checked before any data is read. Opening a model costs
+no memory: a tensor is read when it is requested. The files contain only tensors: configuration and
+tokenizer are in the `config.json` and `tokenizer.json` beside them.
 
     byte 0      8 bytes   N, the length of the header, unsigned little-endian
     byte 8      N bytes   JSON: {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...},
@@ -12,11 +12,11 @@ tensors: configuration and tokenizer are in the `config.json` and `tokenizer.jso
     byte 8+N    the rest  the data; offsets count from here, and tensors fill it without holes,
                           overlaps or a tail
 
-The `safetensors` library checks this layout too, but its reader maps the file, so that one which is cut
-short while it is read ends the process; it takes duplicate keys, names neither tensor nor byte in its
-messages, and sees a download that went wrong (a Git-LFS pointer, an HTML page) as a bad number. It has
-no parser for a header alone. Here nothing is allocated from an unchecked length, and a file is refused
-with a code and the byte or the tensor that is wrong:
+The `safetensors` library checks this layout too. But its reader maps the file, so a file that is
+truncated while it is read kills the process; it accepts duplicate keys, its messages name neither
+tensor nor byte, it reports a failed download (a Git-LFS pointer, an HTML page) as a bad number, and
+it has no parser for a header alone. Here nothing is allocated from an unchecked length, and a file
+is refused with a code and the byte or the tensor that is wrong:
 
     ST01  shorter than a header      ST07  a key twice               ST12  unknown dtype
     ST02  another kind of file       ST08  data cut short            ST13  shards do not fit the index
@@ -24,9 +24,9 @@ with a code and the byte or the tensor that is wrong:
     ST04  header over the limit      ST10  overlap, hole, reversed   ST18  an index names a file outside
     ST05  not UTF-8, not JSON        ST11  shape and bytes disagree        its folder, by a path or a link
 
-ST06, a header that does not start with its brace, is a warning, and so is a field nobody knows.
+ST06, a header that does not start with its brace, is a warning, and so is an unknown field.
 
-Importing this module does not load torch; `get`, `write_safetensors` and `tensors_sha256` do. Not
+Importing this module does not import torch; `get`, `write_safetensors` and `tensors_sha256` do. Not
 covered: values (`engine.formats.values`).
 """
 
@@ -67,9 +67,10 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 TENSORS_LIMIT = limits.TENSORS.most
-"""A 70B model has under a thousand; a header of a million empty tensors only costs time."""
+"""A 70B model has fewer than a thousand; a header of a million empty tensors would only take time.
+"""
 
-# Name in a file -> bits of one value, name in torch where it has one.
+# Name in a file -> bits per value, and torch's name if torch has the dtype.
 DTYPES: dict[str, tuple[int, str | None]] = {
     "F64": (64, "float64"),
     "F32": (32, "float32"),
@@ -115,7 +116,7 @@ class SafetensorsFolder(WeightFile):
         ]
         self.warnings = (*named_apr, *(w for h in headers for w in h.warnings))
         for header in headers:
-            metadata |= header.metadata  # of several shards, the last that has a key
+            metadata |= header.metadata  # for duplicate keys the last shard's value is used
             for name, info in header.tensors.items():
                 if name in tensors:
                     refuse(
@@ -132,7 +133,7 @@ class SafetensorsFolder(WeightFile):
         }
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU, in memory of its own: writes never reach the file."""
+        """Return the tensor on the CPU, in its own memory: writes never reach the file."""
         import torch
 
         info = self.tensors.get(name)
@@ -145,13 +146,13 @@ class SafetensorsFolder(WeightFile):
         return self.read(info, dtype).view(info.shape)
 
     def config_dict(self) -> dict[str, Any]:
-        """The `config.json` beside the weights. Raises `WeightsError`."""
+        """Return the `config.json` beside the weights. Raises `WeightsError`."""
         return read_json_object(
             self.folder / CONFIG_FILE, "model configuration", limits.MODEL_CONFIG
         )
 
     def tokenizer_json(self) -> bytes | None:
-        """The `tokenizer.json` beside the weights, or None. Raises `WeightsError`."""
+        """Return the `tokenizer.json` beside the weights, or None. Raises `WeightsError`."""
         path = self.folder / TOKENIZER_FILE
         if not os.path.lexists(path):
             return None
@@ -159,7 +160,7 @@ class SafetensorsFolder(WeightFile):
 
 
 def open_index(path: Path) -> SafetensorsFolder:
-    """Opens the shards that an index file lists, whatever its name. Raises `WeightsError`."""
+    """Open the shards that an index file lists, whatever its name. Raises `WeightsError`."""
     return SafetensorsFolder(path, _read_shards(path))
 
 
@@ -170,10 +171,10 @@ def write_safetensors(
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes a new file, each tensor cast to `dtype` on its way, and returns with it on the disk.
+    """Write a new file, each tensor cast to `dtype`, and return when it is safe on disk.
 
-    Host memory peaks at one tensor, wherever the tensors live. An existing file is refused and
-    stays as it is; a write that fails leaves nothing behind. Raises `WeightsError`, `DiskFull`.
+    Host memory peaks at one tensor, whatever device the tensors are on. An existing file is refused
+    and stays unchanged; a failed write leaves nothing behind. Raises `WeightsError`, `DiskFull`.
     """
     path = Path(path)
     codes = {name: dtype_code(dtype or tensor.dtype) for name, tensor in tensors.items()}
@@ -201,7 +202,7 @@ def write_safetensors(
 
 
 def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
-    """A digest of names, dtypes, shapes and bytes; neither order nor device enters it."""
+    """Return a digest of names, dtypes, shapes and bytes, independent of order and device."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -219,9 +220,11 @@ def header_bytes(
     *,
     spaced: bool = False,
 ) -> bytes:
-    """What stands before the data: the length of the header, and its JSON. `tensors` are names, codes of dtypes
-    and shapes, in the order of the data, wide types first, as the library orders them: each tensor then starts
-    at a multiple of its width. `spaced`: with spaces after separators, as Python's JSON is by default.
+    """Return what precedes the data: the length of the header, and its JSON.
+
+    `tensors` are names, dtype codes and shapes, in the order of the data. Wide types come first, as
+    in the library, so each tensor starts at a multiple of its width. `spaced` puts spaces after
+    separators, as Python's JSON does by default.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -243,9 +246,11 @@ def dtype_code(dtype: torch.dtype) -> str:
 
 
 def escapes(name: str) -> bool:
-    """Whether a file named in an index may lie outside the index's folder, or is no file name.
+    """Whether a file named in an index may be outside the index's folder, or is not a valid file
+    name.
 
-    By name only: the Hugging Face cache stores its files as links that leave the folder.
+    This checks only the name: the Hugging Face cache stores its files as links that leave the
+    folder.
     """
     inside = PurePosixPath(name)
     odd = "\\" in name or not name.isprintable()
@@ -253,7 +258,8 @@ def escapes(name: str) -> bool:
 
 
 def _stays_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard, links followed, lies in its folder or in the blobs of a Hugging Face cache.
+    """Whether a shard, with links followed, is in its folder or in the blobs of a Hugging Face
+    cache.
 
     That cache keeps `snapshots/<revision>/<file>` as links to `blobs/<digest>` two folders up.
     """
@@ -263,7 +269,9 @@ def _stays_inside(folder: Path, shard: str) -> bool:
 
 
 def _read_shards(index: Path) -> list[Header]:
-    """The headers of all shards of an index; each tensor is in the shard it is said to be in."""
+    """Return the headers of all shards of an index, after checking that each tensor is in its
+    listed shard.
+    """
     weight_map = read_json_object(index, "safetensors index", limits.WEIGHTS_HEADER).get(
         "weight_map"
     )
@@ -313,13 +321,13 @@ class Header:
     metadata: dict[str, str]
     file_bytes: int
     identity: tuple[int, ...] = ()
-    """Of the file that was read, as `engine.formats.weights` compares it."""
+    """Identity of the file that was read, as `engine.formats.weights` compares it."""
     warnings: tuple[str, ...] = ()
-    """What the format does not foresee and this reader took, one line each."""
+    """Deviations from the format that this reader accepts, one line each."""
 
 
 def read_header(path: str | Path) -> Header:
-    """Reads and checks the header of one file; no tensor data is read. Raises `WeightsError`."""
+    """Read and check the header of one file; no tensor data is read. Raises `WeightsError`."""
     path = Path(path)
     with open_regular(path, "safetensors file") as file:
         identity = identity_of(file.fileno())
@@ -385,7 +393,7 @@ def read_header(path: str | Path) -> Header:
 def refuse(
     where: object, expected: str, found: str, hint: str | None = None, *, code: str = ""
 ) -> NoReturn:
-    """Raises the `WeightsError` for a weight file; `code` names the case, as ST08 does."""
+    """Raise the `WeightsError` for a weight file; `code` is the error code, such as ST08."""
     raise WeightsError.expected(f"{code} weights".lstrip(), where, expected, found, hint=hint)
 
 
@@ -425,7 +433,8 @@ def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorI
             code="ST11",
         )
     if math.prod(size for size in shape if size) >= 2**63:
-        # Only beside a zero, which fits in no bytes; torch cannot make such a tensor.
+        # Possible only beside a dimension of zero, with no bytes; torch cannot create such a
+        # tensor.
         refuse(where, "a shape below 2^63", f"{shape!r:.80}", code="ST11")
     return TensorInfo(
         name=name,
@@ -438,7 +447,7 @@ def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorI
 
 
 def counts(found: object) -> TypeGuard[list[int]]:
-    """A short list of integers from 0 to 2^63 - 1, so that products stay small."""
+    """Whether it is a short list of integers from 0 to 2^63 - 1, so that their product stays small."""
     return (
         isinstance(found, list)
         and len(found) <= 64
@@ -449,7 +458,7 @@ def counts(found: object) -> TypeGuard[list[int]]:
 def _check_layout(
     path: Path, tensors: dict[str, TensorInfo], data_start: int, file_bytes: int
 ) -> None:
-    """Each byte after the header belongs to exactly one tensor."""
+    """Check that each byte after the header belongs to exactly one tensor."""
     end, before = data_start, "the header"
     for info in sorted(tensors.values(), key=lambda info: (info.start, info.bytes)):
         name = f"tensor {json.dumps(info.name)}"

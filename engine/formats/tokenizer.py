@@ -1,27 +1,28 @@
-"""A tokenizer.json, opened for training: text to ids and back, and whether it fits a model.
+"""Opens a tokenizer.json for training: text to ids and back, and a check that it fits a model.
 
-The tokenizing itself is the `tokenizers` library. What this module adds:
+The tokenizing itself is done by the `tokenizers` library. This module adds:
 
-- a file that is not a tokenizer (a Git LFS pointer, a saved web page, a download cut short) is
-  refused by what it is;
+- a file that is not a tokenizer (a Git LFS pointer, a saved web page, a truncated download) is
+  refused with its kind;
 - truncation, padding and BPE dropout stored in the file are switched off: with them a document
-  would lose its end, gain pad tokens, or give other ids each time, and no error would say so;
-- an added token that the library would quietly give another id than the file does is refused;
-- `vocab_size` is the highest id + 1, added tokens included, because that is what has to fit the
-  rows of an embedding. The count of tokens is smaller when ids have gaps, and the `vocab_size` of a
-  model's config is larger when its embedding is padded.
+  would silently lose its end, gain pad tokens, or get different ids each time;
+- an added token to which the library would silently give another id than the file does is refused;
+- `vocab_size` is the highest id + 1, added tokens included, because that must fit the rows of an
+  embedding. The number of tokens is smaller if ids have gaps, and the `vocab_size` of a model's
+  config is larger if its embedding is padded.
 
-A special token spelt out in the text (`<|im_start|>`) becomes that token, as it does everywhere in
-this family of models: rendered chats depend on it. No special token is added around a text.
+A special token that is spelt out in the text (`<|im_start|>`) becomes that token, as in all other
+tools for these models: rendered chats depend on it. No special token is added around a text.
 
-**A tokenizer of unknown parts is tried in a process of its own** before this one opens it. The library is
-compiled code that obeys a file: an expression that it cannot compile ends the process, one that
-backtracks never ends, a chain of replacements makes gigabytes out of a letter. So a file goes first to
-a child that may have so much memory and so much time on a processor, which opens it and takes it through
-texts of many scripts, long runs, and the texts that the file itself names. Whatever ends the child is what
-is wrong with the file. A tokenizer of the parts that everyone uses, byte-level BPE with an expression of
-a known family, needs no trial and gets none. Others cost a third of a second, once for each content and
-process. Not covered: a text, other than those tried, that a hostile file waits for.
+**A tokenizer with unknown parts is tested in a child process** before this process opens it. The
+library is compiled code that executes what a file specifies: a regular expression that it cannot
+compile kills the process, one that backtracks never ends, and a chain of replacements can turn one
+letter into gigabytes. So the file is first opened by a child process with limits on memory and CPU
+time, which runs it on texts of many scripts, long runs of characters, and the texts that the file
+itself names. If the child fails, the file is refused with the reason. A tokenizer of common parts,
+byte-level BPE with an expression of a known family, is not tested. Others cost a third of a second,
+once for each content and process. Not covered: a hostile file that misbehaves only on a text that
+is not tested.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ if TYPE_CHECKING:
 
 FILE_NAME = "tokenizer.json"
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|im_end|>", "</s>")
-"""Looked for in this order: in a chat model the first ends a document, the second only a turn."""
+"""Searched in this order: in a chat model the first ends a document, the second only a turn."""
 
-# The library needs some 100 bytes a token while a batch is in it, so this bounds it to tens of MiB.
+# The library needs about 100 bytes per token while it holds a batch, so this limits it to tens of
+# MiB.
 _BATCH_CHARACTERS = 1 << 20
 _START_BYTES = 512
 _OTHER_FORMATS = ("merges.txt", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -58,13 +60,13 @@ _LIBRARY_PREFIX = "Cannot instantiate Tokenizer from buffer: "
 _DOWNLOAD_HINT = "download the file again"
 
 _CLOCK_S = 120.0
-"""For a child that waits; one that computes is ended by its time on a processor."""
+"""Wall-clock limit, for a child that waits; one that computes is ended by its CPU limit."""
 _KNOWN_PARTS = frozenset(
     {"NFC", "NFD", "NFKC", "NFKD", "Sequence", "Split", "ByteLevel", "TemplateProcessing"}
 )
 _NAMED_TEXTS = 200
 _tried: set[str] = set()
-"""SHA-256 of the files that this process has tried."""
+"""SHA-256 of the files that this process has tested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +74,10 @@ class PreTokenizer:
     splits: tuple[str, ...]
     normalizer: str = "none"
     ignore_merges: bool = False
-    """A part of the text that is a token as a whole is that token, whatever merges would give."""
+    """A part of the text that is itself a token becomes that token, whatever the merges would give.
+    """
     add_bos: bool = False
-    """Where the file does not say."""
+    """The default if the file does not say."""
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -88,7 +91,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         splits=(_WORDS.replace("DIGITS", "{1,3}"),), ignore_merges=True, add_bos=True
     ),
     "gpt-2": PreTokenizer(splits=(_GPT2 + r"|\s+",)),
-    # What a file without a name means.
+    # The meaning of a file without a name.
     "default": PreTokenizer(
         splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
     ),
@@ -96,7 +99,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 class Tokenizer:
-    """An open tokenizer. Made by `open_tokenizer`."""
+    """An open tokenizer. Created by `open_tokenizer`."""
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class Tokenizer:
         self.raw = raw
         """The tokenizer.json itself."""
         self.sha256 = sha256
-        """Of the bytes of the file."""
+        """SHA-256 of the bytes of the file."""
         self._end_of_text = end_of_text
         ids = inner.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
@@ -120,7 +123,7 @@ class Tokenizer:
 
     @property
     def end_of_text_id(self) -> int:
-        """The id that ends a document. TokenizerError when there is none."""
+        """The id that ends a document. Raises TokenizerError if there is none."""
         if self._end_of_text is not None:
             found = self._inner.token_to_id(self._end_of_text)
             wanted = f"the token {self._end_of_text!r}"
@@ -141,7 +144,7 @@ class Tokenizer:
     def encode_documents(
         self, texts: Sequence[str], progress: Callable[[int, int], None] | None = None
     ) -> list[NDArray[np.uint32]]:
-        """The ids of each text, in order.
+        """Return the ids of each text, in order.
 
         `progress(done, total)` counts characters, after each batch of about a million.
         """
@@ -160,15 +163,17 @@ class Tokenizer:
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, special tokens spelt out. An id that is no token gives no text."""
+        """Return the text of `ids`, with special tokens spelt out. An id that is not a token gives
+        no text.
+        """
         with _panic_is_bad_input(self.path):
             return self._inner.decode([int(one) for one in ids], skip_special_tokens=False)
 
     def fits(self, config_vocab_size: int, where: str) -> None:
-        """TokenizerError when an id lies beyond the rows of an embedding.
+        """Raise TokenizerError if an id is beyond the rows of an embedding.
 
         `config_vocab_size` is their number and `where` names the model in the message. Fewer ids
-        than rows is usual: embeddings are padded to a round number.
+        than rows are common: embeddings are padded to a round number.
         """
         if self.vocab_size <= config_vocab_size:
             return
@@ -183,15 +188,17 @@ class Tokenizer:
         )
 
     def tokens(self) -> dict[int, str]:
-        """Each id with its token, added tokens included; byte-level tokens in their own spelling."""
+        """Return each id with its token, added tokens included; byte-level tokens in their own
+        spelling.
+        """
         vocab = self._inner.get_vocab(with_added_tokens=True)
         return {token_id: token for token, token_id in vocab.items()}
 
     def same_ids(self, other: Tokenizer) -> int | None:
-        """The first id that is not the same token in both, or None when every id is.
+        """Return the first id that is not the same token in both, or None if all are.
 
-        An id that only one of them has differs. Equal ids do not promise equal text to ids: merges
-        may still differ.
+        An id that only one of them has counts as different. Even if all ids are equal, the two may
+        encode text differently, because merges may differ.
         """
         mine, theirs = self._inner, other._inner
         ids = {*mine.get_vocab().values(), *theirs.get_vocab().values()}
@@ -204,9 +211,9 @@ def open_tokenizer(
 ) -> Tokenizer:
     """Open a tokenizer.json, or the one in a folder, or `raw`: the one inside the file `path`.
 
-    `end_of_text` names the token that ends a document where none of `END_OF_TEXT_NAMES` does.
-    TokenizerError for a file that is missing or is no tokenizer, and for an `end_of_text` that is
-    no token of it.
+    `end_of_text` names the token that ends a document, if none of `END_OF_TEXT_NAMES` does. Raises
+    TokenizerError for a file that is missing or is not a tokenizer, and for an `end_of_text` that
+    is not one of its tokens.
     """
     path = Path(path, FILE_NAME) if os.path.isdir(path) and raw is None else Path(path)
     raw = _read(path) if raw is None else raw
@@ -228,7 +235,9 @@ def open_tokenizer(
 
 
 def make_inner(raw: bytes, path: Path, sha256: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The library's tokenizer of a file's content, and what the JSON of it says. Raises TokenizerError."""
+    """Return the library's tokenizer for a file's content, and its parsed JSON. Raises
+    TokenizerError.
+    """
     record = _parsed(raw, path)
     _try(raw, record, sha256, path)
     # Imported here because it loads a shared library of 10 MB, which a viewer never needs.
@@ -246,8 +255,9 @@ def make_inner(raw: bytes, path: Path, sha256: str) -> tuple[tokenizers.Tokenize
 
 @contextlib.contextmanager
 def _panic_is_bad_input(path: Path) -> Iterator[None]:
-    """What the library calls a panic says something of the file; it is no Exception and has no class that
-    could be imported."""
+    """Turn a panic of the library into a TokenizerError about the file. A panic is not an Exception
+    and has no class that could be imported.
+    """
     try:
         yield
     except BaseException as error:
@@ -264,7 +274,7 @@ def _read(path: Path) -> bytes:
         hint = "save it with transformers' AutoTokenizer.save_pretrained"
         raise TokenizerError.expected("tokenizer", path, "a file", found, hint=hint)
     with open_regular(path, "tokenizer", error=TokenizerError) as file:
-        # A weight file given by mistake is gigabytes: its first bytes say enough.
+        # A weight file given by mistake is gigabytes; its first bytes suffice to identify it.
         _refuse_other_content(file.read(_START_BYTES), path)
     return read_bytes(path, "tokenizer", limits.TOKENIZER_FILE, error=TokenizerError)
 
@@ -299,7 +309,8 @@ def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
         raise TokenizerError.expected("tokenizer", path, "JSON", found) from None
     if not isinstance(record, dict):
         raise TokenizerError.expected("tokenizer", path, "a JSON object", "another value")
-    # The model is left out: it is nearly all of the file, and the library has a limit of its own.
+    # Without the model, which is nearly all of the file, and for which the library has its own
+    # limit.
     rest = {key: value for key, value in record.items() if key != "model"}
     if depth_of(rest) > limits.JSON_DEPTH.most:
         raise TokenizerError.expected("tokenizer", path, f"JSON nested {limits.JSON_DEPTH}", "more")
@@ -307,8 +318,9 @@ def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that is there twice the library may take one and this module the other. A vocabulary may
-    name a token twice."""
+    """Refuse a duplicate key in a part of the file: the library might take one value and this
+    module the other. A vocabulary may contain a token twice.
+    """
     found = dict(pairs)
     if len(found) != len(pairs) and ("type" in found or "model" in found):
         raise ValueError("a key twice in one part")
@@ -316,7 +328,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_added_ids(record: dict[str, Any], inner: tokenizers.Tokenizer, path: Path) -> None:
-    """The library renumbers an added token whose id leaves a gap or is taken, and says nothing."""
+    """Refuse a file with an added token that the library silently renumbers, because its id leaves
+    a gap or is taken.
+    """
     for token in record.get("added_tokens") or ():
         name, written = token["content"], token["id"]
         given = inner.token_to_id(name)
@@ -343,7 +357,7 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _try(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None:
-    """Raises TokenizerError for a file that does not survive its trial."""
+    """Test a tokenizer in a child process. Raises TokenizerError if it fails."""
     if sha256 in _tried or is_of_known_parts(record):
         return
     try:
@@ -369,13 +383,13 @@ def _try(raw: bytes, record: Mapping[str, Any], sha256: str, path: Path) -> None
 
 
 def is_of_known_parts(record: Mapping[str, Any]) -> bool:
-    """Whether nothing in the file can surprise: byte-level BPE, and expressions of a known family."""
+    """Whether the file has only common parts: byte-level BPE, and expressions of a known family."""
     known = {split for row in PRE_TOKENIZERS.values() for split in row.splits}
     model = record.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE":
         return False
     for part in _tables([record.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]):
-        # The library guesses the kind of a part that has no type.
+        # The library guesses the type of a part that has none.
         expression = part.get("Regex") if part.keys() == {"Regex"} else None
         if part.get("type") not in _KNOWN_PARTS and expression not in known:
             return False
@@ -403,7 +417,7 @@ def _orders(record: Mapping[str, Any], size: int) -> dict[str, Any]:
         if isinstance(text, str)
     ]
     return {
-        # What the library makes of a file is some ten times its size.
+        # The library's objects take about ten times the size of the file.
         "bytes": limits.TOKENIZER_MEMORY.most + 32 * size,
         "cpu_s": limits.TOKENIZER_CPU.most,
         "growth": limits.TOKENIZER_GROWTH.most,

@@ -1,15 +1,15 @@
-"""What is suspicious about the values of a weight file (ST14), found by reading all of them.
+"""Finds suspicious values in a weight file (ST14) by reading all of them.
 
     NaN         31.02% of a tensor is NaN: one of them makes every later loss NaN
-    infinite    the same, said of infinity
+    infinite    the same for infinity
     zero        every value is 0: a head that was never copied, a layer that was pruned
     constant    every value is the same, and not 0
 
-None of the four is an error of the file: norms start as all ones and biases as all zeros, so a
-model before training is full of both. Whoever loads decides; NaN and infinity in a teacher are
-refused there (`finite` is False for these two).
+None of the four makes the file invalid: norms start as all ones and biases as all zeros, so an
+untrained model is full of both. The loader decides; it refuses NaN and infinity in a teacher
+(`finite` is False for these two).
 
-Memory: one slice of rows at a time, dequantized to float32 where the data is quantized.
+Memory: one slice of rows at a time, dequantised to float32 if the data is quantised.
 """
 
 # Shapes: R rows in a slice, N values in a row
@@ -34,19 +34,20 @@ _SLICE_VALUES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueProblem:
-    """One tensor whose values are not those of a trained weight."""
+    """A tensor whose values are not those of a trained weight."""
 
     tensor: str
     text: str
     """The finding with its code, as a warning line."""
     finite: bool
-    """False when the tensor holds NaN or infinity."""
+    """False if the tensor holds NaN or infinity."""
 
 
 def check_values(weights: WeightFile, names: Iterable[str] | None = None) -> list[ValueProblem]:
-    """Reads every value of the named tensors (all by default); one finding a tensor at most.
+    """Read every value of the named tensors (default: all), and return at most one finding per
+    tensor.
 
-    Tensors of one value or none are left out: a single number is always constant.
+    Tensors with fewer than two values are skipped: a single number is always constant.
     """
     found = []
     for name in weights.tensors if names is None else names:
@@ -63,7 +64,7 @@ def _check(where: str, name: str, tensor: Tensor | QuantTensor) -> ValueProblem 
     nan = infinite = 0
     low, high = math.inf, -math.inf
     for values_RN in _slices(tensor):
-        # Two numbers tell the usual slice from one that has to be counted.
+        # Two numbers distinguish the usual slice from one whose values must be counted.
         least, most = (float(bound) for bound in values_RN.aminmax())
         if not (math.isfinite(least) and math.isfinite(most)):
             nan += int(values_RN.isnan().sum())
@@ -81,9 +82,9 @@ def _check(where: str, name: str, tensor: Tensor | QuantTensor) -> ValueProblem 
 
 
 def _slices(tensor: Tensor | QuantTensor) -> Iterator[Tensor]:
-    """The tensor as floats in slices of some four million values; complex numbers as pairs.
+    """Yield the tensor as floats in slices of about four million values; complex numbers as pairs.
 
-    None at all of 4-bit floats, which torch keeps in pairs and converts to nothing.
+    Yields nothing for 4-bit floats, which torch stores in pairs and cannot convert.
     """
     import torch
 
@@ -97,7 +98,7 @@ def _slices(tensor: Tensor | QuantTensor) -> Iterator[Tensor]:
             part = values_RN[begin : begin + rows]
             if part.is_complex():
                 part = torch.view_as_real(part)
-            # Not every dtype has an order on the CPU; double precision holds what they hold.
+            # Not every dtype can be ordered on the CPU; fp64 holds all their values.
             yield part if part.dtype in ordered else part.to(torch.float64)
         return
     blocks_RB = tensor.blocks.reshape(-1, tensor.blocks.shape[-1])

@@ -1,28 +1,29 @@
-"""What all weight files share: the interface behind which they look the same, and how they are read.
+"""The common interface of all weight files, and how their bytes are read.
 
 A weight file has names, shapes and dtypes that are known without reading data, metadata, and data
-that is read when it is asked for, so that a file that changes meanwhile is refused and ends nothing. Three
-formats fill it in, and `engine.formats.open.open_weights` picks one by the file's first bytes:
+that is read on request. A file that changes in the meantime is refused and does not kill the
+process. Three formats implement the interface, and `engine.formats.open.open_weights` selects one
+by the file's first bytes:
 
     format        convention   configuration                 tokenizer
     safetensors   hf           config.json beside the file   tokenizer.json beside the file
     gguf          gguf         from the file's metadata      from the file's metadata
     apr           apr          from the file's metadata      from the file's metadata
 
-`convention` says which names the tensors have; shapes are torch's everywhere, (rows, columns) with
-row-major data, so that a linear weight is (out, in). A tensor in quantized blocks stays in its
-blocks: `get` gives a `QuantTensor`, and what it is worth is for whoever asked to decide.
+`convention` is the naming scheme of the tensors. Shapes are torch's everywhere, (rows, columns)
+with row-major data, so a linear weight is (out, in). A block-quantised tensor is not dequantised:
+`get` returns a `QuantTensor`, and the caller decides.
 
 Nothing in a weight file is ever executed.
 
-**Bytes are read and not mapped** (`OpenFile`). A file that is cut short or replaced while it is mapped
-ends the process with SIGBUS, in the middle of whatever it does. Read, the same is a `WeightsError` that
-names the file. What is read is the file whose header was checked: the same inode, with the same length
-and time of change, before the first byte and after the last one.
+**Bytes are read, not mapped** (`OpenFile`). If a mapped file is truncated or replaced, the process
+dies with SIGBUS, in the middle of whatever it does. With reads, the same is a `WeightsError` that
+names the file. Before the first byte and after the last one of every read, the file is compared
+with the one whose header was checked: same inode, length and modification time.
 
-Most tensors are copied to where they are needed at once and are gone before the next is read. Memory that the
-process touches for the first time costs several times what reading into it costs, so `Scratch` reads each tensor
-into the memory of the last one, unless somebody kept that.
+Most tensors are copied to their destination at once and freed before the next one is read. The
+first touch of new memory costs several times as much as reading into it, so `Scratch` reads each
+tensor into the memory of the previous one, unless that is still in use.
 """
 
 from __future__ import annotations
@@ -61,11 +62,11 @@ class TensorInfo:
 
     name: str
     dtype: str
-    """The name in the file: F32, BF16, ..."""
+    """Name of the dtype in the file: F32, BF16, ..."""
     shape: tuple[int, ...]
     file: Path
     start: int
-    """First byte of the data, from the beginning of the file."""
+    """Offset of the data from the beginning of the file."""
     bytes: int
 
 
@@ -79,34 +80,35 @@ class WeightFile(ABC):
     """Every tensor of the model by its name in the file; optimizer state is left out."""
     metadata: Mapping[str, Any]
     warnings: tuple[str, ...]
-    """What is odd about the file and was not worth refusing it for, one line each."""
+    """Oddities of the file that are not worth refusing it for, one line each."""
     _files: Mapping[Path, OpenFile]
-    """Those that `tensors` name."""
+    """The files named in `tensors`."""
 
     @abstractmethod
     def get(self, name: str) -> Tensor | QuantTensor:
-        """The tensor on the CPU, in memory of its own: writes never reach the file."""
+        """Return the tensor on the CPU, in its own memory: writes never reach the file."""
 
     @abstractmethod
     def config_dict(self) -> dict[str, Any]:
-        """What a Hugging Face `config.json` of this model says."""
+        """Return the content of a Hugging Face `config.json` of this model."""
 
     @abstractmethod
     def tokenizer_json(self) -> bytes | None:
-        """A `tokenizer.json` of the tokenizers library; None, with the reason in `warnings`, when
-        the file brings none."""
+        """Return a `tokenizer.json` of the tokenizers library; None, with the reason in `warnings`,
+        if the file has none.
+        """
 
     @property
     def folder(self) -> Path:
-        """Where the files are that belong to the weights."""
+        """The folder of the files that belong to the weights."""
         return self.path if os.path.isdir(self.path) else self.path.parent
 
     def read(self, info: TensorInfo, dtype: torch.dtype) -> Tensor:
-        """The bytes of a tensor as one row of `dtype`."""
+        """Return the bytes of a tensor as a one-dimensional tensor of `dtype`."""
         return self._files[info.file].read(info.start, info.bytes, dtype)
 
     def close(self) -> None:
-        """Lets go of the files; tensors of `get` live on."""
+        """Close the files; tensors returned by `get` stay valid."""
         for file in self._files.values():
             file.close()
 
@@ -123,33 +125,35 @@ class WeightFile(ABC):
 
 
 def open_regular(path: Path, what: str) -> BinaryIO:
-    """Opens a file to read; a folder, a pipe or nothing at all is refused by what it is."""
+    """Open a file for reading; a folder, a pipe or a missing file is refused with its kind."""
     return files.open_regular(path, what, error=WeightsError)
 
 
 def identity_of(descriptor: int) -> tuple[int, ...]:
-    """What changes when a file is replaced or written to."""
+    """Return what changes if a file is replaced or modified: device, inode, size and mtime."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 _PIECE_BYTES = 1 << 28
-"""Linux reads at most 2 GiB at once; a signal is answered between two pieces."""
+"""Linux reads at most 2 GiB at once; signals are handled between two pieces."""
 _READERS = 4
-"""Threads that read one large tensor: what is in the page cache is copied as fast as memory allows."""
+"""Threads that read one large tensor, so that the page cache is copied at memory speed."""
 _READER_BYTES = 4 << 20
-"""A thread is begun for so much."""
+"""Bytes per thread; fewer do not justify another one."""
 
 
 _OWNERS_WHEN_FREE = 2
-"""References to an array that nothing but `Scratch` has: its attribute, and the argument of `getrefcount`."""
+"""References to an array that only `Scratch` holds: its attribute, and the argument of
+`getrefcount`.
+"""
 
 
 class Scratch:
-    """Memory that one tensor after the other is read into, for the files of one model.
+    """Memory that the tensors of one model are read into, one after the other.
 
-    As soon as a tensor is kept, those after it are made in memory of their own: a small one must not hold the
-    memory of a large one.
+    Once a tensor is kept by its user, all later ones get memory of their own: a small one must not
+    keep the memory of a large one alive.
     """
 
     def __init__(self) -> None:
@@ -157,7 +161,9 @@ class Scratch:
         self._kept = False
 
     def take(self, count: int) -> np.ndarray:
-        """`count` bytes, which nothing else uses as long as the array or a tensor of it lives."""
+        """Return `count` bytes that nothing else uses while the array or a tensor that views it is
+        alive.
+        """
         import numpy as np
 
         if self._bytes is not None and sys.getrefcount(self._bytes) > _OWNERS_WHEN_FREE:
@@ -165,7 +171,7 @@ class Scratch:
         if self._kept:
             return np.empty(count, dtype=np.uint8)
         if self._bytes is None or len(self._bytes) < count:
-            self._bytes = None  # before the larger one is made
+            self._bytes = None  # freed before the larger one is allocated
             self._bytes = np.empty(count, dtype=np.uint8)
         return self._bytes[:count]
 
@@ -174,7 +180,9 @@ class Scratch:
 
 
 class OpenFile:
-    """One weight file, open from the first `read` to `close`. `identity` is of the file whose header was read."""
+    """One weight file, open from the first `read` to `close`. `identity` is that of the file whose
+    header was read.
+    """
 
     def __init__(
         self, path: Path, what: str, code: str, identity: tuple[int, ...], scratch: Scratch
@@ -184,7 +192,9 @@ class OpenFile:
         self._descriptor = -1
 
     def read(self, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """`count` bytes from `start` on, as one row of `dtype`, in memory of its own. Raises `WeightsError`."""
+        """Return `count` bytes from `start` on as a one-dimensional tensor of `dtype`. Raises
+        `WeightsError`.
+        """
         import torch
 
         if not count:
@@ -195,7 +205,7 @@ class OpenFile:
             done = _fill(self._descriptor, taken.data, start)
             self._check()
         except OSError as error:
-            # A disk that fails under a file that could be opened.
+            # A disk error on a file that could be opened.
             self._refuse("readable data", error.strerror or str(error))
         if done < count:
             self._refuse(f"{start + count:,} bytes", f"{start + done:,} bytes")
@@ -232,7 +242,9 @@ class OpenFile:
 
 
 def _fill(descriptor: int, view: memoryview, start: int) -> int:
-    """Reads from `start` on until `view` is full or the file ends; how many bytes came in one row. Raises OSError."""
+    """Read from `start` on until `view` is full or the file ends, and return the number of
+    contiguous bytes read. Raises OSError.
+    """
     count = len(view)
     parts = max(1, min(_READERS, os.cpu_count() or 1, count // _READER_BYTES))
     bounds = [count * part // parts for part in range(parts + 1)]
@@ -267,16 +279,16 @@ def _fill(descriptor: int, view: memoryview, start: int) -> int:
 
 
 def read_json_object(path: Path, what: str, limit: Limit) -> dict[str, Any]:
-    """A JSON file of one object; duplicate keys and NaN, which `json` takes, are refused."""
+    """Read a JSON file with one object; duplicate keys and NaN, which `json` accepts, are refused."""
     return parse_object(files.read_bytes(path, what, limit, error=WeightsError), what, path)
 
 
 class _JsonRefused(ValueError):
-    """Valid for `json`, not for us."""
+    """JSON that `json` accepts and this module does not."""
 
 
 class _TwiceError(_JsonRefused):
-    """A key that an object has twice: `json` keeps the last value and says nothing."""
+    """An object has a duplicate key: `json` would silently keep the last value."""
 
 
 def _constant(text: str) -> NoReturn:
@@ -300,11 +312,12 @@ def parse_object(
     twice: list[str] | None = None,
     no_minus_zero: bool = False,
 ) -> dict[str, Any]:
-    """The JSON object in `raw`, which starts at `first_byte` of the file. Raises `WeightsError`.
+    """Return the JSON object in `raw`, which starts at `first_byte` of the file. Raises
+    `WeightsError`.
 
-    A key that comes twice is refused under `twice_code`; or, where a list is given as `twice`,
-    noted there, and the last value counts. NaN and infinity are refused, and with
-    `no_minus_zero` the integer -0, which is a real number to other readers.
+    A duplicate key is refused under `twice_code`; or, if a list is given as `twice`, it is added
+    there and the last value is used. NaN and infinity are refused, and with `no_minus_zero` the
+    integer -0, which other readers parse as a float.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -321,7 +334,7 @@ def parse_object(
     coded = f"{code} {what}".lstrip()
     try:
         text = raw.decode()
-        # A function for each integer costs time, so only where it could find something.
+        # A callback for each integer takes time, so it is used only if it could find something.
         integer = _integer if no_minus_zero and b"-0" in raw else None
         found = json.loads(
             text, object_pairs_hook=unique, parse_constant=_constant, parse_int=integer
@@ -337,7 +350,7 @@ def parse_object(
     except MemoryError as error:
         raise WeightsError.expected(coded, path, "JSON that fits in memory", "more") from error
     except ValueError as error:
-        # A key twice, NaN, a number of thousands of digits, a lone surrogate.
+        # A duplicate key, NaN, a number of thousands of digits, or a lone surrogate.
         if isinstance(error, _TwiceError):
             coded = f"{twice_code} {what}".lstrip()
         raise WeightsError.expected(coded, path, "JSON with unique keys", str(error)) from error

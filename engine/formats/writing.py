@@ -1,12 +1,12 @@
-"""Files written whole or not at all, tensor by tensor.
+"""Writes files completely or not at all, tensor by tensor.
 
-A GGUF or .apr file lists its tensors before their data, and an iterable of tensors tells them one at a
-time, each perhaps quantized only then. So the data goes to an unnamed temporary file beside the target
-(`TensorData`), what stands before it is made when the last tensor has been seen, and the data is copied
-behind it. Host memory peaks at one tensor; the disk holds the data twice while it is copied.
+A GGUF or .apr file lists its tensors before their data, but an iterable of tensors gives them one
+at a time, perhaps quantising each only then. So the data goes to an unnamed temporary file beside
+the target (`TensorData`), the header is built when the last tensor has been seen, and the data is
+copied behind it. Host memory peaks at one tensor; the disk holds the data twice while it is copied.
 
-The file appears under its name only when all of it is on the disk. Nothing is ever overwritten, and
-a write that fails leaves nothing behind (a killed one: the partial file).
+The file gets its name only when all of it is on disk. Nothing is ever overwritten, and a failed
+write leaves nothing behind (a killed process leaves the partial file).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COPY_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A tensor in the data file."""
+    """The position of a tensor in the data file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class Placed:
 
 
 class TensorData:
-    """Tensors one after the other in a file, each padded to `alignment`."""
+    """Tensors stored one after the other in a file, each padded to `alignment`."""
 
     def __init__(self, file: IO[bytes], alignment: int) -> None:
         self.tensors: dict[str, Placed] = {}
@@ -54,7 +54,7 @@ class TensorData:
         self._end += len(raw) + padding
 
     def pieces(self) -> Iterator[bytes]:
-        """What was written, from the beginning."""
+        """Yield what was written, from the beginning."""
         self._file.seek(0)
         while piece := self._file.read(COPY_BYTES):
             yield piece
@@ -62,8 +62,10 @@ class TensorData:
 
 @contextmanager
 def new_file(path: Path, partial: Path, alignment: int) -> Iterator[tuple[IO[bytes], TensorData]]:
-    """A file to write, under the name `partial`, and where its tensors wait. It becomes `path` when all
-    of it is on the disk, and is gone when anything fails. Raises `WeightsError`, `DiskFull`."""
+    """Yield a file to write, under the name `partial`, and temporary storage for its tensors. The
+    file becomes `path` when all of it is on disk, and is removed if anything fails. Raises
+    `WeightsError`, `DiskFull`.
+    """
     if os.path.lexists(path):
         raise unwritable(path, FileExistsError(errno.EEXIST, "exists"))
     try:
@@ -87,21 +89,21 @@ def new_file(path: Path, partial: Path, alignment: int) -> Iterator[tuple[IO[byt
 
 
 def _publish(partial: Path, path: Path) -> None:
-    """Gives a finished file its name, unless something has that name by now."""
+    """Give a finished file its name, unless that name exists by now."""
     try:
         os.link(partial, path)  # unlike a rename, it never replaces
         partial.unlink()
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
-        # A file system without hard links: exFAT, some network shares.
+        # A file system without hard links, such as exFAT or some network shares.
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         partial.rename(path)
 
 
 def unwritable(path: Path, error: OSError) -> BadInput:
-    """The error to raise for a write that the system refused: `DiskFull` or `WeightsError`."""
+    """Return the error for a write that the system refused: `DiskFull` or `WeightsError`."""
     reason = str(error.strerror)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull.expected("weights to write", path, "room for them", reason)
@@ -111,7 +113,7 @@ def unwritable(path: Path, error: OSError) -> BadInput:
 
 
 def fsync_folder(path: Path) -> None:
-    """Makes a new or renamed entry of a folder survive a power cut."""
+    """Make a new or renamed entry of a folder survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -120,7 +122,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def tensor_bytes(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> memoryview:
-    """The bytes of a tensor in row-major order, in host memory, cast to `dtype` if given."""
+    """Return the bytes of a tensor in row-major order, in host memory, cast to `dtype` if given."""
     import torch
 
     flat = tensor.detach().to(device="cpu", dtype=dtype).contiguous().reshape(-1)
