@@ -433,7 +433,7 @@ def _tensor_info(path: Path, name: str, raw: object, data_start: int) -> TensorI
             code="ST11",
         )
     if math.prod(size for size in shape if size) >= 2**63:
-        # Possible only beside a dimension of zero, with no bytes; torch cannot create such a
+        # Possible only with a dimension of zero, with no bytes; torch cannot create such a
         # tensor.
         refuse(where, "a shape below 2^63", f"{shape!r:.80}", code="ST11")
     return TensorInfo(

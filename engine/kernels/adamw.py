@@ -54,8 +54,8 @@ def _at(table_ptr, field: tl.constexpr, tensors, tensor, begin):
 @triton.jit
 def _squares(
     table_ptr,  # *i64  (S): addresses
-    sizes_ptr,  # *i64  (S): how many numbers
-    parts_ptr,  # *i64  (P, 2): tensor, first number
+    sizes_ptr,  # *i64  (S): numbers of elements
+    parts_ptr,  # *i64  (P, 2): tensor, first element
     sums_ptr,  # *fp32  (P)
     tensors,
     BLOCK: tl.constexpr,
@@ -88,7 +88,7 @@ def _power(base, exponent):
 @triton.jit
 def _count(
     table_ptr,  # *i64  (5, S): the last row has the addresses of the counts
-    skip_ptr,  # *fp32 0-d: 1 where this step is left out
+    skip_ptr,  # *fp32 0-d: 1 if this step is skipped
     factors_ptr,  # *fp32 (S, 2): lr / (1 - b1^t), sqrt(1 - b2^t)
     tensors,
     lr,

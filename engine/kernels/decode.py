@@ -118,7 +118,7 @@ def _norm(
     eps,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,  # 0: nothing is added
-    BLOCKS: tl.constexpr,  # of a program: all of a row unless LATE
+    BLOCKS: tl.constexpr,  # per program: the whole row unless LATE
     LATE: tl.constexpr,  # defer the division to the consumer of the matmul
     CODES: tl.constexpr,
     EARLY: tl.constexpr,

@@ -130,8 +130,8 @@ def _tile(keys_ptr, values_ptr, token_T, there_T, SLOT: tl.constexpr, R: tl.cons
 
 @triton.jit
 def _attend(
-    q_ptr,  # parts: of a row of STRIDE, the query heads, one after the other
-    k_ptr,  # the same of SHARED_STRIDE, as v
+    q_ptr,  # partial sums, rows of STRIDE with the query heads in order
+    k_ptr,  # partial sums, rows of SHARED_STRIDE with the key heads; v alike
     v_ptr,
     q_bias_ptr,
     k_bias_ptr,

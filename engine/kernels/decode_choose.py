@@ -51,7 +51,7 @@ def _choose(
     values_ptr,
     ids_ptr,
     bad_ptr,
-    token_ptr,  # *i64 (rows), written: what the next step begins with
+    token_ptr,  # *i64 (rows), written: the next step's input
     position_ptr,  # *i32 (rows), read and written
     chosen_ptr,  # *i32 (rows), written: the token, or minus the number of non-finite logits
     parts,

@@ -8,7 +8,7 @@ All functions take the rows of a step, contiguous, in one float dtype. Pointers,
 factors are runtime arguments; widths, strides and numbers of parts are constants, of which a model
 has few. With `early`, a kernel may start before the previous one has ended (`dependent_launch.py`).
 
-A step reads and writes the following beside weights and caches, all on the device:
+Besides weights and caches, a step reads and writes the following, all on the device:
 
     Parts       a matmul's output, as partial sums
     Undivided   the pending division of an RMS norm, for the consumer of a matmul (`decode.py`)

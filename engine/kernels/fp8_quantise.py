@@ -66,7 +66,7 @@ def _store_codes(codes_ptr, start, columns, values, inverse, COLUMNS: tl.constex
 @triton.jit
 def _gated_to_fp8(
     joined_ptr,  # *    (M, 2 F): gate, up
-    codes_ptr,  # *u8   (M, F); *fp32 takes what is rounded to codes
+    codes_ptr,  # *u8   (M, F); *fp32 gets the values before rounding
     scale_ptr,  # *fp32 (M)
     COLUMNS: tl.constexpr,
     MAIN: tl.constexpr,

@@ -42,8 +42,8 @@ def _rest_rows(
     z_ptr,  # *fp32 (C, V)
     dz_ptr,  # *    (C, V)
     labels_ptr,  # *i64 (M), of all rows of all chunks
-    kept_ptr,  # *fp32 (4, C): of the K ids the largest z, sums at T and at 1; p_R
-    sums_ptr,  # *fp32 (5, C): largest z, log sums at T, of the rest at T, at 1; sum of dz
+    kept_ptr,  # *fp32 (4, C): for the K ids the largest z, sums at T and at 1; p_R
+    sums_ptr,  # *fp32 (5, C): largest z; log sums at T, at T without the K ids, at 1; sum of dz
     first,
     rows,
     vocabulary,

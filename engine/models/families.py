@@ -158,7 +158,7 @@ LAYER = (
     TensorRow("mlp.down.weight", "mlp.down_proj.weight", "ffn_down.weight", "DF"),
 )
 ROPE_DIVISORS = "rope_freqs.weight"
-"""Llama 3.1's rope scaling in a GGUF or .apr file, beside the weights."""
+"""The tensor with Llama 3.1's RoPE scaling in a GGUF or .apr file."""
 
 
 def layer_tensors(family: Family) -> list[TensorRow]:

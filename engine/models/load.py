@@ -342,7 +342,7 @@ def as_floats(
 
 
 def check_tied(config: ModelConfig, weights: WeightFile) -> None:
-    """Refuse a separate head beside a tied embedding, unless both are equal. Reads both if there
+    """Refuse a separate head of a tied model unless it equals the embedding. Reads both if there
     are two.
     """
     embedding, head = embedding_and_head(weights.convention)

@@ -99,7 +99,7 @@ class Floor(NamedTuple):
     (tools/perplexity/README.md); of several models the smallest KL: Q4_K_M has 0.0127 for
     Llama-2-7B and 0.0313 for Llama-3-8B. They are not properties of the format: small models have
     more error than large ones, and the text matters too. So they serve as a limit for a model,
-    reported beside the model's own number.
+    reported next to the model's own number.
     """
 
     kl: float

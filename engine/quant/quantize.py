@@ -65,7 +65,7 @@ from engine.quant.tensor import QuantTensor
 # a group or sub-block, G groups
 
 CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Number of values processed at once; each needs about 45 bytes beside input and output."""
+"""Number of values processed at once; each needs about 45 bytes besides input and output."""
 
 
 def quantize(

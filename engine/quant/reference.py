@@ -42,7 +42,7 @@ FLOATS: dict[str, torch.dtype] = {
 
 CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Number of values processed at once: what fits in a CPU's cache, and enough to keep a GPU busy.
-Memory beside input and output is limited to about 12 bytes for each of these values.
+Memory besides input and output is limited to about 12 bytes for each of these values.
 """
 
 

@@ -15,7 +15,7 @@ never by a kernel, whose last bit may differ.
 Cost: tensors are hashed in the order of the forward pass up to the first difference, which for two
 different models is the embedding: a few tenths of a second. Different shapes cost nothing. Only a
 student that is its teacher is hashed completely, at one or two gigabytes per second. The check
-needs about 64 MiB beside the models.
+needs about 64 MiB in addition to the models.
 
 Two models whose weights differ everywhere by less than bf16 rounding count as the same. Not
 detected: a student with some rows of the vocabulary cut off, or a teacher quantised from the

@@ -47,7 +47,7 @@ allocator, so that the same kernels are chosen.
 
 
 class _Place(NamedTuple):
-    """Where a tensor of a layer lies in its buffer."""
+    """The position of a layer's tensor in its buffer."""
 
     module: nn.Module
     name: str
@@ -110,7 +110,9 @@ class ShardedLayers:
             like = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="meta")
             setattr(place.module, place.name, like)
             if isinstance(place.module, PackedLinear):
-                _ = place.module.packed  # which would hold the blocks as they were loaded
+                _ = (
+                    place.module.packed
+                )  # drops the cached matrix, which would keep the loaded blocks alive
 
     def _own_part(self, storages: list[tuple[int, torch.UntypedStorage]], size: int) -> Tensor:
         each = _aligned(-(-size // self._ranks.world))
