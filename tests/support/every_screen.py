@@ -17,7 +17,7 @@ from workbench.tui.places import PLACES
 
 Visit = Callable[[Pilot[None], str], Awaitable[None]]
 
-A_RUN = ("slash", *"small", "enter", "enter")
+A_RUN = ("slash", *"sm", "enter", "enter")
 ROUTES: tuple[tuple[str, tuple[str, ...], int], ...] = (
     ("runs", (), 0),
     ("run", A_RUN, 1),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from textual.pilot import Pilot
 
@@ -27,14 +29,39 @@ def words_of(pilot: Pilot[None]) -> str:
     return " ".join(kept.split())
 
 
+async def until_still(min_sleep: float = 0.0, max_sleep: float = 1.0) -> None:
+    """Wait until the event loop has nothing to do but wait for a thread, a timer or a file.
+
+    Textual's own waiting, which has these arguments, looks at the processor every 20 ms instead: longer
+    than most keys take, and not long enough where other work keeps the process waiting.
+    """
+    loop: Any = asyncio.get_running_loop()
+    await asyncio.sleep(0)
+    while loop._ready:
+        await asyncio.sleep(0)
+
+
+async def drawn(pilot: Pilot[None]) -> None:
+    """Wait until what workers have found is drawn."""
+    app = pilot.app
+    await app.workers.wait_for_complete()
+    await until_still()
+    if app._resize_event is not None:
+        # It would come with a timer that gathers the events of a window that is being dragged.
+        app._check_resize()
+    # What is drawn the first time may ask to be laid out anew.
+    for _ in range(2):
+        await until_still()
+        app.screen._on_timer_update()
+    await until_still()
+
+
 async def settle(pilot: Pilot[None]) -> None:
     """Wait until what goes on in threads is drawn."""
     for thread in threading.enumerate():
         if thread.name.startswith("engine-"):
             thread.join(10.0)
-    await pilot.app.workers.wait_for_complete()
-    await pilot.pause()
-    await pilot.pause()
+    await drawn(pilot)
 
 
 async def poll(pilot: Pilot[None]) -> None:
@@ -55,8 +82,29 @@ async def shows(pilot: Pilot[None], words: str) -> bool:
 
 
 async def press(pilot: Pilot[None], *keys: str) -> None:
-    await pilot.press(*keys)
+    for number, key in enumerate(keys):
+        if number:
+            await drawn(pilot)
+        await pilot.press(key)
     await settle(pilot)
+
+
+async def resize(pilot: Pilot[None], size: tuple[int, int]) -> None:
+    await pilot.resize_terminal(*size)
+    await settle(pilot)
+
+
+async def at_sizes(
+    pilot: Pilot[None], sizes: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], str]:
+    """The words on the screen at each size, and then the size that it had."""
+    seen: dict[tuple[int, int], str] = {}
+    before = pilot.app.size
+    for size in sizes:
+        await resize(pilot, size)
+        seen[size] = words_of(pilot)
+    await resize(pilot, before)
+    return seen
 
 
 def on_screen(
@@ -75,7 +123,11 @@ def on_screen(
             await settle(pilot)
             await script(pilot)
 
-    asyncio.run(run())
+    with (
+        patch("textual.app.wait_for_idle", until_still),
+        patch("textual.pilot.wait_for_idle", until_still),
+    ):
+        asyncio.run(run())
 
 
 def texts_of(path: Path, size: tuple[int, int], *keys: str, **options: bool) -> list[str]:

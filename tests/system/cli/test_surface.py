@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from engine.cli.main import EPILOG, build_parser
+from engine.export import verify
 from tests.support.finished_runs import finish
 from tests.support.kit import Kit
 from tests.support.running import engine_here
@@ -128,6 +129,20 @@ def test_commands_options_and_exit_codes_are_those_recorded() -> None:
     held("commands", surface())
 
 
+def asked_once(patch: pytest.MonkeyPatch) -> None:
+    """A published folder is verified by each of two commands: what one asked, the other is told again."""
+    answers: dict[str, Any] = {}
+    ask = verify.ask
+
+    def told(kind: str, path: Path, scratch: Path, **question: Any) -> Any:
+        key = json.dumps([kind, question])
+        if key not in answers:
+            answers[key] = ask(kind, path, scratch, **question)
+        return answers[key]
+
+    patch.setattr(verify, "ask", told)
+
+
 @pytest.fixture(scope="module")
 def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The keys of every command whose --json can be had of one finished run without a supervisor."""
@@ -155,10 +170,12 @@ def printed(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> dict[str, lis
         "publish --verify": ("publish", "--verify", folder / "published"),
     }
     found = {}
-    for name, words in commands.items():
-        done = engine_here(*words, "--json")
-        assert done.returncode in (0, 1, 2), f"{name}: {done.stderr}"
-        found[name] = sorted(key_paths(json.loads(done.stdout)))
+    with pytest.MonkeyPatch.context() as patch:
+        asked_once(patch)
+        for name, words in commands.items():
+            done = engine_here(*words, "--json")
+            assert done.returncode in (0, 1, 2), f"{name}: {done.stderr}"
+            found[name] = sorted(key_paths(json.loads(done.stdout)))
     return found
 
 

@@ -237,10 +237,9 @@ class RunScreen(PollingScreen):
     def lay_out(self) -> None:
         """Show the panes that belong on a screen of this size."""
         layout = self._layout()
-        self.set_class(self._has_ended, "-ended")
-        for mode in ("grid", "tabs", "single", "status"):
-            self.set_class(layout.mode == mode, f"-{mode}")
-        self.set_class(self._zoomed, "-zoomed")
+        classes = {f"-{mode}": layout.mode == mode for mode in ("grid", "tabs", "single", "status")}
+        # At once: each change of classes makes Textual style every widget of the screen anew.
+        self.update_classes({**classes, "-zoomed": self._zoomed})
         columns = {pane.column for pane in PANES if pane.id in layout.panes}
         for pane in PANES:
             self.query_one(f"#{pane.id}").display = pane.id in layout.panes

@@ -15,7 +15,7 @@ from textual.binding import Binding
 from textual.pilot import Pilot
 
 from tests.support.every_screen import on_every_screen, some_runs
-from tests.support.screens import on_screen, press, settle, text_of
+from tests.support.screens import on_screen, press, resize, settle, text_of
 from workbench.tui.keys import active_keys, acts, resolved
 from workbench.tui.palette import WorkbenchCommands
 from workbench.tui.widgets.key_bar import bindings_of
@@ -130,8 +130,7 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
         screen = pilot.app.screen
         text, spans, keys = text_of(pilot), status_spans(pilot), keys_of(pilot)
         hidden = hidden_of(pilot, keys)
-        await pilot.resize_terminal(39, 12)
-        await settle(pilot)
+        await resize(pilot, (39, 12))
         others = [
             str(widget)
             for widget in screen.children
@@ -140,8 +139,7 @@ def screens(tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
         if screen.is_modal:
             others = []
         seen.append(Seen(name, text, spans, keys, hidden, others, text_of(pilot).strip()))
-        await pilot.resize_terminal(120, 40)
-        await settle(pilot)
+        await resize(pilot, (120, 40))
 
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("screens")

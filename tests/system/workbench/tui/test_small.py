@@ -9,7 +9,7 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.support.run_folders import completed, killed, running
-from tests.support.screens import on_screen, poll, press, text_of, words_of
+from tests.support.screens import on_screen, poll, press, resize, text_of, words_of
 from workbench.feed import RunFeed
 from workbench.listing import Row
 from workbench.marks import happenings
@@ -159,8 +159,7 @@ def test_what_is_pressing_is_never_left_out_of_a_small_status() -> None:
     assert second == "RUNNING | step 3/5 | loss 2.1 | 9 s left"
 
 
-@pytest.mark.parametrize("size", [(40, 12), (80, 24), (120, 40), (160, 45)])
-def test_the_key_bar_has_whole_words_and_help(tmp_path: Path, size: tuple[int, int]) -> None:
+def test_the_key_bar_has_whole_words_and_help(tmp_path: Path) -> None:
     killed(tmp_path / "runs" / "kd")
 
     async def script(pilot: Pilot[None]) -> None:
@@ -168,11 +167,13 @@ def test_the_key_bar_has_whole_words_and_help(tmp_path: Path, size: tuple[int, i
             await press(pilot, *keys)
             if pilot.app.screen.is_modal:
                 await press(pilot, "enter")
-            bar = text_of(pilot).splitlines()[-1]
-            assert " help" in bar, bar
-            assert "…" not in bar.replace("  …", ""), bar
+            for size in ((40, 12), (80, 24), (120, 40), (160, 45)):
+                await resize(pilot, size)
+                bar = text_of(pilot).splitlines()[-1]
+                assert " help" in bar, bar
+                assert "…" not in bar.replace("  …", ""), bar
 
-    on_screen([tmp_path / "runs"], size, script)
+    on_screen([tmp_path / "runs"], (40, 12), script)
 
 
 def test_a_replay_shows_its_own_keys(tmp_path: Path) -> None:
