@@ -136,9 +136,8 @@ def test_the_published_schema_is_that_of_the_reader() -> None:
     assert set(json.loads(published)["$defs"]) >= {"Finding", "Node", "FlipResult"}
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_flipped_byte_anywhere_is_found_and_named(copy: Bundle, data: st.DataObject) -> None:
+def flip_a_byte(copy: Bundle, data: st.DataObject) -> None:
+    """Of any file, to any other value; it must be found, and is mended again."""
     files = sorted(p for p in copy.path.rglob("*") if p.is_file() and p.stat().st_size)
     file = data.draw(st.sampled_from(files), label="file")
     raw = bytearray(file.read_bytes())
@@ -152,6 +151,22 @@ def test_any_flipped_byte_anywhere_is_found_and_named(copy: Bundle, data: st.Dat
         assert str(file.relative_to(copy.path)) in {f.where for f in checked.faults}
     finally:
         file.write_bytes(before)
+
+
+ONE_COPY = [HealthCheck.function_scoped_fixture]
+
+
+@settings(max_examples=40, suppress_health_check=ONE_COPY)
+@given(data=st.data())
+def test_any_flipped_byte_anywhere_is_found_and_named(copy: Bundle, data: st.DataObject) -> None:
+    flip_a_byte(copy, data)
+
+
+@pytest.mark.soak
+@settings(max_examples=400, suppress_health_check=ONE_COPY)
+@given(data=st.data())
+def test_any_of_many_flipped_bytes_is_found_and_named(copy: Bundle, data: st.DataObject) -> None:
+    flip_a_byte(copy, data)
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "gone", "link", "extra", "folder", "swapped"])

@@ -28,7 +28,7 @@ from engine.formats.gguf_tokenizer import build_tokenizer_json
 from tests.support.bad_gguf import BAD
 from tests.support.gguf_files import ARCH, F32, UINT32, build, model, pair, tensor, u32
 
-EXAMPLES = 2_500
+EXAMPLES = 800
 MANY = 100_000
 MOST_SECONDS = 5.0
 SPARE_BYTES = 2 << 30

@@ -881,8 +881,8 @@ def test_opening_costs_little_more_than_decoding_every_line(tmp_path: Path) -> N
         return time.process_time() - begin
 
     # The best of some tries: what else goes on can only make one slower.
-    ratios = [timed(read) / timed(lambda: decoder.decode_lines(block)) for _ in range(3)]
-    assert min(ratios) < 2.7
+    ratios = (timed(read) / timed(lambda: decoder.decode_lines(block)) for _ in range(3))
+    assert any(ratio < 2.7 for ratio in ratios)
 
 
 def test_out_of_its_files_a_run_costs_a_fraction_of_its_lines(tmp_path: Path) -> None:
@@ -895,8 +895,8 @@ def test_out_of_its_files_a_run_costs_a_fraction_of_its_lines(tmp_path: Path) ->
         return time.process_time() - begin
 
     # The best of some tries: what else goes on can only make one slower.
-    ratios = [timed(files=True) / timed() for _ in range(4)]
-    assert min(ratios) < 0.7
+    ratios = (timed(files=True) / timed() for _ in range(4))
+    assert any(ratio < 0.7 for ratio in ratios)
 
 
 def test_the_supervisor_keeps_the_columns_of_its_run(tmp_path: Path) -> None:

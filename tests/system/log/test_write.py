@@ -69,12 +69,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 # One line.
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@given(data=st.data(), t_s=st.floats(0, 1e9))
-@settings(max_examples=40, deadline=None)
-def test_every_kind_comes_back_as_it_was_written(
-    kind: type[Any], data: st.DataObject, t_s: float
-) -> None:
+def comes_back(kind: type[Any], data: st.DataObject, t_s: float) -> None:
     event = data.draw(events_of(kind))
     line = encode(event, 7, t_s)
     assert line.endswith(b"\n") and line.count(b"\n") == 1
@@ -84,14 +79,44 @@ def test_every_kind_comes_back_as_it_was_written(
     assert repr(decode_line(line, "here")) == repr(expected)
 
 
-@given(facts=st.dictionaries(st.text(), JSON))
-@settings(max_examples=200, deadline=None)
-def test_non_finite_numbers_inside_a_field_survive(facts: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(data=st.data(), t_s=st.floats(0, 1e9))
+@settings(max_examples=15, deadline=None)
+def test_every_kind_comes_back_as_it_was_written(
+    kind: type[Any], data: st.DataObject, t_s: float
+) -> None:
+    comes_back(kind, data, t_s)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(data=st.data(), t_s=st.floats(0, 1e9))
+@settings(max_examples=150, deadline=None)
+def test_many_of_every_kind_come_back_as_they_were_written(
+    kind: type[Any], data: st.DataObject, t_s: float
+) -> None:
+    comes_back(kind, data, t_s)
+
+
+def survives(facts: dict[str, Any]) -> None:
     line = encode(FactsRead(facts=facts), 0, 0.0)
     strict_json(line)
     event = decode_line(line, "here")
     assert isinstance(event, FactsRead)
     assert repr(event.facts) == repr(facts)
+
+
+@given(facts=st.dictionaries(st.text(), JSON))
+@settings(max_examples=60, deadline=None)
+def test_non_finite_numbers_inside_a_field_survive(facts: dict[str, Any]) -> None:
+    survives(facts)
+
+
+@pytest.mark.soak
+@given(facts=st.dictionaries(st.text(), JSON))
+@settings(max_examples=1000, deadline=None)
+def test_non_finite_numbers_inside_many_fields_survive(facts: dict[str, Any]) -> None:
+    survives(facts)
 
 
 def test_nan_and_missing_stay_distinct_in_the_line() -> None:

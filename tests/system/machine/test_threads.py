@@ -21,7 +21,7 @@ def test_threads_sleep_unless_somebody_says_otherwise() -> None:
     assert choose_thread_wait("active", {}).choice == "active"
 
 
-@pytest.mark.parametrize("wanted", ["auto", "active"])
+@pytest.mark.parametrize("wanted", [pytest.param("auto", marks=pytest.mark.soak), "active"])
 def test_the_logged_choice_is_the_one_in_force(kit: Kit, tmp_path: Path, wanted: str) -> None:
     run = tmp_path / "run"
     spec = kit.spec(tmp_path, train__steps=1, train__warmup_steps=0, compute__thread_wait=wanted)

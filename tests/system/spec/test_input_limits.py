@@ -437,7 +437,8 @@ EXPLODING: dict[str, object] = {
 @pytest.mark.parametrize(
     "change",
     [
-        {"normalizer": EXPLODING},
+        # Seconds to the limit of memory, of which `prepend` takes fewer.
+        pytest.param({"normalizer": EXPLODING}, marks=pytest.mark.soak),
         {"normalizer": {"type": "Prepend", "prepend": "z" * 5_000_000}},
         {"normalizer": {"pattern": {"String": "e"}, "content": "f" * 100_000}},
         {"pre_tokenizer": split("(" * 300)},

@@ -88,9 +88,14 @@ sys.exit(cli.main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("module", "name", "method"),
     [
-        ("workbench.tui.widgets.status_line", "StatusLine", "watch_snapshot"),
+        pytest.param(
+            *("workbench.tui.widgets.status_line", "StatusLine", "watch_snapshot"),
+            marks=pytest.mark.soak,
+        ),
         ("workbench.tui.widgets.status_line", "StatusLine", "render_line"),
-        ("workbench.tui.screens.run", "RunScreen", "compose"),
+        pytest.param(
+            *("workbench.tui.screens.run", "RunScreen", "compose"), marks=pytest.mark.soak
+        ),
         ("workbench.feed", "RunFeed", "poll"),
     ],
     ids=["watcher", "drawing", "composing", "thread"],

@@ -14,6 +14,7 @@ from engine.log.folder import RunFolder, create_run
 from engine.spec import KEYS, load_spec
 from tests.support.kit import Kit
 from tests.support.run_folders import completed
+from tests.support.running import wait_until_ended
 from tests.support.screens import on_screen, press, settle, text_of, words_of
 from workbench.drafts import draft_like, find_specs, free_name, open_draft
 from workbench.feed import RunFeed
@@ -289,7 +290,6 @@ def test_a_run_is_checked_and_started_and_its_screen_opens(spec: Path, tmp_path:
 
     on_screen([tmp_path], (120, 40), script)
     (run,) = runs
-    feed = RunFeed(run)
-    while not (snapshot := feed.poll()).has_ended:
-        pass
+    wait_until_ended(run.path)
+    snapshot = RunFeed(run).read_all()
     assert (snapshot.state, snapshot.view.last_step) == ("completed", 6)
