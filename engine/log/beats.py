@@ -1,15 +1,16 @@
-"""How far each rank of a run with several GPUs has come: one small file a rank, readable at any time.
+"""Record the progress of each rank of a multi-GPU run in one small file per rank, readable at any time.
 
     <run>/ranks/<rank>.beat        pid, step, collectives entered: three little-endian u64
-    <run>/ranks/<rank>.jsonl       the log of a rank other than the first, whose log is the run's
+    <run>/ranks/<rank>.jsonl       the log of a rank other than rank 0, whose log is the run's
     <run>/ranks/lost.json          which rank ended the run, when one did
 
-A rank writes its beat when it enters a collective of a step, and when it has done all of its own part
-of that step and goes to wait for the others. Every rank enters the same collectives in the same order.
-So while a step hangs, the ranks that wait have a higher step, or have entered more, than the one they
-wait for, whatever stack each of them shows: in a collective all waiting ranks look alike.
+A rank writes its beat when it enters a collective of a step, and when it has finished its own part of that
+step and starts to wait for the others. Every rank enters the same collectives in the same order. So while a
+step hangs, the waiting ranks have a higher step, or have entered more collectives, than the rank they wait
+for. The stacks do not show this: all ranks that wait in a collective look alike.
 
-A beat is one write of 24 bytes to one place. It is no log: a torn or missing one is "not known".
+A beat is one write of 24 bytes at a fixed offset. It is not a log: a torn or missing beat reads as "not
+known".
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ class Beat:
     rank: int
     pid: int
     step: int
-    """The last step that this rank has done its part of; 0 before the first."""
+    """The last step whose part this rank has finished; 0 before the first."""
     entered: int = 0
-    """Collectives of steps that this rank has entered."""
+    """Collectives of training steps that this rank has entered."""
 
     @property
     def reached(self) -> tuple[int, int]:
-        """How far it is, to compare with others."""
+        """The rank's progress as a pair that can be compared across ranks."""
         return self.step, self.entered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostRank:
-    """Which rank ended a run, as its launcher saw it."""
+    """The rank that ended a run, as its launcher saw it."""
 
     rank: int
     pid: int
     returncode: int
-    """Of that process: minus the signal that ended it."""
+    """Exit status of that process; minus the signal number when a signal ended it."""
     sentence: str
 
 
 class BeatWriter:
-    """The beat of one rank."""
+    """Writes the beat of one rank."""
 
     def __init__(self, run: RunFolder, rank: int) -> None:
         folder = _folder(run)
@@ -67,12 +68,12 @@ class BeatWriter:
         self.write(0)
 
     def write(self, step: int) -> None:
-        """This rank has done its part of `step`."""
+        """Record that this rank has finished its part of `step`."""
         self._step = step
         self._put()
 
     def entering(self) -> None:
-        """This rank enters a collective."""
+        """Record that this rank enters a collective."""
         self._entered += 1
         self._put()
 
@@ -84,7 +85,7 @@ class BeatWriter:
 
 
 def read_beats(run: RunFolder) -> list[Beat]:
-    """The beats there are, by rank; none for a run of one process."""
+    """Return the existing beats in rank order; the list is empty for a single-process run."""
     beats = []
     for path in _folder(run).glob("*.beat"):
         data = read_bytes(path, "beat", limits.BEAT, error=RunLogError)
@@ -94,17 +95,17 @@ def read_beats(run: RunFolder) -> list[Beat]:
 
 
 def behind(beats: list[Beat]) -> list[Beat]:
-    """The ranks that the others wait for; none when all have come equally far."""
+    """Return the ranks that the others wait for; empty when all have the same progress."""
     most = max((beat.reached for beat in beats), default=(0, 0))
     return [beat for beat in beats if beat.reached < most]
 
 
 def waited_for(beats: list[Beat]) -> str | None:
-    """In words: which ranks hold the others up. None when none does."""
+    """Describe which ranks hold up the others; None when none does."""
     late = behind(beats)
     if not late:
         return None
-    # Who is behind within a step holds up the next one to be done.
+    # A rank that is behind within step N holds up step N + 1.
     most = max(beat.step for beat in beats)
     most += all(beat.step == most for beat in late)
     names = ", ".join(f"rank {beat.rank} (process {beat.pid})" for beat in late)
@@ -130,13 +131,13 @@ def read_lost_rank(run: RunFolder) -> LostRank | None:
 
 
 def forget(run: RunFolder) -> None:
-    """What an earlier session of a run left is not about this one; its ranks' logs stay."""
+    """Remove the beats and the lost-rank record of an earlier session; the ranks' logs are kept."""
     for path in (*_folder(run).glob("*.beat"), _folder(run) / "lost.json"):
         path.unlink(missing_ok=True)
 
 
 def log_of(run: RunFolder, rank: int) -> Path:
-    """Where a rank writes its events: the run's log for the first, one of its own for each other."""
+    """Return the path of a rank's log: the run's log for rank 0, a file under `ranks/` for the others."""
     if rank == 0:
         return run.events
     _folder(run).mkdir(exist_ok=True)

@@ -1,34 +1,38 @@
-"""Columns of long logs in files beside them, so that their lines need not be decoded a second time.
+"""Store the columns of long logs in files beside them, so that their lines need not be decoded a second time.
 
-    columns/events-000017.columns    a segment: what the lines say that begin in the 17th CHUNK_BYTES of events.jsonl
+    columns/events-000017.columns    a segment: the content of the lines that begin in chunk 17 (each of
+                                     CHUNK_BYTES) of events.jsonl
 
-A segment describes itself, so that each may have other columns than the one before:
+A segment describes itself, so segments may have different columns:
 
-    MAGIC, CRC-32 of all that follows, length of the header
-    header         JSON, filled up with spaces to a multiple of 8 bytes: which lines of which log, the tables with
-                   the names of their columns and their rows
-    columns        float64, little-endian, one behind the other, as the header names them (they can be mapped)
-    lines          those that are neither steps nor readings, verbatim, and the steps and readings
-                   that tell the newest values
+    MAGIC, CRC-32 of everything after it, length of the header
+    header         JSON, padded with spaces to a multiple of 8 bytes: which lines of which log, the tables with
+                   their column names and row counts
+    columns        float64, little-endian, contiguous, in the order of the header (they can be mmapped)
+    lines          verbatim: those that are neither steps nor readings, and the steps and readings that carry
+                   the newest values
 
-It holds nothing that the log does not say: any of them may be deleted. The supervisor writes them while the run goes
-on (`SegmentWriter`); a viewer that had to decode the lines may leave them here. A file is written under another name,
-renamed when it is whole, and never changed, so there is no lock and no order between writers. It is never synced:
-what a power loss leaves of it is found out. What opens a session is never in one, nor what breaks the order or is no
-record: such a stretch has no segment, and the reader of the log, who alone says what is wrong with it, reads it.
+A segment holds nothing that the log does not hold, so any of them may be deleted. The supervisor writes them
+while the run goes on (`SegmentWriter`); a viewer that had to decode the lines may write them too. A file is
+written under a temporary name, renamed when complete and never changed, so writers need no lock and no
+ordering. It is never synced: damage from a power loss is detected on reading. A segment never contains the
+opening of a session, a line out of sequence or an invalid record: such a chunk has no segment, and the log
+reader, which alone reports faults, reads it.
 
-**When a segment is believed.** Its file must be whole and of this layout. Then the log is asked whether it still has
-these lines:
+**When a segment is valid.** Its file must be complete and of this layout version. Then the log is tested for
+whether it still has these lines:
 
-- It is the same file, on a machine that has not restarted since. Such a log is appended to; and it is cut, but only
-  behind its last whole line, or in front of what a power loss left (`engine.log.write`), after which other lines
-  follow, whose numbers and microseconds are others. So where the last TAIL_BYTES of the lines stand where they stood,
-  everything in front of them does.
-- Anything else: a copy, a log put in its place, a machine that was started again, whose disk may have zeros where its
-  memory had lines, a segment that another user wrote. Every byte is compared (CRC-32).
+- The log is the same file, on a machine that has not rebooted since. Such a log is only appended to, or cut
+  behind
+  its last whole line or in front of the hole that a power loss left (`engine.log.write`); the lines that follow a cut
+  have other sequence numbers and timestamps. So if the last TAIL_BYTES of the lines are unchanged and in place,
+  everything in front of them is.
+- Anything else: a copy, a replaced log, a rebooted machine whose disk may have zeros where its page cache had
+  lines,
+  a segment written by another user. Then every byte is compared (CRC-32).
 
-One doubt, and the file counts for nothing: the lines are read. What is not noticed is somebody who overwrites bytes in
-the middle of a log in place. So this is for looking at a run; what proves something reads the lines.
+When any test fails the segment is ignored and the lines are decoded. Overwriting bytes in the middle of a log
+in place is not detected. So segments are for looking at a run; code that verifies something reads the lines.
 """
 
 from __future__ import annotations
@@ -83,29 +87,29 @@ if TYPE_CHECKING:
 
 FOLDER = "columns"
 VERSION = 1
-"""One more whenever the same lines would give another segment."""
+"""Layout version; increase it whenever the same lines would give a different segment."""
 CHUNK_BYTES = 1 << 20
 PART_LINES = 256
-"""Between two places from which the log can be read again."""
+"""Lines between two places from which the log can be read again."""
 TAIL_BYTES = 1 << 10
 LEFT_BYTES = 1 << 30
-"""So much of a disk stays free for the run itself."""
+"""Disk space in bytes that segments leave free for the run itself."""
 SHARE = 0.003
-"""Of a core, at most, for a supervisor to write segments."""
+"""Most of one core, as a fraction, that a supervisor may spend on writing segments."""
 HELP_FROM_BYTES = 48 << 20
-"""So much has to be decoded for other processes to be asked: starting one takes a fifth of a second."""
+"""Bytes left to decode from which helper processes are started; starting one takes about 0.2 s."""
 UNKNOWN = "unknown"
 _HEAD = struct.Struct("<8sII")
 _MAGIC = b"aprcols1"
 _PARTIAL = ".partial-"
 _PLACES = ("line", "byte", "t_s")
-"""Where the log can be read again: how many lines are before, at which byte, and `t_s` of the line before."""
+"""A place from which the log can be read again: lines before it, its byte offset, `t_s` of the line before it."""
 _WHOLE = {"t_s", "step", "rows", "tokens", "labelled", "position", *_PLACES}
-"""Columns that are there and finite in every row."""
+"""Columns that are present and finite in every row."""
 
 
 class StepRow(msgspec.Struct, kw_only=True, gc=False, tag_field="kind", tag="step"):
-    """What a table keeps of a `StepDone`: decoded from the same line in two thirds of the time."""
+    """The fields of a `StepDone` that a table keeps; decodes in two thirds of the time of a `StepDone`."""
 
     seq: Count = -1
     t_s: Elapsed = -1.0
@@ -134,53 +138,53 @@ _decoder = msgspec.json.Decoder(_skimmed)
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """A table in a segment."""
+    """Name, columns and rows of a table in a segment."""
 
     rows: Annotated[int, msgspec.Meta(ge=1, le=COLUMNS_FILE.most)]
     columns: list[str]
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a segment says of itself."""
+    """The header of a segment."""
 
     version: int
     boot_id: str
-    """Of the machine that made it."""
+    """Boot id of the machine that wrote it."""
     file_id: FileId
-    """Of the log that it was made of: device and inode."""
+    """Device and inode of the log."""
     begin: Count
     end: Count
-    """Which bytes of the log its lines are."""
+    """The lines occupy bytes [begin, end) of the log."""
     first: Count
-    """`seq` of the first of them."""
+    """`seq` of the first line."""
     lines: Count
     crc: int
     """CRC-32 of all these bytes."""
     tail_crc: int
-    """Of the last TAIL_BYTES of them (of all, where they are fewer)."""
+    """CRC-32 of the last TAIL_BYTES of them (of all, when there are fewer)."""
     tables: dict[str, Shape] = {}
     dtype: str = "<f8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Whole lines of a log, one after the other, none of which opens a session."""
+    """Consecutive whole lines of a log, decoded; none of them opens a session."""
 
     begin: int
     end: int
-    """Which bytes of the log they are."""
+    """The lines occupy bytes [begin, end) of the log."""
     first: int
-    """`seq` of the first."""
+    """`seq` of the first line."""
     lines: int
     file_id: FileId
-    """Of the log that has them."""
+    """Device and inode of the log."""
     tables: dict[str, dict[str, Numbers]]
-    """By the names that `split` gives, with `t_s`."""
+    """Columns of each table, `t_s` included, under the table names of `split`."""
     places: dict[str, Numbers]
     rest: list[bytes]
-    """The lines that are looked at one by one."""
+    """The lines that are kept one by one."""
     events: list[AnyEvent]
-    """What they say."""
+    """The events of `rest`."""
 
 
 class Stretch(NamedTuple):
@@ -192,8 +196,8 @@ class Stretch(NamedTuple):
 
 
 def read_stretch(log: Path, number: int) -> Stretch | None:
-    """None where the last of these lines is not whole yet, or may be none. Raises OSError."""
-    # The byte in front tells whether a line begins with the chunk.
+    """Read a chunk; None when its last line is not complete, or may be missing. Raises OSError."""
+    # The byte before the chunk tells whether a line begins with it.
     start, size = max(0, number * CHUNK_BYTES - 1), CHUNK_BYTES + bool(number)
     with open_plain(log) as file:
         file_id = id_of(os.fstat(file.fileno()))
@@ -206,10 +210,10 @@ def read_stretch(log: Path, number: int) -> Stretch | None:
 
 
 def segment_of(stretch: Stretch) -> Segment | None:
-    """None when the lines want to be read one by one."""
+    """Build a segment; None when the lines have to be read one by one."""
     raw = BytesIO(stretch.lines).readlines()
     events = _decoded(raw)
-    # The decoder passes over empty lines.
+    # The decoder skips empty lines.
     if len(events) != len(raw) or not events:
         return None
     first = events[0].seq
@@ -246,14 +250,14 @@ def segment_of(stretch: Stretch) -> Segment | None:
 
 
 def _decoded(raw: list[bytes]) -> list[Any]:
-    """The events of lines, steps as StepRows; too few when one is no record."""
+    """Decode lines, steps as StepRows; the result is shorter than `raw` when a line is not a record."""
     events: list[Any] = []
     for start in range(0, len(raw), PART_LINES):
         part = raw[start : start + PART_LINES]
         try:
             events += decode_lines(_decoder, b"".join(part))
         except (*NOT_JSON, LookupError, ValueError):
-            # One line of a form of its own must not make all of them slow.
+            # One line with an unusual form must not slow down all the others.
             try:
                 events += map(_decoded_alone, part)
             except RunLogError:
@@ -269,8 +273,8 @@ def _decoded_alone(line: bytes) -> Any:
 
 
 def _telling(table: str, rows: list[Any]) -> list[Any]:
-    """The rows that alone give the newest value of each reading and the reason of each that is gone: the last
-    that has it, the last that says why it has not, and the last of all."""
+    """Return the rows that carry the newest value of each reading and the reason for each missing one: per
+    reading the last row that has it and the last that gives a reason, and the last row of all."""
     if table == "step":
         return rows[-1:]
     telling = {len(rows) - 1}
@@ -290,7 +294,7 @@ def _telling(table: str, rows: list[Any]) -> list[Any]:
 
 
 class SegmentFiles:
-    """The segments of one log."""
+    """The segment files of one log."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -301,7 +305,7 @@ class SegmentFiles:
         return self.folder / f"{self.log.stem}-{number:06}.columns"
 
     def load(self, number: int) -> Segment | None:
-        """The segment of a chunk; None when there is none that can be believed."""
+        """Load the segment of a chunk; None when there is no valid one."""
         path = self.path(number)
         try:
             data = memoryview(read_bytes(path, "columns", COLUMNS_FILE))
@@ -320,9 +324,9 @@ class SegmentFiles:
             return None
 
     def _stands(self, header: Header, path: Path, file_id: FileId, log: int) -> bool:
-        """Whether the lines of a segment are in the open log, where they were."""
+        """Whether the open log still has the segment's lines in the same place."""
         is_same = (header.boot_id, header.file_id) == (self._boot_id, file_id)
-        # Another user may put anything into a file; root may anyway.
+        # A file of another user may contain anything, so only ours and root's are trusted.
         is_ours = path.stat().st_uid in (os.geteuid(), 0)
         in_part = is_same and is_ours and self._boot_id != UNKNOWN
         begin = max(header.begin, header.end - TAIL_BYTES) if in_part else header.begin
@@ -334,7 +338,7 @@ class SegmentFiles:
         return len(found) == size and zlib.crc32(found) == crc
 
     def save(self, number: int, segment: Segment, lines: bytes) -> bool:
-        """Keep a segment of `lines`; False where there is no room or no right to. Raises nothing."""
+        """Write a segment of `lines`; False without the space or the permission. Never raises."""
         tables = {**segment.tables, "places": segment.places}
         header = Header(
             version=VERSION,
@@ -371,8 +375,8 @@ class SegmentFiles:
         return True
 
     def make(self, number: int, *, keep: bool) -> tuple[bool, Segment | None]:
-        """Whether a chunk is written whole, and its segment, if it has one; with `keep` that is kept. Raises
-        OSError."""
+        """Return whether a chunk is complete, and its segment if it has one; `keep` also saves the segment.
+        Raises OSError."""
         stretch = read_stretch(self.log, number)
         if stretch is None:
             return False, None
@@ -382,15 +386,15 @@ class SegmentFiles:
         return True, segment
 
     def sweep(self) -> None:
-        """Remove what was left by those who died while they wrote. One who writes now keeps nothing then."""
+        """Remove the partial files of processes that died. A process that is writing now loses its partial file."""
         with contextlib.suppress(OSError):
             for path in self.folder.glob(f"{self.log.stem}-*{_PARTIAL}*"):
                 path.unlink(missing_ok=True)
 
 
 def _opened(header: Header, body: memoryview, file_id: FileId) -> Segment | None:
-    """The columns and lines of a segment that anybody may have made; None where its pieces do not fit each other,
-    or a reader of the log would not accept what they say."""
+    """Decode an untrusted segment body; None where its parts are inconsistent, or a log reader would reject
+    their content."""
     tables: dict[str, dict[str, Numbers]] = {}
     for name, shape in header.tables.items():
         size = 8 * shape.rows
@@ -427,7 +431,7 @@ def _opened(header: Header, body: memoryview, file_id: FileId) -> Segment | None
 
 
 def _is_sound(name: str, columns: dict[str, Numbers]) -> bool:
-    """Whether these are the columns that lines of a log give, in the ranges that a line is held to."""
+    """Whether the columns are those of log lines, with values in the ranges that lines are checked for."""
     wanted = list(_PLACES) if name == "places" else fields_of(name)
     index = name.removeprefix("gpu")
     is_gpu = name.startswith("gpu") and index.isdecimal() and int(index) <= LOG_GPU.most
@@ -443,11 +447,12 @@ def _is_sound(name: str, columns: dict[str, Numbers]) -> bool:
 
 
 class SegmentWriter:
-    """Keeps the segments of the logs of one run while they are written. Used from one thread.
+    """Writes the segments of a run's logs while the logs grow. Used from one thread.
 
-    The supervisor asks at each tick. A chunk that was written whole is kept, one at a time, and the next waits until
-    that cost is no more than SHARE of a core, however fast the log grows. A log that grows faster is kept in part,
-    and the first viewer that may does the rest. Failures are not reported: a run needs none of it.
+    The supervisor calls `tick`. Complete chunks are stored one at a time; the next one waits until the
+    average cost is below SHARE of a core, however fast the log grows. If the log grows faster than that, some
+    chunks are left for the first viewer with write permission. Failures are not reported: no run depends on
+    segments.
     """
 
     def __init__(
@@ -466,7 +471,7 @@ class SegmentWriter:
             files.sweep()
 
     def tick(self) -> None:
-        """Keep one chunk more, when there is one and it is time. Raises nothing."""
+        """Store the next chunk when there is one and it is due. Never raises."""
         if self._monotonic() < self._next_s:
             return
         before_s = self._processor()
@@ -477,7 +482,7 @@ class SegmentWriter:
         self._next_s = self._monotonic() + (self._processor() - before_s) / SHARE
 
     def _advance(self, files: SegmentFiles, number: int) -> bool:
-        """Keep a chunk; False where it is not written whole yet, or cannot be read."""
+        """Store a chunk; False when it is not complete, or cannot be read."""
         try:
             if files.log.stat().st_size < (number + 1) * CHUNK_BYTES:
                 return False
@@ -487,24 +492,25 @@ class SegmentWriter:
 
 
 class SegmentReader:
-    """Reads the bulk of a long log as segments: out of their files, or made of its lines.
+    """Reads the bulk of a long log as segments, from their files or built from the lines.
 
-    A segment is used only where it begins exactly at the reader's place and carries on its numbers. The newest
-    LINES_KEPT lines of each session stay whole, because by the clock they may be the newest of the run: a segment is
-    used only when it is known that so many lines of the same session follow it.
+    A segment is used only when it begins exactly at the reader's position and continues its sequence numbers.
+    The newest LINES_KEPT lines of each session are read as lines, because by the clock they may be the newest
+    of the run: a segment is used only when at least that many lines of the same session are known to follow
+    it.
     """
 
     def __init__(self, reader: LogReader, *, files: bool, keep: bool) -> None:
-        """With `files` segments beside the log are used, and with `keep` those made are kept there."""
+        """`files` uses the segments beside the log; `keep` also saves those that had to be built."""
         self._reader, self._use, self._keep = reader, files, keep
         self._files = SegmentFiles(reader.path)
         self._has_asked = False
         self._ahead: deque[Segment] = deque()
         self._refused: set[int] = set()
-        """Chunks that have no segment."""
+        """Chunks known to have no segment."""
 
     def read(self, max_bytes: int) -> tuple[list[Segment], int]:
-        """Segments of about `max_bytes` that follow; and where there are none, how much to read line by line."""
+        """Return the next segments, of about `max_bytes`; when there are none, how many bytes to read line by line."""
         reader, ahead = self._reader, self._ahead
         begin, first = reader.read_bytes, reader.lines_read
         number = begin // CHUNK_BYTES
@@ -542,7 +548,7 @@ class SegmentReader:
         return usable, min(max_bytes, (number + 1) * CHUNK_BYTES - reader.read_bytes)
 
     def _next(self, place: tuple[int, int], file_id: FileId) -> Segment | None:
-        """The segment that begins at a byte with a line of that number; None when there is none."""
+        """Return the segment that begins at this byte offset and line number; None when there is none."""
         number = place[0] // CHUNK_BYTES
         if number in self._refused:
             return None
@@ -560,13 +566,13 @@ class SegmentReader:
         return found
 
     def _ask_for_help(self, numbers: range) -> None:
-        """Have other processes keep the segments that there are none of, from the end; this one begins in front.
-        They are a convenience: where none can be started, or one dies, this process does all there is to do."""
+        """Start processes that build the missing segments from the end of the log, while this one starts at the
+        front. They are an optimisation: if none can be started, or one dies, this process does all the work."""
         missing = [n for n in numbers if not self._files.path(n).exists()]
         if len(missing) * CHUNK_BYTES < HELP_FROM_BYTES:
             return
         count = min(3, len(os.sched_getaffinity(0)) - 1)
-        # -S: what site would find is in PYTHONPATH already.
+        # -S: everything that `site` would add is in PYTHONPATH already.
         command = [sys.executable, "-S", "-m", "engine.log.columns", str(self._reader.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         quiet = subprocess.DEVNULL
@@ -576,12 +582,12 @@ class SegmentReader:
                 process = subprocess.Popen(
                     [*command, *share], stdin=quiet, stdout=quiet, stderr=quiet, env=environment
                 )
-                # Somebody has to hear that it has ended.
+                # Reaps the process when it ends.
                 threading.Thread(target=process.wait, name="log-helper", daemon=True).start()
 
 
 def help_with(log: Path, first: int, last: int, step: int) -> None:
-    """Keep the segments of chunks from the last to the first, for as long as who asked for it lives."""
+    """Build the segments of chunks from the last to the first, as long as the parent process lives."""
     files, parent = SegmentFiles(log), os.getppid()
     for number in range(last, first, step):
         if os.getppid() != parent:

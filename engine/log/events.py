@@ -1,4 +1,4 @@
-"""What a run says about itself: one record per line of a log, with the envelope `v, seq, t_s, kind` and flat fields.
+"""What a run logs: one record per line, with the envelope `v, seq, t_s, kind` and flat fields.
 
 A run has three logs, each with one writer:
 
@@ -6,16 +6,15 @@ A run has three logs, each with one writer:
     device.jsonl   the supervisor  GPU and host readings
     watch.jsonl    the supervisor  the trainer process: started, stopped, killed; alerts, stacks
 
-`t_s` is seconds on the monotonic clock since the writer opened its log; `log_opened` says what wall
-time that was, so durations never see a clock step and yet three files and several sessions (a
-resumed run) share one axis.
+`t_s` is seconds on the monotonic clock since the writer opened its log, and `log_opened` gives the wall time
+of that moment. So durations are immune to clock steps, and yet three files and several sessions (a resumed
+run) share one axis.
 
-Numbers are floats or absent, never a placeholder. JSON has no NaN, so a non-finite value is written
-as null with its name under `nf`: `{"loss": null, "nf": {"loss": "nan"}}`. Missing and NaN can
-therefore be told apart, and every parser can read the line. A value inside a field is named by its
-path, as in a JSON pointer without the first slash: `facts/gpu0_power_w`, with `~1` for a slash in a
-name and `~0` for a tilde. Reading puts the values back and empties `nf`: it belongs to the line,
-not to the event.
+Numbers are floats or absent, never a placeholder. JSON has no NaN, so a non-finite value is written as null
+with its name under `nf`: `{"loss": null, "nf": {"loss": "nan"}}`. Missing and NaN can therefore be told
+apart, and every parser can read the line. A nested value is named by its path, as in a JSON pointer without
+the first slash: `facts/gpu0_power_w`, with `~1` for a slash in a name and `~0` for a tilde. Reading puts the
+values back and empties `nf`, which belongs to the line and not to the event.
 """
 
 from __future__ import annotations
@@ -30,31 +29,32 @@ from engine.limits import LOG_COUNT, LOG_ELAPSED, LOG_GPU, LOG_NUMBER, LOG_PID, 
 
 VERSION = 1
 
-# Numbers of records have ranges, checked where a line is decoded: whatever is read has a date, fits a
-# column and can be subtracted and squared. A line with another number is a broken line.
+# The numbers of a record have ranges, checked when a line is decoded, so that every decoded time has a date
+# and every number fits a column and can be subtracted and squared. A line with a number out of range is a
+# broken line.
 _MOST = float(LOG_NUMBER.most)
 Number = Annotated[float, Meta(ge=-_MOST, le=_MOST)]
-"""What was measured. A writer names one beyond the range as it names an infinite one."""
+"""A measured number. A writer names one out of range as it names an infinite one."""
 Count = Annotated[int, Meta(ge=0, le=LOG_COUNT.most)]
 Whole = Annotated[int, Meta(ge=-LOG_COUNT.most, le=LOG_COUNT.most)]
 Elapsed = Annotated[float, Meta(ge=0, le=LOG_ELAPSED.most)]
 """Seconds on the monotonic clock since the log was opened."""
 UnixTime = Annotated[float, Meta(ge=0, le=LOG_UNIX.most)]
-"""Seconds since 1970; with any `Elapsed` added it still has a date."""
+"""Seconds since 1970; the sum with any `Elapsed` still has a date."""
 Pid = Annotated[int, Meta(ge=1, le=LOG_PID.most)]
-"""Of one process: a signal to 0 or less goes to groups of them."""
+"""Id of one process; never 0 or less, which would signal process groups."""
 GpuIndex = Annotated[int, Meta(ge=0, le=LOG_GPU.most)]
 
 NON_FINITE = {"nan": math.nan, "+inf": math.inf, "-inf": -math.inf}
 
 
 def is_written(value: float) -> bool:
-    """Whether a line can hold a float as a number: not one that is NaN, infinite or beyond `Number`."""
+    """Whether a line can hold this float as a number: it is finite and within the range of `Number`."""
     return abs(value) <= _MOST
 
 
 def name_of_non_finite(value: float) -> str:
-    """The name a float has in a log that no line can hold: 'nan', '+inf' or '-inf'."""
+    """Name a float that no line can hold: 'nan', '+inf' or '-inf'."""
     if math.isnan(value):
         return "nan"
     return "+inf" if value > 0 else "-inf"
@@ -95,7 +95,7 @@ class Unrecognised(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
-    """What this session will do, read back from the built objects, not echoed from the request."""
+    """The configuration of this session, read back from the built objects, not echoed from the request."""
 
     name: str
     device: str
@@ -112,20 +112,20 @@ class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
     python: str
     torch: str
     flops_per_token: Number | None = None
-    """Operations that one token of a step needs: its arithmetic, by shapes alone."""
+    """FLOPs per token of a step, from the shapes alone."""
     peak_flops_per_s: Number | None = None
-    """What the device's datasheet says it does in a second, dense bf16."""
+    """The device's dense bf16 peak in FLOP/s, from its datasheet."""
     peak_source: str = ""
-    """Where that comes from, or why there is none."""
+    """The source of the peak, or why it is not known."""
 
 
 TRAINING = "training"
-"""The phase that begins with the first step: before it a run has nothing to save."""
+"""The phase that begins with the first step; before it a run has nothing to save."""
 
 
 class Phase(Event, frozen=True, kw_only=True, tag="phase"):
-    """What the trainer is doing now, written before it begins: the last one names what a silent run
-    is stuck in."""
+    """The phase the trainer is about to begin. It is written first, so that the last one names what a silent run
+    hangs in."""
 
     name: str
     detail: str = ""
@@ -165,19 +165,19 @@ class ModelReady(Event, frozen=True, kw_only=True, tag="model"):
 
 
 class MemoryPlanned(Event, frozen=True, kw_only=True, tag="memory_plan"):
-    """What the run is predicted to hold at its peak, before anything is uploaded."""
+    """The predicted peak memory of the run, logged before anything is uploaded."""
 
     predicted_bytes: Number
     available_bytes: Number | None
     available_source: str
-    """Where the number comes from, or why there is none."""
+    """The source of the number, or why there is none."""
     peak_phase: str
     items: list[tuple[str, Number, str]] = []
     """Each item with its bytes and the arithmetic behind them."""
 
 
 class MemoryMeasured(Event, frozen=True, kw_only=True, tag="memory_peak"):
-    """The peak that the allocator saw, beside the prediction."""
+    """The peak that the allocator measured, beside the prediction."""
 
     step: Count
     measured_bytes: Number | None
@@ -186,26 +186,26 @@ class MemoryMeasured(Event, frozen=True, kw_only=True, tag="memory_peak"):
 
 
 class Compiled(Event, frozen=True, kw_only=True, tag="compile"):
-    """A kernel that this process had not compiled before."""
+    """A kernel compiled for the first time in this process."""
 
     compiler: str
-    """`triton` for our own kernels, `inductor` for what torch.compile made."""
+    """`triton` for our own kernels, `inductor` for torch.compile's."""
     kernel: str
     key: str
-    """Everything baked into its code, in words."""
+    """Everything specialised in its code, in words."""
     digest: str
     """A hash of the key; empty where the compiler gives none."""
     compile_s: Number | None
     disk_hit: bool | None
-    """Whether a cache on disk had the code; absent where the compiler does not say."""
+    """Whether the code came from a disk cache; absent where the compiler does not report it."""
     after_warm_up: bool = False
-    """True when a step had to wait for it."""
+    """True when a step had to wait for the compile."""
     differs: list[str] = []
-    """What sets it apart from the nearest kernel that was compiled before."""
+    """Differences from the nearest kernel that was compiled before."""
 
 
 class KernelCounts(Event, frozen=True, kw_only=True, tag="kernel_counts"):
-    """Hits and misses of the kernel caches of this process so far."""
+    """Hits and misses of this process's kernel caches so far."""
 
     step: Count
     hits: Count
@@ -216,29 +216,30 @@ class KernelCounts(Event, frozen=True, kw_only=True, tag="kernel_counts"):
 
 
 class VocabularyCut(Event, frozen=True, kw_only=True, tag="vocabulary_cut"):
-    """The teacher's columns beyond the student's ids are cut before the softmax; what that drops."""
+    """The teacher's columns beyond the student's vocabulary are cut before the softmax; this records the mass
+    that drops."""
 
     teacher_ids: Count
     student_ids: Count
     dropped_mass_mean: Number | None
-    """Mean over tokens of the probability the teacher gives to the ids that are cut."""
+    """Mean over tokens of the teacher's probability of the cut columns."""
     dropped_mass_max: Number | None
     tokens: Count
-    """Held-out tokens it was measured on."""
+    """Number of held-out tokens it was measured on."""
 
 
 class Checked(Event, frozen=True, kw_only=True, tag="check"):
-    """The answer of one first-minute check (`engine checks --list`)."""
+    """The result of one first-minute check (`engine checks --list`)."""
 
     id: str
     level: str
     """`pass`, `unknown` or `fail`."""
     reason: str
     numbers: dict[str, Number] = {}
-    """What the answer was read from."""
+    """The numbers behind the result."""
     cost_s: Number | None
     step: Count
-    """Optimizer steps done when it was asked."""
+    """Optimizer steps done when the check ran."""
 
 
 class StepDone(Event, frozen=True, kw_only=True, tag="step"):
@@ -260,17 +261,15 @@ class StepDone(Event, frozen=True, kw_only=True, tag="step"):
     step_s: Number | None
     data_s: Number | None
     teacher_s: Number | None
-    """Seconds the host spent in the teacher's forward; on a GPU this is time to launch, not time to
-    run."""
+    """Host seconds in the teacher's forward; on a GPU this is the time to launch it, not to run it."""
     position: Count
     """Rows consumed since the start of training: where the data loader would resume."""
     lowest_kl: Number | None = None
-    """The least divergence of a row from its teacher, nats; below 0 only by rounding."""
+    """The smallest per-row KL divergence from the teacher, in nats; below 0 only by rounding."""
     largest_dz_sum: Number | None = None
-    """The largest sum of the gradients of a row's logits, without sign; 0 but for rounding."""
+    """The largest absolute sum over a row of the gradients of its logits; 0 but for rounding."""
     phases: dict[str, Number] = {}
-    """Seconds of each phase by the device's own clock, and of `idle`, when it had nothing to do; empty
-    where nobody measured."""
+    """Seconds of each phase by the device's clock, with the idle time as `idle`; empty when not measured."""
 
 
 class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
@@ -285,8 +284,7 @@ class Evaluated(Event, frozen=True, kw_only=True, tag="eval"):
 
 
 class NonFinite(Event, frozen=True, kw_only=True, tag="non_finite"):
-    """A number of a step that is NaN or infinite: its own event, so that nothing can average it
-    away."""
+    """A NaN or infinite number of a step, as an event of its own, so that no average can hide it."""
 
     step: Count
     field: str
@@ -314,14 +312,14 @@ class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
 
 
 class Note(Event, frozen=True, kw_only=True, tag="note"):
-    """Something a person should read. `level` is `info`, `warning` or `error`."""
+    """A message for a person. `level` is `info`, `warning` or `error`."""
 
     level: str
     text: str
 
 
 class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
-    """Written by the run itself. Its absence from a dead run is what `vanished` means."""
+    """The end of a run, written by the run itself. A dead run without this record reads `vanished`."""
 
     state: str
     """`completed`, `stopped` or `failed`."""
@@ -330,8 +328,8 @@ class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
     step: Count
 
 
-# The supervisor: readings of the machine in device.jsonl; the trainer process, alerts and stacks in watch.jsonl. Notes,
-# which both write, are with the trainer's.
+# The supervisor: machine readings in device.jsonl; the trainer process, alerts and stacks in watch.jsonl.
+# Notes, which both processes write, are defined with the trainer's events.
 
 
 class FactsRead(Event, frozen=True, kw_only=True, tag="device_facts"):
@@ -348,32 +346,32 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
     psi_cpu_some_avg10_pct: Number | None = None
     psi_io_full_avg10_pct: Number | None = None
     major_faults_per_s: Number | None = None
-    """Pages that were read from a disk because a process touched them, of the whole machine."""
+    """Pages read from disk on a page fault, over the whole machine."""
     swap_in_pages_per_s: Number | None = None
     swap_out_pages_per_s: Number | None = None
     oom_kills: Number | None = None
-    """Processes the kernel has killed for memory since the machine started."""
+    """Processes the kernel's OOM killer has ended since boot."""
     cgroup_memory_bytes: Number | None = None
     cgroup_memory_limit_bytes: Number | None = None
     trainer_rss_bytes: Number | None = None
     trainer_cpu_pct: Number | None = None
     trainer_threads: Number | None = None
     family_cpu_pct: Number | None = None
-    """Of the trainer and every process that it started; 100 is one core busy."""
+    """CPU of the trainer and all its descendants; 100 is one core busy."""
     family_io_bytes_per_s: Number | None = None
-    """What they read and wrote, by system calls and at disks."""
+    """Bytes per second that they read and wrote, by system calls and at disks."""
     memory_held_bytes: Number | None = None
-    """What the trainer says it holds: bytes of tensors on a GPU, of the process on a CPU."""
+    """Memory in use as the trainer counts it: tensor bytes on a GPU, resident bytes of the process on a CPU."""
     memory_reserved_bytes: Number | None = None
-    """What torch's allocator keeps of the GPU for that."""
+    """Bytes that torch's allocator has reserved on the GPU."""
     memory_peak_bytes: Number | None = None
-    """The most that was held in this session."""
+    """Peak of `memory_held_bytes` in this session."""
     memory_source: str | None = None
-    """Who counted these three."""
+    """The source of these three numbers."""
     duty_s: Number | None = None
-    """What taking this sample cost."""
+    """Seconds that taking this sample cost."""
     duty_pct: Number | None = None
-    """Share of the time that went into the last samples."""
+    """Share of the time spent on the last samples, in percent."""
     tick_s: Number | None = None
     """Seconds to the next sample."""
     absent: dict[str, str] = {}
@@ -382,21 +380,21 @@ class HostSample(Event, frozen=True, kw_only=True, tag="host"):
 class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
     index: GpuIndex
     gpu_util_pct: Number | None = None
-    """Share of the time in which any kernel ran, however small: not how much of the GPU worked."""
+    """Share of the time in which any kernel ran, however small; not how much of the GPU was busy."""
     gpu_mem_util_pct: Number | None = None
     gpu_mem_used_bytes: Number | None = None
     gpu_mem_total_bytes: Number | None = None
     gpu_power_w: Number | None = None
     gpu_power_limit_w: Number | None = None
     gpu_energy_j: Number | None = None
-    """Since the driver was loaded."""
+    """Energy used since the driver was loaded."""
     gpu_temperature_c: Number | None = None
     sm_clock_mhz: Number | None = None
     sm_util_pct: Number | None = None
-    """Share of the multiprocessors that were busy."""
+    """Share of the SMs that were busy."""
     sm_occupancy_pct: Number | None = None
     tensor_util_pct: Number | None = None
-    """Share of the time in which the tensor pipes worked, mean over all of them."""
+    """Share of the time in which the tensor pipes were active, mean over all of them."""
     dram_util_pct: Number | None = None
     clock_event_reasons: str | None = None
     absent: dict[str, str] = {}
@@ -410,30 +408,30 @@ class GpuSample(Event, frozen=True, kw_only=True, tag="gpu"):
 
 
 SLOWED = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake"})
-"""Reasons for low clocks that a healthy machine does not have. A power cap is not among them: a card
-under full load runs at its limit."""
+"""Reasons for low clocks that a healthy machine does not have. A power cap is not among them: a card under full
+load runs at its limit."""
 
 
 class AlertRaised(Event, frozen=True, kw_only=True, tag="alert"):
-    """Something is wrong, by the rule `id`; it is active until an `alert_cleared` of the same id."""
+    """The rule `id` fired; the alert is active until an `alert_cleared` of the same id."""
 
     id: str
     severity: str
     """`warning` or `error`."""
     title: str
-    """What is seen, in one sentence with its most telling number."""
+    """What was observed, in one sentence with its most telling number."""
     numbers: list[tuple[str, Number, str]] = []
-    """Each number with its unit in its name, its value, and what it is held against."""
+    """Each number: its name with unit, its value, and what it is compared with."""
     first_step: Count = 0
     last_step: Count = 0
     from_unix_s: UnixTime = 0.0
     to_unix_s: UnixTime = 0.0
-    """The steps and the time that the numbers were taken from."""
+    """The steps and the time range that the numbers come from."""
     meaning: str = ""
     flip: str = ""
-    """The argument that would test the suspicion: `--set knob=value`; empty where there is none."""
+    """The argument that would test the suspicion: `--set knob=value`; empty when there is none."""
     no_flip: str = ""
-    """Why there is none."""
+    """Why there is no flip."""
 
 
 class AlertCleared(Event, frozen=True, kw_only=True, tag="alert_cleared"):
@@ -442,12 +440,12 @@ class AlertCleared(Event, frozen=True, kw_only=True, tag="alert_cleared"):
 
 
 class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
-    """What the threads of a silent trainer were doing; the whole of it is in the file."""
+    """Summary of what the threads of a silent trainer were doing; the full dump is in the file."""
 
     path: str
     """Relative to the run folder."""
     state: str
-    """`computing`, `waiting for a lock`, `stopped by a signal`, ... of the main thread."""
+    """State of the main thread: `computing`, `waiting for a lock`, `stopped by a signal`, ..."""
     summary: str
     python_frame: str
     """Innermost Python line of the main thread: `file:line in function`; empty when not known."""
@@ -456,9 +454,9 @@ class StackDump(Event, frozen=True, kw_only=True, tag="stack_dump"):
     python_stack: list[str] = []
     """The main thread, innermost first."""
     busy_threads: Count | None = None
-    """Threads that computed when they were looked at, the main thread included."""
+    """Threads that were computing at the time, the main thread included."""
     missing: list[str] = []
-    """What could not be had, each with the reason."""
+    """What could not be collected, each with its reason."""
 
 
 class TrainerStarted(Event, frozen=True, kw_only=True, tag="trainer_started"):
@@ -467,8 +465,7 @@ class TrainerStarted(Event, frozen=True, kw_only=True, tag="trainer_started"):
 
 
 class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
-    """How the trainer process ended, as its parent saw it; `sentence` claims no more than was
-    proved."""
+    """How the trainer process ended, as its parent saw it; `sentence` claims only what was proved."""
 
     trainer_pid: Pid
     returncode: Whole
@@ -480,8 +477,8 @@ class TrainerExited(Event, frozen=True, kw_only=True, tag="trainer_exited"):
 
 
 class LauncherGone(Event, frozen=True, kw_only=True, tag="launcher_gone"):
-    """Whoever started the run is no longer attached: `how` is `detached`, `hangup` or `killed`. The
-    run goes on."""
+    """The process that started the run is no longer attached: `how` is `detached`, `hangup` or `killed`. The run
+    continues."""
 
     how: str
 
@@ -525,11 +522,11 @@ Known: TypeAlias = (
 AnyEvent: TypeAlias = Known | Unrecognised
 
 KINDS: dict[str, type[Known]] = {kind.__struct_config__.tag: kind for kind in get_args(Known)}
-"""Every kind this version knows, by its name in the log."""
+"""Every event class this version knows, by its `kind` in the log."""
 
 
 def kind_of(event: Event | Unrecognised) -> str:
-    """The `kind` an event has in the log."""
+    """Return the `kind` of an event in the log."""
     if isinstance(event, Unrecognised):
         return event.kind
     tag = type(event).__struct_config__.tag

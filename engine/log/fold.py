@@ -1,14 +1,14 @@
-"""The logs of a run folded into its view: `fold(view, source, events) -> view`.
+"""Fold the logs of a run into its view: `fold(view, source, events) -> view`.
 
-The fold is pure: the same lines give the same view, live or a year later, in one batch or in many, whichever
-of the three logs is read first, and whether they come as events or as segments (`engine.log.columns`).
+The fold is pure. The same lines give the same view: live or a year later, in one batch or in many, whichever
+of the three logs is read first, and as events or as segments (`engine.log.columns`).
 
-A resumed run repeats the steps after its last checkpoint. The view keeps the repetition and drops
-what it replaces, so that a step is never counted twice.
+A resumed run repeats the steps after its last checkpoint. The view keeps the repetition and drops what it
+replaces, so that a step is never counted twice.
 
-The processes of a run open their logs one after the other: the supervisor first, the trainer once
-torch is loaded. As soon as either has opened its log again, what the other wrote about how the
-earlier session ended is no longer shown as the state of the run.
+The processes of a run open their logs one after the other: the supervisor first, the trainer once torch is
+loaded. As soon as either has opened its log again, the other's record of how the earlier session ended is no
+longer shown as the state of the run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _NEWEST: dict[type, str] = {
     StudentSaved: "student",
     RunFinished: "finished",
 }
-"""The fields of a view that are the newest event of a kind."""
+"""View fields that hold the newest event of a kind."""
 _ALL: dict[type, str] = {
     DecisionMade: "decisions",
     Compiled: "compiles",
@@ -78,16 +78,17 @@ _ALL: dict[type, str] = {
     NonFinite: "non_finite",
     CheckpointSaved: "checkpoints",
 }
-"""Those that are all of them."""
+"""View fields that hold all events of a kind."""
 
 Sample = TypeVar("Sample", HostSample, GpuSample)
 _READINGS = frozenset({HostSample, GpuSample})
 
 
 def fold(view: RunView, source: Source, events: Sequence[AnyEvent] | Sequence[Segment]) -> RunView:
-    """`view` after `events` of one log, or segments of them, in the order they were read from it.
+    """Return `view` after `events` of one log, or segments of it, in the order they were read.
 
-    How the lines are dealt into batches, and in which turn the logs are read, changes nothing.
+    The result depends neither on how the lines are split into batches nor on the order in which the logs are
+    read.
     """
     if not events:
         return view
@@ -96,7 +97,7 @@ def fold(view: RunView, source: Source, events: Sequence[AnyEvent] | Sequence[Se
         for segment in events:
             batch.take_segment(segment)  # type: ignore[arg-type]
         return batch.finish()
-    # What begins a session, or cuts back the steps, comes before what follows it.
+    # An event that opens a session, or rewinds the steps, is applied before the events that follow it.
     begins = (
         row for row, event in enumerate(events) if row and type(event) in (LogOpened, RunStarted)
     )
@@ -106,7 +107,7 @@ def fold(view: RunView, source: Source, events: Sequence[AnyEvent] | Sequence[Se
 
 
 class _Batch:
-    """Gathers the changes of one batch, so that a long log is folded in one pass and not copied
+    """Collects the changes of one batch, so that a long log is folded in one pass and the view is not copied
     once per line. Steps and readings, of which there may be a million, become columns together."""
 
     def __init__(self, view: RunView, source: Source) -> None:
@@ -123,7 +124,7 @@ class _Batch:
         return self.changes[name] if name in self.changes else getattr(self.view, name)
 
     def list_of(self, name: str) -> list[Any]:
-        """A tuple of the view as a list that this batch may append to."""
+        """Return a tuple of the view as a list that this batch may append to."""
         if name not in self.lists:
             self.lists[name] = list(getattr(self.view, name))
         return self.lists[name]
@@ -132,7 +133,7 @@ class _Batch:
         return self.clock.unix_s + event.t_s if self.clock else event.t_s
 
     def take_events(self, events: Sequence[AnyEvent]) -> None:
-        """Events of one session of the writer, its opening first when it is among them."""
+        """Add events of one session of the writer; if its opening is among them it comes first."""
         if isinstance(events[0], LogOpened):
             self.open_session(events[0])
         groups, others = split(events)
@@ -140,7 +141,7 @@ class _Batch:
         self.take(groups, others, {name: columns_of(name, rows) for name, rows in groups.items()})
 
     def take_segment(self, segment: Segment) -> None:
-        """Lines of one session of the writer, none of which opens it."""
+        """Add lines of one session of the writer, none of which opens it."""
         groups, others = split(segment.events)
         self.show(others)
         self.take(groups, others, segment.tables)
@@ -151,13 +152,13 @@ class _Batch:
         others: Sequence[AnyEvent],
         tables: dict[str, dict[str, Numbers]],
     ) -> None:
-        """Rows of tables, the steps and readings among them that tell the newest values, and other events."""
+        """Add rows of tables, the steps and readings among them that carry the newest values, and other events."""
         heard = [float(columns["t_s"].max()) for columns in tables.values()]
         starts = [float(columns["t_s"].min()) for columns in tables.values()]
         times = [event.t_s for event in others]
         opened_s = self.clock.unix_s if self.clock else 0.0
         self.span(opened_s + min(starts + times), opened_s + max(heard + times))
-        # A note is no sign that the trainer got somewhere: a thread that only watches may write one.
+        # A note is no sign of progress: a thread that only watches may write one.
         heard += [event.t_s for event in others if type(event) is not Note]
         if heard and self.source == "events":
             before = self.get("heartbeat_unix_s")
@@ -180,7 +181,7 @@ class _Batch:
         self.drop_outdated()
 
     def extend(self, name: str, columns: dict[str, Numbers], opened_s: float) -> None:
-        """Add rows to a table, with what is computed of them."""
+        """Add rows to a table, together with the columns computed from them."""
         import numpy as np
 
         columns = dict(columns)
@@ -204,7 +205,7 @@ class _Batch:
             self.changes["gpu_tables"] = {**tables, index: table.extended_by(columns)}
 
     def span(self, earliest: float, latest: float) -> None:
-        """Widen the time that the view tells of."""
+        """Extend the time range that the view covers."""
         first, last = self.get("first_unix_s"), self.get("last_unix_s")
         self.changes["first_unix_s"] = earliest if first is None else min(first, earliest)
         self.changes["last_unix_s"] = latest if last is None else max(last, latest)
@@ -232,7 +233,7 @@ class _Batch:
             self.forget_exit()
 
     def forget_session(self) -> None:
-        """What the trainer said about its last session is no longer so."""
+        """Drop the trainer's state from its last session."""
         self.changes |= {
             "finished": None,
             "stop_requested": None,
@@ -247,9 +248,9 @@ class _Batch:
         self.changes |= {"exit": None, "exit_unix_s": None}
 
     def show(self, events: Sequence[AnyEvent]) -> None:
-        """Make log lines of the newest events: more than are kept cannot be seen.
+        """Make log lines of the newest events, no more than are kept.
 
-        Within a session times never go back: they are of a monotonic clock, in the order of `seq`.
+        Within a session `t_s` never decreases: it is monotonic and follows `seq`.
         """
 
         def line(event: AnyEvent) -> LogLine:
@@ -306,10 +307,10 @@ class _Batch:
             case StackDump():
                 self.changes |= {"stack_dump": event, "stack_dump_unix_s": unix_s}
             case _:
-                pass  # the others are log lines and no more
+                pass  # other kinds are log lines only
 
     def rewind(self, step: int) -> None:
-        """Drop what a resume from `step` replaces."""
+        """Drop the steps and events that a resume from `step` replaces."""
         table: Table = self.get("steps")
         keep, steps = len(table), table.values("step")
         while keep and (steps[keep - 1] or 0) > step:
@@ -322,10 +323,10 @@ class _Batch:
         self.changes["student"] = None
 
     def newest(self, before: Sample | None, samples: Sequence[Sample], prefix: str) -> Sample:
-        """The newest value of each reading; puts the reasons for those without one into `absent`.
+        """Return the newest value of each reading, and put the reasons for missing ones into `absent`.
 
-        A reading without a value was either not taken at that tick, and keeps the one it had, or it
-        is gone. The first sample of those that lack it says why, the others do not repeat it.
+        A missing reading was either not taken at that tick, and keeps its value, or is gone. The first sample
+        that lacks it gives the reason; later ones do not repeat it.
         """
         said: dict[str, tuple[int, str]] = {}
         for row, sample in enumerate(samples):
@@ -367,10 +368,10 @@ class _Batch:
         return replace(self.view, **self.changes)
 
     def drop_outdated(self) -> None:
-        """Forget the end of an earlier session once either process of the next has opened its log.
+        """Forget how an earlier session ended once either process of the next one has opened its log.
 
-        Sessions are counted first and clocks compared second: a step of the wall clock within a run
-        that was never resumed must not undo its end.
+        Sessions are compared first and clocks second, so that a step of the wall clock within a run that was
+        never resumed does not hide its end.
         """
         trainer, supervisor = self.get("clocks").get("events"), self.get("clocks").get("watch")
         if trainer is None or supervisor is None:
@@ -387,13 +388,13 @@ class _Batch:
 
 
 def _newest_lines(lines: tuple[LogLine, ...], new: list[LogLine]) -> tuple[LogLine, ...]:
-    """The newest of both in the order of time."""
+    """Merge both by time and keep the newest."""
     merged = [*lines, *new]
-    # Almost always the new lines are in order and the latest: then nothing has to be sorted.
+    # In the common case the new lines are in order and later than the old ones, and nothing has to be sorted.
     times = [line.unix_s for line in merged]
     of_one_log = len({line.source for line in merged}) == 1
     if not all(map(le if of_one_log else lt, times, times[1:])):
-        # Times and numbers, in the order of `LogLine.key`, of which a property would be asked for each.
+        # The keys of `LogLine.key`, built here without a property call per line.
         keys = [(line.unix_s, line.source, line.event.seq) for line in merged]
         merged = [merged[place] for place in sorted(range(len(merged)), key=keys.__getitem__)]
     return tuple(merged[-LOG_LINES_KEPT:])

@@ -1,8 +1,8 @@
-"""The run folder: where everything about a run is.
+"""The run folder, which holds everything about a run.
 
-spec.toml       what was asked for      events.jsonl device.jsonl watch.jsonl   the logs
+spec.toml       what was requested      events.jsonl device.jsonl watch.jsonl   the logs
 effective.json  after defaults          stderr.txt               what the processes printed
-receipt.json    at the end              checkpoints/ student/    what was made
+receipt.json    at the end              checkpoints/ student/    what was produced
 reserve         disk space that is released when the disk is full, so that the end can be logged
 """
 
@@ -76,8 +76,7 @@ class RunFolder:
         return self.path / "reserve"
 
     def keep_reserve(self) -> None:
-        """Reserve space for the last lines of a run whose disk fills up. Raises DiskFull,
-        RunLogError."""
+        """Reserve disk space for the last log lines of a run whose disk fills up. Raises DiskFull, RunLogError."""
         try:
             with self.reserve.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
@@ -87,12 +86,12 @@ class RunFolder:
             ) from error
 
     def free_reserve(self) -> None:
-        # A disk that refuses even this must not hide what it refused before; the last words will tell.
+        # A disk that refuses even this must not mask the original error; the last log lines will report it.
         with contextlib.suppress(OSError):
             self.reserve.unlink(missing_ok=True)
 
     def liveness(self) -> Liveness:
-        """Which processes of the run exist now."""
+        """Return which processes of the run exist now."""
         return Liveness(
             trainer=writer_is_alive(self.events),
             supervisor=writer_is_alive(self.watch),
@@ -100,13 +99,13 @@ class RunFolder:
         )
 
     def read_receipt(self) -> dict[str, Any] | None:
-        """The receipt, or None when the run has not written one; RunLogError when it is not one."""
+        """Read the receipt; None when the run has not written one. Raises RunLogError for an invalid one."""
         if not os.path.lexists(self.receipt):
             return None
         return read_json_object(self.receipt, "receipt", limits.RUN_FILE, error=RunLogError)
 
     def read_effective(self) -> dict[str, Any]:
-        """What effective.json says: under `spec` a table of settings for each section. Raises RunLogError."""
+        """Read effective.json, whose `spec` has a table of settings per section. Raises RunLogError."""
         found = read_json_object(
             self.effective, "settings", limits.RUN_FILE, having=("spec",), error=RunLogError
         )
@@ -119,12 +118,12 @@ class RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is the folder of a run; a folder that may not be looked into is none."""
+    """Whether `path` is a run folder; False for a folder that may not be read."""
     return os.path.isfile(path / "effective.json")
 
 
 def open_run(path: Path) -> RunFolder:
-    """The run at `path`; RunLogError when there is none."""
+    """Open the run at `path`; RunLogError when there is none."""
     if is_run(path):
         return RunFolder(path)
     if not os.path.lexists(path):
@@ -141,10 +140,10 @@ def open_run(path: Path) -> RunFolder:
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """Every run directly in `folder` (or `folder` itself), newest first; none when there is no such
+    """Return every run directly in `folder` (or `folder` itself), newest first; empty when there is no such
     folder.
 
-    New is what was made last, and of runs made in the same instant the one whose name sorts last.
+    Runs are ordered by creation time; of runs created at the same instant, the last by name comes first.
     """
     if is_run(folder):
         return [RunFolder(folder)]
@@ -154,7 +153,7 @@ def find_runs(folder: Path) -> list[RunFolder]:
     for path in folder.iterdir():
         if is_run(path):
             run = RunFolder(path)
-            # A run that is deleted at this moment is not a run any more.
+            # A run that is deleted at this moment is left out.
             with contextlib.suppress(FileNotFoundError):
                 made.append((run.effective.stat().st_mtime_ns, path.name, run))
     made.sort(key=itemgetter(0, 1), reverse=True)
@@ -162,10 +161,10 @@ def find_runs(folder: Path) -> list[RunFolder]:
 
 
 def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
-    """Write a small file so that it is either there whole or not there: temporary name, fsync,
-    rename, folder fsync.
+    """Write a small file atomically: it is either complete or absent. Temporary name, fsync, rename, folder
+    fsync.
 
-    DiskFull when there is no room, RunLogError when it cannot be written for another reason.
+    Raises DiskFull when there is no space, RunLogError when it cannot be written for another reason.
     """
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     data = text.encode() if isinstance(text, str) else text
@@ -186,8 +185,8 @@ def write_whole(path: Path, text: str | bytes, what: str = "write") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
-    """A folder that stays when what is done in it succeeds and reaches the disk, and is gone again when not:
-    half of one would block the next try. Raises BadInput for one that exists."""
+    """Create a folder that stays when the body succeeds and its content reaches the disk, and is removed
+    otherwise: a partial folder would block the next attempt. Raises BadInput when it already exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()
@@ -197,7 +196,7 @@ def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
         raise write_error(what, path, "to create it", error) from error
     try:
         yield
-        # What is in it is synced into it; its own name is the parent's.
+        # The content is synced into the folder; the folder's own name is in its parent.
         sync_folder(path.parent)
     except BaseException as error:
         shutil.rmtree(path, ignore_errors=True)
@@ -207,9 +206,8 @@ def new_folder(path: Path, what: str, hint: str) -> Iterator[None]:
 
 
 def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFolder:
-    """Make a new run folder; refuses one that exists, and leaves none behind when it cannot be made
-    whole."""
-    # Before the folder is made: what is no JSON is our own mistake and leaves nothing to clean up.
+    """Create a run folder. An existing one is refused, and nothing is left behind when it cannot be completed."""
+    # Serialise first: invalid JSON is an internal error and must leave nothing to clean up.
     effective_text = json.dumps(effective, indent=2, sort_keys=True, allow_nan=False) + "\n"
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -230,11 +228,12 @@ def create_run(path: Path, spec_text: str, effective: dict[str, Any]) -> RunFold
         write_whole(run.spec, spec_text)
         # Written last: a folder without it is not a run.
         write_whole(run.effective, effective_text)
-        # The names of the run and of the folders around it too: without them nothing inside is found.
+        # Also sync the names of the run folder and of any new parents; without them nothing inside can be
+        # found.
         for folder in made:
             sync_folder(folder.parent)
     except BaseException as error:
-        # What the disk refuses here must not hide what it refused first.
+        # An error while cleaning up must not mask the first error.
         with contextlib.suppress(OSError):
             for file in (run.effective, run.spec):
                 file.unlink(missing_ok=True)

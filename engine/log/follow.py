@@ -1,4 +1,4 @@
-"""Following a whole run: its three logs folded into one view, as far as they have been written."""
+"""Follow a whole run: its three logs folded into one view, as far as they have been written."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from engine.log.columns import Segment, SegmentReader
 
 LONG_BYTES = 4 << 20
-"""So much has to be unread for segments to be worth it."""
+"""Unread bytes from which using segments pays off."""
 
 
 class Follower:
-    """Polls the logs of one run. `view` is the newest frozen RunView, `alive` which processes
-    existed at the last poll."""
+    """Polls the logs of one run. `view` is the newest frozen RunView; `alive` says which processes existed at
+    the last poll."""
 
     def __init__(self, run: RunFolder, *, files: bool = False, keep: bool = False) -> None:
-        """With `files` the segments beside a long log are taken where they can be believed
-        (`engine.log.columns`); with `keep` those that had to be made are added to them."""
+        """`files` uses valid segments beside a long log (`engine.log.columns`); `keep` also saves those that had
+        to be built."""
         self.run = run
         self._files, self._keep = files, keep
         self._readers: dict[Source, LogReader] = {
@@ -39,10 +39,10 @@ class Follower:
         self._shown: dict[Source, int] = {}
 
     def new_lines(self) -> list[LogLine]:
-        """The lines of the view that no earlier call gave, in the order of their times.
+        """Return the log lines of the view that no earlier call returned, ordered by time.
 
-        Known by their log and number, not by their time: a line of one log may be read after a
-        later one of another.
+        Lines are identified by log and number, not by time: a line of one log may be read after a later line
+        of another.
         """
         lines = [
             line for line in self.view.lines if line.event.seq > self._shown.get(line.source, -1)
@@ -52,29 +52,27 @@ class Follower:
         return lines
 
     def reader(self, source: Source) -> LogReader:
-        """The reader of one of the logs."""
+        """Return the reader of one of the logs."""
         return self._readers[source]
 
     @property
     def share_read(self) -> float:
-        """How much of what is on the disk now has been read, 0 to 1."""
+        """Return how much of what is on disk now has been read, 0 to 1."""
         sizes = {source: _size(reader.path) for source, reader in self._readers.items()}
         done = sum(min(self._readers[s].read_bytes, size) for s, size in sizes.items())
         return done / sum(sizes.values()) if sum(sizes.values()) else 1.0
 
     @property
     def state(self) -> str:
-        """The state of the view, meaningful once everything there is has been read."""
+        """Return the state of the view; it is meaningful once everything on disk has been read."""
         return self.view.state(self.alive)
 
     def poll(self, max_bytes: int = READ_BYTES) -> bool:
-        """Read what is new, at most about `max_bytes` of each log; True when the view changed.
+        """Read new lines, at most about `max_bytes` of each log; True when the view changed.
 
-        Raises BrokenLog, after folding whatever is sound in all three logs, when one cannot be read
-        further.
+        Raises BrokenLog, after folding what is sound in all three logs, when one cannot be read further.
         """
-        # Life is asked before the logs are read: a process that ends in between has already written
-        # its last line.
+        # Liveness is read before the logs: a process that ends in between has already written its last line.
         self.alive = self.run.liveness()
         before = self.view
         fault: BrokenLog | None = None
@@ -90,12 +88,12 @@ class Follower:
         return self.view is not before
 
     def _read(self, source: Source, max_bytes: int) -> Sequence[AnyEvent] | Sequence[Segment]:
-        """What follows in one log: segments where it is long, its events elsewhere."""
+        """Return what follows in one log: segments where it is long, events otherwise."""
         reader = self._readers[source]
         if source not in self._segments:
             if _size(reader.path) - reader.read_bytes < LONG_BYTES:
                 return reader.poll(max_bytes)
-            # Here, because it imports numpy.
+            # Imported here because it imports numpy.
             from engine.log.columns import SegmentReader
 
             self._segments[source] = SegmentReader(reader, files=self._files, keep=self._keep)
@@ -103,10 +101,10 @@ class Follower:
         return segments or reader.poll(max_bytes)
 
     def read_all(self) -> RunView:
-        """Read until there is nothing new now; BrokenLog leaves in `view` what could be read.
+        """Read until nothing new is left; after a BrokenLog, `view` has what could be read.
 
-        Every poll takes a share of each log, so one that is broken does not keep the others from
-        being read to their end.
+        Every poll reads a share of each log, so one broken log does not keep the others from being read to
+        their end.
         """
         fault: BrokenLog | None = None
         while True:

@@ -1,14 +1,14 @@
-"""What the trainer itself says of its memory: one small file, readable at any time.
+"""The trainer's own account of its memory: one small file, readable at any time.
 
     <run>/memory.held        step, source, held, reserved, peak: two little-endian u64 and three float64 in bytes
 
-NVML and /proc count what a process has taken. What of it is in use only the allocator knows: on a GPU the
-bytes of tensors (held) and what is kept of the device for them (reserved), where the difference is what lies in
-fragments and caches. For a CPU torch counts nothing: there the trainer says what the kernel says of it.
+NVML and /proc count what a process has taken. Only the allocator knows how much of it is in use: on a GPU,
+the bytes of tensors (held) and what it has reserved on the device; the difference is fragmentation and cache.
+torch does not count CPU memory: there the trainer passes on the kernel's numbers.
 
-The trainer writes at the end of a step, at most once in SPACING_S; the sampler puts the numbers beside its own
-readings, so that all of them are one series. It is one write to one place and no log: a torn or missing one is
-"not known", and one that cannot be written is lost.
+The trainer writes at the end of a step, at most once in SPACING_S; the sampler adds the numbers to its own
+readings, so that all of them form one series. A record is one write at a fixed offset and not a log: a torn
+or missing record reads as "not known", and a failed write is ignored.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Held:
     """One of SOURCES."""
     held_bytes: float
     reserved_bytes: float | None
-    """None where nothing is kept back: of a process."""
+    """None when nothing is reserved, as for a CPU process."""
     peak_bytes: float
-    """The most that `held_bytes` was in this session."""
+    """Peak of `held_bytes` in this session."""
     step: int = 0
-    """The last that was done."""
+    """The last finished step."""
 
 
 class HeldWriter:
-    """Says it after steps, by the trainer."""
+    """Writes the trainer's memory after steps."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class HeldWriter:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`measure` is asked at most once in SPACING_S by `clock`."""
+        """`measure` is called at most once in SPACING_S by `clock`."""
         self._path, self._measure, self._clock = run.path / NAME, measure, clock
         self._file: int | None = None
         self._next_s = -math.inf
 
     def look(self, step: int) -> None:
-        """After `step`."""
+        """Record the memory after `step`, when it is due."""
         now_s = self._clock()
         if now_s < self._next_s:
             return
@@ -72,7 +72,7 @@ class HeldWriter:
         reserved = math.nan if found.reserved_bytes is None else found.reserved_bytes
         place = SOURCES.index(found.source)
         record = _HELD.pack(step, place, found.held_bytes, reserved, found.peak_bytes)
-        # A reading may be lost to a full disk; it must not end a run.
+        # A full disk may lose a reading; it must not end a run.
         with contextlib.suppress(OSError):
             if self._file is None:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -81,7 +81,7 @@ class HeldWriter:
 
 
 def read_held(run: RunFolder) -> Held | None:
-    """What was said last; None where nothing was."""
+    """Read the newest record; None when there is none."""
     try:
         data = read_bytes(run.path / NAME, "memory held", limits.BEAT)
     except BadInput:
@@ -101,7 +101,7 @@ def read_held(run: RunFolder) -> Held | None:
 
 
 def held_readings(run: RunFolder) -> dict[str, Reading]:
-    """The same as readings of a sample of the host."""
+    """Return the same as readings of a host sample."""
     found, place = read_held(run), NAME
     names = ("memory_held_bytes", "memory_reserved_bytes", "memory_peak_bytes", "memory_source")
     if found is None:
@@ -125,5 +125,5 @@ def _measured(value: float, source: str) -> Reading:
 
 
 def forget_held(run: RunFolder) -> None:
-    """What an earlier session said is not about this one."""
+    """Remove the record of an earlier session."""
     (run.path / NAME).unlink(missing_ok=True)

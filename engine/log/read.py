@@ -1,13 +1,13 @@
-"""Following a log: bounded reads, whole lines only, and no silence about a line that is missing.
+"""Follow a log with bounded reads, returning whole lines only and reporting every missing line.
 
-`LogReader.poll` returns the events appended since the last call. The reader keeps two numbers, the
-byte offset and the sequence number of the first line it has not returned. A torn last line (the
-writer is in the middle of it, or died there) simply waits: it is read again next time.
+`LogReader.poll` returns the events appended since the last call. The reader keeps two numbers, the byte
+offset and the sequence number of the first line it has not returned. A torn last line (the writer is in the
+middle of it, or died there) is left in place and read again at the next poll.
 
-A line that is lost, repeated, altered or no record raises `BrokenLog` with its byte offset, and so
-does a file that was cut, replaced or removed behind the reader's back. The error carries the sound
-events in front of the fault, so that one bad byte does not hide what a run did before it; the
-reader stays at the fault and raises again when it is asked again.
+A line that is lost, repeated, altered or not a record raises `BrokenLog` with its byte offset, and so does a
+file that was cut, replaced or removed while it was being followed. The error carries the sound events in
+front of the fault, so that one bad byte does not hide what a run did before it. The reader stays at the fault
+and raises again at the next poll.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ READ_BYTES = 16 << 20
 PART_BYTES = 128 << 10
 LONGEST_LINE_BYTES = LOG_LINE.most
 LINES_KEPT = 2000
-"""A viewer keeps this many of the newest lines of a log."""
+"""How many of the newest lines of a log a viewer keeps."""
 
 _plain = msgspec.json.Decoder()
 _known = msgspec.json.Decoder(Known)
@@ -57,9 +57,9 @@ def id_of(status: os.stat_result) -> FileId:
 
 
 class BrokenLog(RunLogError):
-    """A log that cannot be read further; `before` holds the events in front of the fault, not
-    returned by any poll. `hole` says that the fault is zeros where lines should be, as a power loss
-    leaves them: the next writer cuts them off."""
+    """A log that cannot be read further; `before` holds the events in front of the fault that no poll has
+    returned. `hole` means that the fault is zeros where lines should be, as a power loss leaves them; the
+    next writer cuts them off."""
 
     def __init__(
         self,
@@ -75,8 +75,7 @@ class BrokenLog(RunLogError):
 
 
 def decode_line(line: bytes, where: str) -> AnyEvent:
-    """One record. An unknown kind becomes `Unrecognised`; anything that is not a record is a
-    RunLogError."""
+    """Decode one record. An unknown kind becomes `Unrecognised`; anything that is not a record is a RunLogError."""
     try:
         record = _plain.decode(line)
     except NOT_JSON:
@@ -104,15 +103,15 @@ def decode_line(line: bytes, where: str) -> AnyEvent:
 
 
 def decode_lines(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
-    """Every event of whole lines at once, by a decoder of records.
+    """Decode whole lines at once with a decoder of records.
 
-    Raises one of NOT_JSON when a line is not as expected, ValueError or LookupError when a number that is not
-    finite cannot be put back here: then each line wants a closer look.
+    Raises one of NOT_JSON when a line is not as expected, and ValueError or LookupError when a non-finite
+    number cannot be put back here: then each line has to be decoded by itself.
     """
     events = decoder.decode_lines(lines)
     if FactsRead in set(map(type, events)):
         facts = (event.facts for event in events if type(event) is FactsRead)
-        # One less: the facts lie in a record.
+        # One less: the facts are nested in a record.
         if any(depth_of(one) >= JSON_DEPTH.most for one in facts):
             raise ValueError("facts are nested too deep")
     # Every kind has `nf`.
@@ -122,7 +121,7 @@ def decode_lines(decoder: msgspec.json.Decoder[Any], lines: bytes) -> list[Any]:
 
 
 def _put_back(step: Any) -> Any:
-    """A step with the values named under `nf` in its fields; ValueError for what is nested or no step."""
+    """Put the values named under `nf` into the fields of a step; ValueError for a nested name or another kind."""
     if type(step).__struct_config__.tag != "step":
         raise ValueError("only the numbers of steps are put back here")
     values = {name: NON_FINITE[text] for name, text in step.nf.items()}
@@ -132,14 +131,14 @@ def _put_back(step: Any) -> Any:
 
 
 Way: TypeAlias = tuple[str, ...]
-"""Where a value is in a record: the names of fields and numbers of entries that lead to it."""
+"""Path of a value in a record: field names and list indices."""
 _STANDS_IN = -0.5 * LOG_NUMBER.most
-"""Stands where a number is not finite while a record is checked: in the range of what was measured, and of no
-time and no count."""
+"""Placeholder for a non-finite number while a record is checked: within the range of measured numbers, outside
+that of times and counts."""
 
 
 def _put_in(record: dict[str, Any], non_finite: dict[str, str]) -> dict[Way, float]:
-    """The values named under `nf`, by their places; these hold null, and a number afterwards."""
+    """Return the values named under `nf` by path, replacing each null in `record` by a placeholder number."""
     if not isinstance(non_finite, dict):
         raise TypeError(f"`nf` is {non_finite!r:.40}")
     values: dict[Way, float] = {}
@@ -157,8 +156,7 @@ def _put_in(record: dict[str, Any], non_finite: dict[str, str]) -> dict[Way, flo
 
 
 def _with_non_finite(event: AnyEvent, values: dict[Way, float]) -> AnyEvent:
-    """A checked event with the values that are not finite in their places; a field of a later version
-    has none."""
+    """Put the non-finite values into a checked event; a field that only a later version knows is skipped."""
     fields: dict[str, Any] = {}
     for (name, *way), value in values.items():
         if name in event.__struct_fields__:
@@ -167,7 +165,7 @@ def _with_non_finite(event: AnyEvent, values: dict[Way, float]) -> AnyEvent:
 
 
 def _replaced(value: Any, way: Way, number: float) -> Any:
-    """`value` with a number at one place in it."""
+    """Return `value` with the number at path `way` replaced."""
     if not way:
         return number
     if isinstance(value, dict):
@@ -180,37 +178,35 @@ def _replaced(value: Any, way: Way, number: float) -> Any:
 
 # contract: run-log-v1
 class LogReader:
-    """Reads one log from its start and then follows it. A file that does not exist yet is an empty
-    one."""
+    """Reads one log from its start and then follows it. A file that does not exist yet reads as empty."""
 
     def __init__(self, path: Path, *, at: Point | None = None) -> None:
-        """Reads from the beginning, or from a point that another reader of this log has noted."""
+        """Read from the beginning, or from a point that another reader of this log has noted."""
         self.path = path
         begin = at or Point(0, 0, 0.0, -math.inf)
         self._offset = begin.offset
         self._next_seq = begin.number
         self._file_id: FileId | None = None
         self.points = [begin]
-        """Places about PART_BYTES apart, as far as the log was read; only ever added to."""
+        """Places about PART_BYTES apart in what has been read; append-only."""
 
     def poll(self, max_bytes: int = READ_BYTES) -> list[AnyEvent]:
-        """Events since the last call, at most about `max_bytes` of them (one line at least); an
-        empty list when there is nothing new. Raises BrokenLog."""
+        """Return the events since the last call, at most about `max_bytes` of them (at least one line); empty
+        when there is nothing new. Raises BrokenLog."""
         return self._decode(self._read_lines(max_bytes))
 
     @property
     def read_bytes(self) -> int:
-        """How much of the file was returned so far."""
+        """How many bytes of the file have been returned so far."""
         return self._offset
 
     def _read_lines(self, max_bytes: int) -> bytes:
-        """Whole lines from the offset on."""
+        """Read whole lines from the offset on."""
         try:
             with open_plain(self.path) as file:
                 status = os.fstat(file.fileno())
                 file_id = id_of(status)
-                # The newline in front of the offset is read too: it is gone when the file was cut
-                # or rewritten.
+                # The newline before the offset is read too: it is missing when the file was cut or rewritten.
                 file.seek(max(0, self._offset - 1))
                 is_other = self._file_id not in (None, file_id)
                 if self._offset and (is_other or file.read(1) != b"\n"):
@@ -250,8 +246,9 @@ class LogReader:
         return block[:end]
 
     def pass_over(self, file_id: FileId, places: Iterable[tuple[float, float, float]]) -> None:
-        """Go on behind lines that were read elsewhere in this file and that open no session: to where, by how
-        many lines, their end in the file, and the time of the last of them; the last place is where to go on."""
+        """Skip lines that were read elsewhere in this file and that open no session. Each place gives a number
+        of lines, their end in the file, and the time of the last of them; reading continues at the last
+        place."""
         number, _, opened_s, latest_s = self.points[-1]
         self._file_id = file_id
         for lines, offset, last_s in places:
@@ -261,17 +258,17 @@ class LogReader:
 
     @property
     def file_id(self) -> FileId | None:
-        """Which file was read so far; None before any was."""
+        """Device and inode of the file that is being read; None before the first read."""
         return self._file_id
 
     @property
     def lines_read(self) -> int:
-        """How many lines were returned so far."""
+        """How many lines have been returned so far."""
         return self._next_seq
 
     def _decode(self, lines: bytes) -> list[AnyEvent]:
         events: list[AnyEvent] = []
-        # In parts: one line of a form of its own must not make a long block slow.
+        # In parts: one line with an unusual form must not slow down a long block.
         for part in _parts(lines):
             found = self._decode_at_once(part)
             if found is None:
@@ -284,12 +281,12 @@ class LogReader:
         return events
 
     def _decode_at_once(self, lines: bytes) -> list[AnyEvent] | None:
-        """The events of many lines; None when a line needs a closer look."""
+        """Decode many lines; None when they have to be decoded one by one."""
         try:
             events: list[AnyEvent] = decode_lines(_known, lines)
         except (*NOT_JSON, LookupError, ValueError):
             return None
-        # The decoder passes over empty lines.
+        # The decoder skips empty lines.
         numbers = range(self._next_seq, self._next_seq + lines.count(b"\n"))
         if [event.seq for event in events] != list(numbers) or min(e.t_s for e in events) < 0:
             return None
@@ -330,7 +327,7 @@ class LogReader:
         return events
 
     def _advance(self, lines: bytes, events: Sequence[AnyEvent]) -> None:
-        """Go on behind `lines`, and note this place."""
+        """Advance behind `lines`, and note this place."""
         number, _, opened_s, latest_s = self.points[-1]
         if not events:
             return
@@ -344,7 +341,7 @@ class LogReader:
 
 
 def _end_of_lines(block: bytes) -> int:
-    """Where the last whole line ends, or the last one in front of a line that is too long."""
+    """Return where the last whole line ends, or the last one in front of a line that is too long."""
     end = 0
     while (newline := block.rfind(b"\n", end, end + LONGEST_LINE_BYTES)) >= 0:
         end = newline + 1
@@ -352,7 +349,7 @@ def _end_of_lines(block: bytes) -> int:
 
 
 def _parts(lines: bytes) -> Iterator[bytes]:
-    """Whole lines in parts of about PART_BYTES."""
+    """Split whole lines into parts of about PART_BYTES."""
     begin = 0
     while begin < len(lines):
         end = lines.find(b"\n", begin + PART_BYTES) + 1 or len(lines)
@@ -361,8 +358,8 @@ def _parts(lines: bytes) -> Iterator[bytes]:
 
 
 def writer_is_alive(path: Path) -> bool:
-    """Whether some process holds this log open for writing, asked of the kernel's lock and not of a
-    pid. What is no regular file has no writer; whoever reads it is told what it is."""
+    """Whether some process holds this log open for writing. The answer comes from the kernel's lock, not from a
+    pid. A path that is not a regular file has no writer; reading it reports what it is."""
     try:
         file = open_plain(path)
     except (FileNotFoundError, NotRegular):
@@ -384,23 +381,22 @@ def writer_is_alive(path: Path) -> bool:
 
 
 class Point(NamedTuple):
-    """A place in a log from which it can be read again."""
+    """A place from which a log can be read again."""
 
     number: int
-    """Of the line that begins here, from 0."""
+    """Number of the line that begins here, from 0."""
     offset: int
     opened_unix_s: float
-    """Wall time of `t_s = 0` in the session that goes on here."""
+    """Wall time of `t_s = 0` in the session that continues here."""
     unix_s: float
-    """No line before this point is later."""
+    """No line before this point has a later time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Liveness:
-    """Which processes of a run exist now. Not part of the log: it is true only at the moment it was
-    asked."""
+    """Which processes of a run exist now. It is not part of the log: it is true only at the moment of the query."""
 
     trainer: bool
     supervisor: bool
     boot_id: str = ""
-    """The kernel's id of this boot; empty when it was not asked."""
+    """The kernel's boot id; empty when it was not read."""

@@ -1,10 +1,10 @@
 """Columns of numbers that grow for as long as a run lasts, shared by every snapshot of them.
 
-A column is float64. An entry that is absent is a NaN with bits of its own (ABSENT): NaN is a number that was
-logged, absence is not a number. Rows are only ever added behind the last, so a snapshot is the storage and a
-length, costs nothing, and never changes. Cutting back, which a resumed run does, makes new storage.
+A column is float64. An absent entry is a NaN with a payload of its own (ABSENT): NaN is a number that was
+logged, absence is not a number. Rows are only appended, so a snapshot is a reference to the storage and a
+length: it costs nothing and never changes. Truncation, which a resumed run needs, makes new storage.
 
-numpy is imported where rows are touched: a screen without rows starts without it.
+numpy is imported only where rows are touched, so that a screen without rows starts without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Column: TypeAlias = "Sequence[float | None] | Numbers"
 
 _ABSENT_BITS = 0x7FF8_0000_0000_07A2
 ABSENT: float = struct.unpack("<d", struct.pack("<Q", _ABSENT_BITS))[0]
-"""A quiet NaN with a payload, which copies keep and which no log can hold."""
+"""A quiet NaN with a payload that survives copies and that no log can hold."""
 
 STEP_FIELDS = (
     "step",
@@ -49,8 +49,8 @@ STEP_FIELDS = (
     "tokens_per_s",
     "clock_s",
 )
-"""`tokens_per_s` is absent where no time passed; `clock_s` is `unix_s` that never goes back: while a
-clock that was set back catches up, it is held."""
+"""`tokens_per_s` is absent where no time passed. `clock_s` is `unix_s` made non-decreasing: it is held while a
+clock that was set back catches up."""
 HOST_FIELDS = (
     "unix_s",
     "host_available_bytes",
@@ -82,19 +82,19 @@ GPU_FIELDS = (
     "slowed",
 )
 NOT_A_READING = frozenset({"v", "seq", "t_s", "nf", "index", "absent"})
-"""Fields of a sample that nobody measured."""
+"""Fields of a sample that are not measurements."""
 _DERIVED = {"unix_s", "clock_s", "tokens_per_s"}
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What is in some rows of a column."""
+    """The range of the entries in some rows of a column."""
 
     low: float | None
-    """Of the finite values; None when there is none."""
+    """The lowest finite value; None when there is none."""
     high: float | None
     non_finite: bool
-    """Whether one is NaN or infinite."""
+    """Whether an entry is NaN or infinite."""
 
 
 class Table:
@@ -108,19 +108,20 @@ class Table:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The storage, which may be longer than this snapshot: read it with `value` and `values`."""
+        """The storage, which may be longer than this snapshot; read it with `value` and `values`."""
         return self._storage.columns
 
     def extended(self, rows: Iterable[Mapping[str, float | None]]) -> Table:
-        """This table and `rows` behind it; a column that a row does not name is absent in it."""
+        """Return this table with `rows` appended; a column that a row does not name is absent in it."""
         rows = list(rows)
         return self.extended_by({name: [row.get(name) for row in rows] for name in self.columns})
 
     def extended_by(self, columns: Mapping[str, Column]) -> Table:
-        """This table and as many rows as each of `columns` has entries; a column that is not named is absent in
-        them, and one that is new is absent in the rows before.
+        """Return this table with as many rows appended as each of `columns` has entries. A column that is not
+        named is absent in them; a new one is absent in the rows before.
 
-        Storage is shared when this is the newest snapshot, else copied: one table can grow in two ways.
+        The storage is shared when this is the newest snapshot and copied otherwise: one table can grow in two
+        ways.
         """
         import numpy as np
 
@@ -133,7 +134,7 @@ class Table:
         stored, begin, end = table.columns, self.length, self.length + rows
         for name, column in stored.items():
             if len(column) < end:
-                # An older snapshot reads the same first rows, here or there.
+                # An older snapshot reads the same first rows from either storage.
                 stored[name] = np.empty(max(end, 2 * len(column)))
                 stored[name][:begin] = column[:begin]
             stored[name][begin:end] = new.get(name, ABSENT)
@@ -141,13 +142,14 @@ class Table:
         return table
 
     def first(self, length: int) -> Table:
-        """The first `length` rows, of the same storage."""
+        """Return the first `length` rows on the same storage."""
         table = Table.__new__(Table)
         table._storage, table.length = self._storage, min(length, self.length)
         return table
 
     def cut(self, length: int, *, adding: Iterable[str] = ()) -> Table:
-        """A new table of the first `length` rows, with storage of its own, and with more columns that are absent."""
+        """Return a new table of the first `length` rows with its own storage; the columns `adding` are added as
+        absent."""
         import numpy as np
 
         table = self.first(length)
@@ -162,15 +164,15 @@ class Table:
         return self.length
 
     def value(self, name: str, index: int) -> float | None:
-        """One entry; None when it was absent, NaN only when NaN was logged. Negative indices count
-        from the end."""
+        """Return one entry: None when it is absent, NaN only when NaN was logged. Negative indices count from
+        the end."""
         row = index + self.length if index < 0 else index
         if not 0 <= row < self.length:
             raise IndexError(f"row {index} of {self.length}")
         return self.values(name, row, row + 1)[0]
 
     def values(self, name: str, start: int = 0, stop: int | None = None) -> list[float | None]:
-        """Entries [start, stop) of a column, as in a slice; None where absent."""
+        """Return entries [start, stop) of a column, as in a slice; None where absent."""
         part = self._rows(name, start, stop)
         if not len(part):
             return []
@@ -180,7 +182,7 @@ class Table:
         return entries
 
     def range(self, name: str, start: int = 0, stop: int | None = None) -> Range:
-        """The lowest and highest finite value in rows [start, stop) of a column."""
+        """Return the lowest and highest finite value in rows [start, stop) of a column."""
         import numpy as np
 
         part = self._rows(name, start, stop)
@@ -194,13 +196,13 @@ class Table:
         return Range(float(part.min()), float(part.max()), non_finite)
 
     def find(self, name: str, value: float) -> int:
-        """The first row of a column that never decreases whose entry is not under `value`."""
+        """Return the first row whose entry is at least `value`, in a non-decreasing column."""
         import numpy as np
 
         return int(np.searchsorted(self._rows(name), value))
 
     def last(self, name: str) -> float | None:
-        """The newest entry, None when there is none or it was absent."""
+        """Return the newest entry; None when there is none or it is absent."""
         return self.value(name, -1) if self.length else None
 
     def _rows(self, name: str, start: int = 0, stop: int | None = None) -> Any:
@@ -210,15 +212,15 @@ class Table:
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """What the snapshots of a table share."""
+    """The storage that the snapshots of a table share."""
 
     columns: dict[str, Any]
     rows: int = 0
-    """Those of the newest snapshot; the columns may have room for more."""
+    """Rows of the newest snapshot; the columns may have capacity for more."""
 
 
 def numbers(column: Column) -> Numbers:
-    """A column as a table holds it; TypeError for what is no number."""
+    """Return a column as a table holds it; TypeError for a value that is not a number."""
     import numpy as np
 
     if isinstance(column, np.ndarray):
@@ -240,7 +242,7 @@ def is_absent(column: Numbers) -> NDArray[np.bool_]:
 
 
 def split(events: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
-    """Events that are rows of tables, by the name of their table: `step`, `host`, `gpu0`; and the others."""
+    """Split events into rows of tables, by table name (`step`, `host`, `gpu0`), and the other events."""
     groups: dict[str, list[Any]] = {}
     kinds = list(map(type, events))
     tags: dict[Any, Any] = {kind: kind.__struct_config__.tag for kind in set(kinds)}  # type: ignore[attr-defined]
@@ -258,13 +260,13 @@ def split(events: Sequence[Any]) -> tuple[dict[str, list[Any]], list[Any]]:
 
 
 def fields_of(table: str) -> list[str]:
-    """What a line gives to the rows of a table by its name in `split`, with `t_s`."""
+    """Return the fields, `t_s` included, that a line gives to the rows of a table of this name."""
     fields = {"step": STEP_FIELDS, "host": HOST_FIELDS}.get(table, GPU_FIELDS)
     return ["t_s", *(name for name in fields if name not in _DERIVED)]
 
 
 def columns_of(table: str, rows: Sequence[Any]) -> dict[str, Numbers]:
-    """The rows of a table, as `split` gives them, column by column."""
+    """Return the columns of a table from its rows, as `split` gives them."""
     import numpy as np
 
     columns = {}
@@ -272,7 +274,7 @@ def columns_of(table: str, rows: Sequence[Any]) -> dict[str, Numbers]:
         entry = attrgetter(name)
         column = np.fromiter(map(entry, rows), float, len(rows))
         if (odd := np.isnan(column)).any():
-            # numpy makes NaN of None, too.
+            # numpy turns None into NaN, too.
             odd[odd] = [entry(rows[row]) is None for row in odd.nonzero()[0]]
             column[odd] = ABSENT
         columns[name] = column

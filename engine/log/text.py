@@ -1,7 +1,7 @@
-"""A run in words: its events, its readings, and a RunView as a whole. Pure. Every surface prints these, so that a
-terminal, a pipe and a notebook say the same.
+"""Render a run as text: its events, its readings, and a whole RunView. All functions are pure. Every surface
+prints these texts, so that a terminal, a pipe and a notebook agree.
 
-What is not known reads "not measured" or gives its reason; a non-finite number reads `NaN` or `+inf`.
+An unknown value reads "not measured" or gives its reason; a non-finite number reads `NaN` or `+inf`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from engine.units import NOT_MEASURED, format_bytes, format_count, format_second
 
 
 def one_line(text: str) -> str:
-    """`text` on one line that a terminal prints literally: no line breaks, no control
-    characters, and cut where it is longer than any line that is printed."""
+    """Return `text` as one line that a terminal prints literally: without line breaks or control characters, and
+    truncated to the longest line that is printed."""
     text = clipped(text, PRINTED_LINE.most)
     if text.isprintable():
         return text
@@ -64,27 +64,27 @@ def one_line(text: str) -> str:
 
 
 def number_text(value: float | None, spec: str) -> str:
-    """A number by a format of Python's own; absent and non-finite ones read as everywhere."""
+    """Format a number by a Python format spec; absent and non-finite numbers read as everywhere else."""
     if value is None or not math.isfinite(value):
         return format_value(value)
     return format(value, spec)
 
 
 def nats_text(loss: float | None) -> str:
-    """A loss with its unit."""
+    """Format a loss with its unit."""
     return NOT_MEASURED if loss is None else f"{format_value(loss)} nats/token"
 
 
 def clock_text(unix_s: float) -> str:
-    """Local wall time."""
+    """Format a time as local wall time."""
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
-# One event, on one line as in a log; decisions and alerts with all that they say.
+# One event on one line, as in a log; decisions and alerts also in full.
 
 
 def decision_lines(decision: DecisionMade) -> list[str]:
-    """A logged decision, in the words of `engine.decision`."""
+    """Render a logged decision in the words of `engine.decision`."""
     lines = Decision(
         knob=decision.knob,
         choice=decision.choice,
@@ -98,7 +98,7 @@ def decision_lines(decision: DecisionMade) -> list[str]:
 
 
 def alert_lines(alert: AlertRaised) -> list[str]:
-    """An alert with its numbers, what it means, and what would test it."""
+    """Render an alert with its numbers, what it means, and the flip that would test it."""
     numbers = [
         f"{name} {number_text(value, '.4g')} ({held})" for name, value, held in alert.numbers
     ]
@@ -115,7 +115,7 @@ def alert_lines(alert: AlertRaised) -> list[str]:
 
 
 def event_text(event: AnyEvent) -> str:
-    """One event on one line."""
+    """Render one event on one line."""
     return one_line(_event_text(event))
 
 
@@ -251,14 +251,14 @@ def _compiled_text(event: Compiled) -> str:
 
 
 def check_text(check: Checked) -> str:
-    """The result of a check with its cost: a failure is highlighted, and unknown is never a pass."""
+    """Render the result of a check with its cost: a failure is highlighted, and unknown never reads as a pass."""
     level = {"pass": "pass", "fail": "FAIL"}.get(check.level, "unknown")
     return f"check {check.id}: {level}: {check.reason} ({format_seconds(check.cost_s)})"
 
 
 def step_text(step: StepDone) -> str:
-    """A step with every number that was logged; what needs a teacher is left out where there is
-    none, another number that is missing is said to be."""
+    """Render a step with every logged number. Numbers that need a teacher are left out where there is none; any
+    other missing number is reported as missing."""
     parts = [f"step {step.step}", f"loss {format_value(step.loss)}", f"ce {format_value(step.ce)}"]
     if step.kd is not None:
         parts.append(f"kd {format_value(step.kd)}")
@@ -273,7 +273,7 @@ def step_text(step: StepDone) -> str:
 
 
 def sample_text(sample: HostSample | GpuSample) -> str:
-    """The readings that a sample has, by name."""
+    """Render the readings of a sample by name."""
     subject = "host" if isinstance(sample, HostSample) else f"gpu {sample.index}"
     readings = []
     for name in sample.__struct_fields__:
@@ -289,16 +289,16 @@ def sample_text(sample: HostSample | GpuSample) -> str:
     return f"{subject}: {', '.join(readings) or NOT_MEASURED}"
 
 
-# Readings: GPU, host, and what the trainer says of its own memory.
+# Readings: GPU, host, and the trainer's own account of its memory.
 
 
 def device_lines(view: RunView) -> list[str]:
-    """GPU and host readings, each a value or the reason why there is none."""
+    """Render GPU and host readings, each as a value or the reason why it is missing."""
     lines = []
     for index, gpu in sorted(view.gpus.items()):
         cell = _cells(view, gpu, f"gpu{index}.")
         used, total = cell("gpu_mem_used_bytes"), cell("gpu_mem_total_bytes")
-        # Shown beside the utilisation, which counts any kernel as use, however small.
+        # Shown beside the utilisation, which counts any running kernel, however small.
         beside = "" if gpu.tensor_util_pct is None else f", tensor cores {cell('tensor_util_pct')}"
         limit = "" if gpu.gpu_power_limit_w is None else f" of {cell('gpu_power_limit_w')}"
         held = f", held by {gpu.clock_event_reasons}" if gpu.clock_event_reasons else ""
@@ -319,7 +319,7 @@ def device_lines(view: RunView) -> list[str]:
             f"       job {format_bytes(view.memory_peak.measured_bytes)} at its peak by step "
             f"{view.memory_peak.step} ({view.memory_peak.source})"
         )
-    # Beside the memory that it is of: the GPU's, or without one the host's.
+    # Shown beside the memory it is a part of: the GPU's, or the host's on a machine without a GPU.
     of_trainer = _held_lines(view)
     lines += of_trainer if view.gpus else []
     if not view.gpus and view.facts is not None:
@@ -337,7 +337,7 @@ def device_lines(view: RunView) -> list[str]:
 
 
 def _held_lines(view: RunView) -> list[str]:
-    """The trainer's own account of its memory; empty where it has not logged one."""
+    """Render the trainer's own account of its memory; empty when it has logged none."""
     host = view.host
     if host is None or host.memory_held_bytes is None:
         return []
@@ -352,12 +352,13 @@ def _held_lines(view: RunView) -> list[str]:
 
 
 def _pool(view: RunView) -> str:
-    """That the host's memory is the GPU's, too, where it is."""
+    """Return a note that host and GPU share their memory, where they do."""
     unified = (view.facts or {}).get("cuda0_integrated") == "yes"
     return " (host pool, shared with the GPU)" if unified else ""
 
 
-# What the utilisation hides; only some GPUs have these counters, and `engine doctor` says why others do not.
+# Counters for what the utilisation hides. Only some GPUs have them; `engine doctor` explains why others do
+# not.
 _COUNTERS = {
     "SM busy": "sm_util_pct",
     "occupancy": "sm_occupancy_pct",
@@ -376,7 +377,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
 
 
 def _cells(view: RunView, sample: HostSample | GpuSample, prefix: str) -> Callable[[str], str]:
-    """The text of one reading of `sample` by its name, whose last word is its unit."""
+    """Return a function that formats a reading of `sample` by its name; the last word of a name is its unit."""
 
     def cell(name: str) -> str:
         value: Any = getattr(sample, name)
@@ -387,16 +388,16 @@ def _cells(view: RunView, sample: HostSample | GpuSample, prefix: str) -> Callab
     return cell
 
 
-# A view.
+# A whole view.
 
 
 def has_ended(state: str) -> bool:
-    """Whether a state is one that a run does not leave by itself."""
+    """Whether a run in this state does not leave it by itself."""
     return state not in GOING_ON
 
 
 def alerts_text(view: RunView) -> str:
-    """The active alerts in brief: `2 alerts: data_wait, gpu_idle`; empty when there is none."""
+    """List the active alerts in brief: `2 alerts: data_wait, gpu_idle`; empty when there are none."""
     names = sorted(view.alerts)
     if not names:
         return ""
@@ -404,8 +405,7 @@ def alerts_text(view: RunView) -> str:
 
 
 def checks_failed_text(view: RunView) -> str:
-    """The failed checks in brief: `2 checks failed: shift_proof, loss_gradient`; empty when none
-    failed."""
+    """List the failed checks in brief: `2 checks failed: shift_proof, loss_gradient`; empty when none failed."""
     names = [name for name, check in view.checks.items() if check.level == "fail"]
     if not names:
         return ""
@@ -413,12 +413,12 @@ def checks_failed_text(view: RunView) -> str:
 
 
 def line_text(line: LogLine) -> str:
-    """A log line with its local wall time."""
+    """Render a log line with its local wall time."""
     return f"{clock_text(line.unix_s)} {event_text(line.event)}"
 
 
 def status_text(view: RunView, alive: Liveness) -> str:
-    """The run in one line: state, progress, loss, pace, time left; how it ended when it has."""
+    """Render the run in one line: state, progress, loss, pace and time left, or how it ended."""
     state = view.state(alive)
     parts = [state.upper()]
     if view.total_steps is not None:
@@ -451,8 +451,8 @@ def _pace(view: RunView, state: str, alive: Liveness) -> list[str]:
 
 
 def share_of_peak(view: RunView) -> float | None:
-    """How much of the device's dense bf16 rate the run's own arithmetic uses, 0 to 1; None where the
-    pace or the rate is not known."""
+    """Return the fraction (0 to 1) of the device's dense bf16 peak that the run's own arithmetic uses; None
+    where the pace or the peak is not known."""
     started, pace = view.started, view.tokens_per_second()
     if started is None or not started.flops_per_token or not started.peak_flops_per_s or not pace:
         return None
@@ -475,7 +475,7 @@ def _ending(view: RunView, state: str) -> list[str]:
 
 
 def host_lost_text(view: RunView) -> str:
-    """What is known of a run that neither it nor its supervisor could write the end of."""
+    """Describe what is known of a run whose end neither it nor its supervisor could record."""
     words = (
         "the machine stopped or restarted while it ran (its boot id is not this one's; a run copied from "
         "another machine looks the same)"
@@ -488,7 +488,7 @@ def host_lost_text(view: RunView) -> str:
 
 
 def result_lines(view: RunView) -> list[str]:
-    """How the student compares, once there is something to compare."""
+    """Compare the student with the teacher and the untrained student; empty until there is something to compare."""
     names = {"untrained": "student before training", "student": "student", "teacher": "teacher"}
     lines = []
     for subject, words in names.items():
@@ -504,14 +504,14 @@ def result_lines(view: RunView) -> list[str]:
 
 
 def _perplexity(done: Evaluated) -> str:
-    # A float holds exp(x) up to x = 709.78; a loss above that, or none, has no perplexity to show.
+    # exp(x) overflows a float above x = 709.78; a larger loss, or a missing one, has no perplexity to show.
     if done.loss is None or not done.loss < 709:
         return ""
     return f", perplexity {format_value(math.exp(done.loss), 2)}"
 
 
 def ledger_line(view: RunView) -> str:
-    """Where the newest step spent its time; empty where nobody measured."""
+    """Break down the time of the newest step by phase; empty when it was not measured."""
     total = sum(view.phases.values())
     if not total:
         return ""
@@ -523,19 +523,19 @@ def ledger_line(view: RunView) -> str:
 
 
 def speed_lines(view: RunView) -> list[str]:
-    """How fast the last steps were, as a share of what the device could, and where the newest one went."""
+    """Render the pace of the last steps as a share of the device's peak, and the phases of the newest step."""
     pace = [] if view.tokens_per_second() is None else [f"speed  {_pace_text(view)}"]
     return [*pace, *filter(None, [ledger_line(view)])]
 
 
-# What was checked and what was compiled: longer summaries of a view.
+# Longer summaries of a view: checks and compiles.
 
 
 CHECK_SIGNS = {"fail": "x FAIL", "unknown": "? unknown", "pass": "+ pass"}
 
 
 def check_lines(view: RunView) -> list[str]:
-    """The first-minute checks: failed, then unknown, then passed."""
+    """Render the first-minute checks: failed, then unknown, then passed."""
     checks = view.checks
     if not checks:
         return ["no check has run yet"]
@@ -560,7 +560,7 @@ def check_lines(view: RunView) -> list[str]:
 
 
 def kernel_lines(view: RunView) -> list[str]:
-    """The kernel caches: hits, misses, and each compile, newest first, with what made it a new one."""
+    """Render the kernel caches: hits, misses, and each compile, newest first, with the reason it was needed."""
     counts = view.kernel_counts
     lines = []
     if counts is not None:

@@ -1,8 +1,8 @@
-"""A run as one value, made of its logs by `engine.log.fold`.
+"""A run as one value, folded from its logs by `engine.log.fold`.
 
-Every surface (terminal, notebook, `engine tail`, diagnosis) draws a `RunView` and nothing else. A view
-is frozen. Its long columns share storage with the views before it: a column only grows, and each view
-knows how many of its entries it owns.
+Every surface (terminal, notebook, `engine tail`, diagnosis) draws a `RunView` and nothing else. A view is
+frozen. Its long columns share storage with earlier views: a column only grows, and each view knows how many
+of its entries belong to it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ GOING_ON = ("not started", "starting", "running", "stopping")
 LONGEST_STATE = 32
 
 LineKey: TypeAlias = tuple[float, Source, int]
-"""Time, log and number of a line: an order of all lines that does not depend on who read them
-when."""
+"""Time, log and number of a line: a total order that does not depend on who read the lines when."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
-    """One session of one writer: `unix_s` of its `t_s = 0`."""
+    """One session of one writer: `unix_s` is the wall time of its `t_s = 0`."""
 
     unix_s: float
     pid: int
@@ -80,7 +79,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """Everything the three logs of a run say, as of the last event folded."""
+    """Everything the three logs say, as of the last event folded."""
 
     clocks: dict[Source, Clock] = field(default_factory=dict)
     first_unix_s: float | None = None
@@ -93,7 +92,7 @@ class RunView:
     phase: Phase | None = None
     phase_unix_s: float | None = None
     heartbeat_unix_s: float | None = None
-    """When the trainer last got somewhere: its newest line of this session that is no note."""
+    """When the trainer last made progress: the time of its newest line of this session, notes excluded."""
     decisions: tuple[DecisionMade, ...] = ()
     data: DataReady | None = None
     models: dict[str, ModelReady] = field(default_factory=dict)
@@ -116,42 +115,42 @@ class RunView:
     kernel_counts: KernelCounts | None = None
     vocabulary_cut: VocabularyCut | None = None
     checks: dict[str, Checked] = field(default_factory=dict)
-    """The newest answer of each first-minute check of this session, by its id."""
+    """The newest result of each first-minute check of this session, by its id."""
     checked_again: tuple[int, float] = (0, 0.0)
-    """How many of them were answered before in this session, and the seconds that asking again took."""
+    """How many checks were repeated in this session, and the seconds that repeating them took."""
     student: StudentSaved | None = None
     stop_requested: str | None = None
     finished: RunFinished | None = None
-    """How this session ended, in its own words; None again as soon as the run is resumed."""
+    """How this session ended, as the run recorded it; None again as soon as the run is resumed."""
     facts: dict[str, Any] | None = None
     host: HostSample | None = None
-    """The newest readings. One that is not taken at every tick keeps its value until a sample says
-    that it is gone."""
+    """The newest readings. A reading that is not taken at every tick keeps its value until a sample reports it
+    missing."""
     hosts: Table = field(default_factory=lambda: Table(HOST_FIELDS))
     gpus: dict[int, GpuSample] = field(default_factory=dict)
     gpu_tables: dict[int, Table] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-    """Why a reading is missing, by field (`gpu0.gpu_power_w`); kept from the sample that said so
-    until there is a value."""
+    """Why a reading is missing, by field (`gpu0.gpu_power_w`); kept from the sample that gave the reason until
+    there is a value."""
     trainer_pid: int | None = None
     trainer_started_unix_s: float | None = None
     exit: TrainerExited | None = None
     exit_unix_s: float | None = None
     launcher_gone: str | None = None
     alerts: dict[str, AlertRaised] = field(default_factory=dict)
-    """The active ones, by id."""
+    """Active alerts by id."""
     alert_count: int = 0
-    """How often one was raised in this session."""
+    """How many alerts were raised in this session."""
     marks: tuple[LogLine, ...] = ()
-    """The marks of a time line, of all sessions, in order of time: alerts that were raised or
-    cleared, compiles, and where a trainer began."""
+    """The marks of a timeline over all sessions, ordered by time: alerts raised or cleared, compiles, and
+    trainer starts."""
     asides: tuple[LogLine, ...] = ()
-    """Every line of the supervisor's logs that is no reading, in the order of time."""
+    """Every line of the supervisor's logs that is not a reading, ordered by time."""
     stack_dump: StackDump | None = None
-    """The newest of this session."""
+    """The newest stack dump of this session."""
     stack_dump_unix_s: float | None = None
     lines: tuple[LogLine, ...] = ()
-    """The newest LINES_KEPT events of all logs, readings left out, in the order of time."""
+    """The newest LINES_KEPT events of all logs without readings, ordered by time."""
 
     @property
     def total_steps(self) -> int | None:
@@ -159,23 +158,23 @@ class RunView:
 
     @property
     def last_step(self) -> int:
-        """Optimizer steps done, 0 before the first."""
+        """Number of optimizer steps done, 0 before the first."""
         done = self.steps.last("step")
         if done is not None:
             return int(done)
         return self.started.resumed_from or 0 if self.started else 0
 
     def eval_of(self, subject: str) -> Evaluated | None:
-        """The newest evaluation of `student`, `teacher` or `untrained`."""
+        """Return the newest evaluation of `student`, `teacher` or `untrained`."""
         return next((e for e in reversed(self.evals) if e.subject == subject), None)
 
     def state(self, alive: Liveness) -> str:
-        """One word: not started, starting, running, stopping, completed, stopped, failed, the word
-        of the exit record (killed, crashed, ...), host_lost or vanished.
+        """Return the state as one word: not started, starting, running, stopping, completed, stopped, failed,
+        the word of the exit record (killed, crashed, ...), host_lost or vanished.
 
-        What the run wrote itself comes first, then what its parent saw; `vanished` is a dead run of
-        which nobody wrote the end, `host_lost` one that began in another boot. A resumed run is
-        starting again until it has done a step.
+        The run's own record comes first, then its parent's. `vanished` is a dead run whose end nobody
+        recorded; `host_lost` is one that began in another boot. A resumed run is starting again until it has
+        done a step.
         """
         if self.finished is not None:
             return _word_of_an_end(self.finished.state)
@@ -195,9 +194,9 @@ class RunView:
         return known and newest.boot_id != alive.boot_id
 
     def tokens_per_second(self, window: int = 20) -> float | None:
-        """Tokens per second inside the last `window` steps of this session.
+        """Return tokens per second over the last `window` steps of this session.
 
-        None before there are any whose time is known.
+        None until there are steps with a known time.
         """
         begin = max(self.session_row, len(self.steps) - window)
         tokens, seconds = self.steps.values("tokens", begin), self.steps.values("step_s", begin)
@@ -209,8 +208,8 @@ class RunView:
         return sum(n for n, _ in timed) / sum(s for _, s in timed) if timed else None
 
     def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace of this session so far, evaluations and checkpoints
-        included; None until two steps have shown a pace."""
+        """Return the seconds to the last step at the pace of this session so far, evaluations and checkpoints
+        included; None until there are two steps."""
         if self.total_steps is None or self.session_row >= len(self.steps):
             return None
         first_step, first_unix_s = self._step_and_time(self.session_row)
@@ -222,7 +221,7 @@ class RunView:
 
     @property
     def first_step_unix_s(self) -> float | None:
-        """When the first step of this session was done."""
+        """When the first step of this session finished."""
         if self.session_row >= len(self.steps):
             return None
         return self._step_and_time(self.session_row)[1]
@@ -234,7 +233,7 @@ class RunView:
 
 
 def _word_of_an_end(state: str) -> str:
-    """The state that a record of an end tells; one that is no word, or is that of a run that goes on, is
+    """Return the state named by an end record. A record whose state is not a word, or names a running state, is
     only known to be an end."""
     is_word = len(state) <= LONGEST_STATE and state.isidentifier()
     return state if is_word and state not in GOING_ON else "failed"

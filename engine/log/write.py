@@ -1,18 +1,18 @@
-"""Appending to a log: one writer per file, one line per event, nothing half-written.
+"""Append to a log: one writer per file, one line per event, no partial lines.
 
-The file is held with an exclusive `flock` for as long as the writer lives. The lock says three
-things at once: a second writer is refused, a reader can tell a living writer from a dead one
-without trusting a pid, and the kernel drops it however the writer dies. A forked child gives up its
-copy of the lock at once, so that it cannot outlive the writer in it.
+The writer holds the file with an exclusive `flock` for as long as it lives. The lock does three things at
+once: a second writer is refused, a reader can tell a living writer from a dead one without trusting a pid,
+and the kernel releases it however the writer dies. A forked child drops its copy of the lock at once, so that
+the lock cannot outlive the writer in it.
 
-The writer knows where its last whole line ends. A line that could not be written whole (disk full,
-an exception out of a signal handler) is cut off again, at the latest before the next one, so
-readers never see it and `seq` never repeats or jumps.
+The writer knows where its last whole line ends. A line that was not written completely (disk full, an
+exception out of a signal handler) is cut off again, at the latest before the next one, so readers never see
+it and `seq` never repeats or jumps.
 
-A killed writer leaves at most an unfinished last line. A power loss may leave more: pages of what was
-not synced that read as zeros, with later pages behind them. A log continues before the first hole
-(`recover`). Nothing acknowledged follows it, because an acknowledgement is a sync; whole
-lines that do are put into a file beside the log, for people.
+A killed writer leaves at most an unfinished last line. A power loss may leave more: unsynced pages that read
+as zeros, with later pages behind them. A log continues before the first hole (`recover`). Nothing
+acknowledged follows the hole, because an acknowledgement is a sync; whole lines that do follow it are saved
+to a file beside the log, for people.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ENVELOPE = ("v", "seq", "t_s", "nf")
 
 
 def read_boot_id() -> str:
-    """The kernel's id of this boot; 'unknown' where /proc has none."""
+    """Return the kernel's boot id; 'unknown' where /proc has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -49,10 +49,10 @@ def read_boot_id() -> str:
 
 # contract: run-log-v1
 def encode(event: Event, seq: int, t_s: float) -> bytes:
-    """One line of a log, with its newline; non-finite floats are named under `nf`.
+    """Encode one line of a log, with its newline; non-finite floats are named under `nf`.
 
-    A file name that is not UTF-8 is written with its odd bytes escaped (`\\udcff`), because a log
-    cannot refuse it, and a text that is too long is cut.
+    A file name that is not UTF-8 is written with its odd bytes escaped (`\\udcff`), because a log cannot
+    refuse it, and a text that is too long is truncated.
     """
     record: dict[str, Any] = {
         "v": event.v,
@@ -70,8 +70,7 @@ def encode(event: Event, seq: int, t_s: float) -> bytes:
 
 
 def _as_json(value: Any, path: str, non_finite: dict[str, str]) -> Any:
-    """`value` as JSON can hold it; the paths of values that it cannot hold are added to
-    `non_finite`."""
+    """Return `value` as JSON can hold it; the paths of values that it cannot hold are added to `non_finite`."""
     match value:
         case float():
             if is_written(value):
@@ -102,7 +101,7 @@ def _as_path(name: str) -> str:
 
 # contract: run-log-v1
 class LogWriter:
-    """The one writer of one log. Thread-safe; usable as a context manager; not to be called from a
+    """The one writer of one log. It is thread-safe and usable as a context manager; it must not be called from a
     signal handler."""
 
     def __init__(
@@ -139,19 +138,19 @@ class LogWriter:
             raise
 
     def _recover(self) -> int:
-        """Go on behind the last whole line; returns how many bytes behind it were cut off."""
+        """Continue behind the last whole line; returns how many bytes behind it were cut off."""
         found = recover(self._fd, self.path)
         self._seq, self._end = found.seq, found.end
         return found.cut
 
     def write(self, event: Event) -> None:
-        """Append one event. Raises DiskFull, with the file as it was before, when it does not fit;
-        RunLogError when it cannot be written for another reason."""
+        """Append one event. Raises DiskFull, with the file as it was before, when it does not fit; RunLogError
+        when it cannot be written for another reason."""
         with self._guard:
             assert self._fd >= 0, "a log is not written after it was closed"
             if os.fstat(self._fd).st_size != self._end:
-                # An exception came out of an earlier write after its bytes had gone: the file says
-                # which number is next.
+                # An exception came out of an earlier write after its bytes were written: read the next number
+                # from the file.
                 self._recover()
             line = encode(event, self._seq, self._monotonic() - self._origin)
             try:
@@ -171,8 +170,7 @@ class LogWriter:
             self._seq += 1
 
     def sync(self) -> None:
-        """Make everything written so far, and the file's name in its folder, survive a power
-        loss."""
+        """Make everything written so far, and the file's name in its folder, survive a power loss."""
         with self._guard:
             try:
                 os.fsync(self._fd)
@@ -181,7 +179,7 @@ class LogWriter:
                 raise write_error("run log", self.path, "to reach the disk", error) from error
 
     def close(self) -> None:
-        """Let go of the log; closing twice is fine."""
+        """Close the log; closing twice is fine."""
         with self._guard:
             self._let_go()
 
@@ -199,7 +197,8 @@ class LogWriter:
 
 
 def write_fully(fd: int, line: bytes) -> None:
-    """All of `line` in one write; when the kernel takes only part of it, writing on tells why."""
+    """Write all of `line`, in one write if possible; when the kernel takes only a part, the next write raises
+    the reason."""
     left = memoryview(line)
     while left:
         written = os.write(fd, left)
@@ -221,9 +220,9 @@ _open_writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    # The lock belongs to the open file, which a forked child shares: kept there, it would say
-    # "alive" after the writer died. No guard is taken: the thread that held it at the fork does not
-    # exist here.
+    # The lock belongs to the open file, which a forked child shares: if the child kept it, it would say
+    # "alive" after the writer died. No mutex is taken: the thread that held it at the fork does not exist
+    # here.
     for writer in list(_open_writers):
         writer._let_go()
 
@@ -231,7 +230,7 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-# Where a log continues after its writer, or its machine, died.
+# Recovery: where a log continues after its writer, or its machine, died.
 
 
 LOCK_TRIES = 40
@@ -241,7 +240,7 @@ SCAN_BYTES = 1 << 20
 
 
 class _Numbered(msgspec.Struct):
-    """As much of a line as the next writer must know."""
+    """The fields of a line that the next writer needs."""
 
     seq: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -255,13 +254,13 @@ class Recovered:
     cut: int
     """How many bytes behind it were cut off."""
     aside: Path | None
-    """Where those are, when there were whole lines among them."""
+    """The file that keeps those bytes, when there were whole lines among them."""
 
 
 def lock(fd: int, path: Path) -> None:
-    """Become the one writer of a log; the kernel gives the lock back however the writer ends. Raises
-    RunLogError for a log that has one."""
-    # A reader that probes for life holds the lock for an instant; a writer holds it for good.
+    """Take the writer's lock of a log; the kernel releases it however the writer ends. Raises RunLogError when
+    the log has a writer."""
+    # A reader that tests for a writer holds the lock for an instant; a writer holds it for good.
     for attempt in range(LOCK_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -278,13 +277,13 @@ def lock(fd: int, path: Path) -> None:
 
 
 def recover(fd: int, path: Path) -> Recovered:
-    """Cut off everything after the last whole line before the first hole. Raises RunLogError,
-    DiskFull; a file that is no log is refused and left as it is."""
+    """Cut off everything after the last whole line before the first hole. Raises RunLogError and DiskFull; a
+    file that is not a log is refused and left as it is."""
     try:
         size = os.fstat(fd).st_size
         start = sound = _first_zero(fd, size)
         block = b""
-        # Walk back to the last two newlines: the last whole line carries the last sequence number.
+        # Search backwards for the last two newlines: the last whole line carries the last sequence number.
         while start > 0 and block.count(b"\n") < 2:
             step = min(TAIL_BYTES, start)
             start -= step
@@ -301,7 +300,7 @@ def recover(fd: int, path: Path) -> Recovered:
                     f"run log: {path} @{end - len(line) - 1} — expected a record on the last "
                     f"line, found {line[:60]!r}"
                 ) from None
-        # Cut only now: a file that is no log is left as it is.
+        # Cut only now, so that a file that is not a log stays as it is.
         aside = None
         if end < size:
             if sound < size:
@@ -313,10 +312,10 @@ def recover(fd: int, path: Path) -> Recovered:
 
 
 def _first_zero(fd: int, size: int) -> int:
-    """Where the first zero byte is, `size` when there is none.
+    """Return the offset of the first zero byte, `size` when there is none.
 
-    No line has one. A page of the file that had not reached the disk when the power went reads as
-    zeros, and later pages may be there: a hole in what was written since the last sync.
+    No line contains one. A page that had not reached the disk when the power went reads as zeros, and later
+    pages may be present: a hole in what was written since the last sync.
     """
     for start in range(0, size, SCAN_BYTES):
         at = os.pread(fd, SCAN_BYTES, start).find(0)
@@ -326,7 +325,7 @@ def _first_zero(fd: int, size: int) -> int:
 
 
 def _keep_lines(lost: bytes, path: Path, begin: int) -> Path | None:
-    """Put aside what is cut off at `begin`, when there are lines in it."""
+    """Save what is cut off at `begin` to a file, when there are lines in it."""
     if b"\n" not in lost:
         return None
     aside = path.with_name(f"{path.name}.lost-{begin}")
@@ -335,8 +334,9 @@ def _keep_lines(lost: bytes, path: Path, begin: int) -> Path | None:
 
 
 def repair(path: Path) -> str | None:
-    """Cut off what the next writer of this log would cut off, so that it can be read before there is
-    one; says what that was, or None. Raises RunLogError, DiskFull.
+    """Cut off what the next writer of this log would cut off, so that it can be read before there is one.
+
+    Returns a description of what was cut, or None. Raises RunLogError, DiskFull.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
