@@ -16,7 +16,7 @@ from engine.drills.catalogue import DRILLS, drill
 from engine.drills.text import table
 from engine.verdict import Level
 from tests.support.bounded_soak import soak_count
-from tests.support.running import engine, environment
+from tests.support.running import engine, engine_here, environment
 
 
 def test_planted_defects_are_named_through_the_command(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_planted_defects_are_named_through_the_command(tmp_path: Path) -> None:
     watch = (out / "rotary_neighbours" / "watch.jsonl").read_text()
     assert "engine.drills.plant rotary_neighbours --" in watch and "APR_WORKBENCH_TRAINER" in watch
     assert "2 PASS" in (out / "drills.txt").read_text()
-    again = engine("drill", "rotary_neighbours", "--out", out)
+    again = engine_here("drill", "rotary_neighbours", "--out", out)
     assert again.returncode == 65 and "one that exists" in again.stderr
 
 
@@ -82,7 +82,7 @@ def test_a_drill_that_cannot_be_tried_here_is_unknown(
 def test_a_command_line_that_makes_no_sense_is_refused(
     arguments: tuple[str, ...], said: str
 ) -> None:
-    done = engine("drill", *arguments)
+    done = engine_here("drill", *arguments)
     assert done.returncode == 64 and said in done.stderr
 
 

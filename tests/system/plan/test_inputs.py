@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.log.follow import Follower
+from tests.support.finished_runs import carried_out
 from tests.support.kit import Kit, tiny_config
 from tests.support.running import (
     DEADLINE_S,
@@ -115,9 +117,9 @@ def test_a_student_vocabulary_larger_than_the_teachers_is_refused(kit: Kit, tmp_
 
 
 def test_a_student_equal_to_its_teacher_is_refused(kit: Kit, tmp_path: Path) -> None:
-    spec = kit.spec(tmp_path, student__config="", student__path=str(kit.teacher))
-    done = engine("distill", spec, "--out", tmp_path / "run")
-    assert done.returncode == 65 and "found the same values" in done.stderr
+    run, code = carried_out(kit, tmp_path, student__config="", student__path=str(kit.teacher))
+    ended = Follower(run).read_all().finished
+    assert code == 65 and ended is not None and "found the same values" in ended.reason
 
 
 def test_an_empty_corpus_is_refused(kit: Kit, tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_an_output_folder_that_exists_is_refused_and_untouched(kit: Kit, tmp_pat
     run = tmp_path / "run"
     run.mkdir()
     (run / "mine.txt").write_text("mine")
-    done = engine("distill", kit.spec(tmp_path), "--out", run)
+    done = engine_here("distill", kit.spec(tmp_path), "--out", run)
     assert done.returncode == 65 and "expected a new folder, found one that exists" in done.stderr
     assert os.listdir(run) == ["mine.txt"]
 
@@ -206,16 +208,16 @@ def test_a_disk_that_fills_up_while_training_ends_the_run_with_its_last_checkpoi
         assert resumed.returncode == 0, resumed.stderr
         newest = max(c.step for c in follower.view.checkpoints)
         wait_for(run, lambda view: view.started is not None and view.started.resumed_from == newest)
-        assert engine("stop", run, "--now").returncode == 0
+        assert engine_here("stop", run, "--now").returncode == 0
         wait_until_ended(run)
     finally:
         subprocess.run(["umount", "--lazy", str(small)], check=True)
 
 
 def test_usage_errors_exit_64_and_help_is_there_for_every_command() -> None:
-    assert engine("distill").returncode == 64
-    assert engine("nonsense").returncode == 64
+    assert engine_here("distill").returncode == 64
+    assert engine_here("nonsense").returncode == 64
     for command in ("distill", "tail", "runs", "stop", "spec"):
-        done = engine(command, "--help")
+        done = engine_here(command, "--help")
         assert done.returncode == 0 and f"usage: engine {command}" in done.stdout
-    assert engine("tail", "/nowhere").returncode == 65
+    assert engine_here("tail", "/nowhere").returncode == 65
