@@ -363,6 +363,7 @@ def test_a_contract_that_was_demoted_is_shown_and_not_run(
     assert not (tmp_path / "evidence").exists()
 
 
+@pytest.mark.soak  # a process for each test and each bug; `make contracts` runs those of all contracts
 def test_planted_bugs_of_this_project_are_caught(tmp_path: Path) -> None:
     """The contract of verdicts, whose tests are the fastest; `make contracts` runs all of them."""
     name = "verdict-lattice-v1"

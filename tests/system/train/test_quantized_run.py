@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.models.load import load_decoder, save_decoder
+from tests.support.finished_runs import finish
 from tests.support.kit import Kit, tiny_config
 from tests.support.packed_models import lively, make_config, write
 from tests.support.running import engine
@@ -25,7 +26,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("teacher") / "m.gguf", lively(config), "Q4_K")
 
 
-def settings(kit: Kit, folder: Path, teacher: Path, **changes: object) -> Path:
+def settings(kit: Kit, folder: Path, teacher: Path, **changes: object) -> dict[str, object]:
     student = folder / "student.json"
     student.write_text(json.dumps(tiny_config(vocab_size=STUDENT_IDS)))
     values: dict[str, object] = {
@@ -35,7 +36,7 @@ def settings(kit: Kit, folder: Path, teacher: Path, **changes: object) -> Path:
         "train__steps": 4,
         "checks__skip": "teacher_knows_text",  # its weights are random
     }
-    return kit.spec(folder, **(values | changes))
+    return values | changes
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -50,10 +51,10 @@ def test_a_run_with_blocks_is_the_run_with_their_values(
     for backend in ("dequantized", "quantized"):
         folder = tmp_path / backend
         folder.mkdir()
-        spec = settings(kit, folder, teacher, teacher__backend=backend)
-        ran = engine("distill", spec, "--out", folder / "run", "--json")
-        assert ran.returncode == 0, ran.stderr
-        receipt = json.loads(ran.stdout)
+        changes = settings(kit, folder, teacher, teacher__backend=backend)
+        every = dict(checkpoint__every=5, eval__every=10)
+        receipt = finish(kit, folder, **(changes | every)).read_receipt()
+        assert receipt is not None
         steps = events(folder / "run", "step")
         losses.append([*receipt["heldout_loss_nats"].values(), *(s["kd"] for s in steps)])
         cuts += events(folder / "run", "vocabulary_cut")
@@ -88,7 +89,8 @@ def test_a_student_out_of_its_teachers_file_is_refused_unless_that_is_asked_for(
     for allowed in (False, True):
         folder = tmp_path / str(allowed)
         folder.mkdir()
-        spec = settings(kit, folder, teacher, teacher__allow_identical=allowed, **changes)
+        allowing = settings(kit, folder, teacher, teacher__allow_identical=allowed, **changes)
+        spec = kit.spec(folder, **allowing)
         ran = engine("distill", spec, "--out", folder / "run", "--json")
         if allowed:
             assert ran.returncode == 0, ran.stderr

@@ -25,7 +25,14 @@ from engine.spec import spec_from_dict
 from engine.watch.replay import diagnose
 from tests.support.finished_runs import finish
 from tests.support.kit import Kit
-from tests.support.running import engine, environment, start, wait_for, wait_until_ended
+from tests.support.running import (
+    engine,
+    engine_here,
+    environment,
+    start,
+    wait_for,
+    wait_until_ended,
+)
 
 STEPS = 6
 COMMON = dict(train__steps=STEPS, checkpoint__every=3, eval__every=3, data__include_tests=False)
@@ -217,5 +224,5 @@ def test_half_of_torchruns_variables_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_resume_and_gpus_do_not_go_together(kit: Kit, tmp_path: Path) -> None:
-    refused = engine("distill", "--resume", tmp_path, "--gpus", 2)
+    refused = engine_here("distill", "--resume", tmp_path, "--gpus", 2)
     assert refused.returncode == 64 and "--gpus" in refused.stderr

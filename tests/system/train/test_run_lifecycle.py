@@ -151,6 +151,16 @@ def test_a_run_on_a_cpu_loads_no_compiler(whole: Path) -> None:
     assert not imported & {"torch._dynamo", "torch._inductor", "sympy", "triton"}
 
 
+def test_a_healthy_run_raises_nothing(whole: Path) -> None:
+    view = Follower(RunFolder(whole)).read_all()
+    assert view.alert_count == 0 and view.stack_dump is None
+    judged = engine_here("diagnose", whole, "--all")
+    assert judged.returncode == 0, judged.stdout
+    assert (
+        "could not judge" in judged.stdout and "gpu_idle: the run computes on cpu" in judged.stdout
+    )
+
+
 @pytest.mark.parametrize("seen", [12, pytest.param(13, marks=pytest.mark.soak)])
 def test_twenty_steps_equal_ten_then_sigkill_then_the_rest_bit_for_bit(
     kit: Kit, whole: Path, killed: Path, tmp_path: Path, seen: int

@@ -18,7 +18,7 @@ from engine.spec import RunSpec
 from engine.watch.projection import project, projection_lines
 from tests.support.kit import Kit
 from tests.support.run_folders import Scene
-from tests.support.running import engine
+from tests.support.running import engine, engine_here
 
 
 def _spec(**train: int) -> RunSpec:
@@ -110,5 +110,5 @@ def test_smoke_does_not_go_with_detach_or_resume(kit: Kit, tmp_path: Path) -> No
         ("distill", spec, "--smoke", 2, "--detach"),
         ("distill", "--resume", tmp_path, "--smoke", 2),
     ):
-        refused = engine(*arguments)
+        refused = engine_here(*arguments)
         assert refused.returncode == 64 and "--smoke" in refused.stderr

@@ -69,18 +69,6 @@ def test_a_stopped_trainer_is_told_from_a_busy_one(kit: Kit, tmp_path: Path, run
     assert "ALERT stalled: no step after step" in engine_here("tail", run, "-n", 2000).stdout
 
 
-def test_a_healthy_run_raises_nothing(kit: Kit, tmp_path: Path, run: Path) -> None:
-    done = engine("distill", kit.spec(tmp_path), "--out", run)
-    assert done.returncode == 0, done.stderr
-    view: RunView = wait_until_ended(run).view
-    assert view.alert_count == 0 and view.stack_dump is None
-    judged = engine_here("diagnose", run, "--all")
-    assert judged.returncode == 0, judged.stdout
-    assert (
-        "could not judge" in judged.stdout and "gpu_idle: the run computes on cpu" in judged.stdout
-    )
-
-
 def test_a_run_that_asks_for_no_readings_has_none_and_trains(
     kit: Kit, tmp_path: Path, run: Path
 ) -> None:
