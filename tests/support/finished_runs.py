@@ -28,8 +28,12 @@ def carried_out(kit: Kit, folder: Path, **changes: object) -> tuple[RunFolder, i
     """A run in `folder`/run, of six steps unless said otherwise, and the trainer's exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"train__steps": 6, "checkpoint__every": 0, "eval__every": 0} | changes
-    spec, text = load_spec(kit.spec(folder, **settings), [])
-    run = folder / "run"
+    return carry_out(kit.spec(folder, **settings), folder / "run")
+
+
+def carry_out(spec_file: Path, run: Path, *sets: str) -> tuple[RunFolder, int]:
+    """The run that a spec asks for, in the new folder `run`, and the trainer's exit code."""
+    spec, text = load_spec(spec_file, list(sets))
     create_run(run, text, {"spec": spec.to_dict(), "spec_sha256": spec.sha256})
     code = trainer_module.run(run, resume=False, allow_fallback=False, keep_alive_fd=None)
     return RunFolder(run), code

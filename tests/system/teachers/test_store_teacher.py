@@ -32,10 +32,10 @@ from engine.teachers.store.keys import CacheError, Identity
 from engine.teachers.store.outputs import as_targets, sparse_parts
 from engine.teachers.store.teacher import CachedTeacher
 from engine.train.trainer import Trainer
+from tests.support.finished_runs import carry_out
 from tests.support.kit import Kit
 from tests.support.paths import DEMO
 from tests.support.preparing import make_store
-from tests.support.running import engine
 
 CPU = torch.device("cpu")
 # Shapes: N tokens, V vocabulary, D student width, E teacher width, K ids of a token
@@ -397,9 +397,8 @@ def _fields(identity: Identity) -> dict[str, object]:
 
 
 def _run(spec: Path, out: Path, *sets: str) -> RunView:
-    words = [word for each in sets for word in ("--set", each)]
-    done = engine("distill", spec, "--out", out, *words)
-    assert done.returncode == 0, done.stderr[-3000:]
+    _, code = carry_out(spec, out, *sets)
+    assert code == 0
     return Follower(open_run(out)).read_all()
 
 
