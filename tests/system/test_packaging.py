@@ -134,6 +134,8 @@ def test_the_installed_engine_distils_a_spec_from_an_empty_folder(
     installed: Path, tmp_path: Path
 ) -> None:
     demo = installed / "engine" / "demo"
+    # The demo has been checked already, which takes as long as a start.
+    unchecked = ["--set", "checks.enabled=false"]
     spec = tmp_path / "kd.toml"
     spec.write_text((demo / "demo.toml").read_text())
     paths = [
@@ -144,7 +146,16 @@ def test_the_installed_engine_distils_a_spec_from_an_empty_folder(
     ]
     (tmp_path / "teacher").mkdir()
     done = from_wheel(
-        installed, tmp_path, "-m", "engine", "distill", "kd.toml", *paths, *SHORT, "--json"
+        installed,
+        tmp_path,
+        "-m",
+        "engine",
+        "distill",
+        "kd.toml",
+        *paths,
+        *SHORT,
+        *unchecked,
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["state"] == "completed"

@@ -61,7 +61,11 @@ def top_k_store(spec_file: Path) -> Path:
 
 
 def batches_of(spec: RunSpec) -> Batches:
-    corpus = open_corpus(spec.data.corpus, heldout_fraction=spec.data.heldout_fraction)
+    corpus = open_corpus(
+        spec.data.corpus,
+        heldout_fraction=spec.data.heldout_fraction,
+        max_bytes=spec.data.max_bytes or None,
+    )
     tokens = tokenize(corpus.train.documents, open_tokenizer(spec.teacher.path))
     return Batches(
         tokens, seq_len=spec.data.seq_len, rows_per_batch=spec.train.rows, seed=spec.train.seed
